@@ -1,0 +1,30 @@
+"""What can go wrong, by name.
+
+Bad input raises a plain ``ValueError``. A wrong use of a step raises `MisuseError` (a ``RuntimeError``), and
+anything that ends the fleet raises `FleetError` with one sentence that names the worker. None of them needs a
+stack trace to be understood.
+"""
+
+
+class PacelineError(RuntimeError):
+    """Base of all errors that are Paceline's own."""
+
+
+class MisuseError(PacelineError):
+    """The user's loop did something that would have been averaged in silently."""
+
+
+class FleetError(PacelineError):
+    """The fleet cannot go on: a worker died, went silent, or is somewhere else in the program."""
+
+
+class WorkerLost(FleetError):
+    """A worker died or went silent."""
+
+
+class CallMismatch(FleetError):
+    """Only some of the workers made a call that all must make."""
+
+
+class NonFiniteGradients(FleetError):
+    """A worker's gradients were NaN or infinite."""

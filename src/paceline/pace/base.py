@@ -1,0 +1,49 @@
+"""What a pacer is: it observes records and answers the question "how is the next step split?".
+
+Pacers are pure: no clock, no torch, no I/O. Every worker's pacer observes every record; only the leader's is
+asked for plans, and ``plan`` changes nothing, so any worker can become the leader. The simulator asks the very
+same objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from paceline.records import Plan, StepRecord
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The question put to a pacer: split ``total`` samples among ``workers``."""
+
+    step: int
+    total: int
+    """Samples of the step: the global batch, or what the epoch has left."""
+    workers: tuple[int, ...]
+    """Stable identities in rank order. A pacer that meets a new one starts it from a prior."""
+    epoch: int = 0
+    generation: int = 0
+    unit: int = 1
+    """Shares are multiples of this many samples, but for the one remainder."""
+    minimum: int | tuple[int, ...] = 0
+    maximum: int | tuple[int, ...] | None = None
+
+
+@runtime_checkable
+class Pacer(Protocol):
+    """Decides the shares. ``plan`` is a pure function of what was observed."""
+
+    name: str
+
+    def check(self, workers: int) -> None:
+        """Raise ValueError when the settings make no sense for so many workers."""
+
+    def observe(self, record: StepRecord) -> None: ...
+
+    def plan(self, ask: Ask) -> Plan: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

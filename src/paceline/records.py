@@ -1,0 +1,125 @@
+"""The plain data everything speaks in: what a step should be (`Plan`), what it was (`StepRecord`), and all so far.
+
+The event log is these records as JSON lines; pacers, the simulator and every view read nothing else. Per-worker
+fields are tuples in rank order, of equal length.
+
+>>> plan = Plan(generation=0, step=3, samples=(96, 32))
+>>> Plan.from_json(plan.to_json()) == plan
+True
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+LOG_VERSION = 1
+"""Version of the records' JSON form; it stands in the first line of every event log."""
+
+Range = tuple[int, int]
+"""Positions ``start <= p < stop`` in an epoch's order."""
+
+T = TypeVar("T", bound="_Json")
+
+
+class _Json:
+    """Dataclass to plain JSON types and back; unknown keys from a newer version are ignored."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+    @classmethod
+    def from_json(cls: type[T], data: Mapping[str, Any]) -> T:
+        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{key: _tuples(value) for key, value in data.items() if key in known})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+@dataclass(frozen=True)
+class Plan(_Json):
+    """Who does how many samples in one step, until when."""
+
+    generation: int
+    step: int
+    samples: tuple[int, ...]
+    deadline_s: float | None = None
+    """Seconds after the step's start when the round closes; None: it waits for everybody."""
+    forecast_s: tuple[float, ...] | None = None
+    """Own-compute seconds the pacer expects of each worker under this plan; NaN where it knows nothing."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.samples)
+
+
+@dataclass(frozen=True)
+class StepRecord(_Json):
+    """What happened in one step: the same on every worker once its round is over, but for ``wall_s`` and ``round_s``."""
+
+    step: int
+    epoch: int
+    generation: int
+    workers: tuple[int, ...]
+    """Stable identities, in rank order; in a fleet of fixed size, the ranks."""
+    planned: tuple[int, ...]
+    samples: tuple[int, ...]
+    """Samples done and counted."""
+    seconds: tuple[float, ...]
+    """Own compute, up to the last local gradient; never waiting for others. 0 for a worker that sat out."""
+    micro_batches: tuple[int, ...] = ()
+    slowest_s: tuple[float, ...] = ()
+    """The longest single micro-batch of each worker."""
+    late_s: tuple[float, ...] = ()
+    """Seconds after the deadline until the worker was done; 0 when in time or when there was no deadline."""
+    forecast_s: tuple[float, ...] | None = None
+    deadline_s: float | None = None
+    wall_s: float = 0.0
+    """From the step's start to the end of its commit, by the clock of the worker that wrote the record (the leader's
+    in the log); time the user's code spends between steps is not in it."""
+    round_s: float = 0.0
+    """Of that, the round itself: what is left of this worker's wait once the slowest had arrived."""
+    weight: float = 0.0
+    """Sum of the micro-batches' weights: what the gradient was divided by."""
+    loss: float | None = None
+    """The fleet's weighted mean loss."""
+    grad_norm: float | None = None
+    applied: bool = True
+    """False when the update was skipped (an overflow, nothing done)."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """Figures the user added with ``step.add``, summed over the fleet."""
+    ranges: tuple[tuple[Range, ...], ...] = ()
+    """Positions of the epoch's order that each worker counted."""
+    shortfall_s: tuple[float, ...] = ()
+    """Emulated machines: seconds by which the host was too slow to play the machine."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.samples)
+
+
+class History:
+    """The records so far (the last ``keep`` of them), the same on every worker."""
+
+    def __init__(self, keep: int = 1000) -> None:
+        self._records: deque[StepRecord] = deque(maxlen=keep)
+
+    def append(self, record: StepRecord) -> None:
+        self._records.append(record)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return iter(self._records)
+
+    def __getitem__(self, index: int) -> StepRecord:
+        return self._records[index]
+
+    @property
+    def last(self) -> StepRecord | None:
+        return self._records[-1] if self._records else None
