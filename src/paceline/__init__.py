@@ -1,0 +1,39 @@
+"""Paceline trains one PyTorch model on machines that are not alike, at the sum of their speeds.
+
+>>> import paceline
+>>> with paceline.join(quiet=True) as fleet:        # doctest: +SKIP
+...     model = fleet.model(Net())
+...     for step in fleet.steps(dataset, global_batch=256, micro_batch=16):
+...         for x, y in step:
+...             step.backward(loss_fn(model(x), y))
+...         step.commit(optimizer)
+"""
+
+from paceline.errors import CallMismatch, FleetError, MisuseError, NonFiniteGradients, PacelineError, WorkerLost
+from paceline.fleet import Fleet, join
+from paceline.loop import Steps
+from paceline.pace import Adaptive, Epoch, Equal, Fixed
+from paceline.records import History, Plan, StepRecord
+from paceline.step import Step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Adaptive",
+    "CallMismatch",
+    "Epoch",
+    "Equal",
+    "Fixed",
+    "Fleet",
+    "FleetError",
+    "History",
+    "MisuseError",
+    "NonFiniteGradients",
+    "PacelineError",
+    "Plan",
+    "Step",
+    "StepRecord",
+    "Steps",
+    "WorkerLost",
+    "join",
+]

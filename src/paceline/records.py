@@ -59,7 +59,7 @@ class Plan(_Json):
 
 @dataclass(frozen=True)
 class StepRecord(_Json):
-    """What happened in one step: the same on every worker once its round is over, but for ``wall_s`` and ``round_s``."""
+    """What happened in one step: the same on every worker after its round, but for ``wall_s`` and ``round_s``."""
 
     step: int
     epoch: int

@@ -1,0 +1,8 @@
+"""How the fleet's work merges."""
+
+from paceline.combine.gradients import Gradients
+from paceline.combine.header import Header
+
+NAMES = ("gradients",)
+
+__all__ = ["NAMES", "Gradients", "Header"]

@@ -1,0 +1,7 @@
+"""Who is there, and how they reach each other."""
+
+from paceline.transport.alone import Alone
+from paceline.transport.base import Pending, Transport
+from paceline.transport.fixed import Fixed, launched
+
+__all__ = ["Alone", "Fixed", "Pending", "Transport", "launched"]

@@ -1,0 +1,250 @@
+"""Gradients as views of a few flat tensors, each summed over the fleet as soon as it is final.
+
+A parameter's first gradient of a step is copied into its place in a flat bucket, and the later ones add to it there.
+In the last micro-batch a bucket whose parameters all have their gradient starts its sum while backward goes on, as in
+DDP. A worker with no micro-batch at all sends zeros. Buckets are started in one fixed order, so that every worker
+runs the same sums in the same order whatever its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.errors import MisuseError
+
+FIRST_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+"""As in DDP: a small first bucket starts the round early, then large ones keep it efficient."""
+
+
+class Slot:
+    """One parameter's place."""
+
+    __slots__ = ("bucket", "grad", "home", "parameter", "seen", "version")
+
+    def __init__(self, parameter: torch.nn.Parameter, bucket: Bucket | None, home: torch.Tensor | None) -> None:
+        self.parameter, self.bucket, self.home = parameter, bucket, home
+        self.grad: torch.Tensor | None = None
+        """Where this step's gradient adds up; None until the first one comes."""
+        self.version = 0
+        self.seen = -1
+        """The backward pass in which the last gradient came."""
+
+
+class Bucket:
+    """Slots that share a flat tensor and one sum."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        first = parameters[0]
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        self.slots: list[Slot] = []
+        offset = 0
+        for parameter in parameters:
+            self.slots.append(Slot(parameter, self, _view_like(self.flat, offset, parameter)))
+            offset += parameter.numel()
+        self.awaited = len(self.slots)
+
+
+class Buckets:
+    """The gradients of all trained parameters of one worker.
+
+    ``start(flat)`` begins the fleet's sum of a bucket; without it (a worker alone) gradients stay where autograd puts
+    them and nothing is copied.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], start: Callable[[torch.Tensor], None] | None = None
+    ) -> None:
+        self.parameters = list(parameters)
+        self._start = start
+        self.buckets = [Bucket(group) for group in _group(self.parameters)] if start else []
+        homes = {id(slot.parameter): slot for bucket in self.buckets for slot in bucket.slots}
+        self.slots = [homes.get(id(p)) or Slot(p, None, None) for p in self.parameters]
+        self._hooks = [_on_gradient(slot.parameter, partial(self._came, slot)) for slot in self.slots]
+        self._inside = False
+        self._aside = False
+        self._last = False
+        self._pass = 0
+        self._overlap = False  # until one whole step has shown that every gradient comes once a pass
+        self._twice = False
+        self._started = 0
+
+    def detach(self) -> None:
+        """Give the parameters back: no hooks, no views."""
+        for hook in self._hooks:
+            hook.remove()
+        self.clear()
+
+    # -- during the step -------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *, last: bool, whole: bool = False, create_graph: bool = False) -> None:
+        """Add the gradient of ``loss``. ``last`` says that nothing more comes in this step.
+
+        With ``whole`` a backward that fails half-way (out of memory) leaves the sum as it was.
+        """
+        self.check_untouched()
+        if whole:
+            self._backward_whole(loss, create_graph)
+            return
+        if not any(slot.grad is not None for slot in self.slots):
+            for parameter in self.parameters:
+                parameter.grad = None  # e.g. left by the user's own code between steps
+        self._pass += 1
+        self._inside, self._last = True, last
+        try:
+            loss.backward(create_graph=create_graph)  # type: ignore[no-untyped-call]
+        finally:
+            self._inside = False
+        self._note_versions()
+
+    def _backward_whole(self, loss: torch.Tensor, create_graph: bool) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._inside = self._aside = True
+        try:
+            loss.backward(create_graph=create_graph)  # type: ignore[no-untyped-call]
+            self._join()
+        finally:
+            self._inside = self._aside = False
+            for slot in self.slots:
+                slot.parameter.grad = slot.grad
+        self._note_versions()
+
+    @torch.no_grad()
+    def _join(self) -> None:
+        """Add a whole micro-batch's gradients, which stand in ``p.grad``, to the sum."""
+        for slot in self.slots:
+            if slot.parameter.grad is None:
+                continue
+            if slot.grad is None:
+                self._adopt(slot, slot.parameter)
+            else:
+                slot.grad.add_(slot.parameter.grad)
+
+    def _note_versions(self) -> None:
+        for slot in self.slots:
+            if slot.grad is not None:
+                slot.version = slot.grad._version
+
+    def _came(self, slot: Slot, parameter: torch.nn.Parameter) -> None:
+        """Autograd has put or added to ``parameter.grad``."""
+        if not self._inside:
+            raise MisuseError(
+                "a plain loss.backward() ran on the fleet's model: its gradient would not be weighted by the "
+                "micro-batch; use step.backward(loss) instead"
+            )
+        if self._aside:
+            return
+        if slot.seen == self._pass:
+            self._twice = True
+            if slot.bucket and self.buckets.index(slot.bucket) < self._started:
+                raise MisuseError("a gradient came after its bucket was summed: pass overlap=False to fleet.model")
+        slot.seen = self._pass
+        self._adopt(slot, parameter)
+        if slot.bucket and self._last and self._overlap:
+            slot.bucket.awaited -= 1
+            self._start_ready()
+
+    def _adopt(self, slot: Slot, parameter: torch.nn.Parameter) -> None:
+        grad = parameter.grad
+        assert grad is not None
+        if grad is slot.grad:
+            return
+        if grad.is_sparse:
+            raise ValueError("sparse gradients are not supported: build the embedding with sparse=False")
+        if slot.home is not None:
+            slot.home.copy_(grad.detach())
+            parameter.grad = slot.home
+        slot.grad = parameter.grad
+
+    def _start_ready(self) -> None:
+        while self._started < len(self.buckets) and self.buckets[self._started].awaited == 0:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        assert self._start is not None
+        bucket = self.buckets[self._started]
+        self._started += 1
+        self._start(bucket.flat)
+
+    def finish(self) -> None:
+        """Zero what no gradient came for, and start the sums that are still to start."""
+        for bucket in self.buckets[self._started :]:
+            empty = [slot for slot in bucket.slots if slot.grad is None]
+            if len(empty) == len(bucket.slots):
+                bucket.flat.zero_()
+            else:
+                for slot in empty:
+                    assert slot.home is not None
+                    slot.home.zero_()
+        while self._started < len(self.buckets):
+            self._start_next()
+
+    # -- between round and commit ----------------------------------------------------------------------------------
+
+    def used(self) -> list[bool]:
+        """Which parameters got a gradient on this worker."""
+        return [slot.grad is not None for slot in self.slots]
+
+    def expose(self, used: Sequence[bool]) -> None:
+        """Leave the fleet's gradient in ``p.grad``, and None for parameters that nobody used, as one machine would."""
+        for slot, anybody in zip(self.slots, used, strict=True):
+            if slot.home is not None:
+                slot.grad = slot.home if anybody else None
+            slot.parameter.grad = slot.grad
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that hold all gradients: the flat buckets, or a lone worker's own gradients."""
+        return [b.flat for b in self.buckets] if self._start else [s.grad for s in self.slots if s.grad is not None]
+
+    def clear(self) -> None:
+        """Forget this step's gradients; ready for the next."""
+        self._overlap = not self._twice and self._pass > 0
+        self._started = 0
+        for slot in self.slots:
+            slot.parameter.grad = slot.grad = None
+        for bucket in self.buckets:
+            bucket.awaited = len(bucket.slots)
+
+    def check_untouched(self) -> None:
+        """Raise MisuseError when somebody cleared or changed gradients since the last backward of this step."""
+        for slot in self.slots:
+            if slot.grad is None:
+                continue
+            if slot.parameter.grad is not slot.grad or slot.grad._version != slot.version:
+                raise MisuseError(
+                    "gradients were cleared or changed in the middle of a step (optimizer.zero_grad(), clipping, "
+                    "or p.grad = ...): step.commit clips and zeroes; for code of your own call step.combine() first"
+                )
+
+
+def _group(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Buckets of one dtype and device, in reverse order of definition: about the order in which backward ends."""
+    groups: list[list[torch.nn.Parameter]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.nn.Parameter], int]] = {}
+    for parameter in reversed(parameters):
+        kind = (parameter.dtype, parameter.device)
+        group, size = open_groups.get(kind, ([], 0))
+        if not group:
+            groups.append(group)
+        group.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+        full = size >= (FIRST_BYTES if group is groups[0] else BUCKET_BYTES)
+        open_groups[kind] = ([], 0) if full else (group, size)
+    return groups
+
+
+def _on_gradient(parameter: Any, came: Callable[[torch.nn.Parameter], None]) -> Any:
+    return parameter.register_post_accumulate_grad_hook(came)
+
+
+def _view_like(flat: torch.Tensor, offset: int, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A view of the flat tensor with the parameter's shape and, where dense, its memory layout."""
+    dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
+    if dense if parameter.dim() == 4 else parameter.is_contiguous():
+        return flat.as_strided(parameter.shape, parameter.stride(), offset)
+    return flat[offset : offset + parameter.numel()].view(parameter.shape)

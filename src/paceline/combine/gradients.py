@@ -1,0 +1,168 @@
+"""``combine="gradients"``: one round a step sums gradients and counts, and all divide by the true count.
+
+With S_i the sum of worker i's per-sample gradients and n_i its count, the step's gradient is ``sum_i S_i / sum_i n_i``:
+exactly that of one machine with the whole batch, for any shares (P0's weighted form, P1's rule). Each micro-batch's
+mean loss enters scaled by its weight over the planned total, so that when everything planned was done the sum already
+is the mean, and half-precision gradients stay in range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.combine.buckets import Buckets
+from paceline.combine.header import Header, Layout
+from paceline.combine.scaling import is_active, next_state
+from paceline.combine.statistics import RunningStatistics
+from paceline.transport import Pending, Transport
+
+
+class Gradients:
+    """The gradients of a fleet's models, from backward to update."""
+
+    name = "gradients"
+
+    def __init__(self, transport: Transport, models: Sequence[torch.nn.Module], *, overlap: bool = True) -> None:
+        self._transport = transport
+        self.overlap = overlap
+        self.whole = False
+        """Whether a micro-batch's gradient joins the sum whole or not at all, at the price of memory for one more."""
+        self._alone = transport.size == 1
+        self.everything = _unique(p for model in models for p in model.parameters())
+        self._trained = self._trained_now()
+        self._statistics = RunningStatistics(models)
+        self._build()
+        self.scaler: Any = None
+        self._unscale = 1.0
+        self._weight_per_sample = 1.0
+        self._reset()
+
+    def _build(self) -> None:
+        parameters = [p for p, trained in zip(self.everything, self._trained, strict=True) if trained]
+        self.buckets = Buckets(parameters, None if self._alone else self._start_sum)
+        self.layout = Layout(self._transport.size, len(parameters), 0 if self._alone else len(self._statistics))
+
+    def _reset(self) -> None:
+        self._sums: list[Pending] = []
+        self._norms: list[torch.Tensor] = []
+        self._planned = 1.0
+        self._norm: float | None = None
+
+    def _trained_now(self) -> list[bool]:
+        return [p.requires_grad for p in self.everything]
+
+    def detach(self) -> None:
+        self.buckets.detach()
+
+    def statistics_were_set(self) -> None:
+        self._statistics.rebase()
+
+    # -- work ------------------------------------------------------------------------------------------------------
+
+    def begin(self, planned_samples: int) -> None:
+        """A step begins in which the whole fleet plans to do so many samples."""
+        if self._trained_now() != self._trained:
+            self._refreeze()
+        self._reset()
+        self._planned = planned_samples * self._weight_per_sample
+        self._unscale = 1.0 / self.scaler.get_scale() if is_active(self.scaler) else 1.0
+
+    def _refreeze(self) -> None:
+        """Parameters were frozen or unfrozen: on every worker, or the sums would no longer match."""
+        trained = self._trained_now()
+        if any(other != trained for other in self._transport.gather("freezing or unfreezing parameters", trained)):
+            raise ValueError("workers disagree on which parameters are frozen (requires_grad)")
+        self.buckets.detach()
+        self._trained = trained
+        self._build()
+
+    def backward(self, loss: torch.Tensor, weight: Any, *, last: bool, create_graph: bool = False) -> None:
+        """Add the gradient of a micro-batch's mean loss with this weight."""
+        scaled = loss * (weight / self._planned)
+        if is_active(self.scaler):
+            scaled = self.scaler.scale(scaled)
+        self.buckets.backward(scaled, last=last and self.overlap, whole=self.whole, create_graph=create_graph)
+
+    # -- round -----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> bool:
+        """This worker has done its share: start what is left to sum. True if its gradients are finite."""
+        self.buckets.check_untouched()
+        self.buckets.finish()
+        if self._alone:
+            self._norm = self._unscaled_norm()
+        else:
+            self._norm = float(torch.stack(self._norms).norm()) if self._norms else 0.0
+        return self._norm < float("inf")
+
+    def _unscaled_norm(self) -> float:
+        tensors = self.buckets.tensors()
+        if self._unscale != 1.0 and tensors:
+            torch._foreach_mul_(tensors, self._unscale)
+        return self._measure()
+
+    def _start_sum(self, flat: torch.Tensor) -> None:
+        if self._unscale != 1.0:
+            flat.mul_(self._unscale)
+        # One read of memory finds NaN and infinities, so that the worker behind them can be named.
+        self._norms.append(torch.linalg.vector_norm(flat).to(torch.float64))
+        self._sums.append(self._transport.sum(flat))
+
+    def exchange(self, header: Header, samples: int, label: str) -> None:
+        """The round: when it returns, ``header`` and the gradients hold the fleet's sums."""
+        header.used[:] = self.buckets.used()
+        with self._transport.round(label):
+            if self.layout.counters:
+                header.counters[:] = self._statistics.moved()
+                self._sums.append(self._transport.sum(self._statistics.payload(samples)))
+            wire = header.tensor(self._wire_device())
+            self._sums.append(self._transport.sum(wire))
+            for pending in self._sums:
+                pending.wait()
+        header.receive(wire)
+        if self.layout.counters:
+            self._statistics.merge(float(header.column("samples").sum()), header.counters.tolist())
+
+    def _wire_device(self) -> torch.device:
+        return self.everything[0].device if self._transport.backend == "nccl" else torch.device("cpu")
+
+    # -- update ----------------------------------------------------------------------------------------------------
+
+    def mean(self, header: Header, clip_norm: float | None) -> None:
+        """Leave the fleet's mean gradient, clipped, in ``p.grad``."""
+        self.buckets.expose((header.used > 0).tolist())
+        total = float(header.column("weight").sum())
+        factor = self._planned / total
+        known = self._norm if self._alone else None if clip_norm is None else self._measure()
+        self._norm = None if known is None else known * factor
+        if clip_norm is not None and self._norm is not None:
+            factor *= min(1.0, clip_norm / (self._norm + 1e-6))
+        tensors = self.buckets.tensors()
+        if factor != 1.0 and tensors:
+            torch._foreach_mul_(tensors, factor)
+        samples = float(header.column("samples").sum())
+        self._weight_per_sample = total / samples if samples else self._weight_per_sample
+
+    def _measure(self) -> float:
+        tensors = self.buckets.tensors()
+        return float(torch.nn.utils.get_total_norm(tensors)) if tensors else 0.0
+
+    def norm(self) -> float:
+        """The norm of the step's mean gradient before clipping; measured when first asked for."""
+        if self._norm is None:
+            self._norm = self._measure()
+        return self._norm
+
+    def clear(self, *, overflow: bool) -> None:
+        """The step is over: forget its gradients, and tell the scaler how it went."""
+        self.buckets.clear()
+        if is_active(self.scaler):
+            self.scaler.load_state_dict(next_state(self.scaler.state_dict(), overflow=overflow))
+
+
+def _unique(parameters: Any) -> list[torch.nn.Parameter]:
+    """Shared parameters once, in order."""
+    return list({id(p): p for p in parameters}.values())

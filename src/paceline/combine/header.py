@@ -1,0 +1,111 @@
+"""The small facts that ride in every round: one float64 vector, into which each worker writes its own slots.
+
+Summing over the fleet leaves every worker's facts intact, because all others add zeros. The leader's next plan rides
+in it too, so a plan costs no wait of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.records import Plan
+
+FIELDS = (
+    "samples",
+    "weight",
+    "loss",
+    "seconds",
+    "micro_batches",
+    "slowest_s",
+    "late_s",
+    "shortfall_s",
+    "nonfinite",
+    "overflow",
+    "ended",
+    "fingerprint",
+)
+"""What each worker says of its step. ``loss`` is the weighted sum; ``ended``: its stream has no more samples."""
+
+SUMS = 64
+"""How many figures ``step.add`` can carry."""
+PLAN_HEAD = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything stands in the vector."""
+
+    workers: int
+    parameters: int
+    counters: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        plan = PLAN_HEAD + 2 * self.workers
+        return self.workers * len(FIELDS), plan, 2 * SUMS, self.parameters, self.counters
+
+    def empty(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.zeros(sum(self.sizes))
+
+    def parts(self, vector: np.ndarray[Any, np.dtype[np.float64]]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
+        """Views of the vector: facts (worker x field), plan, sums, used parameters, counters."""
+        cuts = np.cumsum(self.sizes)[:-1]
+        facts, plan, sums, used, counters = np.split(vector, cuts)
+        return [facts.reshape(self.workers, len(FIELDS)), plan, sums.reshape(SUMS, 2), used, counters]
+
+
+class Header:
+    """One round's vector, being written (before the round) or read (after it)."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.vector = layout.empty()
+        self.facts, self._plan, self._sums, self.used, self.counters = layout.parts(self.vector)
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """The vector for the wire; on the CPU it shares memory with this header."""
+        return torch.from_numpy(self.vector).to(device)
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu":
+            self.vector[:] = tensor.cpu().numpy()
+
+    def write(self, rank: int, **facts: float) -> None:
+        for name, value in facts.items():
+            self.facts[rank, FIELDS.index(name)] = value
+
+    def column(self, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return self.facts[:, FIELDS.index(name)]
+
+    def write_plan(self, plan: Plan) -> None:
+        count = len(plan.samples)
+        forecast = np.full(count, np.nan) if plan.forecast_s is None else np.asarray(plan.forecast_s, dtype=float)
+        deadline = -1.0 if plan.deadline_s is None else plan.deadline_s
+        self._plan[:PLAN_HEAD] = 1, plan.generation, plan.step, deadline
+        self._plan[PLAN_HEAD : PLAN_HEAD + count] = plan.samples
+        self._plan[PLAN_HEAD + count :] = forecast
+
+    def read_plan(self) -> Plan | None:
+        present, generation, step, deadline = self._plan[:PLAN_HEAD]
+        if not present:
+            return None
+        samples, forecast = np.split(self._plan[PLAN_HEAD:], 2)
+        return Plan(
+            generation=int(generation),
+            step=int(step),
+            samples=tuple(int(count) for count in samples),
+            deadline_s=None if deadline < 0 else float(deadline),
+            forecast_s=None if np.isnan(forecast).all() else tuple(forecast.tolist()),
+        )
+
+    def add(self, slot: int, value: float) -> None:
+        if slot >= SUMS:
+            raise ValueError(f"step.add can carry {SUMS} different figures; this is one more")
+        self._sums[slot] += value, 1
+
+    def sums(self) -> dict[int, float]:
+        """By slot: the fleet's sum of each figure that anybody added."""
+        return {int(slot): float(self._sums[slot, 0]) for slot in np.flatnonzero(self._sums[:, 1])}

@@ -1,0 +1,217 @@
+"""A worker's samples, step by step: its share of the feed, cut into micro-batches and loaded a little ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from paceline.feed import Feed, Ranges, Source, split, total
+from paceline.records import Range
+
+
+class MicroBatch(NamedTuple):
+    """Samples to be worked on at once."""
+
+    batch: Any
+    samples: int
+    epoch: int
+    position: int
+    """Of its first sample in the epoch's order: the key of its random numbers."""
+    last: bool
+    """Nothing more comes in this step."""
+
+
+class Dealing(Protocol):
+    """Where a worker's micro-batches come from."""
+
+    micro_batch: int
+    ended: bool
+    """This worker's stream has no more samples (datasets with a length: always False)."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def length(self) -> int | None:
+        """Samples of an epoch; None when nobody can know."""
+
+    @property
+    def remaining(self) -> int | None:
+        """Samples the fleet has left in this epoch; None when nobody can know."""
+
+    @property
+    def progress(self) -> float:
+        """The part of this epoch that is done, in [0, 1]."""
+
+    def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
+        """Begin a step with these shares; returns the shares really dealt."""
+
+    def take(self) -> MicroBatch | None:
+        """The next micro-batch of this worker's share, or None when the share is done."""
+
+    @property
+    def left(self) -> int:
+        """Samples of this worker's share that were not taken yet."""
+
+    def halve(self, *, again: bool) -> bool:
+        """Micro-batches of half the size from here on; ``again``: the one last taken comes back. False at size 1."""
+
+    def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:
+        """The step is over: each worker did so many; ``ended``: every worker's stream has ended."""
+
+    def open(self, epoch: int) -> None: ...
+
+    def close(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class FromFeed:
+    """Micro-batches of a dataset with a length: every sample of the epoch once."""
+
+    ended = False
+
+    def __init__(self, feed: Feed, source: Source, *, rank: int, micro_batch: int, ahead: Sequence[int]) -> None:
+        self.micro_batch = micro_batch
+        self._feed, self._source, self._rank = feed, source, rank
+        self._ahead = ahead
+        self._pieces: deque[tuple[Range, ...]] = deque()
+        self._taken: tuple[Range, ...] = ()
+
+    @property
+    def epoch(self) -> int:
+        return self._feed.epoch
+
+    @property
+    def length(self) -> int:
+        return self._feed.length
+
+    @property
+    def remaining(self) -> int:
+        return self._feed.remaining
+
+    @property
+    def progress(self) -> float:
+        return self._feed.consumed / self._feed.length
+
+    def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
+        # Room to load ahead along the queue: what the loader likes to hold, and the next share behind this one.
+        ahead = [more + share if more else 0 for more, share in zip(self._ahead, samples, strict=True)]
+        shares = self._feed.deal(samples, ahead=ahead)
+        queue = Ranges(self._feed.queue(self._rank))
+        self._pieces = deque(split(queue.take_front(shares[self._rank]), self.micro_batch))
+        if self._source.ahead:
+            self._expect(queue, shares[self._rank])
+        return shares
+
+    def _expect(self, queue: Ranges, share: int) -> None:
+        """Load this step's pieces and, supposing that the share stays as it is, the next ones'."""
+        pieces = list(self._pieces)
+        while share and queue.total and len(pieces) < len(self._pieces) + self._source.ahead:
+            pieces += split(queue.take_front(share), self.micro_batch)
+        self._source.expect(self._feed.epoch, [(piece, self._feed.indices(piece)) for piece in pieces])
+
+    def take(self) -> MicroBatch | None:
+        if not self._pieces:
+            return None
+        self._taken = self._pieces.popleft()
+        batch = self._source.take(self._feed.epoch, self._taken, self._feed.indices(self._taken))
+        return MicroBatch(batch, total(self._taken), self._feed.epoch, self._taken[0][0], last=not self._pieces)
+
+    @property
+    def left(self) -> int:
+        return sum(total(piece) for piece in self._pieces)
+
+    def halve(self, *, again: bool) -> bool:
+        if self.micro_batch < 2:
+            return False
+        self.micro_batch //= 2
+        ranges = [part for piece in ([self._taken] if again else []) + list(self._pieces) for part in piece]
+        self._pieces = deque(split(ranges, self.micro_batch))
+        return True
+
+    def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:
+        return self._feed.consume(done)
+
+    def open(self, epoch: int) -> None:
+        self._feed.open(epoch)
+
+    def close(self) -> None:
+        self._source.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._feed.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._feed.load_state_dict(state, workers=self._feed.workers)
+
+
+class FromStream:
+    """Micro-batches of an iterable dataset: each worker draws from its own stream, and the epoch ends with the last.
+
+    Exactly-once is not promised here: nobody knows what the streams hold.
+    """
+
+    length = None
+
+    def __init__(self, source: Source, *, rank: int, micro_batch: int) -> None:
+        self.micro_batch = micro_batch
+        self.epoch = 0
+        self.ended = False
+        self._source, self._rank = source, rank
+        self._share = self._drawn = 0
+        self._all_ended = False
+        source.restart(0)
+
+    @property
+    def remaining(self) -> int | None:
+        return 0 if self._all_ended else None
+
+    @property
+    def progress(self) -> float:
+        return float(self._all_ended)
+
+    def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
+        self._share = samples[self._rank]
+        return tuple(samples)
+
+    def take(self) -> MicroBatch | None:
+        size = min(self.micro_batch, self._share)
+        drawn = None if self.ended or not size else self._source.draw(size)
+        if drawn is None:
+            self.ended = self.ended or size > 0
+            return None
+        batch, samples = drawn
+        position, self._drawn = self._drawn, self._drawn + samples
+        self._share -= samples
+        return MicroBatch(batch, samples, self.epoch, position, last=False)
+
+    @property
+    def left(self) -> int:
+        return 0 if self.ended else self._share
+
+    def halve(self, *, again: bool) -> bool:
+        if self.micro_batch < 2 or again:  # a stream cannot give its samples again
+            return False
+        self.micro_batch //= 2
+        return True
+
+    def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:
+        self._all_ended = ended
+        return ()
+
+    def open(self, epoch: int) -> None:
+        self.epoch, self.ended, self._all_ended, self._drawn = epoch, False, False, 0
+        self._source.restart(epoch)
+
+    def close(self) -> None:
+        self._source.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.open(state["epoch"])

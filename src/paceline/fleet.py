@@ -1,0 +1,472 @@
+"""A worker's life in the fleet: join, bring the model, track what has state, take steps, leave."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline import checkpoint, evaluating, machines, memory, replicas
+from paceline.combine import NAMES as COMBINES
+from paceline.combine import Gradients
+from paceline.dealing import Dealing, FromFeed, FromStream
+from paceline.errors import FleetError, MisuseError
+from paceline.feed import Feed, Source
+from paceline.loop import Steps
+from paceline.pace import Pacer
+from paceline.pace import make as make_pacer
+from paceline.pace.shares import proportional
+from paceline.records import History
+from paceline.settings import (
+    LoopSettings,
+    check_sync_batch_norm,
+    is_compiled,
+    must_agree,
+    own_micro_batch,
+    whole_number,
+)
+from paceline.transport import Alone, Fixed, Transport, launched
+from paceline.witness import Witness
+
+logger = logging.getLogger("paceline")
+
+
+def join(
+    pace: str | Pacer = "adaptive",
+    combine: str = "gradients",
+    *,
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    nonfinite: str = "stop",
+    name: str | None = None,
+    run_dir: str | Path | None = None,
+    quiet: bool = False,
+) -> Fleet:
+    """Join the fleet that ``paceline run``, torchrun or another launcher started, or be one alone.
+
+    Args:
+        pace: who does how many samples: "equal", "epoch", "adaptive", "fixed:1,1,2" or an object such as
+            `paceline.Fixed`. PACELINE_PACE overrides it, and the run says so.
+        combine: how the work merges: "gradients".
+        device: where this worker computes; a GPU of its own where there is one, unless given.
+        seed: of the shuffle and of everything random in the loop; the same on every worker.
+        nonfinite: "stop" (an error that names the worker) or "skip" the update when gradients are NaN or infinite.
+        name: of the run, for its folder and log.
+        run_dir: the run's folder; ``runs/<time>-<name>`` unless given.
+        quiet: no live view and no closing verdict.
+    """
+    return Fleet(pace, combine, device=device, seed=seed, nonfinite=nonfinite, name=name, run_dir=run_dir, quiet=quiet)
+
+
+class Fleet:
+    """This worker's hold on the fleet. Use it as a context manager: ``with paceline.join() as fleet:``."""
+
+    def __init__(
+        self,
+        pace: str | Pacer,
+        combine: str,
+        *,
+        device: str | torch.device | None,
+        seed: int,
+        nonfinite: str,
+        name: str | None,
+        run_dir: str | Path | None,
+        quiet: bool,
+    ) -> None:
+        asked, overridden = pace, os.environ.get("PACELINE_PACE")
+        self.pacer = make_pacer(overridden or pace)
+        combine = os.environ.get("PACELINE_COMBINE") or combine
+        if combine not in COMBINES:
+            raise ValueError(f"unknown combine {combine!r}; known: {', '.join(COMBINES)}")
+        if nonfinite not in ("stop", "skip"):
+            raise ValueError(f'nonfinite must be "stop" or "skip", got {nonfinite!r}')
+        self.device = _device(device)
+        self.seed = int(seed)
+        self.nonfinite = nonfinite
+        self._transport: Transport = Fixed(self.device) if launched() else Alone()
+        try:
+            self._set_up(combine, name, run_dir, quiet)
+            if overridden:
+                self._note("info", f"pace is {self.pacer.name!r} as PACELINE_PACE says, not {_pace_name(asked)!r}")
+        except BaseException as error:
+            self._transport.close(failure=error)
+            raise
+
+    def _set_up(self, combine: str, name: str | None, run_dir: str | Path | None, quiet: bool) -> None:
+        self.pacer.check(self.size)
+        self.machine = machines.from_env(self.rank)
+        self._models: list[torch.nn.Module] = []
+        self._tracked: dict[str, Any] = {}
+        self._history = History()
+        self._overlap = True
+        self._steps: Steps | None = None
+        self._resume: dict[str, Any] | None = None
+        settings = {"pace": self.pacer.name, "combine": combine, "seed": self.seed, "nonfinite": self.nonfinite}
+        must_agree(self._transport, "paceline.join()", settings)
+        emulated = self.machine.describe() if self.machine else None
+        self._witness = Witness(
+            self._transport,
+            name=name,
+            run_dir=run_dir,
+            quiet=quiet,
+            settings=settings,
+            device=self.device,
+            emulated=emulated,
+        )
+
+    # -- who is here -----------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self._transport.rank
+
+    @property
+    def size(self) -> int:
+        return self._transport.size
+
+    @property
+    def is_leader(self) -> bool:
+        return self._transport.rank == 0
+
+    @property
+    def run_id(self) -> str:
+        return self._witness.run_id
+
+    @property
+    def run_dir(self) -> Path:
+        return self._witness.run_dir
+
+    @property
+    def history(self) -> History:
+        """The records of the steps so far."""
+        return self._history
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave(error)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Leave the fleet; the context manager does it for you."""
+        if self._steps is not None:
+            self._steps.close()
+        try:
+            self._transport.close(failure=error)
+        except FleetError as lost:
+            error = lost
+            raise
+        finally:
+            self._witness.close(error)
+            if isinstance(error, FleetError):
+                _end_with_one_line(error)
+
+    # -- what is trained -------------------------------------------------------------------------------------------
+
+    def model(self, module: torch.nn.Module, *, overlap: bool = True) -> Any:
+        """Your own module back: on ``fleet.device``, with the leader's weights on every worker.
+
+        ``overlap=False`` starts the sums only when backward is over (for models whose parameters get their gradient
+        in several parts, such as re-entrant checkpoints over shared layers).
+        """
+        if not isinstance(module, torch.nn.Module):
+            raise ValueError(f"fleet.model takes a torch.nn.Module, got {type(module).__name__}")
+        if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+            raise ValueError(
+                f"the model is wrapped in {type(module).__name__}: pass the plain module, Paceline combines the "
+                "gradients itself"
+            )
+        if self._steps is not None:
+            raise MisuseError("fleet.model after fleet.steps: bring every model before the first step")
+        module = module.to(self.device)
+        replicas.check_same_shape(self._transport, module)
+        if self.size > 1:
+            replicas.spread(self._transport, [module])
+        self._models.append(module)
+        self._overlap = self._overlap and overlap
+        return module
+
+    def track(self, **objects: Any) -> None:
+        """Name what has state (optimizer, scheduler, scaler, your own): it is saved, loaded and sent along."""
+        for name, thing in objects.items():
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise ValueError(f"fleet.track({name}=...): it has no state_dict and load_state_dict")
+            if name in self._tracked and self._tracked[name] is not thing:
+                raise ValueError(f"fleet.track({name}=...): that name is taken by another object")
+            self._tracked[name] = thing
+        if self._steps is not None:
+            self._steps.gradients.scaler = self._scaler()
+
+    def _scaler(self) -> Any:
+        scalers = [thing for thing in self._tracked.values() if isinstance(thing, torch.amp.GradScaler)]
+        if len(scalers) > 1:
+            raise ValueError("fleet.track knows more than one GradScaler: one loss scale serves the whole step")
+        return scalers[0] if scalers else None
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def steps(
+        self,
+        data: Any,
+        *,
+        global_batch: int,
+        micro_batch: int | str | Sequence[int] | None = None,
+        epochs: int = 1,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        order: Callable[[int], Sequence[int]] | None = None,
+        whole: bool | None = None,
+    ) -> Steps:
+        """The training's steps over a Dataset or DataLoader.
+
+        Args:
+            global_batch: samples a step, over the whole fleet.
+            micro_batch: samples that go through the model at once: a number, one per worker, or "auto".
+            shuffle, drop_last: as the DataLoader says, else True and False.
+            order: ``order(epoch)`` gives the dataset indices to train on; each draw counts once.
+            whole: shares are whole micro-batches (no odd-sized last one); on by itself for compiled models.
+        """
+        if not self._models:
+            raise MisuseError("fleet.steps before fleet.model: bring the model first")
+        source = Source(data, device=self.device, seed=self.seed)
+        try:
+            settings = self._loop_settings(source, global_batch, micro_batch, epochs, shuffle, drop_last)
+            if self._steps is not None:
+                self._steps.close()
+            self._steps = self._build_steps(source, settings, order, whole)
+        except BaseException:
+            source.close()
+            raise
+        return self._steps
+
+    def _loop_settings(
+        self, source: Source, global_batch: int, micro_batch: Any, epochs: int, shuffle: Any, drop_last: Any
+    ) -> LoopSettings:
+        global_batch = whole_number("global_batch", global_batch)
+        own, auto = own_micro_batch(
+            micro_batch, global_batch=global_batch, rank=self.rank, size=self.size, loader_batch=source.batch_size
+        )
+        return LoopSettings(
+            global_batch=global_batch,
+            micro_batch=own,
+            auto=auto,
+            epochs=whole_number("epochs", epochs),
+            shuffle=source.shuffle is not False if shuffle is None else bool(shuffle),
+            drop_last=source.drop_last if drop_last is None else bool(drop_last),
+        )
+
+    def _build_steps(
+        self, source: Source, settings: LoopSettings, order: Callable[[int], Sequence[int]] | None, whole: bool | None
+    ) -> Steps:
+        agreed = {key: value for key, value in vars(settings).items() if key != "micro_batch"}
+        facts = {"dataset length": source.length, **agreed, "order": order is not None}
+        must_agree(self._transport, "fleet.steps()", facts)
+        ahead = self._transport.gather("loading ahead", [source.ahead * settings.micro_batch, settings.micro_batch])
+        sizes = [size for _, size in ahead]
+        check_sync_batch_norm(
+            self._models, pace=self.pacer.name, settings=settings, workers=self.size, length=source.length
+        )
+        dealing = self._dealing(source, settings, order, [more for more, _ in ahead])
+        compiled = any(is_compiled(model) for model in self._models)
+        steps = Steps(
+            transport=self._transport,
+            pacer=self.pacer,
+            gradients=self._gradients(settings.auto),
+            dealing=dealing,
+            settings=settings,
+            unit=max(sizes) if (compiled if whole is None else whole) else 1,
+            seed=self.seed,
+            device=self.device,
+            machine=self.machine,
+            nonfinite=self.nonfinite,
+            history=self._history,
+            observe=self._witness.event,
+            repair=lambda: replicas.spread(self._transport, self._models),
+        )
+        if self._resume is not None:
+            steps.load_state_dict(self._resume)
+            self._resume = None
+        self._guard(steps)
+        self._witness.event(
+            "steps",
+            {
+                "length": source.length,
+                "global_batch": settings.global_batch,
+                "micro_batch": sizes,
+                "epochs": settings.epochs,
+                "steps": len(steps) if source.length is not None else None,
+                "first_step": steps.index,
+            },
+        )
+        return steps
+
+    def _gradients(self, auto: bool) -> Gradients:
+        gradients = Gradients(self._transport, self._models, overlap=self._overlap and not auto)
+        gradients.scaler = self._scaler()
+        gradients.whole = auto
+        return gradients
+
+    def _dealing(
+        self, source: Source, settings: LoopSettings, order: Callable[[int], Sequence[int]] | None, ahead: Sequence[int]
+    ) -> Dealing:
+        if source.length is None:
+            if order is not None:
+                raise ValueError("order= needs a dataset with a length: an iterable dataset has its own order")
+            return FromStream(source, rank=self.rank, micro_batch=settings.micro_batch)
+        feed = Feed(
+            source.length,
+            workers=self.size,
+            seed=self.seed,
+            shuffle=settings.shuffle,
+            order=order,
+            multiple_of=settings.global_batch if settings.drop_last else 1,
+        )
+        return FromFeed(feed, source, rank=self.rank, micro_batch=settings.micro_batch, ahead=ahead)
+
+    def _guard(self, steps: Steps) -> None:
+        """Models that may run out of memory, for real ("auto") or on an emulated machine."""
+        emulated = self.machine.check_memory if self.machine and self.machine.memory_samples else None
+        if not steps.auto and emulated is None:
+            return
+        on_halve = (lambda samples: steps.halve(samples, again=False)) if steps.auto else None
+        for model in self._models:
+            memory.guard(model, enter=emulated or (lambda samples: None), on_halve=on_halve)
+
+    # -- together --------------------------------------------------------------------------------------------------
+
+    def evaluate(self, score: Callable[..., Any], data: Any, *, batch_size: int | None = None) -> dict[str, Any]:
+        """Deal ``data`` over the fleet and return exact sums over the whole of it, the same on every worker.
+
+        ``score(*batch)`` returns a dict of sums over the batch; the result has those names and "count". The models
+        are in evaluation mode and no gradients are kept. All workers call it.
+        """
+        source = Source(data, device=self.device, seed=self.seed)
+        try:
+            if source.length is None:
+                raise ValueError("fleet.evaluate needs a dataset with a length, so that every sample counts once")
+            must_agree(self._transport, "fleet.evaluate()", {"dataset length": source.length})
+            shares = proportional(np.asarray(self._speeds(), dtype=float), source.length).tolist()
+            size = batch_size or source.batch_size or (self._steps.settings.micro_batch if self._steps else 64)
+            with evaluating.evaluation_mode(self._models):
+                mine = evaluating.own_sums(score, source, shares=shares, rank=self.rank, batch_size=size)
+        finally:
+            source.close()
+        result = evaluating.total(self._transport.gather("the sums of fleet.evaluate()", mine))
+        self._witness.event("evaluate", {"step": self._steps.index if self._steps else 0, "result": result})
+        return result
+
+    def _speeds(self) -> tuple[int, ...]:
+        """In proportion to which work is dealt outside the steps: the last full shares, or equal parts."""
+        shares = self._steps.shares if self._steps is not None else ()
+        return shares if any(shares) else (1,) * self.size
+
+    def agree(self, flag: bool) -> bool:
+        """True on every worker when any of them says True: for stopping together. All workers call it."""
+        return any(self._transport.gather("fleet.agree()", bool(flag)))
+
+    def save(self, path: str | Path, *, extra: Any = None) -> None:
+        """Write everything that is needed to go on: models, tracked objects, the data's position, the pace.
+
+        All workers call it, the leader writes. ``extra`` is yours: plain values and tensors.
+        """
+        path, problem = Path(path), None
+        if self.is_leader:
+            try:
+                checkpoint.write(path, self._content(extra))
+            except OSError as error:
+                problem = f"cannot write {path}: {error.strerror or error}"
+        problem = self._transport.gather("fleet.save()", problem)[0]
+        if problem:
+            raise OSError(problem)
+        self._witness.event("save", {"step": self._steps.index if self._steps else 0, "path": str(path)})
+
+    def _content(self, extra: Any) -> dict[str, Any]:
+        return {
+            "models": [model.state_dict() for model in self._models],
+            "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
+            "steps": self._steps.state_dict() if self._steps else self._resume,
+            "pace": {"name": self.pacer.name, "state": self.pacer.state_dict()},
+            "extra": extra,
+        }
+
+    def load(self, path: str | Path) -> Any:
+        """Go on from a checkpoint, at any fleet size; returns its ``extra``. Call it before ``fleet.steps``.
+
+        All workers call it; the leader reads the file and hands it to the others.
+        """
+        if self._steps is not None and not self._steps.finished:
+            raise MisuseError("fleet.load in the middle of a training: call it before fleet.steps")
+        path = Path(path)
+        content = checkpoint.parse(self._read_on_leader(path), path=path, device=self.device)
+        checkpoint.must_match(path, content, self._tracked, len(self._models))
+        for model, state in zip(self._models, content["models"], strict=True):
+            model.load_state_dict(state)
+        for name, thing in self._tracked.items():
+            thing.load_state_dict(content["tracked"][name])
+        if content["pace"]["name"] == self.pacer.name:
+            self.pacer.load_state_dict(content["pace"]["state"])
+        self._resume = content["steps"]
+        return content["extra"]
+
+    def _read_on_leader(self, path: Path) -> bytes:
+        data, problem = b"", None
+        if self.is_leader:
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                problem = f"cannot read the checkpoint {path}: {error.strerror or error}"
+        size, problem = self._transport.gather("fleet.load()", [len(data), problem])[0]
+        if problem:
+            raise ValueError(problem)
+        buffer = torch.zeros(size, dtype=torch.uint8)
+        if self.is_leader:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._transport.broadcast([buffer])
+        return buffer.numpy().tobytes()
+
+    def _note(self, level: str, text: str) -> None:
+        self._witness.event("note", {"level": level, "text": text})
+
+
+def _device(asked: str | torch.device | None) -> torch.device:
+    """This worker's device: as asked, as the launcher says, a GPU of its own, or the CPU."""
+    chosen = asked or os.environ.get("PACELINE_DEVICE")
+    if chosen is None:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        chosen = f"cuda:{local}" if local < torch.cuda.device_count() else "cpu"
+    device = torch.device(chosen)
+    if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {device} is not there: this machine has {torch.cuda.device_count()} GPUs")
+        torch.cuda.set_device(device)
+    return device
+
+
+def _pace_name(pace: str | Pacer) -> str:
+    return pace if isinstance(pace, str) else pace.name
+
+
+def _end_with_one_line(error: FleetError) -> None:
+    """If nobody catches this error, say it in one line: a stack trace would only bury the worker's name."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is not error:
+            previous(kind, raised, trace)
+            return
+        print(f"paceline: {raised}", file=sys.stderr, flush=True)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(75)  # the engine's threads may still be stuck in a broken round: do not wait for them
+
+    sys.excepthook = hook

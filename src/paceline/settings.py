@@ -1,0 +1,99 @@
+"""The settings of a training loop, checked once, with errors that say what to do."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.transport import Transport
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What ``fleet.steps`` was asked for, as plain numbers."""
+
+    global_batch: int
+    micro_batch: int
+    """This worker's."""
+    auto: bool
+    epochs: int
+    shuffle: bool
+    drop_last: bool
+
+
+def whole_number(name: str, value: Any) -> int:
+    """``value`` as an int of at least 1, or a ValueError that names it."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {value!r}") from None
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def own_micro_batch(
+    micro_batch: int | str | Sequence[int] | None, *, global_batch: int, rank: int, size: int, loader_batch: int | None
+) -> tuple[int, bool]:
+    """This worker's micro-batch, and whether it may be halved when memory runs out.
+
+    Unless given: the DataLoader's batch size, or an equal share of the global batch.
+    """
+    equal_share = -(-global_batch // size)
+    if micro_batch is None:
+        return min(loader_batch or equal_share, global_batch), False
+    if isinstance(micro_batch, str):
+        if micro_batch != "auto":
+            raise ValueError(f'micro_batch must be a number, one per worker, or "auto"; got {micro_batch!r}')
+        return equal_share, True
+    if isinstance(micro_batch, Sequence):
+        if len(micro_batch) != size:
+            raise ValueError(f"micro_batch has {len(micro_batch)} entries for {size} workers: give one per worker")
+        sizes = [whole_number("micro_batch", entry) for entry in micro_batch]
+    else:
+        sizes = [whole_number("micro_batch", micro_batch)] * size
+    if max(sizes) > global_batch:
+        raise ValueError(
+            f"micro_batch ({max(sizes)}) is larger than global_batch ({global_batch}): a micro-batch is the part of a "
+            "worker's share that goes through the model at once"
+        )
+    return sizes[rank], False
+
+
+def must_agree(transport: Transport, label: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Raise ValueError on every worker when their facts differ, saying which and how. Returns everybody's."""
+    everybody: list[dict[str, Any]] = transport.gather(label, dict(facts))
+    for name, expected in everybody[0].items():
+        others = {rank: theirs.get(name) for rank, theirs in enumerate(everybody) if theirs.get(name) != expected}
+        if others:
+            rank, theirs = next(iter(others.items()))
+            also = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+            raise ValueError(
+                f"workers disagree in {label}: {name} is {expected!r} on worker 0 and {theirs!r} on worker {rank}{also}"
+            )
+    return everybody
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+
+
+def check_sync_batch_norm(
+    models: Sequence[torch.nn.Module], *, pace: str, settings: LoopSettings, workers: int, length: int | None
+) -> None:
+    """SyncBatchNorm runs a collective in every forward: it hangs unless all workers run equally many."""
+    if not any(isinstance(layer, torch.nn.SyncBatchNorm) for model in models for layer in model.modules()):
+        return
+    whole = settings.global_batch % (workers * settings.micro_batch) == 0
+    no_tail = settings.drop_last or (length is not None and length % settings.global_batch == 0)
+    if pace == "equal" and whole and no_tail:
+        return
+    raise ValueError(
+        "SyncBatchNorm needs the same number of micro-batches on every worker, or it hangs: use GroupNorm or plain "
+        'BatchNorm (its running statistics are merged by sample count), or pace="equal" with global_batch a multiple '
+        f"of workers x micro_batch ({workers} x {settings.micro_batch}) and drop_last"
+    )

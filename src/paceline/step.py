@@ -1,0 +1,248 @@
+"""One step of the user's loop: this worker's micro-batches, the round, the commit.
+
+Misuse that would otherwise be averaged in silently is an error here: a micro-batch without its backward, a step left
+half done, a second commit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.dealing import MicroBatch
+from paceline.errors import MisuseError
+from paceline.feed import seed_micro_batch
+from paceline.memory import OutOfMemory
+from paceline.records import StepRecord
+
+if TYPE_CHECKING:
+    from paceline.loop import Steps
+
+
+class Step:
+    """A step. Iterate it for this worker's micro-batches, then commit it."""
+
+    def __init__(self, steps: Steps, *, index: int, epoch: int, share: int, ends_epoch: bool) -> None:
+        self.index = index
+        """Counts the fleet's steps from 0, over all epochs and restarts."""
+        self.epoch = epoch
+        self.share = share
+        """Samples this worker does in this step."""
+        self.ends_epoch = ends_epoch
+        """Whether this is the epoch's last step."""
+        self.applied = False
+        """After commit: whether the parameters were updated."""
+        self.record: StepRecord | None = None
+        self._steps = steps
+        self._gradients = steps.gradients
+        self._iterated = self._combined = self._committed = False
+        self._open: MicroBatch | None = None
+        self._opened = 0.0
+        self._added: dict[str, Any] = {}
+        self._pending: dict[str, Any] = {}
+        self.began = time.perf_counter()
+        self.work_began: float | None = None
+        self.seconds = 0.0
+        self.samples = self.micro_batches = 0
+        self.slowest_s = self.shortfall_s = 0.0
+        self.weight: Any = 0.0
+        self.loss_sum: Any = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Step {self.index} of epoch {self.epoch}: {self.share} samples here>"
+
+    # -- work ------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._iterated:
+            raise MisuseError(f"step {self.index} was iterated before: its micro-batches come once")
+        self._iterated = True
+        self.work_began = time.perf_counter()
+        while True:
+            self._close_micro_batch()
+            self._opened = time.perf_counter()
+            taken = self._steps.dealing.take()
+            if taken is None:
+                break
+            seed_micro_batch(self._steps.seed, taken.epoch, taken.position, self._steps.device)
+            self._open = taken
+            yield taken.batch
+
+    def _close_micro_batch(self) -> None:
+        """The loop comes back for more: the micro-batch it had must have been used."""
+        if self._open is not None:
+            raise MisuseError(
+                f"a micro-batch of step {self.index} had no step.backward(loss): its samples would be counted without "
+                "a gradient; call step.skip() to leave it out on purpose"
+            )
+        for name, value in self._pending.items():
+            self._added[name] = self._added.get(name, 0.0) + value
+        self._pending.clear()
+
+    def backward(self, loss: torch.Tensor, *, weight: Any = None) -> None:
+        """Add the gradient of this micro-batch's mean loss.
+
+        ``weight`` says how much the mean counts: the number of samples unless given (for a loss that is a mean over
+        tokens, the number of tokens). 0 drops the micro-batch.
+        """
+        micro = self._require_open("step.backward(loss)")
+        weight = _check_weight(micro.samples if weight is None else weight)
+        _check_loss(loss)
+        if isinstance(weight, torch.Tensor) or weight > 0:
+            if not self._try_backward(loss, weight, micro):
+                return
+            self.weight = self.weight + weight
+            self.loss_sum = self.loss_sum + loss.detach().to(torch.float64) * weight
+        self._done(micro)
+
+    def _try_backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch) -> bool:
+        """False when memory ran out: then the micro-batch comes again, in halves."""
+        try:
+            self._gradients.backward(loss, weight, last=micro.last)
+        except OutOfMemory:
+            if not self._steps.auto or not self._steps.halve(micro.samples, again=True):
+                raise
+        else:
+            return True
+        self._open = None
+        self._pending.clear()
+        return False
+
+    def skip(self) -> None:
+        """Leave this micro-batch out: its samples count as done, without a gradient."""
+        self._done(self._require_open("step.skip()"))
+
+    def add(self, **figures: Any) -> None:
+        """Sum figures over the fleet, e.g. ``step.add(correct=n)``; after commit they are in ``step.record.sums``."""
+        if self._combined:
+            raise MisuseError(f"step.add after the round of step {self.index}: it can no longer be summed")
+        for name, value in figures.items():
+            value = value.detach().to(torch.float64).sum() if isinstance(value, torch.Tensor) else float(value)
+            self._pending[name] = self._pending.get(name, 0.0) + value
+
+    def _done(self, micro: MicroBatch) -> None:
+        self._open = None
+        if self._steps.machine is not None:
+            self.shortfall_s += self._steps.pad(self.index, micro.samples, self._opened)
+        self.samples += micro.samples
+        self.micro_batches += 1
+        now = time.perf_counter()
+        self.slowest_s = max(self.slowest_s, now - self._opened)
+        assert self.work_began is not None
+        self.seconds = now - self.work_began
+
+    def _require_open(self, call: str) -> MicroBatch:
+        if self._open is None:
+            why = (
+                "it was used already; add the losses and call step.backward once"
+                if self._iterated
+                else "none was taken"
+            )
+            raise MisuseError(f"{call} without a micro-batch in step {self.index}: {why}")
+        return self._open
+
+    # -- round and commit ------------------------------------------------------------------------------------------
+
+    def combine(self) -> None:
+        """Run the round now and leave the fleet's mean gradient in ``p.grad`` for code of your own; commit then only
+        updates. When ``step.applied`` is False there is nothing to apply (an overflow, nothing done)."""
+        self._combine(clip_norm=None)
+
+    def commit(self, *optimizers: torch.optim.Optimizer, clip_norm: float | None = None) -> None:
+        """Combine with the fleet, clip the mean gradient to ``clip_norm``, update, and zero the gradients."""
+        if self._committed:
+            raise MisuseError(f"step {self.index} was committed before: one commit a step")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm must be positive, got {clip_norm}")
+        if not optimizers and not self._combined:
+            raise ValueError("step.commit needs the optimizer: step.commit(optimizer)")
+        self._steps.check_optimizers(optimizers)
+        combined_before = self._combined
+        if not combined_before:
+            self._combine(clip_norm=clip_norm)
+        if self.applied:
+            if combined_before and clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self._gradients.buckets.parameters, clip_norm)
+            for optimizer in optimizers:
+                optimizer.step()
+        self._committed = True
+        self._steps.commit(self)
+
+    def _combine(self, clip_norm: float | None) -> None:
+        if self._committed or self._combined:
+            raise MisuseError(f"step {self.index} has had its round: one a step")
+        self._check_finished()
+        self._close_micro_batch()
+        if self.device_works_on and self.micro_batches:
+            torch.cuda.current_stream(self._steps.device).synchronize()  # once a step: the round needs the true time
+            assert self.work_began is not None
+            self.seconds = time.perf_counter() - self.work_began
+        self._combined = True
+        self.applied = self._steps.exchange(self, self._added, clip_norm)
+
+    @property
+    def device_works_on(self) -> bool:
+        """Whether backward returns before the device is done."""
+        return self._steps.device.type == "cuda"
+
+    def _check_finished(self) -> None:
+        left = self._steps.dealing.left
+        if self._open is not None or left:
+            left += self._open.samples if self._open else 0
+            raise MisuseError(
+                f"step {self.index} was left half done: {left} of this worker's {self.share} samples had no "
+                "step.backward; finish the loop over the step, or call step.skip() for each micro-batch you leave out"
+            )
+
+    @property
+    def committed(self) -> bool:
+        return self._committed
+
+    # -- afterwards ------------------------------------------------------------------------------------------------
+
+    @property
+    def loss(self) -> float:
+        """The fleet's weighted mean loss of this step, the same on every worker. After the round."""
+        return self._after().loss if self._after().loss is not None else float("nan")  # type: ignore[return-value]
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """The figures given to ``step.add``, summed over the fleet. After the round."""
+        return dict(self._after().sums)
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the mean gradient before clipping. After the round, until the next step begins."""
+        return self._steps.grad_norm(self)
+
+    @property
+    def progress(self) -> float:
+        """The part of the whole training that is done, in [0, 1]; exact, so schedules can follow it."""
+        return self._steps.progress
+
+    def _after(self) -> StepRecord:
+        if self.record is None:
+            raise MisuseError(f"step {self.index} has no result yet: call step.commit first")
+        return self.record
+
+
+def _check_weight(weight: Any) -> Any:
+    if isinstance(weight, torch.Tensor):
+        if weight.numel() != 1:
+            raise ValueError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}")
+        weight = weight.detach().reshape(())
+        if weight.device.type != "cpu":
+            return weight  # looking at it would make the device wait
+        weight = weight.item()
+    if not 0 <= weight < float("inf"):
+        raise ValueError(f"weight must be a finite number, zero or more, got {weight}")
+    return float(weight)
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"the loss must be a scalar tensor, the mean over the micro-batch; got {shape}")

@@ -1,0 +1,56 @@
+"""One worker by itself: the same interface, nobody to reach."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+
+class Alone:
+    """The transport of a fleet of one."""
+
+    name = "alone"
+    backend = "none"
+    rank = 0
+    size = 1
+    generation = 0
+    workers: tuple[int, ...] = (0,)
+
+    def __init__(self) -> None:
+        self._slots: list[str] = []
+
+    @contextmanager
+    def round(self, label: str) -> Iterator[None]:
+        yield
+
+    def sum(self, tensor: torch.Tensor) -> _Done:
+        return _Done()
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        return
+
+    def gather(self, label: str, value: Any) -> list[Any]:
+        return [json.loads(json.dumps(value))]
+
+    def slot(self, name: str) -> int:
+        if name not in self._slots:
+            self._slots.append(name)
+        return self._slots.index(name)
+
+    def slot_name(self, slot: int) -> str:
+        return self._slots[slot]
+
+    def doing(self, what: str) -> None:
+        return
+
+    def close(self, *, failure: BaseException | None = None) -> None:
+        return

@@ -1,0 +1,56 @@
+"""What a transport is: who is in the fleet, how tensors are summed, and how small facts are agreed on.
+
+Transports know no samples and no gradients. Every call below that involves others is numbered in one sequence,
+the same on every worker, so that a worker that is somewhere else in the program can be named instead of hung on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+
+class Pending(Protocol):
+    """A sum that is under way."""
+
+    def wait(self) -> None:
+        """Return when the tensor holds the fleet's sum; raise FleetError, naming the worker, when it never will."""
+
+
+class Transport(Protocol):
+    """Reaches the other workers."""
+
+    name: str
+    backend: str
+    rank: int
+    size: int
+    generation: int
+    workers: tuple[int, ...]
+    """Stable identities in rank order."""
+
+    def round(self, label: str) -> AbstractContextManager[None]:
+        """Everything summed inside belongs to one collective call with this label."""
+
+    def sum(self, tensor: torch.Tensor) -> Pending:
+        """Start summing ``tensor`` over the fleet in place. All workers start the same sums in the same order."""
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite ``tensors`` with the leader's."""
+
+    def gather(self, label: str, value: Any) -> list[Any]:
+        """Every worker's (JSON) value, in rank order."""
+
+    def slot(self, name: str) -> int:
+        """A small number for ``name``, the same on every worker; given out on first use by anybody."""
+
+    def slot_name(self, slot: int) -> str:
+        """The name behind a slot that another worker asked for."""
+
+    def doing(self, what: str) -> None:
+        """Note what this worker does now, for others to read when they wait for it."""
+
+    def close(self, *, failure: BaseException | None = None) -> None:
+        """Leave. With a failure, tell the others why first."""

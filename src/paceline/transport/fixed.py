@@ -1,0 +1,263 @@
+"""A fleet of fixed size over torch.distributed: as started by ``paceline run``, torchrun, Slurm or by hand.
+
+Gloo carries CPU and mixed fleets, NCCL a fleet in which every worker has a GPU of its own. The process group is
+Paceline's own, so a script may use torch.distributed's default group beside it. A worker that dies ends the run, with
+an error that names it, on every survivor.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from paceline.errors import FleetError
+from paceline.transport.network import Store, break_off, dist, gloo_device, open_sockets
+from paceline.transport.presence import Presence
+
+logger = logging.getLogger("paceline")
+
+EXIT_CODE = 75
+"""Exit code of a worker that was ended by the fleet's failure and not by its own."""
+ENGINE_TIMEOUT = timedelta(days=7)
+"""The engine's own timeout never decides: `Presence` does, and says who."""
+UNBLOCK_S = 5.0
+
+
+def launched() -> bool:
+    """Whether a launcher has said who this worker is."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+class Fixed:
+    """The transport of a fleet whose size does not change."""
+
+    name = "fixed"
+    generation = 0
+
+    def __init__(self, device: torch.device) -> None:
+        store, self.rank, self.size = _rendezvous()
+        self.workers = tuple(range(self.size))
+        root = dist.PrefixStore(f"paceline{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0').strip('0')}", store)
+        joined = root.add(f"joins/{self.rank}", 1)
+        self._store: Store = dist.PrefixStore(f"join{joined}", root)
+        self._slots: dict[str, int] = {}
+        self._group: Any = None
+        self._sockets: frozenset[int] = frozenset()
+        self._noticed = threading.Event()
+        self._names = [f"worker {rank}" for rank in range(self.size)]
+        beats = dist.PrefixStore(f"join{joined}", _clone(root))
+        died = _clone(root)
+        self._presence = Presence(beats, died, self.rank, self.size, names=self._names, on_failure=self._unblock)
+        facts = self.gather("join", _facts(device))
+        self._name_workers(facts)
+        self.backend = _choose_backend(facts)
+        self._form_group(device)
+
+    # -- sums ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def round(self, label: str) -> Iterator[None]:
+        self._presence.enter(label)
+        try:
+            yield
+        finally:
+            self._presence.leave()
+
+    def sum(self, tensor: torch.Tensor) -> _Sum:
+        return _Sum(self._group.allreduce([tensor], _sum_options()), self)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]  # any dtype, any layout
+        with self.round("the leader's broadcast"):
+            for work in [self._group.broadcast([part], options) for part in raw]:
+                _Sum(work, self).wait()
+        for tensor, part in zip(tensors, raw, strict=True):
+            if part.data_ptr() != tensor.data_ptr():
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+    # -- small facts -----------------------------------------------------------------------------------------------
+
+    def gather(self, label: str, value: Any) -> list[Any]:
+        call = self._presence.enter(label)
+        try:
+            return self._gather(f"call/{call}", value)
+        except (RuntimeError, dist.DistError) as error:
+            if isinstance(error, FleetError):
+                raise
+            raise self.failed(error) from None
+        finally:
+            self._presence.leave()
+
+    def _gather(self, key: str, value: Any) -> list[Any]:
+        """Workers put their values, the leader puts the list: two store operations a worker."""
+        if self.rank:
+            self._store.set(f"{key}/{self.rank}", json.dumps(value))
+            self._await([f"{key}/all"])
+            return list(json.loads(self._store.get(f"{key}/all")))
+        others = [f"{key}/{rank}" for rank in range(1, self.size)]
+        if others:
+            self._await(others)
+        values = [json.loads(json.dumps(value)), *(json.loads(self._store.get(other)) for other in others)]
+        self._store.set(f"{key}/all", json.dumps(values))
+        for other in others:
+            self._store.delete_key(other)
+        return values
+
+    def _await(self, keys: list[str]) -> None:
+        pause = 0.0002
+        while not self._store.check(keys):
+            if self._presence.failure:
+                raise self.failed(self._presence.failure)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.01)
+
+    def slot(self, name: str) -> int:
+        if name not in self._slots:
+            number = self._store.add("slots", 1) - 1
+            self._slots[name] = int(self._store.compare_set(f"slot/of/{name}", "", str(number)))
+            if self._slots[name] == number:
+                self._store.set(f"slot/name/{number}", name)
+        return self._slots[name]
+
+    def slot_name(self, slot: int) -> str:
+        for name, known in self._slots.items():
+            if known == slot:
+                return name
+        self._await([f"slot/name/{slot}"])
+        name = str(self._store.get(f"slot/name/{slot}").decode())
+        self._slots[name] = slot
+        return name
+
+    def doing(self, what: str) -> None:
+        self._presence.doing(what)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def failed(self, error: BaseException) -> FleetError:
+        """The named error behind an engine's error."""
+        self._noticed.set()
+        return self._presence.failure or self._presence.diagnose(error)
+
+    def close(self, *, failure: BaseException | None = None) -> None:
+        if failure is None:
+            self._say_goodbye()
+        elif not isinstance(failure, FleetError):
+            self._presence.publish("lost", f"{self._names[self.rank]} ended with {_one_line(failure)}")
+        self._noticed.set()
+        self._presence.stop()
+        break_off(self._sockets)
+        self._group = None
+
+    def _say_goodbye(self) -> None:
+        """Leave together; the leader, which may hold the store, goes last."""
+        self.gather("the end of the run", None)
+        if self.rank:
+            self._store.set(f"bye/{self.rank}", "")
+            return
+        until = time.monotonic() + UNBLOCK_S
+        others = [f"bye/{rank}" for rank in range(1, self.size)]
+        while others and not self._store.check(others) and time.monotonic() < until:
+            time.sleep(0.002)
+
+    def _unblock(self) -> None:
+        """Free this worker's main thread from a sum that will never end; failing that, end the process."""
+        if self._group is not None and self.backend == "nccl":
+            self._group.abort()
+        break_off(self._sockets)
+        threading.Thread(target=self._leave_if_stuck, name="paceline-unblock", daemon=True).start()
+
+    def _leave_if_stuck(self) -> None:
+        if not self._noticed.wait(UNBLOCK_S):
+            print(f"paceline: {self._presence.failure}", file=sys.stderr, flush=True)
+            os._exit(EXIT_CODE)
+
+    # -- the beginning ---------------------------------------------------------------------------------------------
+
+    def _name_workers(self, facts: list[dict[str, Any]]) -> None:
+        hosts = {fact["host"] for fact in facts}
+        for rank, fact in enumerate(facts):
+            where = fact["device"] if len(hosts) == 1 else f"{fact['host']}, {fact['device']}"
+            self._names[rank] = f"worker {rank} ({where})"
+
+    def _form_group(self, device: torch.device) -> None:
+        prefix = dist.PrefixStore(f"group/{self.generation}", self._store)
+        before = open_sockets()
+        if self.backend == "nccl":
+            torch.cuda.set_device(device)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = ENGINE_TIMEOUT
+            self._group = dist.ProcessGroupNCCL(prefix, self.rank, self.size, options)
+            return
+        gloo, where = gloo_device(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [gloo]
+        options._timeout = ENGINE_TIMEOUT
+        self._group = dist.ProcessGroupGloo(prefix, self.rank, self.size, options)
+        self._sockets = open_sockets() - before
+        logger.info("worker %d of %d reaches the others over gloo, %s", self.rank, self.size, where)
+
+
+class _Sum:
+    """A sum under way, whose engine errors come out as named ones."""
+
+    def __init__(self, work: Any, transport: Fixed) -> None:
+        self._work, self._transport = work, transport
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._transport.failed(error) from None
+
+
+def _sum_options() -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.SUM
+    return options
+
+
+def _rendezvous() -> tuple[Store, int, int]:
+    missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing:
+        raise ValueError(
+            f"the environment does not say where the fleet meets: {', '.join(missing)} not set; "
+            "start with `paceline run` or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
+    store, rank, size = next(iter(dist.rendezvous("env://")))
+    return store, int(rank), int(size)
+
+
+def _clone(store: Store) -> Store:
+    """A second connection: one thread's blocking request must not hold up another's."""
+    return store.clone()
+
+
+def _facts(device: torch.device) -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "device": str(device)}
+
+
+def _choose_backend(facts: list[dict[str, Any]]) -> str:
+    """NCCL when every worker has a GPU of its own, else Gloo; PACELINE_BACKEND decides when it is set."""
+    wanted = os.environ.get("PACELINE_BACKEND", "").lower()
+    if wanted not in ("", "gloo", "nccl"):
+        raise ValueError(f"PACELINE_BACKEND is {wanted!r}; it can be gloo or nccl")
+    own_gpus = {(fact["host"], fact["device"]) for fact in facts if fact["device"].startswith("cuda")}
+    return wanted or ("nccl" if len(own_gpus) == len(facts) and dist.is_nccl_available() else "gloo")
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}"[:300] if text else type(error).__name__

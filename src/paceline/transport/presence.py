@@ -1,0 +1,228 @@
+"""Who is alive and where: a heartbeat through the store, and a watch that turns endless waits into named errors.
+
+Each worker beats twice a second with what it is doing and the number of the collective call it is in. A worker that
+waits reads the others' beats: it knows a dead one (the launcher says so, or it went silent), one that left with an
+error, and one that waits in *another* call under the same number, which can never end. A live worker that is merely
+slow is waited for, and named. The first to find a failure publishes it, so that all raise the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.errors import CallMismatch, FleetError, WorkerLost
+from paceline.transport.network import Store
+
+logger = logging.getLogger("paceline")
+
+BEAT_S = 0.5
+PATIENCE_S = 1.0
+"""How long a wait lasts before the others' beats are read at all."""
+SILENT_S = 10.0
+"""A worker that has not beaten for so long is lost. A live process beats from its own thread, whatever it computes."""
+SILENT_AFTER_RESET_S = 3.0
+"""The same once a connection broke: then somebody is certainly gone."""
+NAG_S = (5.0, 15.0, 30.0)
+"""When a waiting worker says whom it waits for; then once a minute."""
+
+ERRORS: dict[str, type[FleetError]] = {"lost": WorkerLost, "mismatch": CallMismatch, "fleet": FleetError}
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a worker last said of itself."""
+
+    count: int
+    call: int
+    """Number of the collective call it is in or, when not waiting, will be in next."""
+    label: str
+    waiting: bool
+    doing: str
+
+
+Seen = dict[int, tuple[Beat, float]]
+"""By rank: the last beat and the time, on the reader's clock, when it was first read."""
+
+
+class Presence:
+    """This worker's heartbeat, and its eye on the others.
+
+    ``launcher`` is where a launcher notes the workers it saw die, under ``died/<rank>``.
+    ``on_failure`` is called (on the watch's thread) to unblock this worker's wait; the error is in `failure`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        launcher: Store,
+        rank: int,
+        size: int,
+        *,
+        names: list[str],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self.failure: FleetError | None = None
+        self._store, self._launcher, self._rank, self._size, self._names = store, launcher, rank, size, names
+        self._on_failure = on_failure
+        self._call, self._label = 0, ""
+        self._waiting_since: float | None = None
+        self._nagged = 0
+        self._doing = "starting"
+        self._seen: Seen = {}
+        self._stop, self._wake = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-presence", daemon=True)
+        self._thread.start()
+
+    # -- said by this worker ---------------------------------------------------------------------------------------
+
+    def doing(self, what: str) -> None:
+        self._doing = what
+
+    def enter(self, label: str) -> int:
+        """Begin collective call number N; from now on this worker waits for the others."""
+        self._call, self._label, self._waiting_since = self._call + 1, label, time.monotonic()
+        return self._call
+
+    def leave(self) -> None:
+        self._waiting_since = None
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(timeout=2.0)
+
+    def publish(self, kind: str, text: str) -> FleetError:
+        """Make this failure everybody's, unless another was published first; return the one that stands."""
+        said = json.dumps({"kind": kind, "text": text, "by": self._rank})
+        try:
+            stands = json.loads(self._store.compare_set("failure", "", said))
+        except (RuntimeError, ValueError):  # the store is gone too
+            stands = json.loads(said)
+        return ERRORS.get(stands["kind"], FleetError)(stands["text"])
+
+    # -- found out about the others --------------------------------------------------------------------------------
+
+    def diagnose(self, error: BaseException) -> FleetError:
+        """Name the worker behind a connection that broke: wait until one is known dead, has left, or is silent."""
+        seen: Seen = {}
+        until = time.monotonic() + SILENT_S
+        while time.monotonic() < until:
+            try:
+                found = self.failure or self._look(seen, SILENT_AFTER_RESET_S)
+            except RuntimeError as lost:
+                return _store_gone(lost)
+            if found:
+                return found
+            time.sleep(0.1)
+        return self.publish(
+            "fleet", f"the connection between workers broke, yet all of them are alive: {_brief(error)}"
+        )
+
+    def _run(self) -> None:
+        count = 0
+        while not self._stop.is_set():
+            count += 1
+            beat = [count, self._call, self._label, self._waiting_since is not None, self._doing]
+            try:
+                self._store.set(f"beat/{self._rank}", json.dumps(beat))
+                self._watch()
+            except RuntimeError as error:
+                self._store_lost(error)
+            self._wake.wait(BEAT_S)
+
+    def _watch(self) -> None:
+        since = self._waiting_since
+        if since is None or self.failure or time.monotonic() - since < PATIENCE_S:
+            self._seen, self._nagged = {}, 0
+            return
+        found = self._look(self._seen, SILENT_S)
+        if found:
+            self._fail(found)
+            return
+        waited = time.monotonic() - since
+        if waited > (NAG_S[self._nagged] if self._nagged < len(NAG_S) else NAG_S[-1] + 60 * (self._nagged - 2)):
+            self._nagged += 1
+            logger.warning("%s: waiting for %s", self._label, self._whom() or "the network")
+
+    def _store_lost(self, error: BaseException) -> None:
+        if self._stop.is_set() or self.failure or self._waiting_since is None:
+            return
+        self._fail(_store_gone(error))
+
+    def _fail(self, failure: FleetError) -> None:
+        self.failure = failure
+        self._on_failure()
+
+    def _look(self, seen: Seen, silent_s: float) -> FleetError | None:
+        """One look at the store: the failure it shows, if any. ``seen`` is brought up to date."""
+        if self._store.check(["failure"]):
+            return self.publish("fleet", "")
+        for rank in range(self._size):
+            if self._launcher.check([f"died/{rank}"]):
+                return self.publish("lost", f"{self._names[rank]} {self._launcher.get(f'died/{rank}').decode()}")
+        self._read(seen)
+        now = time.monotonic()
+        silent = [rank for rank, (_, at) in seen.items() if rank != self._rank and now - at > silent_s]
+        if silent:
+            return self.publish("lost", self._lost_text(seen, silent))
+        astray = [rank for rank, (beat, _) in seen.items() if self._elsewhere(beat)]
+        if astray and self._waiting_since is not None:
+            return self.publish("mismatch", self._mismatch_text(seen, astray))
+        return None
+
+    def _elsewhere(self, beat: Beat) -> bool:
+        """Whether a worker waits in another call under the number of mine: such a wait can never end."""
+        return beat.waiting and beat.call == self._call and beat.label != self._label
+
+    def _read(self, seen: Seen) -> None:
+        """Note every worker's last beat, and when (on this worker's clock) it was first seen."""
+        for rank in range(self._size):
+            if self._store.check([f"beat/{rank}"]):
+                fresh = Beat(*json.loads(self._store.get(f"beat/{rank}")))
+                if rank not in seen or seen[rank][0].count != fresh.count:
+                    seen[rank] = (fresh, time.monotonic())
+
+    # -- in words --------------------------------------------------------------------------------------------------
+
+    def _whom(self) -> str:
+        """The workers that are not yet in my call, and what they do."""
+        beats = {rank: self._seen[rank][0] if rank in self._seen else None for rank in range(self._size)}
+        behind = [(rank, beat) for rank, beat in beats.items() if beat is None or beat.call < self._call]
+        return "; ".join(f"{self._names[rank]} ({beat.doing if beat else 'not started'})" for rank, beat in behind)
+
+    def _lost_text(self, seen: Seen, silent: list[int]) -> str:
+        return "; ".join(
+            f"{self._names[rank]} went silent (killed, frozen, or its network is cut); "
+            f"it was last seen at: {seen[rank][0].doing}"
+            for rank in silent
+        )
+
+    def _mismatch_text(self, seen: Seen, astray: list[int]) -> str:
+        labels = {rank: beat.label for rank, (beat, _) in seen.items() if beat.call == self._call}
+        there = {labels[rank] for rank in astray}
+        here = [rank for rank in range(self._size) if rank == self._rank or labels.get(rank) == self._label]
+        return (
+            f"{_list(here, self._names)} called {self._label}, but {_list(astray, self._names)} called "
+            f"{' and '.join(sorted(there))}: every worker must make the same calls in the same order"
+        )
+
+
+def _list(ranks: list[int], names: list[str]) -> str:
+    if len(ranks) == 1:
+        return names[ranks[0]]
+    return "workers " + ", ".join(str(rank) for rank in ranks[:-1]) + f" and {ranks[-1]}"
+
+
+def _brief(error: BaseException) -> str:
+    """The last sentence of an engine's error, without its source paths."""
+    text = str(error).strip().splitlines()
+    return (text[0].split("] ", 1)[-1] if text else type(error).__name__)[:200]
+
+
+def _store_gone(error: BaseException) -> WorkerLost:
+    return WorkerLost(f"the leader or launcher that holds the fleet's store is gone: {_brief(error)}")

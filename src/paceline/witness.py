@@ -1,0 +1,110 @@
+"""What the run tells: its folder, its event log and, on the leader, the live view and the closing verdict."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.observe import EventLog, make_view, new_run_dir, read_log, verdict
+from paceline.transport import Transport
+
+logger = logging.getLogger("paceline")
+
+
+class Witness:
+    """Writes the log and feeds the view on the leader; on the others it passes warnings to ``logging``."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        name: str | None,
+        run_dir: str | Path | None,
+        quiet: bool,
+        settings: Mapping[str, Any],
+        device: torch.device,
+        emulated: str | None,
+    ) -> None:
+        self._leads = transport.rank == 0
+        self._log: EventLog | None = None
+        name = os.environ.get("PACELINE_NAME") or name or Path(sys.argv[0]).stem or "run"
+        folder, problem = _folder(run_dir, name) if self._leads else (None, None)
+        mine = {
+            "rank": transport.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": str(device),
+            "emulated": emulated,
+            "folder": str(folder),
+            "problem": problem,
+        }
+        everybody = transport.gather("the run's folder", mine)
+        if everybody[0]["problem"]:
+            raise ValueError(everybody[0]["problem"])
+        self.run_dir = Path(everybody[0]["folder"])
+        self.run_id = self.run_dir.name
+        under_launcher = bool(os.environ.get("PACELINE_LAUNCHER"))
+        self._view = make_view(quiet=quiet or not self._leads or under_launcher)
+        self._says_verdict = self._leads and not quiet and not under_launcher
+        if self._leads:
+            self._log = EventLog(self.run_dir)
+        keys = ("rank", "host", "pid", "device", "emulated")
+        self.event(
+            "run",
+            {
+                "run_id": self.run_id,
+                "name": name,
+                **settings,
+                "transport": transport.name,
+                "backend": transport.backend,
+                "workers": [{key: facts[key] for key in keys} for facts in everybody],
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        )
+
+    def event(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Note that something happened."""
+        if self._log is not None:
+            self._view.show(self._log.write(event, **fields))
+        elif event == "note" and fields["level"] == "warning" and not fields.get("everywhere"):
+            logger.warning("%s", fields["text"])
+
+    def close(self, error: BaseException | None) -> None:
+        if self._log is None:
+            return
+        interrupted = isinstance(error, KeyboardInterrupt)
+        reason = "finished" if error is None else "interrupted" if interrupted else "error"
+        self.event("end", {"reason": reason, "text": str(error) if error else ""})
+        self._log.close()
+        self._log = None
+        self._view.close()
+        if self._says_verdict and error is None:
+            self._say_verdict()
+
+    def _say_verdict(self) -> None:
+        run = read_log(self.run_dir)
+        if run.records:
+            print(f"\n{verdict(run).text}\nThe run's log: {self.run_dir}", file=sys.stderr, flush=True)
+
+
+def _folder(run_dir: str | Path | None, name: str) -> tuple[Path | None, str | None]:
+    """The run's folder, made and writable, or what is wrong."""
+    asked = os.environ.get("PACELINE_RUN_DIR") or run_dir
+    try:
+        folder = Path(asked) if asked else new_run_dir(Path("runs"), name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "not writable")
+    except OSError as error:
+        where = asked or Path("runs").absolute()
+        return None, f"the run's folder {where} cannot be written ({error.strerror}): pass run_dir= another place"
+    return folder, None
