@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from paceline.feed import Feed, Ranges, Source, split, total
+from paceline.feed import Feed, Ranges, Source, total
 from paceline.records import Range
 
 
@@ -69,6 +69,19 @@ class Dealing(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+def even_pieces(ranges: Iterable[Range], largest: int) -> list[tuple[Range, ...]]:
+    """Cut a share into as few micro-batches as fit ``largest``, of sizes that differ by one at most.
+
+    A last micro-batch of a single sample would cost nearly as much as a whole one, and batch norm cannot train on it.
+
+    >>> [total(piece) for piece in even_pieces([(0, 13)], 4)]
+    [4, 3, 3, 3]
+    """
+    rest = Ranges(ranges)
+    count = -(-rest.total // largest)
+    return [rest.take_front(-(-rest.total // left)) for left in range(count, 0, -1)]
+
+
 class FromFeed:
     """Micro-batches of a dataset with a length: every sample of the epoch once."""
 
@@ -102,7 +115,7 @@ class FromFeed:
         ahead = [more + share if more else 0 for more, share in zip(self._ahead, samples, strict=True)]
         shares = self._feed.deal(samples, ahead=ahead)
         queue = Ranges(self._feed.queue(self._rank))
-        self._pieces = deque(split(queue.take_front(shares[self._rank]), self.micro_batch))
+        self._pieces = deque(even_pieces(queue.take_front(shares[self._rank]), self.micro_batch))
         if self._source.ahead:
             self._expect(queue, shares[self._rank])
         return shares
@@ -111,7 +124,7 @@ class FromFeed:
         """Load this step's pieces and, supposing that the share stays as it is, the next ones'."""
         pieces = list(self._pieces)
         while share and queue.total and len(pieces) < len(self._pieces) + self._source.ahead:
-            pieces += split(queue.take_front(share), self.micro_batch)
+            pieces += even_pieces(queue.take_front(share), self.micro_batch)
         self._source.expect(self._feed.epoch, [(piece, self._feed.indices(piece)) for piece in pieces])
 
     def take(self) -> MicroBatch | None:
@@ -130,7 +143,7 @@ class FromFeed:
             return False
         self.micro_batch //= 2
         ranges = [part for piece in ([self._taken] if again else []) + list(self._pieces) for part in piece]
-        self._pieces = deque(split(ranges, self.micro_batch))
+        self._pieces = deque(even_pieces(ranges, self.micro_batch))
         return True
 
     def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:

@@ -28,6 +28,7 @@ from paceline.records import History
 from paceline.settings import (
     LoopSettings,
     check_sync_batch_norm,
+    has_batch_norm,
     is_compiled,
     must_agree,
     own_micro_batch,
@@ -91,13 +92,19 @@ class Fleet:
         self.device = _device(device)
         self.seed = int(seed)
         self.nonfinite = nonfinite
-        self._transport: Transport = Fixed(self.device) if launched() else Alone()
+        try:
+            self._transport: Transport = Fixed(self.device) if launched() else Alone()
+        except FleetError as error:
+            _end_with_one_line(error)
+            raise
         try:
             self._set_up(combine, name, run_dir, quiet)
             if overridden:
                 self._note("info", f"pace is {self.pacer.name!r} as PACELINE_PACE says, not {_pace_name(asked)!r}")
         except BaseException as error:
             self._transport.close(failure=error)
+            if isinstance(error, FleetError):
+                _end_with_one_line(error)
             raise
 
     def _set_up(self, combine: str, name: str | None, run_dir: str | Path | None, quiet: bool) -> None:
@@ -234,7 +241,8 @@ class Fleet:
             micro_batch: samples that go through the model at once: a number, one per worker, or "auto".
             shuffle, drop_last: as the DataLoader says, else True and False.
             order: ``order(epoch)`` gives the dataset indices to train on; each draw counts once.
-            whole: shares are whole micro-batches (no odd-sized last one); on by itself for compiled models.
+            whole: shares are whole micro-batches, of one size; on by itself for compiled models (each size would be
+                compiled anew) and for batch norm (its statistics would differ in quality).
         """
         if not self._models:
             raise MisuseError("fleet.steps before fleet.model: bring the model first")
@@ -277,14 +285,14 @@ class Fleet:
             self._models, pace=self.pacer.name, settings=settings, workers=self.size, length=source.length
         )
         dealing = self._dealing(source, settings, order, [more for more, _ in ahead])
-        compiled = any(is_compiled(model) for model in self._models)
+        keep_whole = any(is_compiled(model) or has_batch_norm(model) for model in self._models)
         steps = Steps(
             transport=self._transport,
             pacer=self.pacer,
             gradients=self._gradients(settings.auto),
             dealing=dealing,
             settings=settings,
-            unit=max(sizes) if (compiled if whole is None else whole) else 1,
+            unit=max(sizes) if (keep_whole if whole is None else whole) else 1,
             seed=self.seed,
             device=self.device,
             machine=self.machine,

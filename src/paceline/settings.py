@@ -82,6 +82,10 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
+def has_batch_norm(model: torch.nn.Module) -> bool:
+    return any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in model.modules())
+
+
 def check_sync_batch_norm(
     models: Sequence[torch.nn.Module], *, pace: str, settings: LoopSettings, workers: int, length: int | None
 ) -> None:

@@ -17,6 +17,7 @@ from paceline.combine.buckets import Buckets
 from paceline.combine.header import Header, Layout
 from paceline.combine.scaling import is_active, next_state
 from paceline.combine.statistics import RunningStatistics
+from paceline.errors import MisuseError
 from paceline.transport import Pending, Transport
 
 
@@ -49,6 +50,7 @@ class Gradients:
         self._sums: list[Pending] = []
         self._norms: list[torch.Tensor] = []
         self._planned = 1.0
+        self._begun = False
         self._norm: float | None = None
 
     def _trained_now(self) -> list[bool]:
@@ -64,15 +66,19 @@ class Gradients:
 
     def begin(self, planned_samples: int) -> None:
         """A step begins in which the whole fleet plans to do so many samples."""
-        if self._trained_now() != self._trained:
-            self._refreeze()
         self._reset()
         self._planned = planned_samples * self._weight_per_sample
         self._unscale = 1.0 / self.scaler.get_scale() if is_active(self.scaler) else 1.0
 
-    def _refreeze(self) -> None:
-        """Parameters were frozen or unfrozen: on every worker, or the sums would no longer match."""
+    def _notice_freezing(self) -> None:
+        """Parameters may have been frozen or unfrozen before the step's first backward, on every worker alike."""
         trained = self._trained_now()
+        if trained == self._trained:
+            return
+        if self._begun:
+            raise MisuseError(
+                "parameters were frozen or unfrozen in the middle of a step: do it before its first backward"
+            )
         if any(other != trained for other in self._transport.gather("freezing or unfreezing parameters", trained)):
             raise ValueError("workers disagree on which parameters are frozen (requires_grad)")
         self.buckets.detach()
@@ -81,6 +87,9 @@ class Gradients:
 
     def backward(self, loss: torch.Tensor, weight: Any, *, last: bool, create_graph: bool = False) -> None:
         """Add the gradient of a micro-batch's mean loss with this weight."""
+        if not self._begun:
+            self._notice_freezing()
+            self._begun = True
         scaled = loss * (weight / self._planned)
         if is_active(self.scaler):
             scaled = self.scaler.scale(scaled)
@@ -90,6 +99,7 @@ class Gradients:
 
     def finish(self) -> bool:
         """This worker has done its share: start what is left to sum. True if its gradients are finite."""
+        self._notice_freezing()
         self.buckets.check_untouched()
         self.buckets.finish()
         if self._alone:

@@ -158,7 +158,8 @@ class Fixed:
             self._presence.publish("lost", f"{self._names[self.rank]} ended with {_one_line(failure)}")
         self._noticed.set()
         self._presence.stop()
-        break_off(self._sockets)
+        if failure is not None:
+            self._break_off()
         self._group = None
 
     def _say_goodbye(self) -> None:
@@ -176,8 +177,11 @@ class Fixed:
         """Free this worker's main thread from a sum that will never end; failing that, end the process."""
         if self._group is not None and self.backend == "nccl":
             self._group.abort()
-        break_off(self._sockets)
+        self._break_off()
         threading.Thread(target=self._leave_if_stuck, name="paceline-unblock", daemon=True).start()
+
+    def _break_off(self) -> None:
+        break_off(self._sockets, store_port=int(os.environ["MASTER_PORT"]))
 
     def _leave_if_stuck(self) -> None:
         if not self._noticed.wait(UNBLOCK_S):

@@ -47,15 +47,17 @@ def open_sockets() -> frozenset[int]:
     return frozenset(found)
 
 
-def break_off(sockets: frozenset[int]) -> None:
+def break_off(sockets: frozenset[int], *, store_port: int) -> None:
     """Shut the connected ones among ``sockets``: operations blocked on them fail within milliseconds.
 
     Gloo's own abort does nothing. The listening socket has no peer and is left alone: shutting it ends the process.
+    So are the store's connections, some of which may have been accepted while the group was built.
     """
     for descriptor in sockets:
         try:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.getpeername()
-                connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
+                ports = (connection.getsockname()[1], connection.getpeername()[1])
+                if store_port not in ports:
+                    connection.shutdown(socket.SHUT_RDWR)
+        except (OSError, IndexError):
             continue

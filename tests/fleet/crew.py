@@ -1,0 +1,117 @@
+"""Starts real workers for tests: each runs one function of a case file and hands back what it returned."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Outcome:
+    """How one worker ended."""
+
+    code: int
+    value: Any
+    out: str
+    err: str
+
+
+class Crew:
+    """Workers under way. Use as a context manager: nothing survives it."""
+
+    def __init__(self, case: str, size: int, folder: Path, *, args: Any = None, env: dict[str, str] | None = None):
+        self.folder, self.size = folder, size
+        folder.mkdir(parents=True, exist_ok=True)
+        self._streams: list[Any] = []
+        port = free_port()
+        self.workers = [self._start(case, rank, port, args, env or {}) for rank in range(size)]
+
+    def _start(self, case: str, rank: int, port: int, args: Any, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        variables = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE_", "TORCHELASTIC"))}
+        variables |= {"OMP_NUM_THREADS": "1", "PACELINE_RUN_DIR": str(self.folder / "run")}
+        if self.size > 1:
+            place = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank}
+            variables |= {key: str(value) for key, value in place.items()}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        out, err = ((self.folder / f"{name}.{rank}").open("wb") for name in ("out", "err"))
+        self._streams += [out, err]
+        command = [sys.executable, __file__, case, str(self.folder / f"value.{rank}"), json.dumps(args)]
+        return subprocess.Popen(command, env=variables | env, stdout=out, stderr=err, start_new_session=True)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:
+            if worker.poll() is None:
+                os.killpg(worker.pid, signal.SIGKILL)
+                worker.wait()
+        for stream in self._streams:
+            stream.close()
+
+    def wait_for(self, name: str, *, within: float = 60.0) -> None:
+        """Until a worker has made the file ``name`` in the crew's folder."""
+        until = time.monotonic() + within
+        while not (self.folder / name).exists():
+            assert time.monotonic() < until, f"no worker made {name}: {[o.err[-2000:] for o in self._read()]}"
+            time.sleep(0.02)
+
+    def wait(self, *, within: float = 120.0) -> list[Outcome]:
+        until = time.monotonic() + within
+        for worker in self.workers:
+            try:
+                worker.wait(timeout=max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"a worker hangs: {[o.err[-3000:] for o in self._read()]}") from None
+        return self._read()
+
+    def _read(self) -> list[Outcome]:
+        outcomes = []
+        for rank, worker in enumerate(self.workers):
+            value = self.folder / f"value.{rank}"
+            parsed = json.loads(value.read_text()) if value.exists() else None
+            texts = [(self.folder / f"{name}.{rank}").read_text(errors="replace") for name in ("out", "err")]
+            outcomes.append(Outcome(worker.returncode if worker.poll() is not None else 999, parsed, *texts))
+        return outcomes
+
+
+def run(case: str, size: int, folder: Path, *, args: Any = None, env: dict[str, str] | None = None) -> list[Any]:
+    """Run a case to its end on ``size`` workers and return their values; any failure fails the test with its text."""
+    with Crew(case, size, folder, args=args, env=env) as crew:
+        outcomes = crew.wait()
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.code == 0, f"worker {rank} ended with {outcome.code}:\n{outcome.err[-4000:]}"
+    return [outcome.value for outcome in outcomes]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _work() -> None:
+    """The worker's side: ``file.py:function`` beside this file, where to put the value, and the arguments."""
+    case, value, args = sys.argv[1:4]
+    file, function = case.split(":")
+    sys.path.insert(0, str(Path(__file__).parent))
+    spec = importlib.util.spec_from_file_location("case", Path(__file__).with_name(file))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    result = getattr(module, function)(json.loads(args))
+    Path(value).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _work()
