@@ -1,0 +1,162 @@
+"""Shares that follow the measured speed step by step (P1, the self-adaptive allocation): the default pace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.pace.base import Ask
+from paceline.pace.cost import Belief
+from paceline.pace.forecasting import Forecasting, caps, floors
+from paceline.pace.probing import Probes
+from paceline.pace.shares import Ints, fill, level
+from paceline.records import Plan, StepRecord
+
+PROBED_PART = 8
+"""At most one in so many units of a step goes to workers that are only tried."""
+
+
+class Adaptive(Forecasting):
+    """All finish together: ``min max_i (a_i + b_i * n_i)`` with the costs learned from the records so far.
+
+    Plans are made from a *held* belief. Every ``every`` steps it is compared with the present one, and replaced when
+    that lowers the predicted step time by more than the fraction ``dead_band``; at once when a worker's speed jumped or
+    the members changed. So shares rest while there is nothing to gain, whatever the lag between plan and record, and a
+    plan for the short tail of an epoch is just another total put to the same belief.
+
+    ``minimum`` and ``maximum`` bound the shares in samples (one number, or one a worker); ``minimum=0`` lets a worker
+    too slow to help sit out. ``probe`` is the fraction of time that may be spent on trying such workers again.
+    """
+
+    name = "adaptive"
+
+    def __init__(
+        self,
+        *,
+        every: int = 1,
+        dead_band: float = 0.02,
+        minimum: int | Sequence[int] = 0,
+        maximum: int | Sequence[int] | None = None,
+        probe: float = 0.01,
+    ) -> None:
+        super().__init__()
+        if every < 1:
+            raise ValueError(f"every must be at least 1 step, not {every}")
+        if not 0 <= dead_band < 1 or not 0 <= probe < 1:
+            raise ValueError(f"dead_band and probe are fractions from 0 to below 1, not {dead_band} and {probe}")
+        self.every, self.dead_band, self.probe = every, dead_band, probe
+        self.minimum, self.maximum = _bound("minimum", minimum), None if maximum is None else _bound("maximum", maximum)
+        self._probes = Probes(budget=probe)
+        self._held: Belief | None = None
+        self._total = 0
+
+    def check(self, workers: int) -> None:
+        super().check(workers)
+        for name, bound in (("minimum", self.minimum), ("maximum", self.maximum)):
+            if isinstance(bound, tuple) and len(bound) != workers:
+                raise ValueError(
+                    f"{name} has {len(bound)} numbers for {workers} workers: give one for each, or one for all"
+                )
+        if self.maximum is not None and np.any(np.asarray(self.minimum) > np.asarray(self.maximum)):
+            raise ValueError(f"minimum {self.minimum} is above maximum {self.maximum}")
+
+    def observe(self, record: StepRecord) -> None:
+        jumped = self._costs.observe(record)
+        self._probes.observe(record)
+        # A tail is shorter than a full step; what pays is judged by full steps.
+        self._total = max(self._total, sum(record.planned))
+        present = self._costs.belief()
+        held = self._held
+        rearmed = held is None or held.workers != present.workers or bool(jumped.any())
+        if rearmed or ((record.step + 1) % self.every == 0 and self._gains(held, present)):
+            self._held = present
+
+    def plan(self, ask: Ask) -> Plan:
+        belief = self._belief(ask.workers)
+        low, high = floors(ask, self.minimum), caps(ask, self.maximum)
+        shares = _fill(belief, ask, low, high)
+        tried = self._tried(ask, belief, shares, low, high)
+        if tried.any():
+            low = np.where(tried, ask.unit, low)
+            shares = _fill(belief, ask, low, np.where(tried, ask.unit, ask.total if high is None else high))
+        return self._answer(ask, shares)
+
+    def _belief(self, workers: tuple[int, ...]) -> Belief:
+        if self._held is not None and (workers is self._held.workers or workers == self._held.workers):
+            return self._held
+        return self._costs.belief(workers)
+
+    def _gains(self, held: Belief | None, present: Belief) -> bool:
+        """Whether shares by the present belief beat those by the held one by more than the dead-band."""
+        assert held is not None
+        kept, _ = _split(held, self._total)
+        _, best_s = _split(present, self._total)
+        return best_s < float(present.seconds(kept).max()) * (1 - self.dead_band)
+
+    def _tried(self, ask: Ask, belief: Belief, shares: Ints, low: Ints, high: Ints | None) -> NDArray[np.bool_]:
+        """Workers that would sit out but whose turn to be tried has come: one unit each."""
+        tried = np.zeros(len(shares), dtype=np.bool_)
+        idle = shares == 0 if high is None else (shares == 0) & (high >= ask.unit)
+        if not self.probe or not idle.any() or ask.total < self._total:
+            return tried
+        step_s = float(belief.seconds(shares).max())
+        added_s = belief.fixed_s + belief.per_sample_s * ask.unit - step_s
+        due = self._probes.due(ask.workers, ask.step, added_s, step_s)
+        units = ask.total // ask.unit
+        room = min(max(1, units // PROBED_PART), units - int(low.sum()) // ask.unit)
+        tried[due[idle[due]][:room]] = True
+        return tried
+
+    def state_dict(self) -> dict[str, Any]:
+        held = None if self._held is None else _to_state(self._held)
+        return {**super().state_dict(), "probes": self._probes.state_dict(), "held": held, "total": self._total}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._probes.load_state_dict(state["probes"])
+        self._held = None if state["held"] is None else _from_state(state["held"])
+        self._total = int(state["total"])
+
+    def __repr__(self) -> str:
+        names = ("every", "dead_band", "minimum", "maximum", "probe")
+        return f"Adaptive({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+def _bound(name: str, bound: int | Sequence[int]) -> int | tuple[int, ...]:
+    values = (bound,) if isinstance(bound, int) else tuple(bound)
+    if not all(isinstance(value, int) and value >= 0 for value in values):
+        raise ValueError(f"{name} must be a whole number of samples, at least 0, or one for each worker, not {bound!r}")
+    return bound if isinstance(bound, int) else values
+
+
+def _fill(belief: Belief, ask: Ask, low: Ints, high: Ints | None) -> Ints:
+    return fill(belief.fixed_s, belief.per_sample_s, ask.total, unit=ask.unit, minimum=low, maximum=high)
+
+
+def _split(belief: Belief, total: int) -> tuple[NDArray[np.float64], float]:
+    """The best real-valued shares of ``total`` and the seconds they take."""
+    rate = 1 / belief.per_sample_s
+    none = np.zeros_like(rate)
+    best_s = level(belief.fixed_s, rate, total, none, none + total)
+    return np.maximum((best_s - belief.fixed_s) * rate, 0.0), best_s
+
+
+def _to_state(belief: Belief) -> dict[str, Any]:
+    return {
+        "workers": list(belief.workers),
+        "fixed_s": belief.fixed_s.tolist(),
+        "per_sample_s": belief.per_sample_s.tolist(),
+        "known": belief.known.tolist(),
+    }
+
+
+def _from_state(state: Mapping[str, Any]) -> Belief:
+    return Belief(
+        tuple(state["workers"]),
+        np.array(state["fixed_s"], dtype=np.float64),
+        np.array(state["per_sample_s"], dtype=np.float64),
+        np.array(state["known"], dtype=np.bool_),
+    )

@@ -1,0 +1,207 @@
+"""What a worker is believed to cost: ``seconds = fixed + per_sample * samples``, learned from the records.
+
+The belief (a, b) of each worker is followed by a Kalman filter, all workers at once:
+
+- the first measurement scales the whole prior (a single time cannot tell a from b);
+- later ones are weighed by how much they can tell: moves of the share teach the ratio a/b, a share that stands still
+  teaches the speed alone, so the fit cannot degenerate once shares settle (the prior's covariance is the ridge);
+- the speed may wander, which is the exponential forgetting: a noisy worker is averaged over more steps than a calm one;
+- a time far off the expectation is a change of speed, not noise: a and b are scaled to it at once. A first step slowed
+  by compilation or a one-off stall is undone the same way by the next normal time.
+
+A worker that sat out teaches nothing and keeps its belief. One never measured is taken for the median of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.pace.ledger import Ledger
+from paceline.records import StepRecord
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+PRIOR_FIXED = 0.05
+"""Part of the first measured time taken for fixed cost while no other worker is known."""
+PRIOR_SPREAD = 0.5
+"""Standard deviation of that part: it may as well be nearly everything (a GPU) or nothing."""
+PRIOR_NOISE = 0.1
+"""Relative noise of a worker's times until its own is known; never believed to be below `LEAST_NOISE`."""
+LEAST_NOISE = 0.01
+NOISE_RATE = 0.1
+"""Least weight of the newest residual in the running noise; more while there are few."""
+YOUNG = 4
+"""A belief from so few measurements still moves; plans follow it without a dead-band."""
+WANDER = 0.005
+"""Relative random walk of a worker's speed in one step."""
+REGROW = 0.002
+"""The same for the part of the time that is fixed cost, until it is as uncertain as at first."""
+MOST_FIXED = 0.98
+"""Fixed cost never explains more than this part of a measured time: more samples always cost something."""
+JUMP_LOG = 0.3
+JUMP_SIGMAS = 3.0
+"""A change of speed: the log of measured over expected is beyond ``max(JUMP_LOG, JUMP_SIGMAS * noise)``..."""
+PAIR_LOG = 0.04
+PAIR_SIGMAS = 2.0
+"""... or twice running on the same side beyond ``max(PAIR_LOG, PAIR_SIGMAS * noise)``."""
+SECONDS_RANGE = (1e-9, 1e9)
+
+
+@dataclass(frozen=True)
+class Belief:
+    """Costs of some workers, frozen: what a plan is made from."""
+
+    workers: tuple[int, ...]
+    fixed_s: Floats
+    per_sample_s: Floats
+    known: Mask
+    """False where a worker was never measured and stands at the median of the others."""
+
+    def seconds(self, samples: NDArray[Any]) -> Floats:
+        """``a + b * n``, and 0 for a worker without samples."""
+        return np.where(samples > 0, self.fixed_s + self.per_sample_s * samples, 0.0)
+
+
+def measurements(record: StepRecord) -> tuple[Mask, Floats, Floats]:
+    """Who was measured in this step, its samples and its seconds; both 1 where nothing was."""
+    count = len(record.workers)
+    n = np.fromiter(record.samples, dtype=np.float64, count=count)
+    t = np.fromiter(record.seconds, dtype=np.float64, count=count)
+    told: Mask = (n > 0) & (t > 0) & np.isfinite(t)
+    return told, np.where(told, n, 1.0), np.clip(np.where(told, t, 1.0), *SECONDS_RANGE)
+
+
+class Costs:
+    """The belief about every worker, by stable identity."""
+
+    def __init__(self) -> None:
+        self._ledger = Ledger(
+            a=0.0, b=0.0, aa=0.0, ab=0.0, bb=0.0, noise=PRIOR_NOISE**2, last=0.0, jumped=0.0, measured=0.0
+        )
+
+    def observe(self, record: StepRecord) -> Mask:
+        """Learn from one step; says of which workers the belief moved (a young belief, or a change of speed).
+
+        Workers without samples or without a usable time (0, NaN, infinite: not measured) are passed over.
+        """
+        book = self._ledger
+        book.arrange(record.workers)
+        told, n, t = measurements(record)
+        first: Mask = told & (book["measured"] == 0)
+        if first.any():
+            self._begin(first, n, t)
+        jumped = self._follow(told & ~first, n, t)
+        book["measured"][:] += told
+        young: Mask = told & (book["measured"] <= YOUNG)
+        return young | jumped
+
+    def belief(self, workers: tuple[int, ...] | None = None) -> Belief:
+        """The belief about ``workers`` (those of the last record by default), in their order."""
+        workers = self._ledger.present if workers is None else workers
+        a, b, measured = (self._ledger.look_up(name, workers) for name in ("a", "b", "measured"))
+        known = measured > 0
+        if not known.all():
+            a, b = (np.where(known, value, guess) for value, guess in zip((a, b), self._prior()))
+        return Belief(workers, a, b, known)
+
+    def forecast_s(self, workers: tuple[int, ...], samples: NDArray[Any]) -> tuple[float, ...] | None:
+        """Seconds each worker should take; NaN for one never measured, None when nobody was."""
+        belief = self.belief(workers)
+        if not belief.known.any():
+            return None
+        return tuple(np.where(belief.known | (samples == 0), belief.seconds(samples), np.nan).tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._ledger.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._ledger.load_state_dict(state)
+
+    def _prior(self) -> tuple[float, float]:
+        """A worker never measured is the median of those that were."""
+        known = self._ledger["measured"] > 0
+        if not known.any():
+            return 0.0, 1.0
+        return float(np.median(self._ledger["a"][known])), float(np.median(self._ledger["b"][known]))
+
+    def _begin(self, first: Mask, n: Floats, t: Floats) -> None:
+        """First measurements: scale the prior to meet the time; the ratio a/b stays open."""
+        book, (a, b) = self._ledger, self._prior()
+        fixed = a / (a + b * n) if (book["measured"] > 0).any() else np.full_like(t, PRIOR_FIXED)
+        fixed = np.clip(fixed, 0.0, MOST_FIXED)
+        _put(book["a"], first, fixed * t)
+        _put(book["b"], first, (1 - fixed) * t / n)
+        for name in ("aa", "ab", "bb"):
+            _put(book[name], first, 0.0 * t)
+        self._loosen(first, n, t, speed=PRIOR_NOISE**2, ratio=PRIOR_SPREAD**2)
+
+    def _loosen(self, who: Mask, n: Floats, t: Floats, *, speed: Floats | float, ratio: Floats | float) -> None:
+        """Add relative variance ``speed`` along (a, b) and ``ratio`` along (t, -t/n), which leaves a + b*n as it is."""
+        a, b = self._ledger["a"], self._ledger["b"]
+        _put(self._ledger["aa"], who, self._ledger["aa"] + speed * a * a + ratio * t * t)
+        _put(self._ledger["ab"], who, self._ledger["ab"] + speed * a * b - ratio * t * t / n)
+        _put(self._ledger["bb"], who, self._ledger["bb"] + speed * b * b + ratio * (t / n) ** 2)
+
+    def _follow(self, who: Mask, n: Floats, t: Floats) -> Mask:
+        """One step of the filter for workers measured before, or a jump where the time cannot be noise."""
+        book = self._ledger
+        a, b, noise = book["a"], book["b"], book["noise"]
+        expected = np.where(who, a + b * n, t)
+        learned = book["aa"] < (PRIOR_SPREAD * expected) ** 2
+        self._loosen(who, n, expected, speed=WANDER**2, ratio=np.where(learned, REGROW**2, 0.0))
+        ga, gb = book["aa"] + n * book["ab"], book["ab"] + n * book["bb"]
+        doubt = np.maximum(ga + n * gb, 0.0)
+        surprise, limit = np.log(t / expected), np.maximum(JUMP_LOG, JUMP_SIGMAS * np.sqrt(noise))
+        beyond = (np.abs(surprise) > limit) | self._again(surprise)
+        # What the open ratio a/b could explain is left to the filter, unless the last jump is being undone.
+        unexplained = (np.abs(t - expected) > JUMP_SIGMAS * np.sqrt(doubt)) | (book["jumped"] * surprise < 0)
+        jump: Mask = who & beyond & unexplained
+        _put(book["last"], who, np.where(jump, 0.0, surprise))
+        _put(book["jumped"], who, np.where(jump, np.sign(surprise), 0.0))
+        scatter = noise * expected**2
+        self._correct(who & ~jump, n, t, t - expected, ga, gb, doubt + scatter)
+        self._rescale(jump, n, t, t / expected)
+        # Surprise that the belief's own doubt explains is not the worker's noise; a jump counts as far as the limit.
+        seen = np.minimum(np.abs(surprise), limit) ** 2 * scatter / (doubt + scatter)
+        rate = np.maximum(NOISE_RATE, 1 / (book["measured"] + 2))
+        _put(noise, who, np.maximum(noise + rate * (seen - noise), LEAST_NOISE**2))
+        return jump
+
+    def _again(self, surprise: Floats) -> Mask:
+        """Whether this surprise and the last one point the same way, both beyond what noise does."""
+        last = self._ledger["last"]
+        both = np.where(surprise * last > 0, np.minimum(np.abs(surprise), np.abs(last)), 0.0)
+        return both > np.maximum(PAIR_LOG, PAIR_SIGMAS * np.sqrt(self._ledger["noise"]))
+
+    def _correct(self, who: Mask, n: Floats, t: Floats, error: Floats, ga: Floats, gb: Floats, spread: Floats) -> None:
+        """The filter's correction with gains ``ga / spread`` and ``gb / spread``, kept where costs make sense."""
+        book = self._ledger
+        a, b = book["a"] + ga / spread * error, book["b"] + gb / spread * error
+        expected = np.maximum(a + b * n, np.minimum(t, t - error) / 2)
+        a = np.clip(a, 0.0, MOST_FIXED * expected)
+        _put(book["a"], who, a)
+        _put(book["b"], who, (expected - a) / n)
+        aa, bb = (np.maximum(book[x + x] - g * g / spread, 0.0) for x, g in (("a", ga), ("b", gb)))
+        _put(book["aa"], who, aa)
+        _put(book["bb"], who, bb)
+        _put(book["ab"], who, np.clip(book["ab"] - ga * gb / spread, -np.sqrt(aa * bb), np.sqrt(aa * bb)))
+
+    def _rescale(self, who: Mask, n: Floats, t: Floats, ratio: Floats) -> None:
+        """A change of speed: scale a and b alike; the ratio keeps what was learned about it."""
+        if not who.any():
+            return
+        for name in ("a", "b"):
+            _put(self._ledger[name], who, self._ledger[name] * ratio)
+        for name in ("aa", "ab", "bb"):
+            _put(self._ledger[name], who, self._ledger[name] * ratio**2)
+        self._loosen(who, n, t, speed=self._ledger["noise"], ratio=0.0)
+
+
+def _put(column: Floats, who: Mask, values: Floats) -> None:
+    np.copyto(column, values, where=who)

@@ -1,0 +1,77 @@
+"""Shares re-dealt once an epoch in proportion to measured speed (P0)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.pace.base import Ask
+from paceline.pace.cost import measurements
+from paceline.pace.forecasting import Forecasting, caps, floors
+from paceline.pace.ledger import Ledger
+from paceline.pace.shares import proportional
+from paceline.records import Plan, StepRecord
+
+
+class Epoch(Forecasting):
+    """P0's rule at the end of every epoch: ``p_i <- (p_i / t_i) / sum_j (p_j / t_j)``, equal shares at first.
+
+    ``t_i`` is the worker's mean own-compute seconds a step. Share over time is speed, so the code keeps
+    ``v_i = samples / seconds`` over the epoch and sets ``p_i = v_i / sum_j v_j``: the same numbers, and right as well
+    when a worker joined or was capped half-way. The very first step measured (compilation, cold caches) counts only
+    until there is another. A worker without a sample in an epoch keeps its last speed; a new one gets the median.
+    """
+
+    name = "epoch"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._epoch = 0
+        self._ledger = Ledger(samples=0.0, seconds=0.0, steps=0.0, speed=0.0)
+
+    def observe(self, record: StepRecord) -> None:
+        super().observe(record)
+        book = self._ledger
+        book.arrange(record.workers)
+        if record.epoch != self._epoch:
+            self._epoch = record.epoch
+            book["speed"][:] = _speed(book["samples"], book["seconds"], book["speed"])
+            book["samples"][:] = book["seconds"][:] = 0.0
+        told, samples, seconds = measurements(record)
+        cold = told & (book["steps"] == 1)
+        for name, values in (("samples", samples), ("seconds", seconds)):
+            np.copyto(book[name], 0.0, where=cold)
+            book[name][:] += np.where(told, values, 0.0)
+        book["steps"][:] += told
+
+    def plan(self, ask: Ask) -> Plan:
+        speed = self._speeds(ask)
+        known = speed > 0
+        weights = np.where(known, speed, np.median(speed[known]) if known.any() else 1.0)
+        shares = proportional(weights, ask.total, unit=ask.unit, minimum=floors(ask), maximum=caps(ask))
+        return self._answer(ask, shares)
+
+    def _speeds(self, ask: Ask) -> NDArray[np.float64]:
+        """Samples a second by the epoch before the asked one, whose first plan comes before its first record."""
+        samples, seconds, speed = (self._ledger.look_up(name, ask.workers) for name in ("samples", "seconds", "speed"))
+        return speed if ask.epoch == self._epoch else _speed(samples, seconds, speed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "epoch": self._epoch, "speeds": self._ledger.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._epoch = int(state["epoch"])
+        self._ledger.load_state_dict(state["speeds"])
+
+    def __repr__(self) -> str:
+        return "Epoch()"
+
+
+def _speed(
+    samples: NDArray[np.float64], seconds: NDArray[np.float64], last: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    return np.divide(samples, seconds, out=last.copy(), where=seconds > 0)

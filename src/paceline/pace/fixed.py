@@ -1,0 +1,43 @@
+"""Shares in ratios set by hand (P1, the static allocation)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from paceline.pace.base import Ask
+from paceline.pace.forecasting import Forecasting, caps, floors
+from paceline.pace.shares import proportional
+from paceline.records import Plan
+
+
+class Fixed(Forecasting):
+    """Shares in proportion to ``ratios`` of WORK, in rank order: a 2 does twice the samples of a 1, a 0 sits out.
+
+    >>> Fixed([1, 1, 2]).plan(Ask(step=0, total=64, workers=(0, 1, 2))).samples
+    (16, 16, 32)
+    """
+
+    name = "fixed"
+
+    def __init__(self, ratios: Sequence[float]) -> None:
+        super().__init__()
+        try:
+            self.ratios = tuple(float(ratio) for ratio in ratios)
+        except (TypeError, ValueError):
+            raise ValueError(f"ratios must be a list of numbers, one for each worker, not {ratios!r}") from None
+        if not all(math.isfinite(ratio) and ratio >= 0 for ratio in self.ratios) or not any(self.ratios):
+            raise ValueError(f"ratios must be finite, at least 0 and not all 0, not {list(self.ratios)}")
+
+    def check(self, workers: int) -> None:
+        super().check(workers)
+        if len(self.ratios) != workers:
+            raise ValueError(f"{len(self.ratios)} ratios for {workers} workers: give one for each")
+
+    def plan(self, ask: Ask) -> Plan:
+        self.check(len(ask.workers))
+        shares = proportional(self.ratios, ask.total, unit=ask.unit, minimum=floors(ask), maximum=caps(ask))
+        return self._answer(ask, shares)
+
+    def __repr__(self) -> str:
+        return f"Fixed({list(self.ratios)})"

@@ -1,0 +1,63 @@
+"""What all pacers share: each follows the workers' costs, so each can say what it expects of its own plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from paceline.pace.base import Ask
+from paceline.pace.cost import Costs
+from paceline.pace.shares import Bound, Ints
+from paceline.records import Plan, StepRecord
+
+
+class Forecasting:
+    """Base of the pacers: learns costs from records and puts a forecast beside every plan's shares."""
+
+    def __init__(self) -> None:
+        self._costs = Costs()
+
+    def check(self, workers: int) -> None:
+        if workers < 1:
+            raise ValueError(f"a fleet needs at least one worker, not {workers}")
+
+    def observe(self, record: StepRecord) -> None:
+        self._costs.observe(record)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"costs": self._costs.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._costs.load_state_dict(state["costs"])
+
+    def _answer(self, ask: Ask, shares: Ints) -> Plan:
+        return Plan(
+            generation=ask.generation,
+            step=ask.step,
+            samples=tuple(shares.tolist()),
+            forecast_s=self._costs.forecast_s(ask.workers, shares),
+        )
+
+
+def floors(ask: Ask, minimum: Bound = 0) -> Ints:
+    """Everybody's minimum, in samples (whole units); cut in proportion where the step is too small for all of them.
+
+    The tail of an epoch may be shorter than the sum of the minimums, so a minimum is a wish; a maximum is not.
+    """
+    wanted = np.maximum(
+        *(np.broadcast_to(np.asarray(bound, np.int64), len(ask.workers)) for bound in (ask.minimum, minimum))
+    )
+    units, least = ask.total // ask.unit, -(-wanted // ask.unit)
+    if least.sum() > units:
+        least = least * units // least.sum()
+    return least * ask.unit
+
+
+def caps(ask: Ask, maximum: Bound | None = None) -> Ints | None:
+    """Everybody's maximum, in samples; None when there is none."""
+    bounds = [
+        np.broadcast_to(np.asarray(b, np.int64), len(ask.workers)) for b in (ask.maximum, maximum) if b is not None
+    ]
+    return np.minimum.reduce(bounds) if bounds else None

@@ -1,0 +1,83 @@
+"""Per-worker numbers keyed by stable identity, held as arrays in rank order.
+
+Workers come and go and change rank; their numbers stay theirs. The rows of those present come first, in rank order, so
+the usual step (nobody came, nobody left) works on whole arrays without a look-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+KEEP_ABSENT = 1000
+"""How many workers that left are remembered, the latest to leave first."""
+
+
+class Ledger:
+    """Named columns of float64, one row a worker; a new worker's row holds the defaults.
+
+    >>> ledger = Ledger(speed=1.0)
+    >>> ledger.arrange((7, 9))
+    True
+    >>> ledger["speed"][:] = [2.0, 3.0]
+    >>> ledger.arrange((9, 5)), ledger["speed"].tolist()
+    (True, [3.0, 1.0])
+    """
+
+    def __init__(self, **defaults: float) -> None:
+        self._defaults = defaults
+        self._columns: dict[str, Floats] = {name: np.empty(0) for name in defaults}
+        self._workers: tuple[int, ...] = ()
+        self._present: tuple[int, ...] = ()
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        return self._present
+
+    def __getitem__(self, name: str) -> Floats:
+        """The column of the workers present, in rank order; writing into it changes the ledger."""
+        return self._columns[name][: len(self._present)]
+
+    def arrange(self, workers: tuple[int, ...]) -> bool:
+        """Make ``workers`` the ones present, in this order; True when that changed anything."""
+        if workers is self._present or workers == self._present:
+            return False
+        here = set(workers)
+        absent = tuple(w for w in self._workers if w not in here)[:KEEP_ABSENT]
+        rows = self._rows(workers + absent)
+        self._columns = {name: self._take(name, rows) for name in self._defaults}
+        self._present, self._workers = workers, workers + absent
+        return True
+
+    def look_up(self, name: str, workers: tuple[int, ...]) -> Floats:
+        """The column for any workers, in their order; changes nothing."""
+        if workers is self._present or workers == self._present:
+            return self[name].copy()
+        return self._take(name, self._rows(workers))
+
+    def _rows(self, workers: tuple[int, ...]) -> NDArray[np.intp]:
+        """Row of each worker; -1 for one never met."""
+        row = {worker: index for index, worker in enumerate(self._workers)}
+        return np.fromiter((row.get(worker, -1) for worker in workers), dtype=np.intp, count=len(workers))
+
+    def _take(self, name: str, rows: NDArray[np.intp]) -> Floats:
+        return np.append(self._columns[name], self._defaults[name])[rows]
+
+    def state_dict(self) -> dict[str, Any]:
+        columns = {name: column.tolist() for name, column in self._columns.items()}
+        return {"workers": list(self._workers), "present": len(self._present), "columns": columns}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._workers = tuple(int(worker) for worker in state["workers"])
+        self._present = self._workers[: int(state["present"])]
+        rows = len(self._workers)
+        saved = state["columns"]
+        self._columns = {
+            name: np.array(saved.get(name, [default] * rows), dtype=np.float64)
+            for name, default in self._defaults.items()
+        }

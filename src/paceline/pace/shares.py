@@ -1,0 +1,208 @@
+"""Integer shares: the split of a step that finishes first (`fill`), and the split by given ratios (`proportional`).
+
+A worker with ``n`` samples takes ``fixed_s + per_sample_s * n`` seconds, and nothing at all with none. `fill` finds the
+integers that make the slowest worker as fast as possible: it pours the samples like water into vessels that stand on
+steps of height ``fixed_s``, so a worker whose fixed cost is above the water's surface sits out.
+
+>>> fill([0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 2.0, 4.0], 22).tolist()
+[8, 8, 4, 2]
+>>> fill([0.0, 9.0], [1.0, 1.0], 8).tolist()
+[8, 0]
+>>> proportional([1.0, 1.0, 2.0], 10).tolist()
+[3, 2, 5]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bound = int | Sequence[int] | Ints
+
+
+def fill(
+    fixed_s: ArrayLike,
+    per_sample_s: ArrayLike,
+    total: int,
+    *,
+    unit: int = 1,
+    minimum: Bound = 0,
+    maximum: Bound | None = None,
+) -> Ints:
+    """The integers ``n`` with sum ``total`` that minimise ``max(fixed_s + per_sample_s * n)`` over workers with n > 0.
+
+    Shares are multiples of ``unit``; ``total % unit`` goes on top of one worker's share, where it hurts least.
+    ``minimum`` is a floor for every step, rounded up to whole units; ``maximum`` is never exceeded. Exact: no other
+    split within these bounds has a lower maximum. Raises ValueError when there is no split within them.
+    """
+    a, b = _vector(fixed_s), _vector(per_sample_s)
+    if not (np.all(np.isfinite(a)) and np.all(a >= 0) and np.all(np.isfinite(b)) and np.all(b > 0)):
+        raise ValueError("costs must be finite: fixed_s at least 0, per_sample_s above 0")
+    units, low, high, cap = _in_units(len(a), total, unit, minimum, maximum)
+    counts = _fill_units(a, b * unit, units, low, high)
+    shares = counts * unit
+    if rest := total - units * unit:
+        _give(shares, rest, cap, order=a + b * (shares + rest))
+    return shares
+
+
+def proportional(
+    weights: ArrayLike,
+    total: int,
+    *,
+    unit: int = 1,
+    minimum: Bound = 0,
+    maximum: Bound | None = None,
+) -> Ints:
+    """Shares in proportion to ``weights``, rounded by largest remainder to the exact sum ``total``.
+
+    Where a bound cuts a worker's quota, the others take over the difference in their own proportion. ``unit``,
+    ``minimum`` and ``maximum`` are as in `fill`. A weight of 0 gets the minimum.
+    """
+    w = _vector(weights)
+    if not (np.all(np.isfinite(w)) and np.all(w >= 0) and w.sum() > 0):
+        raise ValueError("weights must be finite, at least 0, and not all 0")
+    units, low, high, cap = _in_units(len(w), total, unit, minimum, maximum)
+    w = np.where(w > 0, np.maximum(w / w.max(), 1e-15), 0.0)
+    if low.sum() + (high - low)[w > 0].sum() < units:
+        raise ValueError(f"{total} samples do not fit: workers with weight above 0 may take fewer than that")
+    least, most = low.astype(np.float64), high.astype(np.float64)
+    quota = _clip(level(np.zeros_like(w), w, units, least, most) * w, least, most)
+    counts = np.floor(quota + 1e-9).astype(np.int64)
+    _round(counts, quota - counts, units, low, high)
+    shares = counts * unit
+    if rest := total - units * unit:
+        _give(shares, rest, cap, order=shares - w * (total / w.sum()) + np.where(w > 0, 0, total))
+    return shares
+
+
+def _vector(values: ArrayLike) -> Floats:
+    vector = np.asarray(values, dtype=np.float64)
+    if vector.ndim != 1 or not len(vector):
+        raise ValueError("shares need at least one worker, one number each")
+    return vector
+
+
+def _in_units(
+    workers: int, total: int, unit: int, minimum: Bound, maximum: Bound | None
+) -> tuple[int, Ints, Ints, Ints]:
+    """Whole units to deal, each worker's bounds in units, and its maximum in samples; ValueError if nothing fits."""
+    if total < 0 or unit < 1:
+        raise ValueError(f"total must be at least 0 and unit at least 1, not {total} and {unit}")
+    units = total // unit
+    floor = np.broadcast_to(np.asarray(minimum, dtype=np.int64), (workers,))
+    cap = np.broadcast_to(np.asarray(total if maximum is None else maximum, dtype=np.int64), (workers,))
+    low, high = -(-floor // unit), np.minimum(cap // unit, units)
+    if np.any(low < 0) or np.any(cap < 0):
+        raise ValueError("minimum and maximum must be at least 0")
+    if low.sum() > units:
+        raise ValueError(f"minimum is too large: it needs {low.sum() * unit} samples (units of {unit}), not {total}")
+    if np.any(low > high):
+        worker = int(np.argmax(low > high))
+        raise ValueError(
+            f"worker {worker}: no multiple of {unit} from minimum {floor[worker]} to maximum {cap[worker]}"
+        )
+    if high.sum() < units:
+        raise ValueError(f"maximum is too small: {high.sum() * unit} samples fit (units of {unit}), not {total}")
+    return units, low, high, cap
+
+
+def _clip(values: Floats, low: Floats, high: Floats) -> Floats:
+    return np.minimum(np.maximum(values, low), high)  # np.clip takes twice the time
+
+
+def level(start: Floats, rate: Floats, units: float, low: Floats, high: Floats) -> float:
+    """The level L with ``sum(clip((L - start) * rate, low, high)) = units``: Newton's steps inside a bracket.
+
+    The sum is piece-wise linear in L, so a step that stays on its piece is exact; a few passes do.
+    """
+    flows = rate > 0
+    bottom, top = float(start.min()), float(np.max(start[flows] + high[flows] / rate[flows], initial=0.0))
+    guess = float((units + start @ rate) / rate.sum())
+    for _ in range(100):
+        guess = guess if bottom <= guess <= top else (bottom + top) / 2
+        wanted = (guess - start) * rate
+        excess = float(_clip(wanted, low, high).sum()) - units
+        if abs(excess) <= 1e-9 * max(units, 1) or bottom >= top:
+            break
+        bottom, top = (guess, top) if excess < 0 else (bottom, guess)
+        slope = float(rate @ ((wanted > low) & (wanted < high)))
+        guess = guess - excess / slope if slope > 0 else (bottom + top) / 2
+    return guess
+
+
+def _fill_units(start: Floats, each: Floats, units: int, low: Ints, high: Ints) -> Ints:
+    """Exact min-max split of ``units``: a bracket around the level, then the cheapest further units inside it."""
+    rate, least, most = 1 / each, low.astype(np.float64), high.astype(np.float64)
+
+    def counts(by: float) -> Ints:
+        return _clip((by - start) * rate, least, most).astype(np.int64)
+
+    surface = level(start, rate, units, least, most)
+    wet = start < surface
+    slope = max(float(rate @ wet), float(rate.min()))
+    # Whole units lie half a unit a worker below the surface on average; starting from there keeps the bracket narrow.
+    below, above = _bracket(counts, surface + np.count_nonzero(wet) / 2 / slope, units, slope, len(start))
+    missing = units - int(below.sum())
+    room = above - below
+    if missing == 0:
+        return below
+    if int(room.sum()) > 16 * len(start) + 1024:
+        # Floating point cannot tell these units' finishing times apart, so any split of them is as good.
+        return below + proportional(room, missing, maximum=room)
+    worker = np.repeat(np.arange(len(start)), room)
+    nth = np.arange(len(worker)) - np.repeat(np.cumsum(room) - room, room) + 1
+    finish = start[worker] + each[worker] * (below[worker] + nth)
+    return below + np.bincount(worker[_smallest(finish, missing)], minlength=len(start))
+
+
+def _bracket(
+    counts: Callable[[float], Ints], guess: float, units: int, slope: float, workers: int
+) -> tuple[Ints, Ints]:
+    """Counts at a level just below the wanted sum and at one just above it, at most a few units a worker apart."""
+    bottom = top = guess
+    below = above = counts(guess)
+    step = max(2 * abs(units - int(below.sum())) / slope, abs(guess) * 1e-12, 1e-300)
+    while below.sum() > units:
+        bottom, step = bottom - step, step * 4
+        below = counts(bottom)
+    while above.sum() < units:
+        top, step = top + step, step * 4
+        above = counts(top)
+    while above.sum() - below.sum() > 4 * workers and bottom < (middle := (bottom + top) / 2) < top:
+        tried = counts(middle)
+        if tried.sum() <= units:
+            bottom, below = middle, tried
+        else:
+            top, above = middle, tried
+    return below, above
+
+
+def _smallest(values: Floats, count: int) -> NDArray[np.intp]:
+    """Indices of the ``count`` smallest values; among equals the first ones, whatever machine this runs on."""
+    border = np.partition(values, count - 1)[count - 1]
+    less, equal = np.flatnonzero(values < border), np.flatnonzero(values == border)
+    return np.concatenate([less, equal[: count - len(less)]])
+
+
+def _round(counts: Ints, fraction: Floats, units: int, low: Ints, high: Ints) -> None:
+    """Largest remainder, in place: the units still missing go where most was cut off (and back where too many went)."""
+    while missing := units - int(counts.sum()):
+        step = 1 if missing > 0 else -1
+        open_ = np.flatnonzero(counts < high if missing > 0 else counts > low)
+        chosen = open_[_smallest(-step * fraction[open_], min(abs(missing), len(open_)))]
+        counts[chosen] += step
+        fraction[chosen] -= step
+
+
+def _give(shares: Ints, rest: int, cap: Ints, *, order: Floats) -> None:
+    """Put the remainder on top of the share that comes first in ``order`` among those with room for it."""
+    order = np.where(shares + rest <= cap, order, np.inf)
+    worker = int(np.argmin(order))
+    if not np.isfinite(order[worker]):
+        raise ValueError(f"maximum is too small: no worker has room for the remainder of {rest} samples")
+    shares[worker] += rest
