@@ -1,0 +1,271 @@
+"""Who gets which samples: a small state machine, the same on every worker, that deals each sample exactly once.
+
+An epoch is an order of *positions* ``0 .. length - 1``. They start in the **pool**; `Feed.deal` claims them for
+workers' **queues**; `Feed.consume` ends them. A position is always in exactly one of the three places. What a cut-off
+left undone stays at the head of its queue, what a lost worker held goes back to the pool, and when the pool is dry
+the tails of the longest queues are dealt again, so that all workers finish the epoch together.
+
+Every method is a deterministic function of the calls so far, in whole numbers: workers that make the same calls hold
+equal feeds and need not speak about data at all.
+
+>>> feed = Feed(10, workers=2, shuffle=False)
+>>> feed.deal([3, 1]), feed.queue(0), feed.queue(1)
+((3, 1), ((0, 3),), ((3, 4),))
+>>> feed.consume([2, 1]), feed.remaining
+((((0, 2),), ((3, 4),)), 7)
+>>> feed.deal([3, 6])  # the epoch has only seven left: both are cut in proportion
+(2, 5)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from operator import index as as_int
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.feed.keys import key
+from paceline.feed.permutation import MAX_LENGTH, KeyedPermutation
+from paceline.feed.ranges import Ranges, positions
+from paceline.records import Range
+
+Order = Callable[[int], Sequence[int]]
+"""Epoch -> the dataset indices to train on, in order. The same on every worker, and each time it is asked."""
+
+_VERSION = 1
+
+
+class Feed:
+    """Deals the positions of one epoch after another to ``workers`` workers. Epoch 0 is open to begin with."""
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        workers: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        order: Order | None = None,
+        multiple_of: int = 1,
+    ) -> None:
+        """
+        Args:
+            length: samples in the dataset.
+            seed: of the shuffle; every epoch has its own.
+            order: a custom order of dataset indices for each epoch, instead of the shuffle. An index may occur any
+                number of times, each *draw* counts once.
+            multiple_of: drop_last: the end of an epoch beyond a multiple of this many positions is not dealt.
+        """
+        if not 1 <= length <= MAX_LENGTH:
+            raise ValueError(f"the dataset's length must be between 1 and 2**40, got {length}")
+        if multiple_of < 1:
+            raise ValueError(f"multiple_of must be at least 1 (1: deal every sample), got {multiple_of}")
+        self._dataset_length = length
+        self.seed = seed
+        self._shuffle = shuffle
+        self._order = order
+        self._multiple_of = multiple_of
+        self._drawn: tuple[int, NDArray[np.int64]] | None = None
+        self._queues = _empty_queues(workers)
+        self.open(0)
+
+    @property
+    def workers(self) -> int:
+        return len(self._queues)
+
+    @property
+    def remaining(self) -> int:
+        """Positions of the open epoch that are not consumed yet."""
+        return self._pool.total + sum(queue.total for queue in self._queues)
+
+    @property
+    def consumed(self) -> int:
+        return self.length - self.remaining
+
+    def open(self, epoch: int) -> None:
+        """Start an epoch from its beginning; nothing is claimed."""
+        self.epoch = epoch
+        self._draws = self._look_up(epoch)
+        self.length = self._draws - self._draws % self._multiple_of
+        if self.length == 0:
+            raise ValueError(
+                f"epoch {epoch} has nothing to deal: drop_last cuts its {self._draws} samples to a multiple of "
+                f"{self._multiple_of}; turn drop_last off or use a smaller global batch"
+            )
+        self._pool = Ranges([(0, self.length)])
+        self._queues = _empty_queues(self.workers)
+
+    def deal(self, shares: Sequence[int], *, ahead: Sequence[int] | int = 0) -> tuple[int, ...]:
+        """Make sure that worker i's queue holds ``shares[i]`` positions; returns the shares really dealt.
+
+        They are smaller than asked for, in proportion, when the epoch has less left. Beyond its share each queue is
+        filled up to ``shares[i] + ahead[i]`` while the pool lasts, so that loading can run ahead along the queue.
+        """
+        dealt = _fit(self._per_worker(shares, "shares"), self.remaining)
+        extra = self._per_worker([ahead] * self.workers if isinstance(ahead, int) else ahead, "ahead")
+        for queue, share in zip(self._queues, dealt):
+            self._claim(queue, share - queue.total)
+        self._level(dealt)
+        for queue, share, more in zip(self._queues, dealt, extra):
+            self._claim(queue, share + more - queue.total)
+        return tuple(dealt)
+
+    def queue(self, worker: int) -> tuple[Range, ...]:
+        """What the worker has claimed, in the order it will be consumed."""
+        return self._queue_of(worker).ranges
+
+    def consume(self, counts: Sequence[int]) -> tuple[tuple[Range, ...], ...]:
+        """The first ``counts[i]`` positions of each queue are done; returns them."""
+        done = self._per_worker(counts, "counts")
+        for worker, (queue, count) in enumerate(zip(self._queues, done)):
+            if count > queue.total:
+                raise ValueError(f"worker {worker} cannot have done {count} samples: it was dealt {queue.total}")
+        return tuple(queue.take_front(count) for queue, count in zip(self._queues, done))
+
+    def release(self, worker: int) -> None:
+        """The worker left: what it claimed and did not consume goes back to the pool."""
+        queue = self._queue_of(worker)
+        self._pool.put_back(queue.take_front(queue.total))
+
+    def indices(self, ranges: Sequence[Range]) -> NDArray[np.int64]:
+        """The dataset indices at these positions of the open epoch."""
+        if any(start < 0 or stop > self._draws for start, stop in ranges):
+            raise ValueError(f"positions {list(ranges)} lie outside epoch {self.epoch}, which has {self._draws}")
+        where = positions(ranges)
+        if self._drawn is not None:
+            return self._drawn[1][where]
+        return self._permutation(where) if self._shuffle else where
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON types; a few ranges, whatever the length of the epoch."""
+        return {
+            "version": _VERSION,
+            "dataset_length": self._dataset_length,
+            "seed": self.seed,
+            "shuffle": self._shuffle,
+            "order": self._order is not None,
+            "epoch": self.epoch,
+            "draws": self._draws,
+            "length": self.length,
+            "pool": _lists(self._pool),
+            "queues": [_lists(queue) for queue in self._queues],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, workers: int | None = None) -> None:
+        """Go on from a saved state, whose seed is taken over. In a fleet of another size than the one that saved,
+        all claims go back to the pool and are dealt anew.
+        """
+        self._check_state(state)
+        self.seed = state["seed"]
+        self.epoch = state["epoch"]
+        self._draws = self._look_up(self.epoch)
+        if self._draws != state["draws"]:
+            raise ValueError(
+                f"order({self.epoch}) now gives {self._draws} samples and gave {state['draws']} when the state was "
+                "saved: it must give the same order for the same epoch"
+            )
+        self.length = state["length"]
+        queues = [Ranges(_tuples(saved)) for saved in state["queues"]]
+        self._pool = Ranges(_tuples(state["pool"]))
+        self._queues = _empty_queues(self.workers if workers is None else workers)
+        if len(queues) == self.workers:
+            self._queues = queues
+        else:
+            self._pool.put_back(part for queue in queues for part in queue.ranges)
+
+    def _claim(self, queue: Ranges, count: int) -> None:
+        queue.append(self._pool.take_front(count))
+
+    def _level(self, shares: Sequence[int]) -> None:
+        """Where the pool could not fill a share, take from the tail of the queue with most beyond its own share."""
+        short = [worker for worker, share in enumerate(shares) if self._queues[worker].total < share]
+        if not short:
+            return
+        spare = [(share - queue.total, worker) for worker, (queue, share) in enumerate(zip(self._queues, shares))]
+        spare = [entry for entry in spare if entry[0] < 0]
+        heapify(spare)
+        for worker in short:
+            while (missing := shares[worker] - self._queues[worker].total) > 0:
+                surplus, donor = heappop(spare)
+                self._queues[worker].append(self._queues[donor].take_back(min(missing, -surplus)))
+                if missing < -surplus:
+                    heappush(spare, (surplus + missing, donor))
+
+    def _look_up(self, epoch: int) -> int:
+        """Prepare the epoch's order; returns how many draws it has."""
+        if self._order is None:
+            self._permutation = KeyedPermutation(self._dataset_length, key(self.seed, epoch))
+            return self._dataset_length
+        if self._drawn is None or self._drawn[0] != epoch:
+            self._drawn = (epoch, _checked_order(self._order(epoch), epoch, self._dataset_length))
+        return len(self._drawn[1])
+
+    def _queue_of(self, worker: int) -> Ranges:
+        if not 0 <= worker < self.workers:
+            raise ValueError(f"there is no worker {worker} in a fleet of {self.workers}")
+        return self._queues[worker]
+
+    def _per_worker(self, values: Sequence[int], name: str) -> list[int]:
+        if len(values) != self.workers:
+            raise ValueError(f"{name} needs one number for each of {self.workers} workers, got {len(values)}")
+        whole = [as_int(value) for value in values]
+        if min(whole) < 0:
+            raise ValueError(f"{name} must not be negative, got {whole}")
+        return whole
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        if state.get("version") != _VERSION:
+            raise ValueError(f"this is not a feed's state of version {_VERSION}: version={state.get('version')!r}")
+        own = {"dataset_length": self._dataset_length, "shuffle": self._shuffle, "order": self._order is not None}
+        for name, value in own.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"the saved state belongs to other data: {name} was {state[name]} and is {value} now; "
+                    "resume with the same dataset and order, or start a new run"
+                )
+        parts = sorted(part for ranges in (state["pool"], *state["queues"]) for part in _tuples(ranges))
+        edges = [0, *(edge for part in parts for edge in part), state["length"], state["draws"]]
+        if any(start >= stop for start, stop in parts) or edges != sorted(edges):
+            raise ValueError("the saved state is damaged: its ranges overlap or lie outside the epoch")
+
+
+def _fit(shares: list[int], remaining: int) -> list[int]:
+    """Shares cut in proportion to what is left, exactly used up (largest remainder, lower ranks first)."""
+    asked = sum(shares)
+    if asked <= remaining:
+        return shares
+    cut = [share * remaining // asked for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda worker: (-(shares[worker] * remaining % asked), worker))
+    for worker in by_remainder[: remaining - sum(cut)]:
+        cut[worker] += 1
+    return cut
+
+
+def _checked_order(drawn: Iterable[int], epoch: int, length: int) -> NDArray[np.int64]:
+    order = np.asarray(drawn if hasattr(drawn, "__array__") else list(drawn))
+    if order.ndim != 1 or order.size == 0 or order.dtype.kind not in "iu":
+        raise ValueError(
+            f"order({epoch}) must give a sequence of dataset indices, at least one; "
+            f"got an array of shape {order.shape} and type {order.dtype}"
+        )
+    if order.min() < 0 or order.max() >= length:
+        wrong = int(order[(order < 0) | (order >= length)][0])
+        raise ValueError(f"order({epoch}) gave the index {wrong}, but the dataset has the indices 0 to {length - 1}")
+    return order.astype(np.int64)
+
+
+def _empty_queues(workers: int) -> list[Ranges]:
+    if workers < 1:
+        raise ValueError(f"a feed needs at least one worker, got {workers}")
+    return [Ranges() for _ in range(workers)]
+
+
+def _lists(ranges: Ranges) -> list[list[int]]:
+    return [list(part) for part in ranges.ranges]
+
+
+def _tuples(ranges: Iterable[Sequence[int]]) -> list[Range]:
+    return [(part[0], part[1]) for part in ranges]

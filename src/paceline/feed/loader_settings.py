@@ -1,0 +1,115 @@
+"""What the user's Dataset or DataLoader asks for, read once; what cannot be honoured is refused with advice."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+log = logging.getLogger(__name__)
+
+_ORDER_ADVICE = "pass order=fn(epoch), which returns the dataset indices of that epoch in the order you want"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How samples are to be loaded; the defaults are those of a plain Dataset."""
+
+    dataset: Any
+    length: int | None
+    """None for an iterable dataset."""
+    collate: Callable[[Any], Any] = default_collate
+    batch_size: int | None = None
+    shuffle: bool | None = None
+    """None: the user did not say."""
+    drop_last: bool = False
+    num_workers: int = 0
+    prefetch_factor: int = 2
+    pin_memory: bool = False
+    timeout: float = 0.0
+    worker_init_fn: Callable[[int], None] | None = None
+    multiprocessing_context: Any = None
+    generator: torch.Generator | None = None
+    persistent_workers: bool = False
+
+
+def read_settings(data: Any) -> Settings:
+    """Settings of a Dataset (anything with ``__len__`` and ``__getitem__``), an IterableDataset or a DataLoader."""
+    if not isinstance(data, DataLoader):
+        return Settings(dataset=data, length=_length(data))
+    _refuse_own_batches(data)
+    length = _length(data.dataset)
+    shuffle, drop_last = (None, False) if length is None else _read_sampler(data.sampler, length)
+    return Settings(
+        dataset=data.dataset,
+        length=length,
+        collate=data.collate_fn,
+        batch_size=data.batch_size,
+        shuffle=shuffle,
+        drop_last=data.drop_last or drop_last,
+        num_workers=data.num_workers,
+        prefetch_factor=max(1, data.prefetch_factor or 1),
+        pin_memory=data.pin_memory,
+        timeout=data.timeout,
+        worker_init_fn=data.worker_init_fn,
+        multiprocessing_context=data.multiprocessing_context,
+        generator=data.generator,
+        persistent_workers=data.persistent_workers,
+    )
+
+
+def _length(dataset: Any) -> int | None:
+    if isinstance(dataset, IterableDataset):
+        return None
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{type(dataset).__name__} has no length, so its samples cannot be dealt exactly once; give it __len__ "
+            "and __getitem__, or make it a torch.utils.data.IterableDataset (each worker then draws its own stream)"
+        ) from error
+    if not hasattr(dataset, "__getitem__"):
+        raise ValueError(f"{type(dataset).__name__} has no __getitem__: pass a Dataset or a DataLoader")
+    if length == 0:
+        raise ValueError("the dataset is empty: there is nothing to train on")
+    return length
+
+
+def _refuse_own_batches(loader: DataLoader[Any]) -> None:
+    if loader.batch_size is not None:
+        return
+    if loader.batch_sampler is not None:
+        raise ValueError(
+            "a DataLoader with its own batch_sampler cannot be dealt in shares: pass the dataset (or a DataLoader with "
+            f"batch_size), and for a custom order {_ORDER_ADVICE}"
+        )
+    raise ValueError(
+        "a DataLoader with batch_size=None gives whole batches, which cannot be dealt in shares: let the dataset give "
+        "single samples and set batch_size (micro_batch in fleet.steps decides what is loaded at once)"
+    )
+
+
+def _read_sampler(sampler: Any, length: int) -> tuple[bool, bool]:
+    """(shuffle, drop_last) of the samplers that only say so; others would decide the order, which the feed does."""
+    if type(sampler) is SequentialSampler:
+        return False, False
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length:
+        return True, False
+    if type(sampler) is DistributedSampler:
+        log.info("the DistributedSampler is no longer needed: Paceline deals the samples (its shuffle is kept)")
+        return sampler.shuffle, sampler.drop_last
+    name = type(sampler).__name__
+    if type(sampler) is RandomSampler:
+        name += " with replacement" if sampler.replacement else f" with num_samples={sampler.num_samples}"
+    raise ValueError(f"the DataLoader's {name} cannot be dealt in shares: drop it and {_ORDER_ADVICE}")

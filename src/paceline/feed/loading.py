@@ -1,0 +1,90 @@
+"""A Dataset or DataLoader seen as one question: give me these samples, collated, on this device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.feed.fetching import Fetcher, Piece, make_fetcher
+from paceline.feed.loader_settings import read_settings
+from paceline.feed.pipeline import Pipeline
+from paceline.feed.placing import move, pin
+from paceline.feed.randomness import generators_kept
+from paceline.feed.stream import Stream
+from paceline.records import Range
+
+
+class Source:
+    """Loads micro-batches the way the user's DataLoader would: its dataset, collate function, processes and pinning.
+
+    Args:
+        data: a map-style dataset, an IterableDataset, or a DataLoader over one of them.
+        device: where the batches go.
+        seed: of the samples' noise (`paceline.feed.randomness`).
+        rank: this worker's; only an iterable dataset's noise depends on it.
+    """
+
+    def __init__(
+        self, data: Dataset[Any] | DataLoader[Any] | Any, *, device: torch.device, seed: int, rank: int = 0
+    ) -> None:
+        settings = read_settings(data)
+        self.length = settings.length
+        self.shuffle = settings.shuffle
+        self.drop_last = settings.drop_last
+        self.batch_size = settings.batch_size
+        self._device = device
+        self._pin = settings.pin_memory and device.type == "cuda"
+        self._stream = Stream(settings, seed=seed, rank=rank) if settings.length is None else None
+        self._fetch = make_fetcher(settings.dataset, collate=settings.collate, seed=seed)
+        self._pipeline: Pipeline | None = None
+        if self._stream is None and settings.num_workers and isinstance(self._fetch, Fetcher):
+            self._pipeline = Pipeline(settings, self._fetch, pin_memory=self._pin, seed=seed)
+        self.ahead = settings.num_workers * settings.prefetch_factor if self._pipeline else 0
+        """Micro-batches it likes to load ahead."""
+
+    def take(self, epoch: int, ranges: tuple[Range, ...], indices: NDArray[np.int64]) -> Any:
+        """The micro-batch at these positions of the epoch (and these indices of the dataset), on the device."""
+        assert self._stream is None, "an iterable dataset is drawn from"
+        assert len(indices), "a micro-batch holds at least one sample"
+        piece = Piece(epoch, ranges, indices)
+        if self._pipeline is not None:
+            return move(self._pipeline.take(piece), self._device)
+        return self._place(self._load_here(piece))
+
+    def expect(self, epoch: int, pieces: Sequence[tuple[tuple[Range, ...], NDArray[np.int64]]]) -> None:
+        """What will likely be taken next, in order; it replaces what was expected before. Never blocks for loading."""
+        if self._pipeline is not None:
+            self._pipeline.expect([Piece(epoch, ranges, indices) for ranges, indices in pieces])
+
+    def draw(self, count: int) -> tuple[Any, int] | None:
+        """Iterable datasets: up to ``count`` samples of this worker's stream on the device, and how many they are;
+        None at its end.
+        """
+        assert self._stream is not None, "a map-style dataset is taken from"
+        drawn = self._stream.draw(count)
+        return None if drawn is None else (self._place(drawn[0]), drawn[1])
+
+    def restart(self, epoch: int) -> None:
+        """Iterable datasets: begin a new pass."""
+        assert self._stream is not None, "a map-style dataset needs no restart"
+        self._stream.restart(epoch)
+
+    def close(self) -> None:
+        """End the loader processes."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+        if self._stream is not None:
+            self._stream.end()
+
+    def _load_here(self, piece: Piece) -> Any:
+        with generators_kept() if self._fetch.random else nullcontext():
+            return self._fetch(piece)
+
+    def _place(self, batch: Any) -> Any:
+        return move(pin(batch) if self._pin else batch, self._device)

@@ -1,0 +1,50 @@
+"""Nested batches from the host to the device: tuples, lists, dicts, named tuples, dataclasses, objects with ``.to``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+
+def move(data: Any, device: torch.device) -> Any:
+    """The same structure with every tensor on ``device``; copies from pinned memory do not block."""
+
+    def to(leaf: Any) -> Any:
+        try:
+            return leaf.to(device, non_blocking=True)
+        except TypeError:  # a batch class of the user's own whose .to knows only the device
+            return leaf.to(device)
+
+    return _each(data, to, method="to")
+
+
+def pin(data: Any) -> Any:
+    """The same structure with every tensor in page-locked memory."""
+    return _each(data, lambda leaf: leaf.pin_memory(), method="pin_memory")
+
+
+def _each(data: Any, change: Callable[[Any], Any], *, method: str) -> Any:
+    """Apply ``change`` to every part of a nested structure that has the method; the rest is left as it is."""
+    if callable(getattr(data, method, None)):
+        return change(data)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(_each(part, change, method=method) for part in data))
+    if isinstance(data, (tuple, list)):
+        return type(data)(_each(part, change, method=method) for part in data)
+    if isinstance(data, Mapping):
+        parts = {name: _each(part, change, method=method) for name, part in data.items()}
+        if not isinstance(data, MutableMapping):
+            return parts
+        same_kind = copy.copy(data)
+        same_kind.update(parts)
+        return same_kind
+    if is_dataclass(data) and not isinstance(data, type):
+        changed = copy.copy(data)
+        for field in fields(data):  # past a frozen dataclass's guard: the copy is ours
+            object.__setattr__(changed, field.name, _each(getattr(data, field.name), change, method=method))
+        return changed
+    return data
