@@ -1,0 +1,97 @@
+"""``paceline report RUN``: a run's header, its workers and its verdict, from the log alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.observe import RunLog, Verdict, latest, read_log, verdict
+from paceline.observe.plain import run_line
+from paceline.observe.words import number, percent_cell
+
+RUNS = Path("runs")
+
+
+def report(
+    run: Annotated[
+        Path | None, typer.Argument(help="A run's folder or its events.jsonl; the latest under runs/ when left out.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as one line of JSON.")] = False,
+) -> None:
+    """Say again what a run achieved: its workers, and the verdict in plain words."""
+    log = _read(run)
+    judged = verdict(log)
+    if as_json:
+        typer.echo(json.dumps({"run": str(log.path.parent), "name": log.run.get("name"), **judged.to_json()}))
+        return
+    console = Console(highlight=False)
+    console.print(_header(log, judged))
+    console.print()
+    console.print(_workers(judged))
+    console.print()
+    console.print(Text(judged.text))
+
+
+def _read(run: Path | None) -> RunLog:
+    """The log meant, or one line on standard error and exit code 2."""
+    folder = run or latest(RUNS)
+    if folder is None:
+        raise _fail(f"no runs under {RUNS}/: name a run's folder")
+    try:
+        log = read_log(folder)
+    except ValueError as error:
+        raise _fail(str(error)) from error
+    if not log.run and not log.records:
+        raise _fail(f"{log.path} holds no events" + (" that can be read" if log.unreadable else ""))
+    return log
+
+
+def _fail(text: str) -> typer.Exit:
+    typer.echo(f"paceline: {text}", err=True)
+    return typer.Exit(2)
+
+
+def _header(log: RunLog, judged: Verdict) -> Text:
+    lines = [run_line(log.run), f"log {log.path}"]
+    if isinstance(started := log.run.get("started", log.run.get("t")), (int, float)):
+        lines.append(f"started {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(started))}, {_ending(log)}")
+    if log.records:
+        steps = f"{len(log.records):,} steps, {sum(record.total for record in log.records):,} samples"
+        lines.append(steps + (f"; the first {judged.warm_up} left out below as warm-up" if judged.warm_up else ""))
+    if log.unreadable:
+        lines.append(f"lines that could not be read: {log.unreadable}")
+    return Text("\n".join(lines))
+
+
+def _ending(log: RunLog) -> str:
+    if log.end is None:
+        return "no end in the log (still running, or killed)"
+    text = log.end.get("text")
+    return str(log.end.get("reason") or "ended") + (f": {text}" if text else "")
+
+
+def _workers(judged: Verdict) -> Table:
+    columns: dict[str, Any] = {
+        "worker": lambda w: str(w.worker),
+        "machine": lambda w: Text(judged.machines.get(w.worker, "")),
+        "samples": lambda w: f"{w.samples:,}",
+        "share": lambda w: percent_cell(w.share),
+        "samples/s": lambda w: number(w.speed),
+        "waiting": lambda w: percent_cell(w.waiting),
+        "last in": lambda w: percent_cell(w.last),
+    }
+    if any(worker.sat_out for worker in judged.figures.workers):
+        columns["sat out"] = lambda w: f"{w.sat_out:,}"
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("worker", "machine") else "right")
+    for worker in judged.figures.workers:
+        table.add_row(*(cell(worker) for cell in columns.values()))
+    return table

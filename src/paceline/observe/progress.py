@@ -1,0 +1,195 @@
+"""A run in progress, as both views see it: events go in, a `Snapshot` of the last few steps comes out."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.observe.figures import Figures, own_speeds, summarise
+from paceline.observe.reading import parse_step
+from paceline.observe.words import duration, machines, number
+from paceline.records import StepRecord
+
+WINDOW = 20
+"""Steps over which speeds and waiting are taken."""
+BACKLOG = 64
+"""Steps kept between two looks: more than the window, so that the speed of a worker seldom used is not missed."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One worker in the window."""
+
+    worker: int
+    machine: str
+    samples: int
+    """Its share of the newest step."""
+    speed: float
+    """Own samples a second; 0 when unknown."""
+    waiting: float
+    mark: str
+    """``waited for``, ``slowest``, ``sits out`` or nothing."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Where the run stands. Numbers that are not known are None."""
+
+    name: str
+    pace: str
+    step: int | None = None
+    steps: int | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    samples_per_s: float = 0.0
+    limit: float = 0.0
+    of_limit: float = 0.0
+    loss: float | None = None
+    left_s: float | None = None
+    rows: tuple[Row, ...] = ()
+
+
+class Progress:
+    """Takes in events cheaply; the arithmetic waits until somebody looks. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._begin({})
+
+    def _begin(self, run: Mapping[str, Any]) -> None:
+        self._run = run
+        self._loop: Mapping[str, Any] = {}
+        self._new: deque[Mapping[str, Any]] = deque(maxlen=BACKLOG)
+        self._window: deque[tuple[StepRecord, float]] = deque(maxlen=WINDOW)
+        self._known: dict[int, float] = {}
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        kind = event.get("event")
+        if kind == "step":
+            self._new.append(event)
+        elif kind == "run":
+            self._begin(event)
+        elif kind == "steps":
+            self._loop = event
+
+    def snapshot(self) -> Snapshot:
+        self._absorb()
+        name, pace = str(self._run.get("name") or "run"), str(self._run.get("pace") or "")
+        if not self._window:
+            return Snapshot(name=name, pace=pace)
+        newest = self._window[-1][0]
+        figures = summarise([record for record, _ in self._window], known=self._known)
+        steps = self._last_step(newest.step)
+        return Snapshot(
+            name=name,
+            pace=pace,
+            step=newest.step + 1,
+            steps=steps,
+            epoch=newest.epoch + 1,
+            epochs=_whole(self._loop.get("epochs")),
+            samples_per_s=figures.samples_per_s,
+            limit=figures.limit,
+            of_limit=figures.of_limit,
+            loss=newest.loss,
+            left_s=None if steps is None else self._left(steps - newest.step - 1),
+            rows=_rows(newest, figures, machines(self._run)),
+        )
+
+    def _absorb(self) -> None:
+        while self._new:
+            event = self._new.popleft()
+            if (record := parse_step(event)) is None:
+                continue
+            if len(self._window) == WINDOW:  # what leaves the window is remembered as a speed
+                self._known = own_speeds((self._window[0][0],), self._known)
+            self._window.append((record, float(event.get("t") or math.nan)))
+
+    def _last_step(self, step: int) -> int | None:
+        """One past the last step of the loop. A loop that starts where another ended counts on from there."""
+        steps, first = _whole(self._loop.get("steps")), _whole(self._loop.get("first_step")) or 0
+        if steps is None:
+            return None
+        end = steps if first < steps else first + steps
+        return end if step < end else None
+
+    def _left(self, steps: int) -> float | None:
+        """Time between steps counts too: it is taken from when the steps were logged."""
+        if steps <= 0:
+            return 0.0
+        stamps = [t for _, t in self._window if math.isfinite(t)]
+        each = (stamps[-1] - stamps[0]) / (len(stamps) - 1) if len(stamps) > 1 else self._window[-1][0].wall_s
+        return steps * each if each > 0 else None
+
+
+def _rows(newest: StepRecord, figures: Figures, names: Mapping[int, str]) -> tuple[Row, ...]:
+    by_worker = {worker.worker: worker for worker in figures.workers}
+    marks = _marks(newest, figures)
+    return tuple(
+        Row(
+            worker=worker,
+            machine=names.get(worker, ""),
+            samples=samples,
+            speed=by_worker[worker].speed if worker in by_worker else 0.0,
+            waiting=by_worker[worker].waiting if worker in by_worker else 0.0,
+            mark=marks.get(worker, ""),
+        )
+        for worker, samples in zip(newest.workers, newest.samples)
+    )
+
+
+def _marks(newest: StepRecord, figures: Figures) -> dict[int, str]:
+    """``waited for`` is news and comes with the blame; ``slowest`` is a fact about the machine and stays put."""
+    marks = {worker: "sits out" for worker, samples in zip(newest.workers, newest.samples) if samples == 0}
+    busy = [w for w in figures.workers if w.samples and w.worker not in marks and w.worker in newest.workers]
+    if len(busy) < 2:
+        return marks
+    blamed, slowest = max(busy, key=lambda w: w.blamed), min(busy, key=lambda w: w.speed)
+    if blamed.blamed > 0.05 and blamed.blamed > sum(w.blamed for w in busy) / 2:
+        marks[blamed.worker] = "waited for"
+    elif 0 < slowest.speed < max(w.speed for w in busy) / 1.25:
+        marks[slowest.worker] = "slowest"
+    return marks
+
+
+def describe(event: Mapping[str, Any]) -> tuple[str, str] | None:
+    """An event worth a line of its own, as (level, text); None for those that only move the figures."""
+    kind = event.get("event")
+    if kind == "note":
+        return str(event.get("level") or "info"), str(event.get("text") or "")
+    if kind == "evaluate":
+        result = event.get("result")
+        figures = (
+            ", ".join(f"{key} {_figure(value)}" for key, value in result.items()) if isinstance(result, Mapping) else ""
+        )
+        return "info", f"evaluated after step {event.get('step')}: {figures}"
+    if kind == "save":
+        return "info", f"saved step {event.get('step')} to {event.get('path')}"
+    if kind == "end" and event.get("reason") != "finished":
+        text = str(event.get("text") or "")
+        return "warning", f"the run ended ({event.get('reason')})" + (f": {text}" if text else "")
+    return None
+
+
+def loss_text(loss: float) -> str:
+    """Three digits that matter: ``0.412``, ``2.31``, ``1.2e-05``."""
+    return f"{loss:.3g}"
+
+
+def left_text(snapshot: Snapshot) -> str:
+    """``12 s left``, or nothing."""
+    return "" if snapshot.left_s is None else f"{duration(math.ceil(snapshot.left_s))} left"
+
+
+def of(part: int | None, whole: int | None) -> str:
+    """``40/113``, or ``40`` when the whole is not known."""
+    return f"{part}" if whole is None else f"{part}/{whole}"
+
+
+def _figure(value: Any) -> str:
+    return number(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None

@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import ast
+import importlib.util
+import io
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import paceline.observe
+from paceline.observe import make_view, verdict
+from paceline.observe.live import LiveView, table
+from paceline.observe.plain import PlainView
+from paceline.observe.progress import Progress
+from paceline.observe.view import SilentView
+from paceline.observe.words import duration, machines, number, percent
+
+SPEEDS = (500.0, 500.0, 250.0, 125.0)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def feed(make_record, run_event, *, steps=40, shares=(93, 93, 47, 23), every_s=0.5, **more):
+    """A run event, a loop of 113 steps, and the first steps of it."""
+    yield run_event
+    yield {"event": "steps", "t": 1000.0, "steps": 113, "epochs": 3, "first_step": 0, "global_batch": 256}
+    for k in range(steps):
+        record = make_record(k, SPEEDS, shares, epoch=k // 38, loss=0.4123, **more)
+        yield {"event": "step", "t": 1000.0 + every_s * k, **vars(record)}
+
+
+def test_plain_lines_say_what_a_person_needs_at_most_every_two_seconds(make_record, run_event):
+    out, clock = io.StringIO(), Clock()
+    view = PlainView(out, clock=clock)
+    for event in feed(make_record, run_event):
+        view.show(event)
+        clock.now += 0.5
+    view.close()
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "digits: 4 workers, pace adaptive, combine gradients, gloo"
+    assert lines[-1] == (
+        "step 40/113  epoch 2/3  1,362 samples/s (99 % of limit)  shares 93 93 47 23  loss 0.412  37 s left"
+    )
+    printed = [int(line.split()[1].split("/")[0]) for line in lines[1:]]
+    assert printed == [1, *range(5, 40, 4), 40]
+
+
+def test_plain_lines_grow_rarer_in_a_long_run(make_record, run_event):
+    out, clock = io.StringIO(), Clock()
+    view = PlainView(out, clock=clock)
+    for event in feed(make_record, run_event, steps=3600):
+        view.show(event)
+        clock.now += 1.0
+    assert 200 < out.getvalue().count("\n") < 300  # 1,800 if every two seconds
+
+
+def test_notes_results_and_a_bad_end_get_a_line_at_once():
+    out = io.StringIO()
+    view = make_view(out)
+    view.show({"event": "note", "level": "warning", "text": "memory is short"})
+    view.show({"event": "evaluate", "step": 7, "result": {"accuracy": 0.93125}})
+    view.show({"event": "save", "step": 7, "path": "best.pt"})
+    view.show({"event": "comet"})
+    view.show({"event": "end", "reason": "error", "text": "worker 2 died"})
+    assert out.getvalue().splitlines() == [
+        "warning: memory is short",
+        "evaluated after step 7: accuracy 0.931",
+        "saved step 7 to best.pt",
+        "warning: the run ended (error): worker 2 died",
+    ]
+
+
+def test_plain_lines_survive_a_closed_stream_and_a_terminal_without_the_character():
+    ascii_out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    PlainView(ascii_out).show({"event": "note", "text": "größer"})
+    ascii_out.seek(0)
+    assert ascii_out.read() == "gr??er\n"
+    ascii_out.close()
+    PlainView(ascii_out).show({"event": "note", "text": "too late"})
+
+
+def test_the_view_suits_the_stream(monkeypatch):
+    assert isinstance(make_view(Terminal(), quiet=True), SilentView)
+    assert isinstance(make_view(io.StringIO()), PlainView)
+    live = make_view(Terminal())
+    live.close()
+    assert isinstance(live, LiveView)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert isinstance(make_view(Terminal()), PlainView)
+
+
+def test_nothing_in_observe_needs_rich_to_be_imported():
+    for file in Path(paceline.observe.__file__).parent.glob("*.py"):
+        top = [node for node in ast.parse(file.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        names = {getattr(node, "module", None) or node.names[0].name for node in top}
+        assert not any(name.split(".")[0] in ("rich", "typer", "torch") for name in names), file
+
+
+def console(width, *, height=25, **more):
+    from rich.console import Console
+
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None, **more)
+
+
+def drawn(events, *, width=80, **more):
+    progress = Progress()
+    for event in events:
+        progress.take(event)
+    screen = console(width, **more)
+    screen.print(table(progress.snapshot(), console=screen))
+    return screen.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_live_table_shows_the_run_and_every_worker_in_the_width_there_is(make_record, run_event, width):
+    text = drawn(feed(make_record, run_event), width=width)
+    lines = text.splitlines()
+    assert lines[0] == "digits · adaptive · step 40/113 · epoch 2/3 · 37 s left"
+    assert lines[1] == "1,362 samples/s · 99 % of the limit (1,375) · loss 0.412"
+    assert lines[3].split() == ["worker", "machine", "share", "samples/s", "waiting"]
+    assert lines[4].split()[:5] == ["0", "cpu,", "emulated", "1x", "93"]
+    assert lines[7].rstrip().endswith("slowest")
+    assert max(map(len, lines)) <= width
+    assert lines[4].count("█") > lines[6].count("█") > lines[7].count("█") > 0
+
+
+def test_a_long_machine_name_yields_before_the_figures_do(make_record, run_event):
+    run_event["workers"][3]["emulated"] = "2x slower, 8x from step 40, jitter 0.2"
+    lines = drawn(feed(make_record, run_event, shares=(64, 64, 64, 64))).splitlines()
+    assert lines[3].split() == ["worker", "machine", "share", "samples/s", "waiting"]
+    assert lines[7].rstrip().endswith("0 %  waited for")
+    assert "…" in lines[7]
+
+
+def test_the_worker_the_others_wait_for_is_marked(make_record, run_event):
+    lines = drawn(feed(make_record, run_event, shares=(64, 64, 64, 64))).splitlines()
+    assert "75 %" in lines[4]
+    assert lines[7].rstrip().endswith("waited for")
+
+
+def test_a_worker_without_a_share_is_said_to_sit_out(make_record, run_event):
+    lines = drawn(feed(make_record, run_event, shares=(100, 100, 50, 0))).splitlines()
+    assert lines[7].rstrip().endswith("sits out")
+
+
+def test_a_large_fleet_is_cut_to_the_screen(make_record, run_event):
+    record = make_record(0, (100.0,) * 63 + (10.0,), (10,) * 64)
+    text = drawn([run_event, {"event": "step", "t": 1.0, **vars(record)}], height=24)
+    assert len(text.splitlines()) < 24
+    assert "and 48 more (worker 63 waited for)" in text
+
+
+def test_a_terminal_without_unicode_gets_plain_characters(make_record, run_event):
+    screen = console(80)
+    screen.file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    progress = Progress()
+    for event in feed(make_record, run_event):
+        progress.take(event)
+    screen.print(table(progress.snapshot(), console=screen))
+    screen.file.seek(0)
+    lines = screen.file.read().splitlines()
+    assert lines[0].startswith("digits - adaptive - step 40/113")
+    assert lines[4].count("#") > lines[7].count("#") > 0
+
+
+def test_a_stuck_fleet_does_not_look_alive(make_record, run_event):
+    progress, screen = Progress(), console(100)
+    for event in feed(make_record, run_event):
+        progress.take(event)
+    screen.print(table(progress.snapshot(), console=screen, silence_s=12.0))
+    assert "no step for 12 s" in screen.file.getvalue()
+
+
+def test_the_live_view_prints_notes_above_the_table_and_leaves_the_last_state(make_record, run_event):
+    screen = console(100)
+    view = LiveView(console=screen)
+    for event in feed(make_record, run_event):
+        view.show(event)
+    view.show({"event": "note", "level": "warning", "text": "memory is short"})
+    view.close()
+    view.close()
+    text = screen.file.getvalue()
+    assert "warning: memory is short" in text
+    assert text.rindex("warning: memory is short") < text.rindex("step 40/113")
+    assert text.endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_what_the_process_prints_appears_above_the_live_table(make_record, run_event, monkeypatch):
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    view = LiveView(console=console(100))
+    for event in feed(make_record, run_event):
+        view.show(event)
+    print("epoch done")
+    screen = view._console.file.getvalue
+    view.close()
+    assert "epoch done" in screen()
+    assert sys.stdout is out
+
+
+def test_what_the_process_prints_into_a_file_stays_in_the_file(monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    view = LiveView(console=console(100))
+    print("result 7")
+    view.close()
+    assert out.getvalue() == "result 7\n"
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(make_record, run_event):
+    run_event["name"] = "[red]<b>run</b>[/red]"
+    run_event["workers"][0]["device"] = "[bold]cpu[/bold]"
+    events = list(feed(make_record, run_event))
+    assert "[red]<b>run</b>[/red] · adaptive" in drawn(events, width=120)
+    assert "[bold]cpu[/bold]" in drawn(events, width=120)
+    screen = console(100)
+    view = LiveView(console=screen)
+    view.show({"event": "note", "text": "[/oops] [link=x]"})
+    view.close()
+    assert "[/oops] [link=x]" in screen.file.getvalue()
+
+
+def test_showing_an_event_costs_the_training_thread_next_to_nothing(make_record, run_event):
+    events = list(feed(make_record, run_event))
+    view = LiveView(console=console(100))
+    costs = []
+    for event in events * 10:
+        started = time.perf_counter()
+        view.show(event)
+        costs.append(time.perf_counter() - started)
+    view.close()
+    assert sorted(costs)[len(costs) // 2] < 20e-6
+
+
+def test_a_resumed_loop_counts_on_and_an_endless_one_has_no_time_left(make_record, run_event):
+    events = list(feed(make_record, run_event, steps=3))
+    endless = [run_event, {"event": "steps", "steps": None, "epochs": None, "first_step": 0}, *events[2:]]
+    assert "step 3 · epoch 1\n" in drawn(endless).replace(" \n", "\n")
+    progress = Progress()
+    progress.take({"event": "steps", "steps": 113, "first_step": 113, "epochs": 1})
+    progress.take({"event": "step", "t": 1.0, **vars(make_record(120, SPEEDS, (1, 1, 1, 1)))})
+    assert (progress.snapshot().step, progress.snapshot().steps) == (121, 226)
+
+
+def test_a_broken_step_event_is_passed_over(run_event):
+    progress = Progress()
+    for event in (run_event, {"event": "step", "step": "x"}, {"event": "step"}):
+        progress.take(event)
+    assert progress.snapshot().step is None
+
+
+def test_speeds_follow_the_last_steps_only(make_record, run_event):
+    progress = Progress()
+    for k in range(60):
+        speeds = (100.0, 100.0) if k < 30 else (50.0, 50.0)
+        progress.take({"event": "step", "t": float(k), **vars(make_record(k, speeds, (10, 10)))})
+    assert progress.snapshot().limit == pytest.approx(100)
+    assert verdict([]).figures.limit == 0
+
+
+def test_numbers_read_as_people_write_them():
+    assert [number(x) for x in (0, 0.123456, 34.26, 99.96, 1289.4, float("nan"))] == [
+        "0", "0.123", "34.3", "100", "1,289", "?",
+    ]  # fmt: skip
+    assert [percent(x) for x in (0, 0.001, 0.934, 1.2)] == ["0 %", "under 1 %", "93 %", "120 %"]
+    assert [duration(x) for x in (0, 0.034, 12.3, 125, 7260, 200_000)] == [
+        "0 s", "34 ms", "12 s", "2 min 05 s", "2 h 01 min", "2 d 7 h",
+    ]  # fmt: skip
+    assert machines({"workers": [{"device": "cuda:0", "emulated": None}, "odd", {"rank": 2}]}) == {0: "cuda:0", 2: ""}
