@@ -9,12 +9,16 @@
 ...         step.commit(optimizer)
 """
 
-from paceline.errors import CallMismatch, FleetError, MisuseError, NonFiniteGradients, PacelineError, WorkerLost
-from paceline.fleet import Fleet, join
-from paceline.loop import Steps
-from paceline.pace import Adaptive, Epoch, Equal, Fixed
-from paceline.records import History, Plan, StepRecord
-from paceline.step import Step
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.errors import CallMismatch, FleetError, MisuseError, NonFiniteGradients, PacelineError, WorkerLost
+    from paceline.fleet import Fleet, join
+    from paceline.loop import Steps
+    from paceline.pace import Adaptive, Epoch, Equal, Fixed
+    from paceline.records import History, Plan, StepRecord
+    from paceline.step import Step
 
 __version__ = "0.1.0"
 
@@ -37,3 +41,24 @@ __all__ = [
     "WorkerLost",
     "join",
 ]
+
+_ROOMS = {
+    "errors": ("CallMismatch", "FleetError", "MisuseError", "NonFiniteGradients", "PacelineError", "WorkerLost"),
+    "fleet": ("Fleet", "join"),
+    "loop": ("Steps",),
+    "pace": ("Adaptive", "Epoch", "Equal", "Fixed"),
+    "records": ("History", "Plan", "StepRecord"),
+    "step": ("Step",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when first used: the command line answers ``--help`` without loading torch."""
+    for room, names in _ROOMS.items():
+        if name in names:
+            return getattr(import_module(f"paceline.{room}"), name)
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -6,8 +6,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.feed import Feed, Ranges, Source, total
 from paceline.records import Range
+
+Piece = tuple[tuple[Range, ...], NDArray[np.int64]]
+"""Positions of the epoch's order, and the dataset indices there."""
 
 
 class MicroBatch(NamedTuple):
@@ -91,8 +97,8 @@ class FromFeed:
         self.micro_batch = micro_batch
         self._feed, self._source, self._rank = feed, source, rank
         self._ahead = ahead
-        self._pieces: deque[tuple[Range, ...]] = deque()
-        self._taken: tuple[Range, ...] = ()
+        self._pieces: deque[Piece] = deque()
+        self._taken: Piece = ((), np.empty(0, dtype=np.int64))
 
     @property
     def epoch(self) -> int:
@@ -115,7 +121,7 @@ class FromFeed:
         ahead = [more + share if more else 0 for more, share in zip(self._ahead, samples, strict=True)]
         shares = self._feed.deal(samples, ahead=ahead)
         queue = Ranges(self._feed.queue(self._rank))
-        self._pieces = deque(even_pieces(queue.take_front(shares[self._rank]), self.micro_batch))
+        self._pieces = deque(self._cut(queue.take_front(shares[self._rank])))
         if self._source.ahead:
             self._expect(queue, shares[self._rank])
         return shares
@@ -124,26 +130,33 @@ class FromFeed:
         """Load this step's pieces and, supposing that the share stays as it is, the next ones'."""
         pieces = list(self._pieces)
         while share and queue.total and len(pieces) < len(self._pieces) + self._source.ahead:
-            pieces += even_pieces(queue.take_front(share), self.micro_batch)
-        self._source.expect(self._feed.epoch, [(piece, self._feed.indices(piece)) for piece in pieces])
+            pieces += self._cut(queue.take_front(share))
+        self._source.expect(self._feed.epoch, pieces)
+
+    def _cut(self, ranges: Sequence[Range]) -> list[Piece]:
+        """Micro-batches with their dataset indices, all looked up in one call."""
+        pieces = even_pieces(ranges, self.micro_batch)
+        ends = np.cumsum([total(piece) for piece in pieces])[:-1]
+        return list(zip(pieces, np.split(self._feed.indices(ranges), ends), strict=True)) if pieces else []
 
     def take(self) -> MicroBatch | None:
         if not self._pieces:
             return None
         self._taken = self._pieces.popleft()
-        batch = self._source.take(self._feed.epoch, self._taken, self._feed.indices(self._taken))
-        return MicroBatch(batch, total(self._taken), self._feed.epoch, self._taken[0][0], last=not self._pieces)
+        ranges, indices = self._taken
+        batch = self._source.take(self._feed.epoch, ranges, indices)
+        return MicroBatch(batch, len(indices), self._feed.epoch, ranges[0][0], last=not self._pieces)
 
     @property
     def left(self) -> int:
-        return sum(total(piece) for piece in self._pieces)
+        return sum(len(indices) for _, indices in self._pieces)
 
     def halve(self, *, again: bool) -> bool:
         if self.micro_batch < 2:
             return False
         self.micro_batch //= 2
-        ranges = [part for piece in ([self._taken] if again else []) + list(self._pieces) for part in piece]
-        self._pieces = deque(even_pieces(ranges, self.micro_batch))
+        undone = ([self._taken] if again else []) + list(self._pieces)
+        self._pieces = deque(self._cut([part for ranges, _ in undone for part in ranges]))
         return True
 
     def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:

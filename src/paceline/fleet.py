@@ -246,7 +246,7 @@ class Fleet:
         """
         if not self._models:
             raise MisuseError("fleet.steps before fleet.model: bring the model first")
-        source = Source(data, device=self.device, seed=self.seed)
+        source = Source(data, device=self.device, seed=self.seed, rank=self.rank)
         try:
             settings = self._loop_settings(source, global_batch, micro_batch, epochs, shuffle, drop_last)
             if self._steps is not None:
@@ -404,6 +404,7 @@ class Fleet:
             "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
             "steps": self._steps.state_dict() if self._steps else self._resume,
             "pace": {"name": self.pacer.name, "state": self.pacer.state_dict()},
+            "seed": self.seed,
             "extra": extra,
         }
 
@@ -424,6 +425,9 @@ class Fleet:
         if content["pace"]["name"] == self.pacer.name:
             self.pacer.load_state_dict(content["pace"]["state"])
         self._resume = content["steps"]
+        if content["seed"] != self.seed:
+            self._note("info", f"the seed is the checkpoint's, {content['seed']}: the epoch's order depends on it")
+            self.seed = content["seed"]
         return content["extra"]
 
     def _read_on_leader(self, path: Path) -> bytes:

@@ -190,7 +190,7 @@ class Steps:
             raise NonFiniteGradients(self._nonfinite_text(step, header, bad.tolist()))
         if bad.size:
             self._observe("note", {"level": "warning", "text": self._nonfinite_text(step, header, bad.tolist())})
-        return not bad.size and not header.column("overflow").any() and header.column("weight").sum() > 0
+        return not bad.size and not header.column("overflow").any() and bool(header.column("weight").sum() > 0)
 
     def _nonfinite_text(self, step: Step, header: Header, workers: list[int]) -> str:
         losses = header.column("loss")[workers]

@@ -7,12 +7,14 @@ import os
 import platform
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline import __version__
 from paceline.observe import EventLog, make_view, new_run_dir, read_log, verdict
 from paceline.transport import Transport
 
@@ -66,7 +68,9 @@ class Witness:
                 "transport": transport.name,
                 "backend": transport.backend,
                 "workers": [{key: facts[key] for key in keys} for facts in everybody],
+                "started": time.time(),
                 "torch": torch.__version__,
+                "paceline": __version__,
                 "python": platform.python_version(),
             },
         )
@@ -91,7 +95,10 @@ class Witness:
             self._say_verdict()
 
     def _say_verdict(self) -> None:
-        run = read_log(self.run_dir)
+        try:
+            run = read_log(self.run_dir)
+        except ValueError:  # the disk took no log: it was warned of
+            return
         if run.records:
             print(f"\n{verdict(run).text}\nThe run's log: {self.run_dir}", file=sys.stderr, flush=True)
 
@@ -104,7 +111,10 @@ def _folder(run_dir: str | Path | None, name: str) -> tuple[Path | None, str | N
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(13, "not writable")
-    except OSError as error:
-        where = asked or Path("runs").absolute()
-        return None, f"the run's folder {where} cannot be written ({error.strerror}): pass run_dir= another place"
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        return (
+            None,
+            f"the run's folder {asked or Path('runs').absolute()} cannot be written ({why}): give another run_dir",
+        )
     return folder, None

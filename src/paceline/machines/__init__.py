@@ -1,0 +1,44 @@
+"""Emulated machines: a worker that takes as long as a slower machine would, for experiments on one computer.
+
+Nothing is emulated unless it is asked for, with ``paceline run --emulate`` or the variable PACELINE_EMULATE.
+
+>>> slow = parse_fleet("1,4", sample_ms=2.0)[1]
+>>> slow.seconds(step=0, samples=10)
+0.08
+"""
+
+from __future__ import annotations
+
+import os
+
+from paceline.machines.grammar import parse_fleet
+from paceline.machines.machine import Machine
+from paceline.machines.trace import Trace, read_trace
+
+__all__ = ["SAMPLE_MS", "Machine", "Trace", "from_env", "parse_fleet", "read_trace"]
+
+SAMPLE_MS = 2.0
+"""Milliseconds a sample that the reference machine takes when PACELINE_SAMPLE_MS does not say."""
+
+
+def from_env(rank: int) -> Machine | None:
+    """The machine that worker ``rank`` should play, as PACELINE_EMULATE, PACELINE_SAMPLE_MS and PACELINE_SEED say."""
+    text = os.environ.get("PACELINE_EMULATE", "").strip()
+    if not text:
+        return None
+    sample_ms = _number("PACELINE_SAMPLE_MS", SAMPLE_MS)
+    fleet = parse_fleet(text, sample_ms=sample_ms, seed=int(_number("PACELINE_SEED", 0)))
+    if rank >= len(fleet):
+        raise ValueError(
+            f"PACELINE_EMULATE ({text!r}) describes {len(fleet)} machines, but this is worker {rank} "
+            f"(counted from 0): give one machine for each worker"
+        )
+    return fleet[rank]
+
+
+def _number(variable: str, default: float) -> float:
+    text = os.environ.get(variable, "").strip()
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise ValueError(f"{variable} is {text!r}, which is not a number") from None

@@ -32,6 +32,8 @@ EXIT_CODE = 75
 ENGINE_TIMEOUT = timedelta(days=7)
 """The engine's own timeout never decides: `Presence` does, and says who."""
 UNBLOCK_S = 5.0
+HEARING_S = 3.0
+"""How long the holder of the store stays after a failure, so that the others can read what it was."""
 
 
 def launched() -> bool:
@@ -48,6 +50,7 @@ class Fixed:
     def __init__(self, device: torch.device) -> None:
         store, self.rank, self.size = _rendezvous()
         self.workers = tuple(range(self.size))
+        self._holds_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         root = dist.PrefixStore(f"paceline{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0').strip('0')}", store)
         joined = root.add(f"joins/{self.rank}", 1)
         self._store: Store = dist.PrefixStore(f"join{joined}", root)
@@ -157,9 +160,11 @@ class Fixed:
         elif not isinstance(failure, FleetError):
             self._presence.publish("lost", f"{self._names[self.rank]} ended with {_one_line(failure)}")
         self._noticed.set()
-        self._presence.stop()
         if failure is not None:
+            if self._holds_store:
+                self._presence.await_acknowledgements(HEARING_S)
             self._break_off()
+        self._presence.stop()
         self._group = None
 
     def _say_goodbye(self) -> None:

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from paceline.errors import CallMismatch, FleetError, WorkerLost
@@ -101,9 +102,26 @@ class Presence:
         said = json.dumps({"kind": kind, "text": text, "by": self._rank})
         try:
             stands = json.loads(self._store.compare_set("failure", "", said))
-        except (RuntimeError, ValueError):  # the store is gone too
+        except (RuntimeError, ValueError) as error:
+            if not text:
+                return _store_gone(error)
             stands = json.loads(said)
+        self._acknowledge()
         return ERRORS.get(stands["kind"], FleetError)(stands["text"])
+
+    def _acknowledge(self) -> None:
+        """Tell the worker that holds the store that this one knows, so that it can leave."""
+        with suppress(RuntimeError):
+            self._store.set(f"knows/{self._rank}", "")
+
+    def await_acknowledgements(self, within_s: float) -> None:
+        """Wait, not for long, until every worker that can still hear has heard of the failure."""
+        others = [f"knows/{rank}" for rank in range(self._size) if rank != self._rank]
+        until = time.monotonic() + within_s
+        while time.monotonic() < until:
+            if all(self._store.check([key]) for key in others):
+                return
+            time.sleep(0.02)
 
     # -- found out about the others --------------------------------------------------------------------------------
 

@@ -1,0 +1,215 @@
+"""``paceline doctor``: is everything here that a fleet needs, and what can this computer do?"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli.probing import all_reduce_ms, devices, interface_outwards, probe
+
+OLDEST_TORCH, NEWEST_TESTED = (2, 11), (2, 13)
+MARKS = {"ok": "ok   ", "note": "note ", "failed": "FAIL "}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the checklist. Only ``failed`` makes the doctor's exit code 1."""
+
+    name: str
+    state: str
+    """``ok``, ``note`` (works, but worth knowing) or ``failed`` (something a fleet needs)."""
+    text: str
+    advice: str = ""
+    value: float | None = None
+    """The number in the text, where there is one, in its plain unit: seconds, samples/s, a count; milliseconds of the
+    all-reduce."""
+
+
+def doctor(
+    runs: Annotated[Path, typer.Option(help="Folder in which runs will be recorded.")] = Path("runs"),
+    probe_seconds: Annotated[float, typer.Option(min=0.0, help="Time for measuring the devices; 0: do not.")] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+) -> None:
+    """Check what a fleet needs on this computer, and measure what each device can do."""
+    checks: list[Check] = []
+    for check in examine(runs, probe_seconds):
+        checks.append(check)
+        if not as_json:
+            _print(check)
+    failed = [check for check in checks if check.state == "failed"]
+    if as_json:
+        typer.echo(json.dumps({"ok": not failed, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        verdict = f"{len(failed)} of {len(checks)} checks failed." if failed else "Everything a fleet needs is here."
+        typer.echo(f"\n{verdict}")
+    raise typer.Exit(1 if failed else 0)
+
+
+def examine(runs: Path, probe_seconds: float) -> Iterator[Check]:
+    """All checks, one after the other; without torch, those that need it are left out."""
+    yield check_python(sys.version_info[:2])
+    torch = check_torch()
+    yield torch
+    yield _guarded("cpus", check_cpus)
+    yield _guarded("clock", check_clock)
+    yield _guarded("port", check_port)
+    yield _guarded("network", check_network)
+    yield _guarded("run folder", lambda: check_runs(runs))
+    if torch.state == "failed":
+        return
+    yield _guarded("gpus", check_gpus)
+    yield _guarded("backends", check_backends)
+    yield _guarded("all-reduce", check_all_reduce)
+    if probe_seconds > 0:
+        yield from check_devices(probe_seconds)
+
+
+def check_python(version: tuple[int, ...]) -> Check:
+    text = f"Python {platform.python_version()} at {sys.executable}"
+    return Check("python", "ok" if version >= (3, 11) else "failed", text, "" if version >= (3, 11) else "needs 3.11")
+
+
+def check_torch() -> Check:
+    try:
+        import torch
+    except Exception as error:  # a broken install raises anything
+        return Check("torch", "failed", f"torch cannot be imported: {error}", "install it: pip install torch")
+    return judge_torch(str(torch.__version__))
+
+
+def judge_torch(version: str) -> Check:
+    """Whether this version of torch is within the supported range."""
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    text = f"torch {version}"
+    if found < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        return Check("torch", "failed", text, f"older than {oldest}: pip install --upgrade 'torch>={oldest}'")
+    if found > NEWEST_TESTED:
+        return Check("torch", "note", text, f"newer than the newest tested, {'.'.join(map(str, NEWEST_TESTED))}")
+    return Check("torch", "ok", text)
+
+
+def check_cpus() -> Check:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = os.environ.get("OMP_NUM_THREADS")
+    given = f"OMP_NUM_THREADS={threads}" if threads else "1 each under `paceline run` unless OMP_NUM_THREADS says more"
+    return Check("cpus", "ok", f"{usable} usable, threads a worker: {given}", value=float(usable))
+
+
+def check_clock() -> Check:
+    resolution = time.get_clock_info("perf_counter").resolution
+    over = sleep_overshoot()
+    state = "ok" if over < 0.005 else "note"
+    advice = "" if state == "ok" else "this computer is busy or its timer is coarse: emulated machines will be rough"
+    text = f"resolution {resolution * 1e9:.0f} ns, a sleep of 1 ms lasts {over * 1e6:.0f} us too long"
+    return Check("clock", state, text, advice, value=over)
+
+
+def sleep_overshoot(times: int = 50, seconds: float = 0.001) -> float:
+    """Median seconds by which a sleep lasts too long."""
+    overs = []
+    for _ in range(times):
+        started = time.perf_counter()
+        time.sleep(seconds)
+        overs.append(time.perf_counter() - started - seconds)
+    return statistics.median(overs)
+
+
+def check_port() -> Check:
+    from paceline.cli.meeting import Meeting
+
+    with Meeting() as meeting:
+        return Check("port", "ok", f"a free port can be bound (127.0.0.1:{meeting.port})")
+
+
+def check_network() -> Check:
+    from paceline.cli.meeting import loopback
+
+    outwards = interface_outwards(os.environ.get("MASTER_ADDR"))
+    forced = os.environ.get("GLOO_SOCKET_IFNAME")
+    chosen = f" (GLOO_SOCKET_IFNAME={forced} decides)" if forced else ""
+    text = f"workers here meet over {loopback() or 'the address 127.0.0.1'}; "
+    if outwards is None:
+        return Check("network", "note", f"{text}other computers cannot be reached from here{chosen}")
+    return Check("network", "ok", f"{text}other computers are reached over {outwards}{chosen}")
+
+
+def check_runs(runs: Path) -> Check:
+    from paceline.observe import new_run_dir
+
+    existed = runs.exists()
+    try:
+        folder = new_run_dir(runs, "doctor")
+    except ValueError as error:
+        return Check("run folder", "failed", str(error), "choose another with --runs")
+    folder.rmdir()
+    if not existed:
+        runs.rmdir()
+    return Check("run folder", "ok", f"{runs.resolve()} can be written")
+
+
+def check_gpus() -> Check:
+    import torch
+
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    if not found:
+        return Check("gpus", "note", "none that torch can use: workers will run on the CPU", value=0.0)
+    names = [f"cuda:{i} {gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(found)]
+    return Check("gpus", "ok", ", ".join(names), value=float(len(found)))
+
+
+def check_backends() -> Check:
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    if not dist.is_available() or not dist.is_gloo_available():
+        return Check("backends", "failed", "this torch has no Gloo", "install a build of torch with distributed")
+    nccl = "Gloo and NCCL" if dist.is_nccl_available() else "Gloo (NCCL is not in this build; only GPUs need it)"
+    return Check("backends", "ok", nccl)
+
+
+def check_all_reduce() -> Check:
+    milliseconds, said = all_reduce_ms()
+    if milliseconds is None:
+        advice = "a firewall or a wrong GLOO_SOCKET_IFNAME: unset it, or set it to the loopback interface"
+        return Check("all-reduce", "failed", f"two processes could not add 1 MB over loopback: {said}", advice)
+    return Check("all-reduce", "ok", f"two processes add 1 MB in {milliseconds:.1f} ms over loopback", "", milliseconds)
+
+
+def check_devices(seconds: float) -> Iterator[Check]:
+    """Samples/s of a small ConvNet on each device; all of them together take ``seconds``."""
+    names = devices()
+    for name in names:
+        yield _guarded(name, lambda name=name: _check_device(name, seconds / len(names)))  # type: ignore[misc]
+
+
+def _check_device(name: str, seconds: float) -> Check:
+    speed = probe(name, seconds)
+    threads = ", one thread" if name == "cpu" else ""
+    text = f"{speed:,.0f} samples/s (small ConvNet, 32 x 32 images, forward and backward{threads})"
+    return Check(name, "ok", text, value=speed)
+
+
+def _guarded(name: str, check: Callable[[], Check]) -> Check:
+    """A check that breaks is a failed one, and the others still run."""
+    try:
+        return check()
+    except Exception as error:
+        return Check(name, "failed", f"{type(error).__name__}: {error}", "the check itself failed; see the text")
+
+
+def _print(check: Check) -> None:
+    typer.echo(f"{MARKS[check.state]} {check.name:<11} {check.text}")
+    if check.advice:
+        typer.echo(f"{'':17} -> {check.advice}")

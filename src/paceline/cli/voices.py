@@ -1,0 +1,101 @@
+"""What the workers print: worker 0 speaks as if it were alone, the others' lines carry their rank.
+
+Last words are held back. A traceback, a usage message or a ``paceline: `` line may be the beginning of a worker's end,
+and when one worker fails the others soon follow with the same words or with complaints about the first. So from such
+a line on a worker's stderr is held until it ends, or until half a second shows that it lives on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+HOLD_S = 0.5
+MOST_HELD = 5000
+"""Lines; a worker that holds more than this lives on and has a lot to say."""
+PARTIAL_S = 0.1
+"""Worker 0's unfinished line (a progress bar, a prompt) is shown after so long."""
+
+LAST_WORDS = re.compile(r'.*Traceback \(most recent call last\):$|  File "[^"]*", line \d+$|paceline: |usage: ')
+ENGINE_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+"""torch.distributed puts this before each line of a traceback; the launcher has its own prefix."""
+
+
+class Voice:
+    """One stream of one worker, cut into lines. ``out`` gets text ready to print, line ends included."""
+
+    def __init__(self, rank: int, out: Callable[[str], None], *, holds: bool) -> None:
+        self.held: list[str] = []
+        """Lines held back, without prefix and line end."""
+        self.held_since: float | None = None
+        self.shown: list[str] = []
+        """What was held back last and then printed, because the worker lived on."""
+        self.shown_since: float | None = None
+        self._rank, self._out, self._holds = rank, out, holds
+        self._partial = b""
+        self._partial_since = 0.0
+        self._mid_line = False
+
+    def feed(self, data: bytes, now: float) -> None:
+        *lines, rest = (self._partial + data).split(b"\n")
+        for line in lines:
+            self._line(line.decode(errors="replace").removesuffix("\r"), now)
+        self._partial_since = now if lines or not self._partial else self._partial_since
+        self._partial = rest
+
+    def tick(self, now: float, *, failing: bool) -> None:
+        """Show what has waited long enough; while the fleet is failing, last words go on waiting for their end."""
+        if self.held_since is not None and not failing and now - self.held_since > HOLD_S:
+            self.release()
+        if self._rank == 0 and self._partial and self.held_since is None and now - self._partial_since > PARTIAL_S:
+            self._out(self._partial.decode(errors="replace"))
+            self._partial, self._mid_line = b"", True
+
+    def close(self, now: float) -> None:
+        """The stream has ended: what is left is a line, if an unfinished one."""
+        if self._partial:
+            self.feed(b"\n", now)
+
+    def release(self) -> None:
+        """Print what was held back."""
+        self.shown, self.shown_since = self.held, self.held_since
+        self.held, self.held_since = [], None
+        for line in self.shown:
+            self._print(line)
+
+    def _line(self, text: str, now: float) -> None:
+        text = ENGINE_PREFIX.sub("", text) if self._holds else text
+        if self.held_since is None and not (self._holds and LAST_WORDS.match(text)):
+            self._print(text)
+            return
+        self.held_since = now if self.held_since is None else self.held_since
+        self.held.append(text)
+        if len(self.held) > MOST_HELD:
+            self.release()
+
+    def _print(self, text: str) -> None:
+        if self._rank:
+            text = text.rpartition("\r")[2]  # of a progress bar, what a terminal would show last
+        self._out(f"{text}\n" if self._mid_line else prefixed(self._rank, text))
+        self._mid_line = False
+
+
+def prefixed(rank: int, text: str) -> str:
+    """A worker's line as it is printed.
+
+    >>> prefixed(2, "loss 0.3")
+    '[2] loss 0.3\\n'
+    """
+    return f"[{rank}] {text}\n" if rank else f"{text}\n"
+
+
+def headline(lines: list[str]) -> str:
+    """What last words come down to: the line with the exception's name, else the last line.
+
+    >>> headline(["Traceback (most recent call last):", '  File "a.py", line 1', "ValueError: no", "a warning"])
+    'ValueError: no'
+    """
+    starts = [i for i, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]
+    after = lines[starts[-1] + 1 :] if starts else []
+    said = [line for line in after if line.strip() and not line.startswith(" ")]
+    return (said or [line for line in reversed(lines) if line.strip()] or [""])[0].strip()

@@ -1,0 +1,142 @@
+"""How a fleet of emulated machines is written: ``1,1,2@40:8~0.2,4!16``, or the path of a recorded trace.
+
+Machines are separated by commas, one for each worker in rank order::
+
+    FACTOR[@STEP:FACTOR]...[~JITTER][!MEMORY]
+
+FACTOR is how many times SLOWER than the reference machine; ``@40:8`` makes it 8 from step 40 on; ``~0.2`` is
+lognormal jitter from step to step; ``!16`` is memory for micro-batches of 16 samples. A text that ends in ``.csv`` or
+holds a slash is the path of a trace (`paceline.machines.trace`), and its columns are the machines.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from paceline.machines.machine import Changing, Machine, Recorded
+from paceline.machines.trace import read_trace
+
+MAX_JITTER = 3.0
+"""Beyond this a lognormal's mean rests on steps that never come."""
+
+ENTRY = re.compile(
+    r"(?P<factor>[^@~!]*)(?P<changes>(?:@[^@~!]*)*)(?:~(?P<jitter>[^@~!]*))?(?:!(?P<memory>[^@~!]*))?", re.ASCII
+)
+
+
+def parse_fleet(text: str, *, sample_ms: float, seed: int = 0, workers: int | None = None) -> list[Machine]:
+    """The machines that ``text`` describes; ``sample_ms`` is the reference machine's milliseconds a sample.
+
+    With ``workers``, exactly so many: a trace may have more columns (the first are used), a list may not.
+
+    >>> [machine.describe() for machine in parse_fleet("1,2@40:8~0.2", sample_ms=2.0)]
+    ['1x slower', '2x slower, 8x from step 40, jitter 0.2']
+    """
+    if not (math.isfinite(sample_ms) and sample_ms > 0):
+        raise ValueError(f"sample_ms is {sample_ms:g}; it is the reference machine's milliseconds a sample, above 0")
+    text = text.strip()
+    if not text:
+        raise ValueError("no machines to emulate: write one factor for each worker, such as 1,1,2,4")
+    fleet = _from_trace(text, sample_ms, seed) if is_trace(text) else _from_list(text, sample_ms, seed)
+    if workers is None or workers == len(fleet) or (is_trace(text) and workers < len(fleet)):
+        return fleet[:workers]
+    kind = "columns" if is_trace(text) else "machines"
+    raise ValueError(f"{text!r} has {len(fleet)} {kind} for {workers} workers: give one for each")
+
+
+def is_trace(text: str) -> bool:
+    """Whether ``text`` is the path of a trace and not a list of machines."""
+    return "/" in text or "\\" in text or text.lower().endswith(".csv")
+
+
+def _from_trace(text: str, sample_ms: float, seed: int) -> list[Machine]:
+    trace = read_trace(Path(text))
+    factors = trace.factors()
+    return [
+        Machine(
+            Recorded(tuple(factors[:, rank].tolist()), source=f"{name} of {Path(text).name}"),
+            rank=rank,
+            sample_s=sample_ms / 1000,
+            seed=seed,
+        )
+        for rank, name in enumerate(trace.workers)
+    ]
+
+
+def _from_list(text: str, sample_ms: float, seed: int) -> list[Machine]:
+    return [_machine(entry.strip(), rank, sample_ms, seed) for rank, entry in enumerate(text.split(","))]
+
+
+def _machine(entry: str, rank: int, sample_ms: float, seed: int) -> Machine:
+    try:
+        match = ENTRY.fullmatch(entry)
+        if match is None:
+            raise ValueError("the parts of a machine are FACTOR[@STEP:FACTOR]...[~JITTER][!MEMORY], in this order")
+        return Machine(
+            _changing(match["factor"], match["changes"]),
+            rank=rank,
+            sample_s=sample_ms / 1000,
+            jitter=_jitter(match["jitter"]),
+            memory_samples=_memory(match["memory"]),
+            seed=seed,
+        )
+    except ValueError as error:
+        raise ValueError(f"emulated machine {rank + 1} ({entry!r}): {error}") from None
+
+
+def _changing(factor: str, changes: str) -> Changing:
+    steps, factors = [0], [_factor(factor)]
+    for change in changes.split("@")[1:]:
+        step, colon, factor = change.partition(":")
+        if not colon:
+            raise ValueError(f"'@{change}' should read @STEP:FACTOR, such as @40:8")
+        steps.append(_whole("a step", step))
+        factors.append(_factor(factor))
+        if steps[-1] <= steps[-2]:
+            raise ValueError(f"the change at step {steps[-1]} must come after step {steps[-2]}")
+    return Changing(tuple(steps), tuple(factors))
+
+
+def _factor(text: str) -> float:
+    if not text.strip():
+        raise ValueError("a factor is missing (times slower than the reference, such as 2)")
+    factor = _number("a factor", text)
+    if factor <= 0:
+        raise ValueError(f"a factor is how many times slower the machine is, above 0, not {text.strip()}")
+    return factor
+
+
+def _jitter(text: str | None) -> float:
+    if text is None:
+        return 0.0
+    jitter = _number("the jitter", text)
+    if not 0 <= jitter <= MAX_JITTER:
+        raise ValueError(f"the jitter after ~ lies between 0 and {MAX_JITTER:g}, not at {text.strip()}")
+    return jitter
+
+
+def _memory(text: str | None) -> int | None:
+    if text is None:
+        return None
+    memory = _whole("the memory after ! (samples in a micro-batch)", text)
+    if memory < 1:
+        raise ValueError("the memory after ! must hold at least 1 sample")
+    return memory
+
+
+def _number(what: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"{what} is a number, not {text.strip()!r}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{what} must be finite, not {text.strip()}")
+    return number
+
+
+def _whole(what: str, text: str) -> int:
+    if not re.fullmatch(r"\s*[0-9]+\s*", text):
+        raise ValueError(f"{what} is a whole number from 0, not {text.strip()!r}")
+    return int(text)

@@ -1,0 +1,126 @@
+"""One emulated machine: how long it takes for so many samples, and the sleep that makes a worker take so long.
+
+The time of a step's samples is::
+
+    seconds = samples * sample_s * factor(step) * jitter(step)
+
+``sample_s`` is the reference machine's time for a sample and ``factor`` how many times slower this one is. ``jitter``
+is lognormal with mean 1, ``exp(sigma * z - sigma**2 / 2)`` with z standard normal, and depends on nothing but the
+seed, the rank and the step, so a replay is exact.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from statistics import NormalDist
+from typing import Protocol
+
+CARRY_S = 0.05
+"""The most oversleeping that later pads make up for. What goes beyond it (the process was stopped, the host was
+overloaded) is a shortfall: catching up would make the machine look fast for a while."""
+
+
+class Slowness(Protocol):
+    """How many times slower than the reference a machine is, step by step."""
+
+    def factor(self, step: int) -> float: ...
+
+    def describe(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Changing:
+    """A factor that changes at given steps: ``factors[i]`` holds from ``steps[i]`` on; ``steps[0]`` is 0."""
+
+    steps: tuple[int, ...]
+    factors: tuple[float, ...]
+
+    def factor(self, step: int) -> float:
+        return self.factors[bisect_right(self.steps, step) - 1]
+
+    def describe(self) -> str:
+        changes = [f"{factor:g}x from step {step}" for step, factor in zip(self.steps, self.factors)]
+        return ", ".join([f"{self.factors[0]:g}x slower", *changes[1:]])
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A factor for every recorded step; after the last, the record begins again."""
+
+    factors: tuple[float, ...]
+    source: str
+
+    def factor(self, step: int) -> float:
+        return self.factors[step % len(self.factors)]
+
+    def describe(self) -> str:
+        return f"{self.source}, {min(self.factors):.2g}x to {max(self.factors):.2g}x slower"
+
+
+@dataclass
+class Machine:
+    """A worker's emulated machine."""
+
+    slowness: Slowness
+    rank: int
+    sample_s: float
+    """Seconds a sample on the reference machine."""
+    jitter: float = 0.0
+    """Sigma of the lognormal jitter from step to step."""
+    memory_samples: int | None = None
+    """Emulated memory: more samples than this in one micro-batch do not fit."""
+    seed: int = 0
+    _ahead_s: float = field(default=0.0, init=False, repr=False, compare=False)
+
+    def seconds(self, step: int, samples: int) -> float:
+        """What this machine takes for ``samples`` samples at step ``step``."""
+        return samples * self.sample_s * self.slowness.factor(step) * self._jitter(step)
+
+    def pad(self, step: int, samples: int, started: float) -> float:
+        """Sleep until ``started + seconds(step, samples)`` on the clock of `time.perf_counter`.
+
+        Every sleep lasts a little too long. What one oversleeps, the next sleep is shorter by, so that the average is
+        right. Returns the seconds by which the host was too slow to play this machine, else 0.
+        """
+        owed = self._ahead_s
+        due = started + self.seconds(step, samples) - owed
+        left = due - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+            over = max(0.0, time.perf_counter() - due)
+            self._ahead_s = min(over, CARRY_S)
+            return over - self._ahead_s
+        self._ahead_s = min(-left, owed)
+        return -left - self._ahead_s
+
+    def check_memory(self, samples: int) -> None:
+        """Raise torch.OutOfMemoryError when a micro-batch of ``samples`` does not fit this machine."""
+        if self.memory_samples is not None and samples > self.memory_samples:
+            import torch
+
+            raise torch.OutOfMemoryError(
+                f"emulated out of memory: a micro-batch of {samples} samples on a machine that holds "
+                f"{self.memory_samples}"
+            )
+
+    def describe(self) -> str:
+        """One line for the log and the view, such as ``2x slower, 8x from step 40, jitter 0.2``."""
+        jitter = [f"jitter {self.jitter:g}"] if self.jitter else []
+        memory = [f"memory for {self.memory_samples} samples"] if self.memory_samples is not None else []
+        return ", ".join([self.slowness.describe(), *jitter, *memory])
+
+    def _jitter(self, step: int) -> float:
+        if not self.jitter:
+            return 1.0
+        return math.exp(self.jitter * _standard_normal(self.seed, self.rank, step) - self.jitter**2 / 2)
+
+
+def _standard_normal(seed: int, rank: int, step: int) -> float:
+    """A normal number that is the same everywhere and in every version: from a hash, not a generator's state."""
+    digest = blake2b(f"{seed}/{rank}/{step}".encode(), digest_size=8).digest()
+    uniform = ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2**52  # strictly between 0 and 1
+    return NormalDist().inv_cdf(uniform)

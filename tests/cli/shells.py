@@ -1,0 +1,71 @@
+"""Running the command line as a user would: a process of its own, small scripts in a folder of their own."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import paceline
+
+SOURCE = str(Path(paceline.__file__).parents[1])
+
+
+class Shell:
+    """A folder with scripts, and the command ``paceline`` in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[subprocess.Popen[str]] = []
+
+    def script(self, text: str, name: str = "train.py") -> None:
+        (self.folder / name).write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + text)
+
+    def start(self, *args: str, **environment: str) -> "subprocess.Popen[str]":
+        """The command with these arguments; ``GRACE_S`` in the environment shortens the launcher's patience."""
+        grace = environment.pop("GRACE_S", None)
+        patch = f"import paceline.cli.launch as launch; launch.GRACE_S = {grace}; " if grace else ""
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"{patch}from paceline.cli import main; main()", *args],
+            cwd=self.folder,
+            env=self.environment(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *args: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+        process = self.start(*args, **environment)
+        out, err = process.communicate(timeout=40)
+        return subprocess.CompletedProcess(args, process.returncode, out, err)
+
+    @staticmethod
+    def environment(more: dict[str, str]) -> dict[str, str]:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("PACELINE_", "OMP_"))}
+        path = os.pathsep.join(filter(None, [SOURCE, clean.get("PYTHONPATH")]))
+        return {**clean, "PYTHONPATH": path, "NO_COLOR": "1", "COLUMNS": "200", **more}
+
+    def pids(self, count: int) -> list[int]:
+        """The process numbers that ``count`` workers wrote to files called ``pid-...``."""
+        wait_for(lambda: len(list(self.folder.glob("pid-*"))) >= count)
+        return [int(path.name.removeprefix("pid-")) for path in self.folder.glob("pid-*")]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited too long"
+        time.sleep(0.01)

@@ -1,0 +1,63 @@
+"""The command itself: quick help, and one-line errors before anything is started."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shells import Shell
+
+
+def test_help_and_wrong_options_need_no_torch(shell: Shell) -> None:
+    probe = "import sys\nfrom paceline.cli import app\ntry: app(['run', '--help'])\nexcept SystemExit: pass\n"
+    probe += "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], env=shell.environment({}), capture_output=True, text=True)
+    assert "--emulate" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_the_version_is_printed(shell: Shell) -> None:
+    done = shell.run("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("paceline ")
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["missing.py"], "'missing.py' does not exist"),
+        (["."], "'.' is not a file"),
+        (["-m", "no_such_module_here.train"], "no module named 'no_such_module_here.train'"),
+        (["-n", "0", "train.py"], "a whole number from 1"),
+        (["-n", "many", "train.py"], "a whole number from 1, not 'many'"),
+        (["-n", "2:8", "train.py"], "not in this version"),
+        (["--devices", "cuda:0,,cpu", "train.py"], "--devices entry 2 is ''"),
+        (["-n", "3", "--devices", "cpu,cpu", "train.py"], "3 workers, --devices names 2"),
+        (["-n", "3", "--emulate", "1,2", "train.py"], "2 machines for 3 workers"),
+        (["--devices", "cpu", "--emulate", "1,2", "train.py"], "2 machines for 1 workers"),
+        (["--emulate", "1,x", "train.py"], "--emulate: emulated machine 2 ('x')"),
+        (["--emulate", "none.csv", "train.py"], "--emulate: cannot read the trace none.csv"),
+        (["--emulate", "1", "--sample-ms", "0", "train.py"], "sample_ms is 0"),
+        (["--pace", "frantic", "train.py"], "--pace: "),
+        (["-n", "3", "--pace", "fixed:1,2", "train.py"], "--pace: "),
+        (["--combine", "blend", "train.py"], "unknown combine 'blend'; known: gradients"),
+        (["--runs", "train.py/runs", "train.py"], "cannot make a run folder"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_starts_nothing(shell: Shell, args: list[str], part: str) -> None:
+    shell.script("open('started', 'w')")
+    done = shell.run("run", *args)
+    assert done.returncode == 2
+    assert part in done.stderr
+    assert done.stderr.startswith("paceline: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert not (shell.folder / "started").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_one_line(shell: Shell, tmp_path: Path) -> None:
+    shell.script("pass")
+    (tmp_path / "shut").mkdir(mode=0o500)
+    done = shell.run("run", "--runs", "shut", "train.py")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)

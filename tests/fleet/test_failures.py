@@ -1,0 +1,126 @@
+"""Invariant 4: no wait is unbounded, and whoever is waited for is named. Real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from crew import Crew, Outcome, run
+
+pytestmark = pytest.mark.fleet
+
+FLEET_FAILED = 75
+
+
+def last_line(outcome: Outcome) -> str:
+    return outcome.err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_kill_9_ends_the_run_with_one_line_that_names_the_worker(victim: int, tmp_path: Path) -> None:
+    with Crew("failure_cases.py:train_forever", 3, tmp_path, args={"folder": str(tmp_path)}) as crew:
+        crew.wait_for("begun")
+        began = time.monotonic()
+        os.kill(crew.workers[victim].pid, signal.SIGKILL)
+        outcomes = crew.wait(within=30)
+    assert time.monotonic() - began < 25
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            continue
+        assert outcome.code == FLEET_FAILED, outcome.err
+        if victim == 0:  # without a launcher worker 0 holds the store, so its death shows as the store's
+            assert "the leader or launcher that holds the fleet's store is gone" in last_line(outcome)
+        else:
+            assert len(outcome.err.splitlines()) == 1, "one clear line, no engine's stack trace"
+            assert f"worker {victim} (cpu) went silent" in last_line(outcome)
+
+
+def test_a_frozen_worker_ends_the_run_with_one_line_that_names_it(tmp_path: Path) -> None:
+    with Crew("failure_cases.py:train_forever", 3, tmp_path, args={"folder": str(tmp_path)}) as crew:
+        crew.wait_for("begun")
+        began = time.monotonic()
+        os.kill(crew.workers[1].pid, signal.SIGSTOP)
+        for rank in (0, 2):
+            crew.workers[rank].wait(timeout=40)
+        assert time.monotonic() - began < 35
+        os.kill(crew.workers[1].pid, signal.SIGKILL)
+        outcomes = crew.wait(within=10)
+    for rank in (0, 2):
+        assert outcomes[rank].code == FLEET_FAILED
+        assert last_line(outcomes[rank]).startswith("paceline: worker 1 (cpu) went silent")
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_script_that_raises_keeps_its_traceback_and_the_others_name_it(who: int, tmp_path: Path) -> None:
+    with Crew("failure_cases.py:one_raises", 3, tmp_path, args={"who": who}) as crew:
+        outcomes = crew.wait(within=40)
+    assert outcomes[who].code == 1
+    assert "KeyError: 'a bug in the script'" in outcomes[who].err
+    for rank in {0, 1, 2} - {who}:
+        assert outcomes[rank].code == FLEET_FAILED
+        assert "Traceback" not in outcomes[rank].err
+        assert f"worker {who} (cpu) ended with KeyError" in outcomes[rank].err
+
+
+@pytest.mark.parametrize("call", ["evaluate", "save", "agree"])
+def test_a_call_made_by_the_leader_alone_is_named_within_seconds(call: str, tmp_path: Path) -> None:
+    with Crew("failure_cases.py:leader_calls_alone", 3, tmp_path, args={"folder": str(tmp_path), "call": call}) as crew:
+        outcomes = crew.wait(within=40)
+    assert float((tmp_path / "took").read_text()) < 8
+    for outcome in outcomes:
+        assert outcome.code == FLEET_FAILED, outcome.err
+        assert f"fleet.{call}()" in last_line(outcome)
+        assert "the round of step 4" in last_line(outcome)
+        assert "worker 0 (cpu)" in last_line(outcome)
+
+
+def test_a_worker_that_leaves_the_loop_early_is_named(tmp_path: Path) -> None:
+    with Crew("failure_cases.py:one_leaves_early", 2, tmp_path) as crew:
+        outcomes = crew.wait(within=40)
+    for outcome in outcomes:
+        assert outcome.code == FLEET_FAILED, outcome.err
+        assert "worker 1 (cpu) called the end of the run" in last_line(outcome).replace("but ", "")
+
+
+def test_a_busy_leader_is_waited_for_and_named(tmp_path: Path) -> None:
+    with Crew("failure_cases.py:leader_is_busy", 2, tmp_path, args={"seconds": 13}) as crew:
+        outcomes = crew.wait(within=60)
+    assert [outcome.value for outcome in outcomes] == [25, 25], outcomes
+    assert "waiting for worker 0 (cpu) (its own code after step 3)" in outcomes[1].err
+
+
+def test_workers_that_disagree_are_told_which_and_how(tmp_path: Path) -> None:
+    errors = run("failure_cases.py:disagree", 2, tmp_path)
+    assert errors[0] == errors[1]
+    assert "bias is '[1] torch.float32' on worker 0 and '[2] torch.float32' on worker 1" in errors[0]["model"]
+    assert "dataset length is 400 on worker 0 and 401 on worker 1" in errors[0]["length"]
+    assert "global_batch is 16 on worker 0 and 17 on worker 1" in errors[0]["settings"]
+    assert "pace is 'adaptive' on worker 0 and 'equal' on worker 1" in errors[0]["pace"]
+    assert "worker 1 (cpu) called freezing or unfreezing parameters, but worker 0 (cpu)" in errors[0]["frozen"]
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_nan_gradients_stop_the_run_with_worker_and_step(where: str, tmp_path: Path) -> None:
+    with Crew("failure_cases.py:nan_on_one", 2, tmp_path, args={"nonfinite": "stop", "where": where}) as crew:
+        outcomes = crew.wait(within=40)
+    for outcome in outcomes:
+        assert outcome.code != 0
+        assert "worker 1 had NaN or infinite gradients in step 2" in last_line(outcome)
+
+
+def test_nan_gradients_can_be_skipped_and_their_samples_still_count(tmp_path: Path) -> None:
+    values = run("failure_cases.py:nan_on_one", 2, tmp_path, args={"nonfinite": "skip", "where": "gradient"})
+    for value in values:
+        assert value["applied"] == [True, True, False, True, True]
+        assert value["samples"] == 80
+        assert value["finite"]
+
+
+def test_a_checkpoint_of_another_dataset_length_is_refused(tmp_path: Path) -> None:
+    said = run("failure_cases.py:checkpoint_of_another_length", 2, tmp_path, args={"folder": str(tmp_path)})
+    assert said[0] == said[1]
+    assert "400" in said[0]
+    assert "399" in said[0]
