@@ -85,10 +85,10 @@ class Steps:
 
     def _begin(self) -> Step:
         self._transport.doing(f"step {self._index}")
-        self._plan = self._plan or self._first_plan()
+        self._plan = self._plan or self._hand_round_plan()
         self._shares = self.dealing.deal(self._plan.samples)
         self.gradients.begin(sum(self._shares))
-        if self._transport.rank == 0:
+        if self._transport.rank == 0 and len(self._history) > 0:
             self._next_plan = self._plan_next()
         ends = self.dealing.remaining is not None and sum(self._shares) >= self.dealing.remaining
         share = self._shares[self._transport.rank]
@@ -114,12 +114,13 @@ class Steps:
 
     # -- plans -----------------------------------------------------------------------------------------------------
 
-    def _first_plan(self) -> Plan:
-        """Nothing has been summed yet that a plan could have ridden in: the leader hands it round."""
+    def _hand_round_plan(self) -> Plan:
+        """The leader hands a plan round: for the first step and, since then there is something to know about the
+        machines and equal shares may be very wrong for them, for the second too."""
         left = self.dealing.remaining
         total = self.settings.global_batch if left is None else min(self.settings.global_batch, left)
         mine = self._ask(self._index, self.dealing.epoch, total).to_json() if self._transport.rank == 0 else None
-        return Plan.from_json(self._transport.gather("the first plan", mine)[0])
+        return Plan.from_json(self._transport.gather("the plan of the first steps", mine)[0])
 
     def _plan_next(self) -> Plan | None:
         """The plan after the present one, supposing that what is planned gets done."""

@@ -47,6 +47,7 @@ class Bucket:
             self.slots.append(Slot(parameter, self, _view_like(self.flat, offset, parameter)))
             offset += parameter.numel()
         self.awaited = len(self.slots)
+        self.started = False
 
 
 class Buckets:
@@ -141,7 +142,7 @@ class Buckets:
             return
         if slot.seen == self._pass:
             self._twice = True
-            if slot.bucket and self.buckets.index(slot.bucket) < self._started:
+            if slot.bucket and slot.bucket.started:
                 raise MisuseError("a gradient came after its bucket was summed: pass overlap=False to fleet.model")
         slot.seen = self._pass
         self._adopt(slot, parameter)
@@ -168,6 +169,7 @@ class Buckets:
     def _start_next(self) -> None:
         assert self._start is not None
         bucket = self.buckets[self._started]
+        bucket.started = True
         self._started += 1
         self._start(bucket.flat)
 
@@ -208,12 +210,12 @@ class Buckets:
         for slot in self.slots:
             slot.parameter.grad = slot.grad = None
         for bucket in self.buckets:
-            bucket.awaited = len(bucket.slots)
+            bucket.awaited, bucket.started = len(bucket.slots), False
 
     def check_untouched(self) -> None:
         """Raise MisuseError when somebody cleared or changed gradients since the last backward of this step."""
         for slot in self.slots:
-            if slot.grad is None:
+            if slot.grad is None or (slot.bucket and slot.bucket.started):  # a running sum changes it, by its own right
                 continue
             if slot.parameter.grad is not slot.grad or slot.grad._version != slot.version:
                 raise MisuseError(

@@ -1,0 +1,235 @@
+"""``paceline demo``: one training on unlike machines, first in plain torch DDP, then with Paceline, and what it gained.
+
+Both are started by the launcher of ``paceline run``, on the same emulated machines, with the same network, data and
+batches. The limit is known beforehand, since the machines are emulated: with f_i times s seconds a sample on machine i,
+the fleet can do at most ``sum_i 1 / (f_i * s)`` samples a second, whoever deals the work.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.complain import refuse
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from paceline.machines import Machine
+
+BATCH = 128
+"""Samples a step, or the multiple of the number of machines that is nearest: DDP can only split equally."""
+DIGITS = 1437
+"""Training samples of the digits, for the forecast of how long each part takes."""
+
+Emulate = Annotated[
+    str, typer.Option(metavar="LIST", help="The machines: how many times SLOWER each is than the reference.")
+]
+Epochs = Annotated[int, typer.Option(min=1, help="Passes over the digits.")]
+SampleMs = Annotated[float, typer.Option(help="The reference machine's milliseconds a sample.")]
+Runs = Annotated[Path, typer.Option(help="Folder in which the run's own folder is made.")]
+
+
+def demo(
+    emulate: Emulate = "1,1,2,4", epochs: Epochs = 6, sample_ms: SampleMs = 3.0, runs: Runs = Path("runs")
+) -> None:
+    """Train on unlike machines, emulated here: first plain torch DDP, then Paceline, then both in one table."""
+    from rich.console import Console
+
+    from paceline.machines import parse_fleet
+    from paceline.observe import new_run_dir
+
+    try:
+        fleet = parse_fleet(emulate, sample_ms=sample_ms)
+        show = Show(examples(), fleet, emulate, sample_ms, epochs, Console(highlight=False))
+        show.run_dir = new_run_dir(runs, "demo").resolve()
+    except ValueError as error:
+        refuse(f"demo: {error}")
+
+    from paceline.cli.run import _leave
+
+    _leave(show.run())
+
+
+def examples() -> Path:
+    """The folder of the examples: in a clone beside the package's source, else where the wheel put them."""
+    if importlib.util.find_spec("sklearn") is None:
+        raise ValueError("the digits come with scikit-learn, which is not installed: pip install 'paceline[demo]'")
+    places = [Path(__file__).parents[3] / "examples", Path(sys.prefix) / "share" / "paceline" / "examples"]
+    for place in places:
+        if (place / "digits.py").is_file() and (place / "plain_ddp.py").is_file():
+            return place
+    looked = " and ".join(str(place) for place in places)
+    raise ValueError(f"the examples digits.py and plain_ddp.py are not there (looked in {looked})")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One training, step by step, and how well its network did in the end."""
+
+    epochs: tuple[int, ...]
+    """The epoch of each step, from 0."""
+    seconds: tuple[float, ...]
+    samples: tuple[int, ...]
+    accuracy: float
+    """On the test set, from 0 to 1."""
+
+    @property
+    def warm(self) -> slice:
+        """The steps after the first epoch: caches are cold and shares not found in it. All, when there is no other."""
+        return slice(self.epochs.count(self.epochs[0]) % len(self.epochs), None)
+
+    @property
+    def seconds_an_epoch(self) -> float:
+        return sum(self.seconds[self.warm]) / len(set(self.epochs[self.warm]))
+
+    @property
+    def samples_per_s(self) -> float:
+        return sum(self.samples[self.warm]) / sum(self.seconds[self.warm])
+
+    def of_limit(self, fleet: Sequence[Machine]) -> float:
+        """The time the fleet would need at its limit, over the time it took; right too when machines change speed."""
+        steps = range(len(self.epochs))[self.warm]
+        return sum(self.samples[k] / limit(fleet, k) for k in steps) / sum(self.seconds[self.warm])
+
+
+def limit(fleet: Sequence[Machine], step: int) -> float:
+    """Samples a second at step ``step`` if nobody ever waited: the sum of the machines' speeds."""
+    return sum(1 / machine.seconds(step, 1) for machine in fleet)
+
+
+def equal_speed(fleet: Sequence[Machine], step: int) -> float:
+    """Samples a second at step ``step`` with equal shares: all run at the speed of the slowest."""
+    return len(fleet) / max(machine.seconds(step, 1) for machine in fleet)
+
+
+class Show:
+    """The demo, part by part."""
+
+    run_dir: Path
+
+    def __init__(
+        self, scripts: Path, fleet: list[Machine], emulate: str, sample_ms: float, epochs: int, console: Console
+    ) -> None:
+        self._scripts, self._fleet, self._emulate, self._sample_ms = scripts, fleet, emulate, sample_ms
+        self._epochs, self._console = epochs, console
+
+    def run(self) -> int:
+        """Both parts and the table; the exit code of the part that failed or was stopped, else 0."""
+        self._introduce()
+        self._say(
+            "Plain torch DDP",
+            "Every machine gets the same share of each batch and all wait for the slowest.",
+            equal_speed(self._fleet, 0),
+        )
+        if code := self._train("plain_ddp.py"):
+            return code
+        self._say(
+            "Paceline",
+            "Same network, same batches; now each machine's share follows its measured speed.",
+            limit(self._fleet, 0),
+        )
+        if code := self._train("digits.py"):
+            return code
+        self._conclude(plain_result(self.run_dir), paceline_result(self.run_dir))
+        return 0
+
+    def _introduce(self) -> None:
+        from paceline.observe.words import number
+
+        takes = [f"{1000 * machine.seconds(0, 1):.3g}" for machine in self._fleet]
+        listed = ", ".join(takes[:-1]) + f" and {takes[-1]}" if len(takes) > 1 else takes[0]
+        self._console.print(
+            f"One small network learns handwritten digits on {len(takes)} machines, emulated on this computer: they "
+            f"take {listed} ms a sample. The fastest possible is the sum of their speeds, "
+            f"[bold]{number(limit(self._fleet, 0))} samples/s[/]."
+        )
+
+    def _say(self, title: str, text: str, speed: float) -> None:
+        from paceline.observe.words import duration, number
+
+        self._console.print()
+        self._console.rule(f"[bold]{title}", align="left")
+        seconds = duration(self._epochs * DIGITS / speed)
+        self._console.print(f"{text} At best {number(speed)} samples/s: {seconds} and a few to start.\n")
+
+    def _train(self, script: str) -> int:
+        from paceline.cli.launch import Order, launch
+
+        size = len(self._fleet)
+        batch = size * max(1, round(BATCH / size))
+        wanted = ("--epochs", str(self._epochs), "--global-batch", str(batch))
+        settings = {
+            "PACELINE_NAME": "demo",
+            "PACELINE_RUN_DIR": str(self.run_dir),
+            "PACELINE_EMULATE": self._emulate,
+            "PACELINE_SAMPLE_MS": f"{self._sample_ms:g}",
+        }
+        command = (sys.executable, "-u", str(self._scripts / script), *wanted)
+        return launch(Order(command, size, settings, self.run_dir))
+
+    def _conclude(self, plain: Result, paced: Result) -> None:
+        from paceline.observe.words import times
+
+        gain = times(paced.samples_per_s / plain.samples_per_s)
+        self._console.print()
+        self._console.rule("[bold]Both", align="left")
+        self._console.print(table({"plain torch DDP": plain, "Paceline": paced}, self._fleet))
+        first = " (all after the first epoch)" if self._epochs > 1 else ""
+        self._console.print(
+            f"\n[bold]Paceline trained {gain} times as fast[/] on the same machines{first}, with the same "
+            f"{plain.samples[0]} samples a step.\nTo read its verdict again:",
+        )
+        self._console.print(f"paceline report {_short(self.run_dir)}", soft_wrap=True)
+
+
+def table(results: dict[str, Result], fleet: Sequence[Machine]) -> Table:
+    """One row a training."""
+    from rich.table import Table
+
+    from paceline.observe.words import number, percent_cell
+
+    shown = Table("", box=None, padding=(0, 3, 0, 0), pad_edge=False)
+    for name in ("seconds an epoch", "samples/s", "of the limit", "test accuracy"):
+        shown.add_column(name, justify="right")
+    for name, result in results.items():
+        shown.add_row(
+            name,
+            f"{result.seconds_an_epoch:.2f}",
+            number(result.samples_per_s),
+            percent_cell(result.of_limit(fleet)),
+            f"{result.accuracy:.1%}",
+        )
+    return shown
+
+
+def plain_result(run_dir: Path) -> Result:
+    """What plain_ddp.py wrote down."""
+    kept = json.loads((run_dir / "ddp.json").read_text())
+    return Result(tuple(kept["epochs"]), tuple(kept["seconds"]), tuple(kept["samples"]), kept["accuracy"])
+
+
+def paceline_result(run_dir: Path) -> Result:
+    """What the run's event log says."""
+    from paceline.observe import read_log
+
+    log = read_log(run_dir)
+    last = [event["result"] for event in log.others if event["event"] == "evaluate"][-1]
+    return Result(
+        tuple(record.epoch for record in log.records),
+        tuple(record.wall_s for record in log.records),
+        tuple(record.total for record in log.records),
+        last["correct"] / last["count"],
+    )
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

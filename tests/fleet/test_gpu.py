@@ -1,0 +1,60 @@
+"""Skipped where there is no GPU. One GPU is enough: a fleet mixes it with CPU workers, NCCL runs with one rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import exact_cases
+import pytest
+import torch
+from crew import Crew, run
+from test_exactness import random_cases
+
+pytestmark = [pytest.mark.fleet, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def test_no_micro_batch_makes_the_host_wait_for_the_device(tmp_path: Path) -> None:
+    assert run("gpu_cases.py:no_synchronisation", 1, tmp_path) == [32]
+
+
+def test_a_mixed_fleet_equals_one_machine(tmp_path: Path) -> None:
+    cases = random_cases(6, "float64", seed=5)
+    told = run("gpu_cases.py:exact", 2, tmp_path, args=cases)
+    for number, case in enumerate(cases):
+        batches = list(exact_cases.batches_of(case, told[0][number]["batches"]))
+        parameters, _ = exact_cases.one_machine(case, batches)
+        for worker in told:
+            error = (torch.tensor(worker[number]["parameters"], dtype=torch.float64) - parameters).abs().max()
+            assert error < 1e-11, (case, float(error))
+
+
+def test_an_overflow_on_the_gpu_skips_the_update_everywhere(tmp_path: Path) -> None:
+    gpu, cpu = run("gpu_cases.py:mixed_precision", 2, tmp_path, args={"workers": 2})
+    assert gpu["applied"] == cpu["applied"] == [True, True, True, False, True, True, True, True]
+    assert gpu["scale"] == 512.0
+    assert gpu["losses"][-1] < gpu["losses"][0]
+
+
+def test_nccl_with_one_rank(tmp_path: Path) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
+    value = run("gpu_cases.py:mixed_precision", 1, tmp_path, args={"workers": 1}, env=place)[0]
+    assert value["applied"] == [True, True, True, False, True, True, True, True]
+
+
+def test_memory_that_runs_out_halves_the_micro_batch_and_the_step_goes_on(tmp_path: Path) -> None:
+    value = run("gpu_cases.py:real_memory", 1, tmp_path)[0]
+    assert value["micro_batch"] < 32768
+    assert value["samples"] == [32768, 32768]
+    assert value["finite"]
+
+
+def test_a_cpu_worker_killed_beside_a_gpu_is_named(tmp_path: Path) -> None:
+    with Crew("failure_cases.py:train_forever", 3, tmp_path, args={"folder": str(tmp_path)}) as crew:
+        crew.wait_for("begun")
+        os.kill(crew.workers[2].pid, signal.SIGKILL)
+        outcomes = crew.wait(within=40)
+    for outcome in outcomes[:2]:
+        assert outcome.code == 75, outcome.err
+        assert "worker 2 (cpu) went silent" in outcome.err
