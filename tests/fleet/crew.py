@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from nursery import Nursery, Worker
 
 
 @dataclass
@@ -25,27 +26,28 @@ class Outcome:
     err: str
 
 
+@cache
+def nursery() -> Nursery:
+    return Nursery()
+
+
 class Crew:
     """Workers under way. Use as a context manager: nothing survives it."""
 
     def __init__(self, case: str, size: int, folder: Path, *, args: Any = None, env: dict[str, str] | None = None):
         self.folder, self.size = folder, size
         folder.mkdir(parents=True, exist_ok=True)
-        self._streams: list[Any] = []
         port = free_port()
         self.workers = [self._start(case, rank, port, args, env or {}) for rank in range(size)]
 
-    def _start(self, case: str, rank: int, port: int, args: Any, env: dict[str, str]) -> subprocess.Popen[bytes]:
-        variables = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE_", "TORCHELASTIC"))}
-        variables |= {"OMP_NUM_THREADS": "1", "PACELINE_RUN_DIR": str(self.folder / "run")}
+    def _start(self, case: str, rank: int, port: int, args: Any, env: dict[str, str]) -> Worker:
+        variables = {"PACELINE_RUN_DIR": str(self.folder / "run")}
         if self.size > 1:
             place = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank}
             variables |= {key: str(value) for key, value in place.items()}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        out, err = ((self.folder / f"{name}.{rank}").open("wb") for name in ("out", "err"))
-        self._streams += [out, err]
-        command = [sys.executable, __file__, case, str(self.folder / f"value.{rank}"), json.dumps(args)]
-        return subprocess.Popen(command, env=variables | env, stdout=out, stderr=err, start_new_session=True)
+        out, err, value = (str(self.folder / f"{name}.{rank}") for name in ("out", "err", "value"))
+        return Worker(nursery(), argv=[case, value, json.dumps(args)], env=variables | env, out=out, err=err)
 
     def __enter__(self) -> Crew:
         return self
@@ -53,10 +55,8 @@ class Crew:
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
             if worker.poll() is None:
-                os.killpg(worker.pid, signal.SIGKILL)
+                worker.kill_group()
                 worker.wait()
-        for stream in self._streams:
-            stream.close()
 
     def wait_for(self, name: str, *, within: float = 60.0) -> None:
         """Until a worker has made the file ``name`` in the crew's folder."""
@@ -79,8 +79,9 @@ class Crew:
         for rank, worker in enumerate(self.workers):
             value = self.folder / f"value.{rank}"
             parsed = json.loads(value.read_text()) if value.exists() else None
-            texts = [(self.folder / f"{name}.{rank}").read_text(errors="replace") for name in ("out", "err")]
-            outcomes.append(Outcome(worker.returncode if worker.poll() is not None else 999, parsed, *texts))
+            texts = [_text(self.folder / f"{name}.{rank}") for name in ("out", "err")]
+            code = worker.poll()
+            outcomes.append(Outcome(999 if code is None else code, parsed, *texts))
         return outcomes
 
 
@@ -99,19 +100,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _work() -> None:
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def work(case: str, value: str, args: str) -> None:
     """The worker's side: ``file.py:function`` beside this file, where to put the value, and the arguments."""
-    case, value, args = sys.argv[1:4]
     file, function = case.split(":")
-    sys.path.insert(0, str(Path(__file__).parent))
     spec = importlib.util.spec_from_file_location("case", Path(__file__).with_name(file))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules["case"] = module  # loader processes and pickles look it up
     spec.loader.exec_module(module)
     result = getattr(module, function)(json.loads(args))
     Path(value).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    _work()
