@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from paceline.errors import CallMismatch, FleetError, WorkerLost
@@ -75,6 +74,7 @@ class Presence:
         self._nagged = 0
         self._doing = "starting"
         self._seen: Seen = {}
+        self._using_store = threading.RLock()
         self._stop, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-presence", daemon=True)
         self._thread.start()
@@ -100,19 +100,16 @@ class Presence:
     def publish(self, kind: str, text: str) -> FleetError:
         """Make this failure everybody's, unless another was published first; return the one that stands."""
         said = json.dumps({"kind": kind, "text": text, "by": self._rank})
-        try:
-            stands = json.loads(self._store.compare_set("failure", "", said))
-        except (RuntimeError, ValueError) as error:
-            if not text:
-                return _store_gone(error)
-            stands = json.loads(said)
-        self._acknowledge()
-        return ERRORS.get(stands["kind"], FleetError)(stands["text"])
-
-    def _acknowledge(self) -> None:
-        """Tell the worker that holds the store that this one knows, so that it can leave."""
-        with suppress(RuntimeError):
-            self._store.set(f"knows/{self._rank}", "")
+        with self._using_store:
+            try:
+                stands = json.loads(self._store.compare_set("failure", "", said))
+                self._store.set(f"knows/{self._rank}", "")  # whoever holds the store may leave now
+            except (RuntimeError, ValueError) as error:
+                if not text:
+                    return _store_gone(error)
+                stands = json.loads(said)
+            self.failure = self.failure or ERRORS.get(stands["kind"], FleetError)(stands["text"])
+        return self.failure
 
     def await_acknowledgements(self, within_s: float) -> None:
         """Wait, not for long, until every worker that can still hear has heard of the failure."""
@@ -131,7 +128,8 @@ class Presence:
         until = time.monotonic() + SILENT_S
         while time.monotonic() < until:
             try:
-                found = self.failure or self._look(seen, SILENT_AFTER_RESET_S)
+                with self._using_store:
+                    found = self.failure or self._look(seen, SILENT_AFTER_RESET_S)
             except RuntimeError as lost:
                 return _store_gone(lost)
             if found:
@@ -146,16 +144,19 @@ class Presence:
         while not self._stop.is_set():
             count += 1
             beat = [count, self._call, self._label, self._waiting_since is not None, self._doing]
-            try:
-                self._store.set(f"beat/{self._rank}", json.dumps(beat))
-                self._watch()
-            except RuntimeError as error:
-                self._store_lost(error)
+            with self._using_store:
+                if self.failure:  # it is over, and the store may be gone any moment
+                    return
+                try:
+                    self._store.set(f"beat/{self._rank}", json.dumps(beat))
+                    self._watch()
+                except RuntimeError as error:
+                    self._store_lost(error)
             self._wake.wait(BEAT_S)
 
     def _watch(self) -> None:
         since = self._waiting_since
-        if since is None or self.failure or time.monotonic() - since < PATIENCE_S:
+        if since is None or time.monotonic() - since < PATIENCE_S:
             self._seen, self._nagged = {}, 0
             return
         found = self._look(self._seen, SILENT_S)
