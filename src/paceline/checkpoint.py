@@ -5,16 +5,40 @@ Files are read with ``weights_only``: a checkpoint holds tensors and plain value
 
 from __future__ import annotations
 
+import copy
 import io
 import os
-import pickle
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 VERSION = 1
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype)
+
+
+def plain(value: Any, where: str) -> Any:
+    """``value`` in types that load without executing anything (NumPy's numbers become Python's), or a ValueError that
+    says which part is not: better now than when the checkpoint is needed."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Mapping):
+        copy = {plain(key, where): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return OrderedDict(copy) if isinstance(value, OrderedDict) else copy
+    if isinstance(value, (list, tuple, set)) and type(value) in (list, tuple, set):
+        return type(value)(plain(item, f"{where}[{number}]") for number, item in enumerate(value))
+    raise ValueError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds plain values and "
+        "tensors alone, so that loading it executes nothing"
+    )
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
@@ -27,6 +51,8 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except RuntimeError as error:  # torch's writer on a full disk
+        raise OSError(str(error).splitlines()[0]) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -34,25 +60,60 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 def parse(data: bytes, *, path: Path, device: torch.device) -> dict[str, Any]:
     """The content of a checkpoint, or a ValueError that says what is wrong with it."""
     try:
-        content = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()
-        raise ValueError(f"{path} is not a whole checkpoint: {reason[0] if reason else type(error).__name__}") from None
-    if not isinstance(content, dict) or "paceline_checkpoint" not in content:
+        content: Any = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+    except Exception as error:  # whatever garbage makes the reader do
+        raise ValueError(f"{path} is not a whole checkpoint: it cannot be read ({type(error).__name__})") from None
+    version = content.get("paceline_checkpoint") if isinstance(content, dict) else None
+    if not isinstance(version, int):
         raise ValueError(f"{path} was not written by fleet.save")
-    if content["paceline_checkpoint"] > VERSION:
+    if version > VERSION:
         raise ValueError(f"{path} was written by a newer version of Paceline")
-    return content
+    if any(not isinstance(content.get(key), kind) for key, kind in _PARTS.items()):
+        raise ValueError(f"{path} is not a whole checkpoint: parts of it are missing")
+    return dict(content)
 
 
-def must_match(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any], models: int) -> None:
+_PARTS: dict[str, type] = {"models": list, "tracked": dict, "pace": dict, "seed": int}
+
+
+def must_match(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any], models: Sequence[nn.Module]) -> None:
     """Raise ValueError when the checkpoint and the script do not hold the same things."""
-    if len(saved["models"]) != models:
-        raise ValueError(f"{path} holds {len(saved['models'])} models, and fleet.model was called {models} times")
+    if len(saved["models"]) != len(models):
+        raise ValueError(f"{path} holds {len(saved['models'])} models, and fleet.model was called {len(models)} times")
+    for model, state in zip(models, saved["models"], strict=True):
+        ours, theirs = _shapes(model.state_dict()), _shapes(state)
+        for name in dict.fromkeys([*ours, *theirs]):
+            if ours.get(name) != theirs.get(name):
+                said = f"{theirs.get(name, 'missing')} in the checkpoint and {ours.get(name, 'missing')} in the model"
+                raise ValueError(f"{path} does not fit the model: {name} is {said}")
     missing, extra = sorted(set(tracked) - set(saved["tracked"])), sorted(set(saved["tracked"]) - set(tracked))
     if missing or extra:
-        said = [f"lacks {', '.join(missing)}"] if missing else []
-        said += [f"holds {', '.join(extra)}, which the script does not track"] if extra else []
-        raise ValueError(
-            f"{path} {' and '.join(said)}: fleet.track(...) must name the same things as when it was saved"
+        said = " and ".join(
+            [f"lacks {', '.join(missing)}"] * bool(missing)
+            + [f"holds {', '.join(extra)}, which the script does not track"] * bool(extra)
         )
+        raise ValueError(f"{path} {said}: fleet.track(...) must name the same things as when it was saved")
+
+
+def restore(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any], models: Sequence[nn.Module]) -> None:
+    """Load everything, or raise ValueError and leave everything as it was."""
+    must_match(path, saved, tracked, models)
+    before = {name: copy.deepcopy(thing.state_dict()) for name, thing in tracked.items()}
+    for name, thing in tracked.items():
+        try:
+            load_into(thing, saved["tracked"][name])
+        except Exception as error:
+            for other, state in before.items():
+                load_into(tracked[other], state)
+            raise ValueError(f"{path}: the state of {name} does not fit: {str(error).splitlines()[0]}") from None
+    for model, state in zip(models, saved["models"], strict=True):
+        model.load_state_dict(state)
+
+
+def load_into(thing: Any, state: Any) -> None:
+    if state or not isinstance(thing, torch.amp.GradScaler):  # a disabled scaler saves nothing and takes nothing
+        thing.load_state_dict(state)
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}

@@ -43,6 +43,10 @@ class Dealing(Protocol):
         """Samples of an epoch; None when nobody can know."""
 
     @property
+    def next_length(self) -> int | None:
+        """Samples of the next epoch; None when nobody can know yet."""
+
+    @property
     def remaining(self) -> int | None:
         """Samples the fleet has left in this epoch; None when nobody can know."""
 
@@ -60,8 +64,8 @@ class Dealing(Protocol):
     def left(self) -> int:
         """Samples of this worker's share that were not taken yet."""
 
-    def halve(self, *, again: bool) -> bool:
-        """Micro-batches of half the size from here on; ``again``: the one last taken comes back. False at size 1."""
+    def shrink(self, size: int, *, again: bool) -> bool:
+        """Micro-batches of ``size`` at most from here on; ``again``: the one last taken comes back. False: cannot."""
 
     def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:
         """The step is over: each worker did so many; ``ended``: every worker's stream has ended."""
@@ -109,6 +113,10 @@ class FromFeed:
         return self._feed.length
 
     @property
+    def next_length(self) -> int | None:
+        return None if self._feed.ordered else self._feed.length
+
+    @property
     def remaining(self) -> int:
         return self._feed.remaining
 
@@ -151,10 +159,10 @@ class FromFeed:
     def left(self) -> int:
         return sum(len(indices) for _, indices in self._pieces)
 
-    def halve(self, *, again: bool) -> bool:
-        if self.micro_batch < 2:
+    def shrink(self, size: int, *, again: bool) -> bool:
+        if size < 1:
             return False
-        self.micro_batch //= 2
+        self.micro_batch = min(self.micro_batch, size)
         undone = ([self._taken] if again else []) + list(self._pieces)
         self._pieces = deque(self._cut([part for ranges, _ in undone for part in ranges]))
         return True
@@ -182,6 +190,7 @@ class FromStream:
     """
 
     length = None
+    next_length = None
 
     def __init__(self, source: Source, *, rank: int, micro_batch: int) -> None:
         self.micro_batch = micro_batch
@@ -219,10 +228,10 @@ class FromStream:
     def left(self) -> int:
         return 0 if self.ended else self._share
 
-    def halve(self, *, again: bool) -> bool:
-        if self.micro_batch < 2 or again:  # a stream cannot give its samples again
+    def shrink(self, size: int, *, again: bool) -> bool:
+        if size < 1 or again:  # a stream cannot give its samples again
             return False
-        self.micro_batch //= 2
+        self.micro_batch = min(self.micro_batch, size)
         return True
 
     def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:

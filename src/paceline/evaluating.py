@@ -26,7 +26,7 @@ def own_sums(
         batch = source.take(0, piece, indices)
         figures = score(*batch) if isinstance(batch, (list, tuple)) else score(batch)
         for name, value in _named(figures).items():
-            sums[name] = sums.get(name, 0.0) + torch.as_tensor(value).detach().to(torch.float64)
+            sums[name] = sums.get(name, 0.0) + _number(name, value)
     return {name: value.tolist() for name, value in sums.items()} | {"count": sum(len(i) for _, i in pieces)}
 
 
@@ -38,6 +38,13 @@ def total(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     result = {name: value.item() if value.dim() == 0 else value for name, value in sums.items()}  # type: ignore[union-attr]
     return result | {"count": int(result["count"])}
+
+
+def _number(name: str, value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value).detach().to(torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"fleet.evaluate: {name!r} must be a number or a tensor, got {value!r}") from None
 
 
 def _named(figures: Any) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,13 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline import checkpoint, evaluating, machines, memory, replicas
+from paceline import checkpoint, devices, evaluating, machines, replicas
 from paceline.combine import NAMES as COMBINES
 from paceline.combine import Gradients
+from paceline.combine.scaling import give_back, take_over
 from paceline.dealing import Dealing, FromFeed, FromStream
+from paceline.endings import end_with_one_line
 from paceline.errors import FleetError, MisuseError
 from paceline.feed import Feed, Source
 from paceline.loop import Steps
+from paceline.memory import Guard
 from paceline.pace import Pacer
 from paceline.pace import make as make_pacer
 from paceline.pace.shares import proportional
@@ -89,13 +90,13 @@ class Fleet:
             raise ValueError(f"unknown combine {combine!r}; known: {', '.join(COMBINES)}")
         if nonfinite not in ("stop", "skip"):
             raise ValueError(f'nonfinite must be "stop" or "skip", got {nonfinite!r}')
-        self.device = _device(device)
+        self.device = devices.choose(device)
         self.seed = int(seed)
         self.nonfinite = nonfinite
         try:
             self._transport: Transport = Fixed(self.device) if launched() else Alone()
         except FleetError as error:
-            _end_with_one_line(error)
+            end_with_one_line(error)
             raise
         try:
             self._set_up(combine, name, run_dir, quiet)
@@ -104,7 +105,7 @@ class Fleet:
         except BaseException as error:
             self._transport.close(failure=error)
             if isinstance(error, FleetError):
-                _end_with_one_line(error)
+                end_with_one_line(error)
             raise
 
     def _set_up(self, combine: str, name: str | None, run_dir: str | Path | None, quiet: bool) -> None:
@@ -112,6 +113,9 @@ class Fleet:
         self.machine = machines.from_env(self.rank)
         self._models: list[torch.nn.Module] = []
         self._tracked: dict[str, Any] = {}
+        self._scaler: torch.amp.GradScaler | None = None
+        self._hooks: list[Any] = []
+        self._guards: list[Guard] = []
         self._history = History()
         self._overlap = True
         self._steps: Steps | None = None
@@ -168,6 +172,10 @@ class Fleet:
         """Leave the fleet; the context manager does it for you."""
         if self._steps is not None:
             self._steps.close()
+        if self._scaler is not None:
+            give_back(self._scaler)
+        for attached in (*self._hooks, *self._guards):
+            attached.remove()
         try:
             self._transport.close(failure=error)
         except FleetError as lost:
@@ -176,7 +184,7 @@ class Fleet:
         finally:
             self._witness.close(error)
             if isinstance(error, FleetError):
-                _end_with_one_line(error)
+                end_with_one_line(error)
 
     # -- what is trained -------------------------------------------------------------------------------------------
 
@@ -188,9 +196,11 @@ class Fleet:
         """
         if not isinstance(module, torch.nn.Module):
             raise ValueError(f"fleet.model takes a torch.nn.Module, got {type(module).__name__}")
-        if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+        wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+        wrapped = next((part for part in module.modules() if isinstance(part, wrappers)), None)
+        if wrapped is not None:
             raise ValueError(
-                f"the model is wrapped in {type(module).__name__}: pass the plain module, Paceline combines the "
+                f"the model is wrapped in {type(wrapped).__name__}: pass the plain module, Paceline combines the "
                 "gradients itself"
             )
         if self._steps is not None:
@@ -200,6 +210,8 @@ class Fleet:
         if self.size > 1:
             replicas.spread(self._transport, [module])
         self._models.append(module)
+        if not is_compiled(module):
+            self._hooks.append(module.register_forward_pre_hook(_refuse_ddp))
         self._overlap = self._overlap and overlap
         return module
 
@@ -210,15 +222,16 @@ class Fleet:
                 raise ValueError(f"fleet.track({name}=...): it has no state_dict and load_state_dict")
             if name in self._tracked and self._tracked[name] is not thing:
                 raise ValueError(f"fleet.track({name}=...): that name is taken by another object")
-            self._tracked[name] = thing
-        if self._steps is not None:
-            self._steps.gradients.scaler = self._scaler()
-
-    def _scaler(self) -> Any:
-        scalers = [thing for thing in self._tracked.values() if isinstance(thing, torch.amp.GradScaler)]
+        tracked = self._tracked | objects
+        scalers = {id(thing): thing for thing in tracked.values() if isinstance(thing, torch.amp.GradScaler)}
         if len(scalers) > 1:
             raise ValueError("fleet.track knows more than one GradScaler: one loss scale serves the whole step")
-        return scalers[0] if scalers else None
+        self._tracked = tracked
+        for scaler in scalers.values():
+            take_over(scaler)
+            self._scaler = scaler
+        if self._steps is not None:
+            self._steps.gradients.next_scaler = self._scaler
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -241,8 +254,8 @@ class Fleet:
             micro_batch: samples that go through the model at once: a number, one per worker, or "auto".
             shuffle, drop_last: as the DataLoader says, else True and False.
             order: ``order(epoch)`` gives the dataset indices to train on; each draw counts once.
-            whole: shares are whole micro-batches, of one size; on by itself for compiled models (each size would be
-                compiled anew) and for batch norm (its statistics would differ in quality).
+            whole: shares are whole micro-batches, of one size; on by itself for compiled models, which would compile
+                each size anew.
         """
         if not self._models:
             raise MisuseError("fleet.steps before fleet.model: bring the model first")
@@ -284,26 +297,13 @@ class Fleet:
         check_sync_batch_norm(
             self._models, pace=self.pacer.name, settings=settings, workers=self.size, length=source.length
         )
-        dealing = self._dealing(source, settings, order, [more for more, _ in ahead])
-        keep_whole = any(is_compiled(model) or has_batch_norm(model) for model in self._models)
-        steps = Steps(
-            transport=self._transport,
-            pacer=self.pacer,
-            gradients=self._gradients(settings.auto),
-            dealing=dealing,
-            settings=settings,
-            unit=max(sizes) if (keep_whole if whole is None else whole) else 1,
-            seed=self.seed,
-            device=self.device,
-            machine=self.machine,
-            nonfinite=self.nonfinite,
-            history=self._history,
-            observe=self._witness.event,
-            repair=lambda: replicas.spread(self._transport, self._models),
-        )
-        if self._resume is not None:
-            steps.load_state_dict(self._resume)
-            self._resume = None
+        gradients = self._gradients(settings.auto)
+        try:
+            steps = self._new_steps(source, settings, order, whole, gradients, ahead)
+            self._go_on(steps)
+        except BaseException:
+            gradients.detach()
+            raise
         self._guard(steps)
         self._witness.event(
             "steps",
@@ -318,9 +318,36 @@ class Fleet:
         )
         return steps
 
+    def _new_steps(
+        self,
+        source: Source,
+        settings: LoopSettings,
+        order: Callable[[int], Sequence[int]] | None,
+        whole: bool | None,
+        gradients: Gradients,
+        ahead: list[list[int]],
+    ) -> Steps:
+        compiled = any(is_compiled(model) for model in self._models)
+        return Steps(
+            transport=self._transport,
+            pacer=self.pacer,
+            gradients=gradients,
+            dealing=self._dealing(source, settings, order, [more for more, _ in ahead]),
+            settings=settings,
+            unit=max(size for _, size in ahead) if (compiled if whole is None else whole) else 1,
+            avoid_singles=any(has_batch_norm(model) for model in self._models),
+            seed=self.seed,
+            device=self.device,
+            machine=self.machine,
+            nonfinite=self.nonfinite,
+            history=self._history,
+            observe=self._witness.event,
+            repair=lambda: replicas.spread(self._transport, self._models),
+        )
+
     def _gradients(self, auto: bool) -> Gradients:
         gradients = Gradients(self._transport, self._models, overlap=self._overlap and not auto)
-        gradients.scaler = self._scaler()
+        gradients.next_scaler = self._scaler
         gradients.whole = auto
         return gradients
 
@@ -343,12 +370,14 @@ class Fleet:
 
     def _guard(self, steps: Steps) -> None:
         """Models that may run out of memory, for real ("auto") or on an emulated machine."""
+        for guard in self._guards:
+            guard.remove()
         emulated = self.machine.check_memory if self.machine and self.machine.memory_samples else None
         if not steps.auto and emulated is None:
+            self._guards = []
             return
-        on_halve = (lambda samples: steps.halve(samples, again=False)) if steps.auto else None
-        for model in self._models:
-            memory.guard(model, enter=emulated or (lambda samples: None), on_halve=on_halve)
+        shrink = (lambda samples: steps.shrink(samples, again=False)) if steps.auto else None
+        self._guards = [Guard(model, enter=emulated or (lambda samples: None), shrink=shrink) for model in self._models]
 
     # -- together --------------------------------------------------------------------------------------------------
 
@@ -364,8 +393,10 @@ class Fleet:
                 raise ValueError("fleet.evaluate needs a dataset with a length, so that every sample counts once")
             must_agree(self._transport, "fleet.evaluate()", {"dataset length": source.length})
             shares = proportional(np.asarray(self._speeds(), dtype=float), source.length).tolist()
-            size = batch_size or source.batch_size or (self._steps.settings.micro_batch if self._steps else 64)
-            with evaluating.evaluation_mode(self._models):
+            own = self._steps.settings.micro_batch if self._steps else 64
+            size = whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
+            tracked = [thing for thing in self._tracked.values() if isinstance(thing, torch.nn.Module)]
+            with evaluating.evaluation_mode([*self._models, *tracked]):
                 mine = evaluating.own_sums(score, source, shares=shares, rank=self.rank, batch_size=size)
         finally:
             source.close()
@@ -392,43 +423,60 @@ class Fleet:
             try:
                 checkpoint.write(path, self._content(extra))
             except OSError as error:
-                problem = f"cannot write {path}: {error.strerror or error}"
+                problem = ["OSError", f"cannot write {path}: {error.strerror or error}"]
+            except ValueError as error:
+                problem = ["ValueError", f"fleet.save: {error}"]
         problem = self._transport.gather("fleet.save()", problem)[0]
         if problem:
-            raise OSError(problem)
+            kind, text = problem
+            raise OSError(text) if kind == "OSError" else ValueError(text)
         self._witness.event("save", {"step": self._steps.index if self._steps else 0, "path": str(path)})
 
     def _content(self, extra: Any) -> dict[str, Any]:
         return {
-            "models": [model.state_dict() for model in self._models],
-            "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
+            "models": [checkpoint.plain(model.state_dict(), "the model's state") for model in self._models],
+            "tracked": {
+                name: checkpoint.plain(t.state_dict(), f"the state of {name}") for name, t in self._tracked.items()
+            },
             "steps": self._steps.state_dict() if self._steps else self._resume,
             "pace": {"name": self.pacer.name, "state": self.pacer.state_dict()},
             "seed": self.seed,
-            "extra": extra,
+            "extra": checkpoint.plain(extra, "extra"),
         }
 
     def load(self, path: str | Path) -> Any:
-        """Go on from a checkpoint, at any fleet size; returns its ``extra``. Call it before ``fleet.steps``.
+        """Go on from a checkpoint, at any fleet size; returns its ``extra``. Call it before the first step.
 
         All workers call it; the leader reads the file and hands it to the others.
         """
-        if self._steps is not None and not self._steps.finished:
-            raise MisuseError("fleet.load in the middle of a training: call it before fleet.steps")
+        if self._steps is not None and self._steps.begun and not self._steps.finished:
+            raise MisuseError("fleet.load in the middle of a training: call it before the first step")
         path = Path(path)
         content = checkpoint.parse(self._read_on_leader(path), path=path, device=self.device)
-        checkpoint.must_match(path, content, self._tracked, len(self._models))
-        for model, state in zip(self._models, content["models"], strict=True):
-            model.load_state_dict(state)
-        for name, thing in self._tracked.items():
-            thing.load_state_dict(content["tracked"][name])
+        checkpoint.must_match(path, content, self._tracked, self._models)
+        self._take_seed(path, content["seed"])
+        checkpoint.restore(path, content, self._tracked, self._models)
         if content["pace"]["name"] == self.pacer.name:
             self.pacer.load_state_dict(content["pace"]["state"])
         self._resume = content["steps"]
-        if content["seed"] != self.seed:
-            self._note("info", f"the seed is the checkpoint's, {content['seed']}: the epoch's order depends on it")
-            self.seed = content["seed"]
+        if self._steps is not None and not self._steps.begun:
+            self._go_on(self._steps)
         return content["extra"]
+
+    def _take_seed(self, path: Path, seed: int) -> None:
+        """The epoch's order and every sample's noise depend on the seed: a resumed run keeps it."""
+        if seed == self.seed:
+            return
+        if self._steps is not None:
+            raise ValueError(f"{path} was made with seed {seed}: join with that seed, or load before fleet.steps")
+        self._note("info", f"the seed is now {seed}, as in the checkpoint: the epoch's order depends on it")
+        self.seed = seed
+
+    def _go_on(self, steps: Steps) -> None:
+        if self._resume is not None:
+            steps.load_state_dict(self._resume)
+            steps.gradients.statistics_were_set()
+            self._resume = None
 
     def _read_on_leader(self, path: Path) -> bytes:
         data, problem = b"", None
@@ -441,7 +489,7 @@ class Fleet:
         if problem:
             raise ValueError(problem)
         buffer = torch.zeros(size, dtype=torch.uint8)
-        if self.is_leader:
+        if self.is_leader and data:
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._transport.broadcast([buffer])
         return buffer.numpy().tobytes()
@@ -450,35 +498,13 @@ class Fleet:
         self._witness.event("note", {"level": level, "text": text})
 
 
-def _device(asked: str | torch.device | None) -> torch.device:
-    """This worker's device: as asked, as the launcher says, a GPU of its own, or the CPU."""
-    chosen = asked or os.environ.get("PACELINE_DEVICE")
-    if chosen is None:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        chosen = f"cuda:{local}" if local < torch.cuda.device_count() else "cpu"
-    device = torch.device(chosen)
-    if device.type == "cuda":
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"device {device} is not there: this machine has {torch.cuda.device_count()} GPUs")
-        torch.cuda.set_device(device)
-    return device
+def _refuse_ddp(module: torch.nn.Module, inputs: Any) -> None:
+    if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+        raise MisuseError(
+            "the fleet's model runs inside DistributedDataParallel, which would wait for gradients of its own: delete "
+            "the wrapper, Paceline combines the gradients"
+        )
 
 
 def _pace_name(pace: str | Pacer) -> str:
     return pace if isinstance(pace, str) else pace.name
-
-
-def _end_with_one_line(error: FleetError) -> None:
-    """If nobody catches this error, say it in one line: a stack trace would only bury the worker's name."""
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
-        if raised is not error:
-            previous(kind, raised, trace)
-            return
-        print(f"paceline: {raised}", file=sys.stderr, flush=True)
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(75)  # the engine's threads may still be stuck in a broken round: do not wait for them
-
-    sys.excepthook = hook

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +45,7 @@ class Steps:
         dealing: Dealing,
         settings: LoopSettings,
         unit: int,
+        avoid_singles: bool,
         seed: int,
         device: torch.device,
         machine: Machine | None,
@@ -55,9 +57,9 @@ class Steps:
         self.gradients, self.dealing, self.device, self.machine, self.seed = gradients, dealing, device, machine, seed
         self.settings, self.auto = settings, settings.auto
         self._transport, self._pacer, self._history = transport, pacer, history
-        self._unit, self._nonfinite = unit, nonfinite
+        self._unit, self._avoid_singles, self._nonfinite = unit, avoid_singles, nonfinite
         self._observe, self._repair = observe, repair
-        self.finished = False
+        self.finished = self._closed = False
         self._index = 0
         self._plan: Plan | None = None
         self._next_plan: Plan | None = None
@@ -80,10 +82,18 @@ class Steps:
                 self._step = self._begin()
                 yield self._step
                 self._require_committed()
+        except GeneratorExit:
+            if self._step is not None and not self._step.committed:
+                text = f"the loop was left in step {self._step.index}, before its commit: its samples were not counted"
+                self._observe("note", {"level": "warning", "text": text})
+            raise
         finally:
             self._transport.doing("after the last step")
 
     def _begin(self) -> Step:
+        if self._closed:
+            raise MisuseError("this loop has ended: a later fleet.steps took its place, or the fleet was left")
+        began = time.perf_counter()
         self._transport.doing(f"step {self._index}")
         self._plan = self._plan or self._hand_round_plan()
         self._shares = self.dealing.deal(self._plan.samples)
@@ -92,11 +102,16 @@ class Steps:
             self._next_plan = self._plan_next()
         ends = self.dealing.remaining is not None and sum(self._shares) >= self.dealing.remaining
         share = self._shares[self._transport.rank]
-        return Step(self, index=self._index, epoch=self.dealing.epoch, share=share, ends_epoch=ends)
+        return Step(self, index=self._index, epoch=self.dealing.epoch, share=share, ends_epoch=ends, began=began)
 
     def _require_committed(self) -> None:
         if self._step is not None and not self._step.committed:
             raise MisuseError(f"step {self._step.index} was not committed: call step.commit(optimizer) in every step")
+
+    @property
+    def begun(self) -> bool:
+        """Whether the first step has been given out."""
+        return self._step is not None
 
     @property
     def index(self) -> int:
@@ -129,7 +144,8 @@ class Steps:
             return self._ask(self._index + 1, epoch, self.settings.global_batch)
         left -= sum(self._shares)
         if left == 0:
-            epoch, left = epoch + 1, self.dealing.length or 0
+            epoch, next_length = epoch + 1, self.dealing.next_length
+            left = self.settings.global_batch if next_length is None else next_length
         if epoch >= self.settings.epochs:
             return None
         return self._ask(self._index + 1, epoch, min(self.settings.global_batch, left))
@@ -143,7 +159,8 @@ class Steps:
             generation=self._transport.generation,
             unit=min(self._unit, total),
         )
-        return self._pacer.plan(ask)
+        plan = self._pacer.plan(ask)
+        return without_singles(plan) if self._avoid_singles else plan
 
     # -- the round -------------------------------------------------------------------------------------------------
 
@@ -197,10 +214,11 @@ class Steps:
         losses = header.column("loss")[workers]
         who = " and ".join(f"worker {worker}" for worker in workers)
         loss = "its loss was finite" if np.isfinite(losses).all() else "the loss itself was NaN or infinite"
-        what = "the update was skipped" if self._nonfinite == "skip" else "stopped before the update"
-        return f"{who} had NaN or infinite gradients in step {step.index} ({loss}): {what}" + (
-            "" if self._nonfinite == "skip" else '; paceline.join(nonfinite="skip") would leave such steps out'
-        )
+        said = f"{who} had NaN or infinite gradients in step {step.index} ({loss})"
+        if self._nonfinite == "skip":
+            return f"{said}: the update was skipped"
+        skip = 'paceline.join(nonfinite="skip") leaves such steps out'
+        return f"{said}: stopped before the update. {skip}; a GradScaler must be tracked with fleet.track(scaler=...)"
 
     def _record(self, step: Step, header: Header, applied: bool) -> StepRecord:
         assert self._plan is not None
@@ -221,6 +239,7 @@ class Steps:
             round_s=self._round_s,
             weight=weight,
             loss=float(header.column("loss").sum()) / weight if weight else None,
+            grad_norm=self.gradients.known_norm if applied else None,
             applied=applied,
             sums={self._transport.slot_name(slot): value for slot, value in header.sums().items()},
             shortfall_s=tuple(header.column("shortfall_s").tolist()) if self.machine else (),
@@ -235,7 +254,7 @@ class Steps:
         assert record is not None
         self.gradients.clear(overflow=bool(header.column("overflow").any()))
         ranges = self.dealing.commit(record.samples, bool(header.column("ended").all()))
-        record = _replace(record, ranges=ranges, wall_s=time.perf_counter() - step.began)
+        record = replace(record, ranges=ranges, wall_s=time.perf_counter() - step.began)
         step.record = record
         self._history.append(record)
         self._pacer.observe(record)
@@ -271,8 +290,11 @@ class Steps:
         if (prints == prints[0]).all():
             return
         astray = np.flatnonzero(prints != prints[0]).tolist()
-        text = f"the parameters of workers {astray} had drifted from worker 0's by rounding: set to worker 0's"
-        self._observe("note", {"level": "info", "text": text})
+        text = (
+            f"the parameters of workers {astray} were not equal to worker 0's and were set to them: unlike devices "
+            "round differently, and anything that changes parameters outside step.commit shows here too"
+        )
+        self._observe("note", {"level": "warning", "text": text})
         self._repair()
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -298,13 +320,18 @@ class Steps:
             torch.cuda.current_stream(self.device).synchronize()
         return self.machine.pad(index, samples, started)
 
-    def halve(self, samples: int, *, again: bool) -> bool:
-        """Memory ran out with so many samples at once: use half as many from here on."""
-        if not self.dealing.halve(again=again):
+    def shrink(self, samples: int, *, again: bool) -> bool:
+        """Memory ran out with so many samples at once: use at most half as many from here on."""
+        if not self.dealing.shrink(samples // 2, again=again):
             return False
         text = f"worker {self._transport.rank} ran out of memory with {samples} samples at once: "
         self._observe("note", {"level": "warning", "text": text + f"micro_batch is now {self.dealing.micro_batch}"})
         return True
+
+    def require_current(self, step: Step) -> None:
+        """A step of a loop that was left must not go on: its samples are no longer its own."""
+        if self._closed or step is not self._step:
+            raise MisuseError(f"step {step.index} is over: its loop was left, or a later step has begun")
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -313,23 +340,37 @@ class Steps:
             "step": self._index,
             "epoch": self.settings.epochs if self.finished else self.dealing.epoch,
             "dealing": None if self.finished else self.dealing.state_dict(),
+            "gradients": self.gradients.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._index = state["step"]
+        self.gradients.load_state_dict(state["gradients"])
         if state["dealing"] is None or state["epoch"] >= self.settings.epochs:
             self._open(state["epoch"])  # an epoch was over
         else:
             self.dealing.load_state_dict(state["dealing"])
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         self.dealing.close()
         self.gradients.detach()
 
 
+def without_singles(plan: Plan) -> Plan:
+    """Move shares of one sample to the largest share: batch norm cannot train on a single one.
+
+    >>> without_singles(Plan(generation=0, step=0, samples=(7, 1, 4))).samples
+    (8, 0, 4)
+    """
+    if plan.total < 2 or 1 not in plan.samples:
+        return plan
+    samples = [0 if share == 1 else share for share in plan.samples]
+    samples[int(np.argmax(samples))] += plan.total - sum(samples)
+    return replace(plan, samples=tuple(samples))
+
+
 def _ints(column: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[int, ...]:
     return tuple(int(value) for value in column)
-
-
-def _replace(record: StepRecord, **changes: Any) -> StepRecord:
-    return StepRecord(**{**vars(record), **changes})

@@ -1,6 +1,6 @@
 """``micro_batch="auto"``: a micro-batch that does not fit into memory is halved, and the step goes on.
 
-Out of memory in the model's forward: the same samples run again in halves under activation checkpointing, which keeps
+Out of memory in the model's own call: the same samples run again in halves under activation checkpointing, which keeps
 only the outputs, so the user's loop sees the outputs it asked for. Out of memory in backward: the micro-batch is given
 to the loop again, as two. Either way the size is halved from then on, and the log names the worker.
 """
@@ -17,40 +17,53 @@ from torch.utils.checkpoint import checkpoint
 OutOfMemory = torch.OutOfMemoryError
 
 
-def guard(model: torch.nn.Module, *, enter: Callable[[int], None], on_halve: Callable[[int], Any] | None) -> None:
-    """Give the model a forward that survives running out of memory.
+class Guard:
+    """Gives a model a call that survives running out of memory, until ``remove``.
 
-    ``enter(samples)`` may raise OutOfMemoryError (an emulated machine does). ``on_halve(samples)`` hears of a
-    micro-batch that did not fit; without it, running out of memory stays an error. The model's class becomes a
-    subclass of itself, so that deepcopy, isinstance and state_dict are as before.
+    ``enter(samples)`` may raise OutOfMemoryError (an emulated machine does). ``shrink(samples)`` hears how many samples
+    did not fit; without it, running out of memory stays an error. The model's class becomes a subclass of itself for
+    the time, and copies and pickles of the model are of its own class.
     """
-    original: Any = type(model)
 
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        samples = _samples(args, kwargs)
-        try:
-            enter(samples)
-            return original.forward(self, *args, **kwargs)
-        except OutOfMemory:
-            if on_halve is None or samples < 2:
-                raise
-        on_halve(samples)  # outside the except clause: the traceback held on to the activations
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        return _in_halves(self, forward, args, kwargs, samples)
+    def __init__(
+        self, model: torch.nn.Module, *, enter: Callable[[int], None], shrink: Callable[[int], Any] | None
+    ) -> None:
+        original: Any = type(model)
+        self._model, self._original = model, original
 
-    model.__class__ = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
+        def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            samples = _samples(args, kwargs)
+            try:
+                enter(samples)
+                return original.__call__(self, *args, **kwargs)
+            except OutOfMemory:
+                if shrink is None or samples < 2:
+                    raise
+            shrink(samples)  # outside the except clause: the traceback held on to the activations
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            return _in_halves(self, call, args, kwargs, samples)
+
+        def reduce(self: torch.nn.Module, protocol: Any) -> Any:
+            make, arguments, *rest = original.__reduce_ex__(self, protocol)
+            return (make, tuple(original if part is type(self) else part for part in arguments), *rest)
+
+        members = {"__call__": call, "__reduce_ex__": reduce, "__module__": original.__module__}
+        model.__class__ = type(original.__name__, (original,), members)
+
+    def remove(self) -> None:
+        self._model.__class__ = self._original
 
 
-def _in_halves(model: torch.nn.Module, forward: Any, args: Any, kwargs: Any, samples: int) -> Any:
+def _in_halves(model: torch.nn.Module, call: Any, args: Any, kwargs: Any, samples: int) -> Any:
     half = (samples + 1) // 2
     parts = []
     for piece in (slice(0, half), slice(half, samples)):
         inputs = _walk((args, kwargs), partial(_cut, piece=piece, samples=samples))
         if torch.is_grad_enabled():
-            parts.append(checkpoint(forward, model, *inputs[0], use_reentrant=False, **inputs[1]))
+            parts.append(checkpoint(call, model, *inputs[0], use_reentrant=False, **inputs[1]))
         else:
-            parts.append(forward(model, *inputs[0], **inputs[1]))
+            parts.append(call(model, *inputs[0], **inputs[1]))
     return _join(parts[0], parts[1])
 
 
@@ -71,16 +84,26 @@ def _walk(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(tree, dict):
         return {key: _walk(value, change) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_walk(value, change) for value in tree)
+        return _like(tree, [_walk(value, change) for value in tree])
     return tree
+
+
+def _like(tree: Any, values: list[Any]) -> Any:
+    """A list, tuple or namedtuple of the same kind with other values."""
+    return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
 
 
 def _join(first: Any, second: Any) -> Any:
     """Put the halves' outputs together along the first dimension."""
     if isinstance(first, torch.Tensor):
-        return torch.cat([first, second]) if first.dim() else first
+        if not first.dim():
+            raise ValueError(
+                "the model ran out of memory and returns a scalar for the whole batch, which halves cannot give: use a "
+                "smaller micro_batch, or compute the loss outside the model"
+            )
+        return torch.cat([first, second])
     if isinstance(first, dict):
         return type(first)({key: _join(first[key], second[key]) for key in first})
     if isinstance(first, (list, tuple)):
-        return type(first)(_join(a, b) for a, b in zip(first, second, strict=True))
+        return _like(first, [_join(a, b) for a, b in zip(first, second, strict=True)])
     return first

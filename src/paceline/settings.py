@@ -90,7 +90,9 @@ def check_sync_batch_norm(
     models: Sequence[torch.nn.Module], *, pace: str, settings: LoopSettings, workers: int, length: int | None
 ) -> None:
     """SyncBatchNorm runs a collective in every forward: it hangs unless all workers run equally many."""
-    if not any(isinstance(layer, torch.nn.SyncBatchNorm) for model in models for layer in model.modules()):
+    if workers == 1 or not any(
+        isinstance(layer, torch.nn.SyncBatchNorm) for model in models for layer in model.modules()
+    ):
         return
     whole = settings.global_batch % (workers * settings.micro_batch) == 0
     no_tail = settings.drop_last or (length is not None and length % settings.global_batch == 0)

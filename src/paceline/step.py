@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from paceline.dealing import MicroBatch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class Step:
     """A step. Iterate it for this worker's micro-batches, then commit it."""
 
-    def __init__(self, steps: Steps, *, index: int, epoch: int, share: int, ends_epoch: bool) -> None:
+    def __init__(self, steps: Steps, *, index: int, epoch: int, share: int, ends_epoch: bool, began: float) -> None:
         self.index = index
         """Counts the fleet's steps from 0, over all epochs and restarts."""
         self.epoch = epoch
@@ -43,7 +44,9 @@ class Step:
         self._opened = 0.0
         self._added: dict[str, Any] = {}
         self._pending: dict[str, Any] = {}
-        self.began = time.perf_counter()
+        self._void = False
+        """Whether the present micro-batch comes again, so that figures added with it do not count."""
+        self.began = began
         self.work_began: float | None = None
         self.seconds = 0.0
         self.samples = self.micro_batches = 0
@@ -78,9 +81,10 @@ class Step:
                 f"a micro-batch of step {self.index} had no step.backward(loss): its samples would be counted without "
                 "a gradient; call step.skip() to leave it out on purpose"
             )
-        for name, value in self._pending.items():
+        for name, value in self._pending.items() if not self._void else ():
             self._added[name] = self._added.get(name, 0.0) + value
         self._pending.clear()
+        self._void = False
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None) -> None:
         """Add the gradient of this micro-batch's mean loss.
@@ -103,12 +107,12 @@ class Step:
         try:
             self._gradients.backward(loss, weight, last=micro.last)
         except OutOfMemory:
-            if not self._steps.auto or not self._steps.halve(micro.samples, again=True):
+            if not self._steps.auto or not self._steps.shrink(micro.samples, again=True):
                 raise
         else:
             return True
         self._open = None
-        self._pending.clear()
+        self._void = True
         return False
 
     def skip(self) -> None:
@@ -135,6 +139,7 @@ class Step:
         self.seconds = now - self.work_began
 
     def _require_open(self, call: str) -> MicroBatch:
+        self._steps.require_current(self)
         if self._open is None:
             why = (
                 "it was used already; add the losses and call step.backward once"
@@ -174,6 +179,7 @@ class Step:
     def _combine(self, clip_norm: float | None) -> None:
         if self._committed or self._combined:
             raise MisuseError(f"step {self.index} has had its round: one a step")
+        self._steps.require_current(self)
         self._check_finished()
         self._close_micro_batch()
         if self.device_works_on and self.micro_batches:
@@ -237,8 +243,8 @@ def _check_weight(weight: Any) -> Any:
         if weight.device.type != "cpu":
             return weight  # looking at it would make the device wait
         weight = weight.item()
-    if not 0 <= weight < float("inf"):
-        raise ValueError(f"weight must be a finite number, zero or more, got {weight}")
+    if not isinstance(weight, (int, float, np.number)) or not 0 <= weight < float("inf"):
+        raise ValueError(f"weight must be a finite number, zero or more, got {weight!r}")
     return float(weight)
 
 

@@ -230,3 +230,19 @@ def test_two_pacers_with_the_same_records_make_the_same_plans(steps: int, seed: 
 
 def test_the_best_step_of_the_rig_is_the_sum_of_speeds() -> None:
     assert best_s(*FOUR(0), 275) == pytest.approx(0.1, rel=0.02)
+
+
+def test_a_slow_first_step_does_not_shut_the_fastest_worker_out() -> None:
+    def fleet(step: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(2), np.array([1.0 if step == 0 else 1e-3, 5e-3])
+
+    played = play(Adaptive(), fleet, total=128, steps=20, unit=16)
+    assert (played.shares[6:, 0] == 112).all(), played.shares.tolist()
+
+
+def test_a_stall_that_would_shut_a_worker_out_is_tried_again_at_once() -> None:
+    def fleet(step: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(2), np.array([1.0 if step == 30 else 1e-3, 1e-3])
+
+    played = play(Adaptive(), fleet, total=128, steps=45, unit=16)
+    assert (played.shares[36:] == 64).all(), played.shares[28:].tolist()

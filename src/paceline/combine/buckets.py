@@ -140,13 +140,15 @@ class Buckets:
             )
         if self._aside:
             return
-        if slot.seen == self._pass:
-            self._twice = True
-            if slot.bucket and slot.bucket.started:
-                raise MisuseError("a gradient came after its bucket was summed: pass overlap=False to fleet.model")
-        slot.seen = self._pass
+        again, slot.seen = slot.seen == self._pass, self._pass
+        self._twice = self._twice or again
+        if slot.bucket and slot.bucket.started:
+            raise MisuseError(
+                "a parameter got its gradient in several parts, the last after its sum had begun (re-entrant "
+                "checkpoints over a shared layer do this): pass overlap=False to fleet.model"
+            )
         self._adopt(slot, parameter)
-        if slot.bucket and self._last and self._overlap:
+        if slot.bucket and self._last and self._overlap and not again:
             slot.bucket.awaited -= 1
             self._start_ready()
 

@@ -8,7 +8,8 @@ is the mean, and half-precision gradients stay in range.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from paceline.combine.buckets import Buckets
 from paceline.combine.header import Header, Layout
 from paceline.combine.scaling import is_active, next_state
+from paceline.combine.scaling import scaled as scale_loss
 from paceline.combine.statistics import RunningStatistics
 from paceline.errors import MisuseError
 from paceline.transport import Pending, Transport
@@ -37,8 +39,11 @@ class Gradients:
         self._statistics = RunningStatistics(models)
         self._build()
         self.scaler: Any = None
+        self.next_scaler: Any = None
+        """Takes effect with the next step: half a step with a scale and half without would be wrong."""
         self._unscale = 1.0
         self._weight_per_sample = 1.0
+        self._begun = False
         self._reset()
 
     def _build(self) -> None:
@@ -48,13 +53,20 @@ class Gradients:
 
     def _reset(self) -> None:
         self._sums: list[Pending] = []
-        self._norms: list[torch.Tensor] = []
+        self._extremes: list[torch.Tensor] = []
         self._planned = 1.0
         self._begun = False
+        self._versions: list[int] = []
         self._norm: float | None = None
 
     def _trained_now(self) -> list[bool]:
         return [p.requires_grad for p in self.everything]
+
+    def state_dict(self) -> dict[str, float]:
+        return {"weight_per_sample": self._weight_per_sample}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self._weight_per_sample = state["weight_per_sample"]
 
     def detach(self) -> None:
         self.buckets.detach()
@@ -66,7 +78,10 @@ class Gradients:
 
     def begin(self, planned_samples: int) -> None:
         """A step begins in which the whole fleet plans to do so many samples."""
+        if self._begun:  # the last step was left half done
+            self.buckets.clear()
         self._reset()
+        self.scaler = self.next_scaler
         self._planned = planned_samples * self._weight_per_sample
         self._unscale = 1.0 / self.scaler.get_scale() if is_active(self.scaler) else 1.0
 
@@ -90,9 +105,10 @@ class Gradients:
         if not self._begun:
             self._notice_freezing()
             self._begun = True
+            self._versions = self._versions_now()
         scaled = loss * (weight / self._planned)
         if is_active(self.scaler):
-            scaled = self.scaler.scale(scaled)
+            scaled = scale_loss(self.scaler, scaled)
         self.buckets.backward(scaled, last=last and self.overlap, whole=self.whole, create_graph=create_graph)
 
     # -- round -----------------------------------------------------------------------------------------------------
@@ -101,12 +117,29 @@ class Gradients:
         """This worker has done its share: start what is left to sum. True if its gradients are finite."""
         self._notice_freezing()
         self.buckets.check_untouched()
+        self._check_parameters()
         self.buckets.finish()
-        if self._alone:
-            self._norm = self._unscaled_norm()
-        else:
-            self._norm = float(torch.stack(self._norms).norm()) if self._norms else 0.0
-        return self._norm < float("inf")
+        if not self._alone:
+            return not self._extremes or bool(torch.stack(self._extremes).isfinite().all())
+        self._norm = self._unscaled_norm()
+        return math.isfinite(self._norm) or all(bool(t.isfinite().all()) for t in self.buckets.tensors())
+
+    def _check_parameters(self) -> None:
+        if not self._begun:
+            return
+        if self._versions_now() != self._versions:
+            raise MisuseError(
+                "parameters changed in the middle of a step (an optimizer.step() left in?): replicas would "
+                "drift apart; step.commit(optimizer) makes the update"
+            )
+        if not any(self.buckets.used()):
+            raise MisuseError(
+                "the losses of this step reached no parameter of the fleet's model: compute them with the module that "
+                "fleet.model returned"
+            )
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self.everything]
 
     def _unscaled_norm(self) -> float:
         tensors = self.buckets.tensors()
@@ -118,7 +151,7 @@ class Gradients:
         if self._unscale != 1.0:
             flat.mul_(self._unscale)
         # One read of memory finds NaN and infinities, so that the worker behind them can be named.
-        self._norms.append(torch.linalg.vector_norm(flat).to(torch.float64))
+        self._extremes += [extreme.to(torch.float64) for extreme in torch.aminmax(flat)]
         self._sums.append(self._transport.sum(flat))
 
     def exchange(self, header: Header, samples: int, label: str) -> None:
@@ -160,6 +193,11 @@ class Gradients:
         tensors = self.buckets.tensors()
         return float(torch.nn.utils.get_total_norm(tensors)) if tensors else 0.0
 
+    @property
+    def known_norm(self) -> float | None:
+        """The norm, where it had to be measured anyway."""
+        return self._norm
+
     def norm(self) -> float:
         """The norm of the step's mean gradient before clipping; measured when first asked for."""
         if self._norm is None:
@@ -169,6 +207,7 @@ class Gradients:
     def clear(self, *, overflow: bool) -> None:
         """The step is over: forget its gradients, and tell the scaler how it went."""
         self.buckets.clear()
+        self._begun = False
         if is_active(self.scaler):
             self.scaler.load_state_dict(next_state(self.scaler.state_dict(), overflow=overflow))
 

@@ -6,7 +6,15 @@ share a step. An overflow anywhere skips the update everywhere, and every scaler
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from paceline.errors import MisuseError
+
+LARGEST = torch.finfo(torch.float32).max
+"""The scale is a float32 and never grows to infinity."""
 
 
 def next_state(state: dict[str, Any], *, overflow: bool) -> dict[str, Any]:
@@ -19,9 +27,41 @@ def next_state(state: dict[str, Any], *, overflow: bool) -> dict[str, Any]:
     if overflow:
         return {**state, "scale": state["scale"] * state["backoff_factor"], "_growth_tracker": 0}
     if state["_growth_tracker"] + 1 >= state["growth_interval"]:
-        return {**state, "scale": state["scale"] * state["growth_factor"], "_growth_tracker": 0}
+        grown = state["scale"] * state["growth_factor"]
+        return {**state, "scale": grown if grown <= LARGEST else state["scale"], "_growth_tracker": 0}
     return {**state, "_growth_tracker": state["_growth_tracker"] + 1}
 
 
 def is_active(scaler: Any) -> bool:
     return scaler is not None and bool(scaler.is_enabled())
+
+
+_OURS = {
+    "scale": "step.backward(loss) scales",
+    "unscale_": "the round unscales",
+    "step": "step.commit(optimizer) steps",
+    "update": "step.commit updates the scale",
+}
+
+
+def take_over(scaler: Any) -> None:
+    """From now on the user's own calls of a tracked scaler are errors: they would scale or step twice."""
+    for name, instead in _OURS.items():
+        setattr(scaler, name, _refuse(name, instead))
+
+
+def give_back(scaler: Any) -> None:
+    for name in _OURS:
+        vars(scaler).pop(name, None)
+
+
+def scaled(scaler: Any, loss: torch.Tensor) -> torch.Tensor:
+    """The loss times the scaler's scale."""
+    return cast(torch.Tensor, type(scaler).scale(scaler, loss))
+
+
+def _refuse(name: str, instead: str) -> Callable[..., None]:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise MisuseError(f"scaler.{name}() on a tracked GradScaler: {instead}; delete the call")
+
+    return refuse

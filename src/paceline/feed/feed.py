@@ -77,6 +77,11 @@ class Feed:
         return len(self._queues)
 
     @property
+    def ordered(self) -> bool:
+        """Whether the order is custom, so that epochs may differ in length."""
+        return self._order is not None
+
+    @property
     def remaining(self) -> int:
         """Positions of the open epoch that are not consumed yet."""
         return self._pool.total + sum(queue.total for queue in self._queues)

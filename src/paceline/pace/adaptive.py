@@ -97,14 +97,17 @@ class Adaptive(Forecasting):
         return best_s < float(present.seconds(kept).max()) * (1 - self.dead_band)
 
     def _tried(self, ask: Ask, belief: Belief, shares: Ints, low: Ints, high: Ints | None) -> NDArray[np.bool_]:
-        """Workers that would sit out but whose turn to be tried has come: one unit each."""
+        """Workers that would sit out, one unit each: those about whom one measurement alone says so, and those whose
+        turn to be tried again has come."""
         tried = np.zeros(len(shares), dtype=np.bool_)
         idle = shares == 0 if high is None else (shares == 0) & (high >= ask.unit)
-        if not self.probe or not idle.any() or ask.total < self._total:
+        if not idle.any() or ask.total < self._total:
             return tried
         step_s = float(belief.seconds(shares).max())
         added_s = belief.fixed_s + belief.per_sample_s * ask.unit - step_s
-        due = self._probes.due(ask.workers, ask.step, added_s, step_s)
+        due = np.flatnonzero(belief.doubtful)
+        if self.probe:
+            due = np.concatenate([due, self._probes.due(ask.workers, ask.step, added_s, step_s)])
         units = ask.total // ask.unit
         room = min(max(1, units // PROBED_PART), units - int(low.sum()) // ask.unit)
         tried[due[idle[due]][:room]] = True
@@ -150,6 +153,7 @@ def _to_state(belief: Belief) -> dict[str, Any]:
         "fixed_s": belief.fixed_s.tolist(),
         "per_sample_s": belief.per_sample_s.tolist(),
         "known": belief.known.tolist(),
+        "doubtful": belief.doubtful.tolist(),
     }
 
 
@@ -159,4 +163,5 @@ def _from_state(state: Mapping[str, Any]) -> Belief:
         np.array(state["fixed_s"], dtype=np.float64),
         np.array(state["per_sample_s"], dtype=np.float64),
         np.array(state["known"], dtype=np.bool_),
+        np.array(state["doubtful"], dtype=np.bool_),
     )

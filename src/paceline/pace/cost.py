@@ -7,7 +7,8 @@ The belief (a, b) of each worker is followed by a Kalman filter, all workers at 
   teaches the speed alone, so the fit cannot degenerate once shares settle (the prior's covariance is the ridge);
 - the speed may wander, which is the exponential forgetting: a noisy worker is averaged over more steps than a calm one;
 - a time far off the expectation is a change of speed, not noise: a and b are scaled to it at once. A first step slowed
-  by compilation or a one-off stall is undone the same way by the next normal time.
+  by compilation or a one-off stall is undone the same way by the next normal time, which a worker always gets: none
+  is left out on the word of a single measurement.
 
 A worker that sat out teaches nothing and keeps its belief. One never measured is taken for the median of the others.
 """
@@ -62,6 +63,8 @@ class Belief:
     per_sample_s: Floats
     known: Mask
     """False where a worker was never measured and stands at the median of the others."""
+    doubtful: Mask
+    """True where it rests on one measurement: the first, or one that said the worker had become much slower."""
 
     def seconds(self, samples: NDArray[Any]) -> Floats:
         """``a + b * n``, and 0 for a worker without samples."""
@@ -104,11 +107,11 @@ class Costs:
     def belief(self, workers: tuple[int, ...] | None = None) -> Belief:
         """The belief about ``workers`` (those of the last record by default), in their order."""
         workers = self._ledger.present if workers is None else workers
-        a, b, measured = (self._ledger.look_up(name, workers) for name in ("a", "b", "measured"))
+        a, b, measured, jumped = (self._ledger.look_up(name, workers) for name in ("a", "b", "measured", "jumped"))
         known = measured > 0
         if not known.all():
             a, b = (np.where(known, value, guess) for value, guess in zip((a, b), self._prior()))
-        return Belief(workers, a, b, known)
+        return Belief(workers, a, b, known, doubtful=(measured == 1) | (jumped > 0))
 
     def forecast_s(self, workers: tuple[int, ...], samples: NDArray[Any]) -> tuple[float, ...] | None:
         """Seconds each worker should take; NaN for one never measured, None when nobody was."""

@@ -96,7 +96,7 @@ class Fixed:
     def gather(self, label: str, value: Any) -> list[Any]:
         call = self._presence.enter(label)
         try:
-            return self._gather(f"call/{call}", value)
+            return self._gather(f"call/{call}", label, value)
         except (RuntimeError, dist.DistError) as error:
             if isinstance(error, FleetError):
                 raise
@@ -104,16 +104,20 @@ class Fixed:
         finally:
             self._presence.leave()
 
-    def _gather(self, key: str, value: Any) -> list[Any]:
+    def _gather(self, key: str, label: str, value: Any) -> list[Any]:
         """Workers put their values, the leader puts the list: two store operations a worker."""
         if self.rank:
-            self._store.set(f"{key}/{self.rank}", json.dumps(value))
+            self._store.set(f"{key}/{self.rank}", json.dumps([label, value]))
             self._await([f"{key}/all"])
             return list(json.loads(self._store.get(f"{key}/all")))
         others = [f"{key}/{rank}" for rank in range(1, self.size)]
         if others:
             self._await(others)
-        values = [json.loads(json.dumps(value)), *(json.loads(self._store.get(other)) for other in others)]
+        said = [[label, json.loads(json.dumps(value))], *(json.loads(self._store.get(other)) for other in others)]
+        if any(theirs != label for theirs, _ in said):
+            self._noticed.set()
+            raise self._presence.mismatch({rank: theirs for rank, (theirs, _) in enumerate(said)})
+        values = [theirs for _, theirs in said]
         self._store.set(f"{key}/all", json.dumps(values))
         for other in others:
             self._store.delete_key(other)
@@ -128,21 +132,15 @@ class Fixed:
             pause = min(pause * 1.5, 0.01)
 
     def slot(self, name: str) -> int:
-        if name not in self._slots:
-            number = self._store.add("slots", 1) - 1
-            self._slots[name] = int(self._store.compare_set(f"slot/of/{name}", "", str(number)))
-            if self._slots[name] == number:
-                self._store.set(f"slot/name/{number}", name)
+        while name not in self._slots:  # the first slot that is ours or free
+            slot = len(self._slots)
+            self._slots[str(self._store.compare_set(f"slot/{slot}", "", name).decode())] = slot
         return self._slots[name]
 
     def slot_name(self, slot: int) -> str:
-        for name, known in self._slots.items():
-            if known == slot:
-                return name
-        self._await([f"slot/name/{slot}"])
-        name = str(self._store.get(f"slot/name/{slot}").decode())
-        self._slots[name] = slot
-        return name
+        while len(self._slots) <= slot:  # given out by another worker before it used it
+            self._slots[str(self._store.get(f"slot/{len(self._slots)}").decode())] = len(self._slots)
+        return list(self._slots)[slot]
 
     def doing(self, what: str) -> None:
         self._presence.doing(what)

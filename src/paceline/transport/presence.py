@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from paceline.errors import CallMismatch, FleetError, WorkerLost
@@ -191,8 +191,18 @@ class Presence:
             return self.publish("lost", self._lost_text(seen, silent))
         astray = [rank for rank, (beat, _) in seen.items() if self._elsewhere(beat)]
         if astray and self._waiting_since is not None:
-            return self.publish("mismatch", self._mismatch_text(seen, astray))
+            labels = {rank: beat.label for rank, (beat, _) in seen.items() if beat.call == self._call}
+            return self.mismatch({**labels, self._rank: self._label})
         return None
+
+    def mismatch(self, labels: Mapping[int, str]) -> FleetError:
+        """These workers are in unlike calls under one number: publish that."""
+        callers: dict[str, list[int]] = {}
+        for rank in sorted(labels):
+            callers.setdefault(labels[rank], []).append(rank)
+        said = [f"{_list(ranks, self._names)} called {label}" for label, ranks in callers.items()]
+        rule = "every worker must make the same calls in the same order"
+        return self.publish("mismatch", f"{', but '.join(said)}: {rule}")
 
     def _elsewhere(self, beat: Beat) -> bool:
         """Whether a worker waits in another call under the number of mine: such a wait can never end."""
@@ -219,15 +229,6 @@ class Presence:
             f"{self._names[rank]} went silent (killed, frozen, or its network is cut); "
             f"it was last seen at: {seen[rank][0].doing}"
             for rank in silent
-        )
-
-    def _mismatch_text(self, seen: Seen, astray: list[int]) -> str:
-        labels = {rank: beat.label for rank, (beat, _) in seen.items() if beat.call == self._call}
-        there = {labels[rank] for rank in astray}
-        here = [rank for rank in range(self._size) if rank == self._rank or labels.get(rank) == self._label]
-        return (
-            f"{_list(here, self._names)} called {self._label}, but {_list(astray, self._names)} called "
-            f"{' and '.join(sorted(there))}: every worker must make the same calls in the same order"
         )
 
 

@@ -1,0 +1,117 @@
+"""What the benchmarks on emulated machines share: a fleet's processes, two ways to train, and the clock.
+
+One set of processes runs many trainings, one after another, because starting processes takes longer than measuring.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import paceline
+from paceline.machines import from_env, parse_fleet
+
+RESULT = "BENCHMARK_RESULT"
+"""Variable with the path where worker 0 leaves its figures; who has it is a worker."""
+FEATURES, CLASSES = 64, 10
+
+
+def run_workers(script: str, workers: int, *args: str) -> Any:
+    """Start ``script`` on so many workers and return what worker 0 gave to `leave_result`."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "paceline.cli", "run", "-q", "-n", str(workers), "--runs", folder, script]
+        subprocess.run([*command, *args], env={**os.environ, RESULT: str(result)}, check=True)
+        return json.loads(result.read_text())
+
+
+def is_worker() -> bool:
+    return RESULT in os.environ
+
+
+def leave_result(figures: Any) -> None:
+    """A worker's last act."""
+    if os.environ["RANK"] == "0":
+        Path(os.environ[RESULT]).write_text(json.dumps(figures))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(0.2)  # a process that ends while the group's threads still close down is sometimes aborted
+
+
+def emulate(machines: str, sample_ms: float) -> None:
+    """From here on this worker plays its machine of ``machines``."""
+    os.environ["PACELINE_EMULATE"], os.environ["PACELINE_SAMPLE_MS"] = machines, f"{sample_ms:g}"
+
+
+def limit(machines: str, sample_ms: float, *, step: int = 0) -> float:
+    """Samples a second that no schedule can beat: ``sum_i 1 / (factor_i * sample_ms)``."""
+    return sum(1 / machine.seconds(step, 1) for machine in parse_fleet(machines, sample_ms=sample_ms))
+
+
+def paceline_commits(pace: str, *, global_batch: int, steps: int, epochs: int = 1) -> list[float]:
+    """Seconds on the clock after each commit of ``epochs`` epochs of ``steps`` steps."""
+    stamps = []
+    with paceline.join(pace, quiet=True) as fleet:
+        model = fleet.model(_network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for step in fleet.steps(
+            _dataset(global_batch * steps), global_batch=global_batch, micro_batch=16, epochs=epochs
+        ):
+            for x, y in step:
+                step.backward(nn.functional.cross_entropy(model(x), y))
+            step.commit(optimizer)
+            stamps.append(time.perf_counter())
+    return stamps
+
+
+def ddp_commits(*, global_batch: int, steps: int) -> list[float]:
+    """The same for plain torch DDP over Gloo, which hides its sums in the padded time: DDP at its best."""
+    if not dist.is_initialized():  # once a process: torch cannot form a second group on the launcher's store
+        dist.init_process_group("gloo")
+    machine = from_env(dist.get_rank())
+    model = DistributedDataParallel(_network(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    data = _dataset(global_batch * steps)
+    loader = DataLoader(data, batch_size=global_batch // dist.get_world_size(), sampler=DistributedSampler(data))
+    stamps: list[float] = []
+    for x, y in loader:
+        started = time.perf_counter()
+        nn.functional.cross_entropy(model(x), y).backward()
+        if machine:
+            machine.pad(len(stamps), len(y), started)
+        optimizer.step()
+        optimizer.zero_grad()
+        stamps.append(time.perf_counter())
+    return stamps
+
+
+def speed(stamps: list[float], *, global_batch: int, skip: int) -> float:
+    """Samples a second by the wall clock, everything included, after the first ``skip`` steps."""
+    return (len(stamps) - skip) * global_batch / (stamps[-1] - stamps[skip - 1])
+
+
+def _network() -> nn.Module:
+    """About 85,000 parameters: small beside the padding, so that two cores can play four machines."""
+    hidden = 256
+    return nn.Sequential(
+        nn.Linear(FEATURES, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)
+    )
+
+
+def _dataset(length: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(length, FEATURES, generator=generator)
+    return TensorDataset(features, torch.randint(CLASSES, (length,), generator=generator))
