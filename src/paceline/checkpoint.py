@@ -69,7 +69,7 @@ def parse(data: bytes, *, path: Path, device: torch.device) -> dict[str, Any]:
     if version > VERSION:
         raise ValueError(f"{path} was written by a newer version of Paceline")
     if any(not isinstance(content.get(key), kind) for key, kind in _PARTS.items()):
-        raise ValueError(f"{path} is not a whole checkpoint: parts of it are missing")
+        raise ValueError(f"{path} was not written by fleet.save: parts of it are missing")
     return dict(content)
 
 

@@ -171,7 +171,7 @@ class Fleet:
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the fleet; the context manager does it for you."""
         if self._steps is not None:
-            self._steps.close()
+            self._steps.close(orderly=error is None)
         if self._scaler is not None:
             give_back(self._scaler)
         for attached in (*self._hooks, *self._guards):

@@ -82,11 +82,6 @@ class Steps:
                 self._step = self._begin()
                 yield self._step
                 self._require_committed()
-        except GeneratorExit:
-            if self._step is not None and not self._step.committed:
-                text = f"the loop was left in step {self._step.index}, before its commit: its samples were not counted"
-                self._observe("note", {"level": "warning", "text": text})
-            raise
         finally:
             self._transport.doing("after the last step")
 
@@ -351,10 +346,14 @@ class Steps:
         else:
             self.dealing.load_state_dict(state["dealing"])
 
-    def close(self) -> None:
+    def close(self, *, orderly: bool = True) -> None:
+        """End the loop. ``orderly``: not because of an error, which would have said enough."""
         if self._closed:
             return
         self._closed = True
+        if orderly and self._step is not None and not self._step.committed:
+            text = f"the loop was left in step {self._step.index}, before its commit: its samples were not counted"
+            self._observe("note", {"level": "warning", "text": text})
         self.dealing.close()
         self.gradients.detach()
 

@@ -45,14 +45,18 @@ class Guard:
             return _in_halves(self, call, args, kwargs, samples)
 
         def reduce(self: torch.nn.Module, protocol: Any) -> Any:
-            make, arguments, *rest = original.__reduce_ex__(self, protocol)
-            return (make, tuple(original if part is type(self) else part for part in arguments), *rest)
+            _, _, *rest = original.__reduce_ex__(self, protocol)
+            return (_new, (original,), *rest)
 
         members = {"__call__": call, "__reduce_ex__": reduce, "__module__": original.__module__}
         model.__class__ = type(original.__name__, (original,), members)
 
     def remove(self) -> None:
         self._model.__class__ = self._original
+
+
+def _new(kind: type) -> Any:
+    return kind.__new__(kind)
 
 
 def _in_halves(model: torch.nn.Module, call: Any, args: Any, kwargs: Any, samples: int) -> Any:

@@ -1,0 +1,138 @@
+"""The fixed transport's parts that need no second process: meeting, slots, backends, one worker over the network."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from crew import free_port
+
+import paceline
+from lone import flat, linear, numbers, plain, sgd, training
+from paceline.combine.header import SUMS
+from paceline.transport.fixed import Fixed, _choose_backend, launched
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables a launcher sets for a fleet of one."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_only_a_launcher_makes_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert not launched()
+    monkeypatch.setenv("RANK", "0")
+    assert not launched()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert launched()
+
+
+def test_a_launcher_that_does_not_say_where_to_meet_is_told_so(
+    launcher: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(ValueError, match="MASTER_ADDR, MASTER_PORT not set; start with `paceline run` or torchrun"):
+        paceline.join(quiet=True, run_dir=tmp_path)
+
+
+def test_joins_one_after_another_in_one_process_train_alike(launcher: None, tmp_path: Path) -> None:
+    for number in range(3):
+        with paceline.join(quiet=True, run_dir=tmp_path / str(number)) as fleet:
+            assert (fleet.rank, fleet.size, fleet.is_leader) == (0, 1, True)
+            model = fleet.model(linear())
+            list(training(fleet, model, sgd(model), numbers(), global_batch=8, micro_batch=4, shuffle=False))
+        assert torch.allclose(flat(model), plain(linear(), numbers(), batch=8), atol=1e-12)
+
+
+def test_a_join_works_again_after_one_that_failed(launcher: None, tmp_path: Path) -> None:
+    with pytest.raises(KeyError), paceline.join(quiet=True, run_dir=tmp_path):
+        raise KeyError("a bug in the script")
+    with pytest.raises(ValueError, match="2 ratios for 1 workers"):
+        paceline.join("fixed:1,2", quiet=True, run_dir=tmp_path)
+    with paceline.join(quiet=True, run_dir=tmp_path) as fleet:
+        assert fleet.agree(True)
+
+
+def test_a_fleet_leaves_no_threads_behind(launcher: None, tmp_path: Path) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    with paceline.join(quiet=True, run_dir=tmp_path):
+        assert any(thread.name == "paceline-presence" for thread in threading.enumerate())
+    assert {thread.name for thread in threading.enumerate()} <= before
+
+
+class Simultaneous:
+    """A store in which a number is given to every worker before any of them can use it: the worst race."""
+
+    def __init__(self, store: Any, workers: int) -> None:
+        self._store, self._barrier = store, threading.Barrier(workers)
+
+    def add(self, key: str, amount: int) -> int:
+        number = int(self._store.add(key, amount))
+        with suppress(threading.BrokenBarrierError):  # where not all workers ask for a number, nobody waits for long
+            self._barrier.wait(timeout=0.2)
+        return number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_figures_named_by_many_workers_at_once_do_not_use_up_the_slots() -> None:
+    """Every worker adds the same few figures in its first step: they must fit, whatever the size of the fleet."""
+    workers, names = 30, ["correct", "tokens", "entropy", "seen"]
+    store, found = Simultaneous(dist.HashStore(), workers), []
+
+    def work() -> None:
+        me: Any = SimpleNamespace(_slots={}, _store=store)
+        me._await = lambda keys: store.wait(keys)
+        found.append([Fixed.slot(me, name) for name in names])
+
+    threads = [threading.Thread(target=work) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert len(found) == workers
+    assert all(slots == found[0] for slots in found), "workers disagree on what a slot means"
+    assert len(set(found[0])) == len(names)
+    assert max(found[0]) < SUMS, f"{workers} workers with {len(names)} figures used up {max(found[0])} slots"
+
+
+def facts(*devices: str, host: str = "a") -> list[dict[str, str]]:
+    return [{"host": host, "device": device} for device in devices]
+
+
+@pytest.mark.parametrize(
+    ("fleet", "backend"),
+    [
+        (facts("cpu", "cpu"), "gloo"),
+        (facts("cuda:0", "cpu"), "gloo"),
+        (facts("cuda:0", "cuda:0"), "gloo"),
+        (facts("cuda:0", "cuda:1"), "nccl"),
+        ([*facts("cuda:0"), *facts("cuda:0", host="b")], "nccl"),
+    ],
+)
+def test_nccl_is_for_fleets_in_which_everybody_has_a_gpu_of_its_own(
+    fleet: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PACELINE_BACKEND", raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert _choose_backend(fleet) == backend
+
+
+def test_the_variable_for_the_backend_decides_and_must_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_BACKEND", "gloo")
+    assert _choose_backend(facts("cuda:0", "cuda:1")) == "gloo"
+    monkeypatch.setenv("PACELINE_BACKEND", "pigeon")
+    with pytest.raises(ValueError, match="PACELINE_BACKEND is 'pigeon'; it can be gloo or nccl"):
+        _choose_backend(facts("cpu"))

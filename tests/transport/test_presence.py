@@ -1,0 +1,167 @@
+"""Heartbeats through a store: who is lost, who is elsewhere, and one failure that is everybody's. One process."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+
+from paceline.errors import CallMismatch, FleetError, WorkerLost
+from paceline.transport import presence
+from paceline.transport.presence import Presence
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rules, twenty times faster."""
+    for name, seconds in (("BEAT_S", 0.02), ("PATIENCE_S", 0.05), ("SILENT_S", 0.5), ("SILENT_AFTER_RESET_S", 0.2)):
+        monkeypatch.setattr(presence, name, seconds)
+
+
+class Eyes:
+    """Some workers' presences over one store."""
+
+    def __init__(self, size: int) -> None:
+        self.store, self.launcher = dist.HashStore(), dist.HashStore()
+        self.failed = [threading.Event() for _ in range(size)]
+        self.workers = [self._make(rank, size) for rank in range(size)]
+
+    def _make(self, rank: int, size: int) -> Presence:
+        names = [f"worker {number} (cpu)" for number in range(size)]
+        return Presence(self.store, self.launcher, rank, size, names=names, on_failure=self.failed[rank].set)
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.stop()
+
+
+@pytest.fixture
+def eyes() -> Iterator[Callable[[int], Eyes]]:
+    made: list[Eyes] = []
+
+    def make(size: int) -> Eyes:
+        made.append(Eyes(size))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+def test_a_worker_that_beats_is_waited_for_however_long_it_takes(eyes: Callable[[int], Eyes]) -> None:
+    crew = eyes(2)
+    crew.workers[0].enter("a round")
+    assert not crew.failed[0].wait(1.0)  # twice as long as a silent worker is given
+    assert crew.workers[0].failure is None
+
+
+def test_a_worker_that_stops_beating_is_lost_and_named_with_what_it_did(eyes: Callable[[int], Eyes]) -> None:
+    crew = eyes(3)
+    crew.workers[1].doing("step 7")
+    wait_for_beat(crew, 1, "step 7")
+    crew.workers[1].stop()
+    for rank in (0, 2):
+        crew.workers[rank].enter("a round")
+    for rank in (0, 2):
+        assert crew.failed[rank].wait(5)
+        failure = crew.workers[rank].failure
+        assert isinstance(failure, WorkerLost)
+        assert str(failure).startswith("worker 1 (cpu) went silent")
+        assert "step 7" in str(failure)
+
+
+def wait_for_beat(crew: Eyes, rank: int, doing: str) -> None:
+    for _ in range(200):
+        if crew.store.check([f"beat/{rank}"]) and json.loads(crew.store.get(f"beat/{rank}"))[4] == doing:
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("no beat came")
+
+
+def test_two_that_wait_in_unlike_calls_are_told_so_both_with_the_same_words(eyes: Callable[[int], Eyes]) -> None:
+    crew = eyes(3)
+    crew.workers[0].enter("fleet.save()")
+    crew.workers[1].enter("the round of step 3")
+    crew.workers[2].enter("the round of step 3")
+    texts = set()
+    for rank in range(3):
+        assert crew.failed[rank].wait(5)
+        assert isinstance(crew.workers[rank].failure, CallMismatch)
+        texts.add(str(crew.workers[rank].failure))
+    assert len(texts) == 1
+    text = texts.pop()
+    assert "worker 0 (cpu) called fleet.save()" in text or "worker 0 (cpu)" in text
+    assert "fleet.save()" in text
+    assert "the round of step 3" in text
+    assert "every worker must make the same calls in the same order" in text
+
+
+def test_a_worker_one_call_behind_is_not_elsewhere(eyes: Callable[[int], Eyes]) -> None:
+    crew = eyes(2)
+    crew.workers[0].enter("fleet.agree()")
+    crew.workers[0].leave()
+    crew.workers[0].enter("the round of step 3")
+    crew.workers[1].enter("fleet.agree()")
+    assert not crew.failed[0].wait(0.4)
+    assert not crew.failed[1].is_set()
+
+
+def test_what_the_launcher_saw_die_is_known_at_once(eyes: Callable[[int], Eyes]) -> None:
+    crew = eyes(2)
+    crew.launcher.set("died/1", "was killed by signal 9 (SIGKILL)")
+    crew.workers[0].enter("a round")
+    assert crew.failed[0].wait(5)
+    assert str(crew.workers[0].failure) == "worker 1 (cpu) was killed by signal 9 (SIGKILL)"
+
+
+def test_the_first_failure_published_stands_for_all(eyes: Callable[[int], Eyes]) -> None:
+    crew = eyes(3)
+    first = crew.workers[2].publish("lost", "worker 2 (cpu) ended with KeyError: 'x'")
+    second = crew.workers[0].publish("mismatch", "something later")
+    assert str(first) == str(second) == "worker 2 (cpu) ended with KeyError: 'x'"
+    assert isinstance(second, WorkerLost)
+    crew.workers[1].enter("a round")
+    assert crew.failed[1].wait(5)
+    assert str(crew.workers[1].failure) == str(first)
+
+
+def test_everybody_who_heard_of_a_failure_says_so(eyes: Callable[[int], Eyes]) -> None:
+    crew = eyes(2)
+    crew.workers[0].publish("fleet", "it is over")
+    crew.workers[1].enter("a round")
+    assert crew.failed[1].wait(5)
+    crew.workers[0].await_acknowledgements(5.0)
+    assert crew.store.check(["knows/1"])
+
+
+def test_a_broken_connection_is_traced_to_the_silent_worker(eyes: Callable[[int], Eyes]) -> None:
+    crew = eyes(3)
+    wait_for_beat(crew, 1, "starting")
+    crew.workers[1].stop()
+    found = crew.workers[0].diagnose(RuntimeError("[gloo/transport] Connection reset by peer"))
+    assert isinstance(found, WorkerLost)
+    assert "worker 1 (cpu) went silent" in str(found)
+
+
+def test_a_broken_connection_with_all_alive_says_just_that(eyes: Callable[[int], Eyes]) -> None:
+    crew = eyes(2)
+    found = crew.workers[0].diagnose(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed"))
+    assert type(found) is FleetError
+    assert str(found).endswith("yet all of them are alive: Connection closed")
+
+
+def test_waiting_workers_are_named_in_a_warning_with_what_they_do(
+    eyes: Callable[[int], Eyes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(presence, "NAG_S", (0.1, 0.3, 60.0))
+    crew = eyes(2)
+    crew.workers[1].doing("a long compile")
+    wait_for_beat(crew, 1, "a long compile")
+    with caplog.at_level("WARNING", logger="paceline"):
+        crew.workers[0].enter("the round of step 0")
+        threading.Event().wait(0.8)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["the round of step 0: waiting for worker 1 (cpu) (a long compile)"] * 2
