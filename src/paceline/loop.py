@@ -146,6 +146,8 @@ class Steps:
         return self._ask(self._index + 1, epoch, min(self.settings.global_batch, left))
 
     def _ask(self, step: int, epoch: int, total: int) -> Plan:
+        if self._transport.size == 1:
+            return Plan(generation=self._transport.generation, step=step, samples=(total,))
         ask = Ask(
             step=step,
             total=total,
@@ -252,7 +254,8 @@ class Steps:
         record = replace(record, ranges=ranges, wall_s=time.perf_counter() - step.began)
         step.record = record
         self._history.append(record)
-        self._pacer.observe(record)
+        if self._transport.size > 1:  # a worker alone has nothing to divide
+            self._pacer.observe(record)
         self._observe("step", vars(record))
         self._index += 1
         self._plan, self._next_plan = header.read_plan(), None

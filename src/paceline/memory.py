@@ -48,14 +48,14 @@ class Guard:
             _, _, *rest = original.__reduce_ex__(self, protocol)
             return (_new, (original,), *rest)
 
-        members = {"__call__": call, "__reduce_ex__": reduce, "__module__": original.__module__}
-        model.__class__ = type(original.__name__, (original,), members)
+        members: dict[str, Any] = {"__call__": call, "__reduce_ex__": reduce, "__module__": original.__module__}
+        model.__class__ = type(str(original.__name__), (original,), members)
 
     def remove(self) -> None:
         self._model.__class__ = self._original
 
 
-def _new(kind: type) -> Any:
+def _new(kind: Any) -> Any:
     return kind.__new__(kind)
 
 

@@ -191,7 +191,9 @@ class Gradients:
 
     def _measure(self) -> float:
         tensors = self.buckets.tensors()
-        return float(torch.nn.utils.get_total_norm(tensors)) if tensors else 0.0
+        return (
+            float(torch.stack([n.to(torch.float64) for n in torch._foreach_norm(tensors)]).norm()) if tensors else 0.0
+        )
 
     @property
     def known_norm(self) -> float | None:

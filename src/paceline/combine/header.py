@@ -7,6 +7,8 @@ in it too, so a plan costs no wait of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,8 @@ FIELDS = (
 )
 """What each worker says of its step. ``loss`` is the weighted sum; ``ended``: its stream has no more samples."""
 
+_COLUMN = {name: number for number, name in enumerate(FIELDS)}
+
 SUMS = 64
 """How many figures ``step.add`` can carry."""
 PLAN_HEAD = 4
@@ -51,10 +55,14 @@ class Layout:
     def empty(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         return np.zeros(sum(self.sizes))
 
+    @cached_property
+    def _slices(self) -> list[slice]:
+        ends = list(accumulate(self.sizes))
+        return [slice(end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
+
     def parts(self, vector: np.ndarray[Any, np.dtype[np.float64]]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
         """Views of the vector: facts (worker x field), plan, sums, used parameters, counters."""
-        cuts = np.cumsum(self.sizes)[:-1]
-        facts, plan, sums, used, counters = np.split(vector, cuts)
+        facts, plan, sums, used, counters = (vector[part] for part in self._slices)
         return [facts.reshape(self.workers, len(FIELDS)), plan, sums.reshape(SUMS, 2), used, counters]
 
 
@@ -74,11 +82,12 @@ class Header:
             self.vector[:] = tensor.cpu().numpy()
 
     def write(self, rank: int, **facts: float) -> None:
+        own = self.facts[rank]
         for name, value in facts.items():
-            self.facts[rank, FIELDS.index(name)] = value
+            own[_COLUMN[name]] = value
 
     def column(self, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-        return self.facts[:, FIELDS.index(name)]
+        return self.facts[:, _COLUMN[name]]
 
     def write_plan(self, plan: Plan) -> None:
         count = len(plan.samples)
