@@ -294,9 +294,7 @@ class Fleet:
         must_agree(self._transport, "fleet.steps()", facts)
         ahead = self._transport.gather("loading ahead", [source.ahead * settings.micro_batch, settings.micro_batch])
         sizes = [size for _, size in ahead]
-        check_sync_batch_norm(
-            self._models, pace=self.pacer.name, settings=settings, workers=self.size, length=source.length
-        )
+        check_sync_batch_norm(self._models, pace=self.pacer.name, settings=settings, sizes=sizes, length=source.length)
         gradients = self._gradients(settings.auto)
         try:
             steps = self._new_steps(source, settings, order, whole, gradients, ahead)

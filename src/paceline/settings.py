@@ -87,14 +87,15 @@ def has_batch_norm(model: torch.nn.Module) -> bool:
 
 
 def check_sync_batch_norm(
-    models: Sequence[torch.nn.Module], *, pace: str, settings: LoopSettings, workers: int, length: int | None
+    models: Sequence[torch.nn.Module], *, pace: str, settings: LoopSettings, sizes: Sequence[int], length: int | None
 ) -> None:
     """SyncBatchNorm runs a collective in every forward: it hangs unless all workers run equally many."""
+    workers = len(sizes)
     if workers == 1 or not any(
         isinstance(layer, torch.nn.SyncBatchNorm) for model in models for layer in model.modules()
     ):
         return
-    whole = settings.global_batch % (workers * settings.micro_batch) == 0
+    whole = len(set(sizes)) == 1 and settings.global_batch % (workers * settings.micro_batch) == 0
     no_tail = settings.drop_last or (length is not None and length % settings.global_batch == 0)
     if pace == "equal" and whole and no_tail:
         return

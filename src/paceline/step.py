@@ -170,6 +170,7 @@ class Step:
             self._combine(clip_norm=clip_norm)
         if self.applied:
             if combined_before and clip_norm is not None:
+                self._gradients.norm()  # before it is clipped
                 torch.nn.utils.clip_grad_norm_(self._gradients.buckets.parameters, clip_norm)
             for optimizer in optimizers:
                 optimizer.step()

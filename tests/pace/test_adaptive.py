@@ -246,3 +246,16 @@ def test_a_stall_that_would_shut_a_worker_out_is_tried_again_at_once() -> None:
 
     played = play(Adaptive(), fleet, total=128, steps=45, unit=16)
     assert (played.shares[36:] == 64).all(), played.shares[28:].tolist()
+
+
+def test_a_slow_first_step_is_not_taken_for_fixed_cost() -> None:
+    """The tail of an epoch would show it: a worker believed to be nearly all fixed cost sits it out."""
+
+    def fleet(step: int) -> tuple[np.ndarray, np.ndarray]:
+        slow_start = np.array([0.038, 0.0, 0.0, 0.0]) if step == 0 else np.zeros(4)
+        return slow_start, 2e-3 * np.array([1.0, 1.0, 2.0, 4.0])
+
+    pacer = Adaptive()
+    play(pacer, fleet, total=128, steps=30)
+    tail = pacer.plan(Ask(step=40, total=29, workers=(0, 1, 2, 3))).samples
+    assert min(tail[:2]) >= 9, tail

@@ -37,8 +37,8 @@ def test_one_measurement_scales_the_whole_model() -> None:
         assert expects(slow, 0, samples) == pytest.approx(4 * expects(costs, 0, samples))
 
 
-def test_two_measurements_tell_fixed_cost_from_speed() -> None:
-    costs = taught(([64], [0.9 + 0.064]), ([256], [0.9 + 0.256]))
+def test_two_measurements_after_the_first_tell_fixed_cost_from_speed() -> None:
+    costs = taught(([64], [3.0]), ([64], [0.9 + 0.064]), ([256], [0.9 + 0.256]))
     assert expects(costs, 0, 128) == pytest.approx(0.9 + 0.128, rel=0.03)
 
 

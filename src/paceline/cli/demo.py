@@ -54,9 +54,9 @@ def demo(
     except ValueError as error:
         refuse(f"demo: {error}")
 
-    from paceline.cli.run import _leave
+    from paceline.cli.run import leave_with
 
-    _leave(show.run())
+    leave_with(show.run())
 
 
 def examples() -> Path:

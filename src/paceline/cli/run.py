@@ -77,7 +77,7 @@ def run(
 
     from paceline.cli.launch import Order, launch
 
-    _leave(launch(Order(command, workers, given, run_dir, devices=tuple(device_list), quiet=quiet)))
+    leave_with(launch(Order(command, workers, given, run_dir, devices=tuple(device_list), quiet=quiet)))
 
 
 def _run_dir(runs: Path, name: str) -> Path:
@@ -86,7 +86,7 @@ def _run_dir(runs: Path, name: str) -> Path:
     return new_run_dir(runs, name).resolve()
 
 
-def _leave(code: int) -> NoReturn:
+def leave_with(code: int) -> NoReturn:
     """End at once: a thread that still imports torch would hold the interpreter's own end up, or crash it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -70,6 +70,7 @@ class Gradients:
 
     def detach(self) -> None:
         self.buckets.detach()
+        self._sums = []  # a finished sum keeps the engine's group alive
 
     def statistics_were_set(self) -> None:
         self._statistics.rebase()

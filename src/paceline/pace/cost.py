@@ -2,7 +2,8 @@
 
 The belief (a, b) of each worker is followed by a Kalman filter, all workers at once:
 
-- the first measurement scales the whole prior (a single time cannot tell a from b);
+- the first measurement scales the whole prior (a single time cannot tell a from b), and so does the second (the first
+  step is often slowed by warming up);
 - later ones are weighed by how much they can tell: moves of the share teach the ratio a/b, a share that stands still
   teaches the speed alone, so the fit cannot degenerate once shares settle (the prior's covariance is the ridge);
 - the speed may wander, which is the exponential forgetting: a noisy worker is averaged over more steps than a calm one;
@@ -164,16 +165,18 @@ class Costs:
         beyond = (np.abs(surprise) > limit) | self._again(surprise)
         # What the open ratio a/b could explain is left to the filter, unless the last jump is being undone.
         unexplained = (np.abs(t - expected) > JUMP_SIGMAS * np.sqrt(doubt)) | (book["jumped"] * surprise < 0)
-        jump: Mask = who & beyond & unexplained
+        # The first step may have been slowed by anything: the second time says how fast, not what part was fixed cost.
+        second = book["measured"] == 1
+        jump: Mask = who & (second | (beyond & unexplained))
         _put(book["last"], who, np.where(jump, 0.0, surprise))
-        _put(book["jumped"], who, np.where(jump, np.sign(surprise), 0.0))
+        _put(book["jumped"], who, np.where(jump & beyond, np.sign(surprise), 0.0))
         scatter = noise * expected**2
         self._correct(who & ~jump, n, t, t - expected, ga, gb, doubt + scatter)
         self._rescale(jump, n, t, t / expected)
         # Surprise that the belief's own doubt explains is not the worker's noise; a jump counts as far as the limit.
         seen = np.minimum(np.abs(surprise), limit) ** 2 * scatter / (doubt + scatter)
         rate = np.maximum(NOISE_RATE, 1 / (book["measured"] + 2))
-        _put(noise, who, np.maximum(noise + rate * (seen - noise), LEAST_NOISE**2))
+        _put(noise, who & ~second, np.maximum(noise + rate * (seen - noise), LEAST_NOISE**2))
         return jump
 
     def _again(self, surprise: Floats) -> Mask:

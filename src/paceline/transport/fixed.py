@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,9 +60,9 @@ class Fixed:
         self._sockets: frozenset[int] = frozenset()
         self._noticed = threading.Event()
         self._names = [f"worker {rank}" for rank in range(self.size)]
-        beats = dist.PrefixStore(f"join{joined}", _clone(root))
-        died = _clone(root)
-        self._presence = Presence(beats, died, self.rank, self.size, names=self._names, on_failure=self._unblock)
+        aside = _clone(root)
+        beats = dist.PrefixStore(f"join{joined}", aside)
+        self._presence = Presence(beats, aside, self.rank, self.size, names=self._names, on_failure=self._unblock)
         facts = self.gather("join", _facts(device))
         self._name_workers(facts)
         self.backend = _choose_backend(facts)
@@ -243,7 +244,14 @@ def _rendezvous() -> tuple[Store, int, int]:
             f"the environment does not say where the fleet meets: {', '.join(missing)} not set; "
             "start with `paceline run` or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
-    store, rank, size = next(iter(dist.rendezvous("env://")))
+    return _meet(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["RANK"], os.environ["WORLD_SIZE"])
+
+
+@cache
+def _meet(address: str, port: str, rank: str, size: str) -> tuple[Store, int, int]:
+    """One store a process, for all its joins: were it opened anew for each, a quick worker would reach the last one's
+    store while the leader closes it."""
+    store, _, _ = next(iter(dist.rendezvous("env://")))
     return store, int(rank), int(size)
 
 

@@ -27,6 +27,8 @@ SILENT_S = 10.0
 """A worker that has not beaten for so long is lost. A live process beats from its own thread, whatever it computes."""
 SILENT_AFTER_RESET_S = 3.0
 """The same once a connection broke: then somebody is certainly gone."""
+ABSENT_S = 600.0
+"""How long a worker may take to start at all, measured from the first that waits for it."""
 NAG_S = (5.0, 15.0, 30.0)
 """When a waiting worker says whom it waits for; then once a minute."""
 
@@ -186,6 +188,9 @@ class Presence:
                 return self.publish("lost", f"{self._names[rank]} {self._launcher.get(f'died/{rank}').decode()}")
         self._read(seen)
         now = time.monotonic()
+        absent = [name for rank, name in enumerate(self._names) if rank not in seen]
+        if absent and self._waiting_since is not None and now - self._waiting_since > ABSENT_S:
+            return self.publish("lost", f"{', '.join(absent)} never came, in {ABSENT_S / 60:.0f} minutes")
         silent = [rank for rank, (_, at) in seen.items() if rank != self._rank and now - at > silent_s]
         if silent:
             return self.publish("lost", self._lost_text(seen, silent))
