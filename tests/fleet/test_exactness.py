@@ -75,7 +75,7 @@ def union(values: list[Any], epoch: int) -> Counter[int]:
     return Counter(sample for value in values for sample in value["seen"].get(str(epoch), []))
 
 
-@pytest.mark.parametrize("pace", [None, "adaptive"])
+@pytest.mark.parametrize("pace", [None, "adaptive", "epoch", "equal", "fixed:1,0,2"])
 def test_every_sample_of_every_epoch_counts_exactly_once(pace: str | None, tmp_path: Path) -> None:
     args = {"length": 101, "global_batch": 24, "epochs": 3, "pace": pace}
     values = run("exact_cases.py:count_samples", 3, tmp_path, args=args)
