@@ -20,13 +20,10 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not fleet"
+	$(BIN)/python -m pytest -m "not fleet" -n 2
 
-test: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest
+test: check
+	$(BIN)/python -m pytest -m fleet
 
 bench: $(STAMP)
 	@for file in benchmarks/[a-z]*.py; do case $$file in *gpu_*|*common.py) continue;; esac; echo "== $$file"; $(BIN)/python $$file || exit 1; done

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.transport import Transport
+
 VERSION = 1
 
 
@@ -55,6 +57,22 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         raise OSError(str(error).splitlines()[0]) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_on_leader(transport: Transport, path: Path) -> bytes:
+    """The file's bytes on every worker; only the leader needs to reach it."""
+    data, problem = b"", None
+    if transport.rank == 0:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            problem = f"cannot read the checkpoint {path}: {error.strerror or error}"
+    size, problem = transport.gather("fleet.load()", [len(data), problem])[0]
+    if problem:
+        raise ValueError(problem)
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(size, dtype=torch.uint8)
+    transport.broadcast([buffer])
+    return buffer.numpy().tobytes()
 
 
 def parse(data: bytes, *, path: Path, device: torch.device) -> dict[str, Any]:

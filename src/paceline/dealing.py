@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.feed import Feed, Ranges, Source, total
+from paceline.feed import Feed, Order, Ranges, Source, total
 from paceline.records import Range
+from paceline.settings import LoopSettings
 
 Piece = tuple[tuple[Range, ...], NDArray[np.int64]]
 """Positions of the epoch's order, and the dataset indices there."""
@@ -250,3 +251,29 @@ class FromStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.open(state["epoch"])
+
+
+def make_dealing(
+    source: Source,
+    settings: LoopSettings,
+    *,
+    order: Order | None,
+    seed: int,
+    rank: int,
+    size: int,
+    ahead: Sequence[int],
+) -> Dealing:
+    """The dealing for this kind of data. ``ahead``: samples that each worker's loader likes to hold."""
+    if source.length is None:
+        if order is not None:
+            raise ValueError("order= needs a dataset with a length: an iterable dataset has its own order")
+        return FromStream(source, rank=rank, micro_batch=settings.micro_batch)
+    feed = Feed(
+        source.length,
+        workers=size,
+        seed=seed,
+        shuffle=settings.shuffle,
+        order=order,
+        multiple_of=settings.global_batch if settings.drop_last else 1,
+    )
+    return FromFeed(feed, source, rank=rank, micro_batch=settings.micro_batch, ahead=ahead)

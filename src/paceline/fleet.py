@@ -16,10 +16,10 @@ from paceline import checkpoint, devices, evaluating, machines, replicas
 from paceline.combine import NAMES as COMBINES
 from paceline.combine import Gradients
 from paceline.combine.scaling import give_back, take_over
-from paceline.dealing import Dealing, FromFeed, FromStream
+from paceline.dealing import make_dealing
 from paceline.endings import end_with_one_line
 from paceline.errors import FleetError, MisuseError
-from paceline.feed import Feed, Source
+from paceline.feed import Source
 from paceline.loop import Steps
 from paceline.memory import Guard
 from paceline.pace import Pacer
@@ -32,7 +32,7 @@ from paceline.settings import (
     has_batch_norm,
     is_compiled,
     must_agree,
-    own_micro_batch,
+    read_settings,
     whole_number,
 )
 from paceline.transport import Alone, Fixed, Transport, launched
@@ -261,7 +261,16 @@ class Fleet:
             raise MisuseError("fleet.steps before fleet.model: bring the model first")
         source = Source(data, device=self.device, seed=self.seed, rank=self.rank)
         try:
-            settings = self._loop_settings(source, global_batch, micro_batch, epochs, shuffle, drop_last)
+            settings = read_settings(
+                source,
+                global_batch=global_batch,
+                micro_batch=micro_batch,
+                epochs=epochs,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                rank=self.rank,
+                size=self.size,
+            )
             if self._steps is not None:
                 self._steps.close()
             self._steps = self._build_steps(source, settings, order, whole)
@@ -269,22 +278,6 @@ class Fleet:
             source.close()
             raise
         return self._steps
-
-    def _loop_settings(
-        self, source: Source, global_batch: int, micro_batch: Any, epochs: int, shuffle: Any, drop_last: Any
-    ) -> LoopSettings:
-        global_batch = whole_number("global_batch", global_batch)
-        own, auto = own_micro_batch(
-            micro_batch, global_batch=global_batch, rank=self.rank, size=self.size, loader_batch=source.batch_size
-        )
-        return LoopSettings(
-            global_batch=global_batch,
-            micro_batch=own,
-            auto=auto,
-            epochs=whole_number("epochs", epochs),
-            shuffle=source.shuffle is not False if shuffle is None else bool(shuffle),
-            drop_last=source.drop_last if drop_last is None else bool(drop_last),
-        )
 
     def _build_steps(
         self, source: Source, settings: LoopSettings, order: Callable[[int], Sequence[int]] | None, whole: bool | None
@@ -330,7 +323,15 @@ class Fleet:
             transport=self._transport,
             pacer=self.pacer,
             gradients=gradients,
-            dealing=self._dealing(source, settings, order, [more for more, _ in ahead]),
+            dealing=make_dealing(
+                source,
+                settings,
+                order=order,
+                seed=self.seed,
+                rank=self.rank,
+                size=self.size,
+                ahead=[more for more, _ in ahead],
+            ),
             settings=settings,
             unit=max(size for _, size in ahead) if (compiled if whole is None else whole) else 1,
             avoid_singles=any(has_batch_norm(model) for model in self._models),
@@ -348,23 +349,6 @@ class Fleet:
         gradients.next_scaler = self._scaler
         gradients.whole = auto
         return gradients
-
-    def _dealing(
-        self, source: Source, settings: LoopSettings, order: Callable[[int], Sequence[int]] | None, ahead: Sequence[int]
-    ) -> Dealing:
-        if source.length is None:
-            if order is not None:
-                raise ValueError("order= needs a dataset with a length: an iterable dataset has its own order")
-            return FromStream(source, rank=self.rank, micro_batch=settings.micro_batch)
-        feed = Feed(
-            source.length,
-            workers=self.size,
-            seed=self.seed,
-            shuffle=settings.shuffle,
-            order=order,
-            multiple_of=settings.global_batch if settings.drop_last else 1,
-        )
-        return FromFeed(feed, source, rank=self.rank, micro_batch=settings.micro_batch, ahead=ahead)
 
     def _guard(self, steps: Steps) -> None:
         """Models that may run out of memory, for real ("auto") or on an emulated machine."""
@@ -450,7 +434,7 @@ class Fleet:
         if self._steps is not None and self._steps.begun and not self._steps.finished:
             raise MisuseError("fleet.load in the middle of a training: call it before the first step")
         path = Path(path)
-        content = checkpoint.parse(self._read_on_leader(path), path=path, device=self.device)
+        content = checkpoint.parse(checkpoint.read_on_leader(self._transport, path), path=path, device=self.device)
         checkpoint.must_match(path, content, self._tracked, self._models)
         self._take_seed(path, content["seed"])
         checkpoint.restore(path, content, self._tracked, self._models)
@@ -475,22 +459,6 @@ class Fleet:
             steps.load_state_dict(self._resume)
             steps.gradients.statistics_were_set()
             self._resume = None
-
-    def _read_on_leader(self, path: Path) -> bytes:
-        data, problem = b"", None
-        if self.is_leader:
-            try:
-                data = path.read_bytes()
-            except OSError as error:
-                problem = f"cannot read the checkpoint {path}: {error.strerror or error}"
-        size, problem = self._transport.gather("fleet.load()", [len(data), problem])[0]
-        if problem:
-            raise ValueError(problem)
-        buffer = torch.zeros(size, dtype=torch.uint8)
-        if self.is_leader and data:
-            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._transport.broadcast([buffer])
-        return buffer.numpy().tobytes()
 
     def _note(self, level: str, text: str) -> None:
         self._witness.event("note", {"level": level, "text": text})

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.feed import Source
 from paceline.transport import Transport
 
 
@@ -62,6 +63,32 @@ def own_micro_batch(
             "worker's share that goes through the model at once"
         )
     return sizes[rank], False
+
+
+def read_settings(
+    source: Source,
+    *,
+    global_batch: int,
+    micro_batch: int | str | Sequence[int] | None,
+    epochs: int,
+    shuffle: bool | None,
+    drop_last: bool | None,
+    rank: int,
+    size: int,
+) -> LoopSettings:
+    """What the user asked for, completed by what the DataLoader says."""
+    global_batch = whole_number("global_batch", global_batch)
+    own, auto = own_micro_batch(
+        micro_batch, global_batch=global_batch, rank=rank, size=size, loader_batch=source.batch_size
+    )
+    return LoopSettings(
+        global_batch=global_batch,
+        micro_batch=own,
+        auto=auto,
+        epochs=whole_number("epochs", epochs),
+        shuffle=source.shuffle is not False if shuffle is None else bool(shuffle),
+        drop_last=source.drop_last if drop_last is None else bool(drop_last),
+    )
 
 
 def must_agree(transport: Transport, label: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:

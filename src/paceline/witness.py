@@ -16,6 +16,7 @@ import torch
 
 from paceline import __version__
 from paceline.observe import EventLog, make_view, new_run_dir, read_log, verdict
+from paceline.observe.words import wrapped
 from paceline.transport import Transport
 
 logger = logging.getLogger("paceline")
@@ -100,7 +101,8 @@ class Witness:
         except ValueError:  # the disk took no log: it was warned of
             return
         if run.records:
-            print(f"\n{verdict(run).text}\nThe run's log: {self.run_dir}", file=sys.stderr, flush=True)
+            said = wrapped(verdict(run).text, sys.stderr)
+            print(f"\n{said}\nThe run's log: {self.run_dir}", file=sys.stderr, flush=True)
 
 
 def _folder(run_dir: str | Path | None, name: str) -> tuple[Path | None, str | None]:

@@ -47,6 +47,7 @@ class Watching:
     def close(self) -> RunLog | None:
         """End the view and print the verdict; returns the run's log, None when the script never joined a fleet."""
         from paceline.observe import read_log, verdict
+        from paceline.observe.words import wrapped
 
         self._end_view()
         try:
@@ -56,7 +57,7 @@ class Watching:
             return None
         if not self._quiet:
             if log.records:
-                self.err(f"\n{verdict(log).text}\n")
+                self.err(f"\n{wrapped(verdict(log).text, sys.stderr)}\n")
             self.err(f"run folder: {_short(self._run_dir)}\n")
         return log
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
+import textwrap
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 
 def number(value: float) -> str:
@@ -67,3 +69,11 @@ def machines(run: Mapping[str, Any]) -> dict[int, str]:
     entries = run.get("workers")
     known = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, (list, tuple)) else []
     return {int(entry.get("rank", rank)): machine(entry) for rank, entry in enumerate(known)}
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """The text broken between words to the width of the terminal; as it is where ``stream`` is none."""
+    if not stream.isatty():
+        return text
+    width = max(40, shutil.get_terminal_size().columns)
+    return "\n".join(textwrap.fill(line, width) for line in text.splitlines())

@@ -49,6 +49,7 @@ class Fixed:
     generation = 0
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         store, self.rank, self.size = _rendezvous()
         self.workers = tuple(range(self.size))
         self._holds_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -66,7 +67,7 @@ class Fixed:
         facts = self.gather("join", _facts(device))
         self._name_workers(facts)
         self.backend = _choose_backend(facts)
-        self._form_group(device)
+        self._form_group()
 
     # -- sums ------------------------------------------------------------------------------------------------------
 
@@ -85,6 +86,8 @@ class Fixed:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]  # any dtype, any layout
+        if self.backend == "nccl":
+            raw = [part.to(self._device) for part in raw]
         with self.round("the leader's broadcast"):
             for work in [self._group.broadcast([part], options) for part in raw]:
                 _Sum(work, self).wait()
@@ -200,11 +203,11 @@ class Fixed:
             where = fact["device"] if len(hosts) == 1 else f"{fact['host']}, {fact['device']}"
             self._names[rank] = f"worker {rank} ({where})"
 
-    def _form_group(self, device: torch.device) -> None:
+    def _form_group(self) -> None:
         prefix = dist.PrefixStore(f"group/{self.generation}", self._store)
         before = open_sockets()
         if self.backend == "nccl":
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(self._device)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = ENGINE_TIMEOUT
             self._group = dist.ProcessGroupNCCL(prefix, self.rank, self.size, options)
