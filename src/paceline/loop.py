@@ -22,7 +22,7 @@ from paceline.errors import MisuseError, NonFiniteGradients
 from paceline.pace import Ask, Pacer
 from paceline.records import History, Plan, StepRecord
 from paceline.replicas import fingerprint
-from paceline.settings import LoopSettings
+from paceline.settings import LoopSettings, must_agree
 from paceline.step import Step
 from paceline.transport import Transport
 
@@ -51,6 +51,7 @@ class Steps:
         machine: Machine | None,
         nonfinite: str,
         history: History,
+        first_index: int,
         observe: Callable[[str, Mapping[str, Any]], None],
         repair: Callable[[], None],
     ) -> None:
@@ -60,10 +61,12 @@ class Steps:
         self._unit, self._avoid_singles, self._nonfinite = unit, avoid_singles, nonfinite
         self._observe, self._repair = observe, repair
         self.finished = self._closed = False
-        self._index = 0
+        self._index = first_index
         self._plan: Plan | None = None
         self._next_plan: Plan | None = None
         self._shares: tuple[int, ...] = ()
+        self._full_shares: tuple[int, ...] = ()
+        self._agreed_epoch = -1
         self._step: Step | None = None
         self._header: Header | None = None
         self._round_s = 0.0
@@ -91,13 +94,24 @@ class Steps:
         began = time.perf_counter()
         self._transport.doing(f"step {self._index}")
         self._plan = self._plan or self._hand_round_plan()
+        self._check_order()
         self._shares = self.dealing.deal(self._plan.samples)
+        if sum(self._shares) == self.settings.global_batch:
+            self._full_shares = self._shares
         self.gradients.begin(sum(self._shares))
         if self._transport.rank == 0 and len(self._history) > 0:
             self._next_plan = self._plan_next()
         ends = self.dealing.remaining is not None and sum(self._shares) >= self.dealing.remaining
         share = self._shares[self._transport.rank]
         return Step(self, index=self._index, epoch=self.dealing.epoch, share=share, ends_epoch=ends, began=began)
+
+    def _check_order(self) -> None:
+        """A custom order must be the same on every worker, or samples would be lost and doubled in silence."""
+        if self._agreed_epoch == self.dealing.epoch:
+            return
+        self._agreed_epoch = self.dealing.epoch
+        if (digest := self.dealing.order_digest()) is not None:
+            must_agree(self._transport, f"order({self.dealing.epoch})", {"the order's digest": digest})
 
     def _require_committed(self) -> None:
         if self._step is not None and not self._step.committed:
@@ -118,9 +132,9 @@ class Steps:
         return 1.0 if self.finished else (self.dealing.epoch + self.dealing.progress) / self.settings.epochs
 
     @property
-    def shares(self) -> tuple[int, ...]:
-        """The shares of the present or last step."""
-        return self._shares
+    def full_shares(self) -> tuple[int, ...]:
+        """The shares of the last step of a whole global batch; empty before the first."""
+        return self._full_shares
 
     # -- plans -----------------------------------------------------------------------------------------------------
 
@@ -190,7 +204,7 @@ class Steps:
             shortfall_s=step.shortfall_s,
             overflow=overflow,
             nonfinite=not finite and not overflow,
-            ended=self.dealing.ended,
+            ended=self.dealing.ended or step.share == 0,
             fingerprint=self._fingerprint(step.index),
         )
         for name, value in added.items():
@@ -204,7 +218,7 @@ class Steps:
         if bad.size and self._nonfinite == "stop":
             raise NonFiniteGradients(self._nonfinite_text(step, header, bad.tolist()))
         if bad.size:
-            self._observe("note", {"level": "warning", "text": self._nonfinite_text(step, header, bad.tolist())})
+            self._warn_all(self._nonfinite_text(step, header, bad.tolist()))
         return not bad.size and not header.column("overflow").any() and bool(header.column("weight").sum() > 0)
 
     def _nonfinite_text(self, step: Step, header: Header, workers: list[int]) -> str:
@@ -251,6 +265,7 @@ class Steps:
         assert record is not None
         self.gradients.clear(overflow=bool(header.column("overflow").any()))
         ranges = self.dealing.commit(record.samples, bool(header.column("ended").all()))
+        step.ends_epoch = self.dealing.remaining == 0  # a stream's end shows only now
         record = replace(record, ranges=ranges, wall_s=time.perf_counter() - step.began)
         step.record = record
         self._history.append(record)
@@ -275,7 +290,7 @@ class Steps:
             raise MisuseError(
                 f"the gradients of step {step.index} are no longer there: ask before the next step begins"
             )
-        return self.gradients.norm()
+        return self.gradients.norm() if step.applied else float("nan")
 
     # -- watchfulness ----------------------------------------------------------------------------------------------
 
@@ -292,8 +307,12 @@ class Steps:
             f"the parameters of workers {astray} were not equal to worker 0's and were set to them: unlike devices "
             "round differently, and anything that changes parameters outside step.commit shows here too"
         )
-        self._observe("note", {"level": "warning", "text": text})
+        self._warn_all(text)
         self._repair()
+
+    def _warn_all(self, text: str) -> None:
+        """A warning that every worker has: the leader's is enough."""
+        self._observe("note", {"level": "warning", "text": text, "everywhere": True})
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """An optimiser of parameters that are not the fleet's would let replicas drift apart."""
@@ -356,7 +375,7 @@ class Steps:
         self._closed = True
         if orderly and self._step is not None and not self._step.committed:
             text = f"the loop was left in step {self._step.index}, before its commit: its samples were not counted"
-            self._observe("note", {"level": "warning", "text": text})
+            self._warn_all(text)
         self.dealing.close()
         self.gradients.detach()
 

@@ -16,9 +16,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def fingerprint(tensors: Iterable[torch.Tensor]) -> float:
-    """A number that two sets of tensors share when they are equal bit for bit: sums of their bits, mixed by position.
+    """A number that two sets of tensors share when they are equal bit for bit: sums of their bits, tensor by tensor.
 
-    Whole numbers below 2**52, so it travels exactly in a float64.
+    Whole numbers below 2**52, so it travels exactly in a float64. Within a tensor it does not see the order.
     """
     total = 0
     for tensor in tensors:

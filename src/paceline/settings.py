@@ -11,6 +11,7 @@ import torch
 
 from paceline.feed import Source
 from paceline.transport import Transport
+from paceline.transport.network import dist
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,16 @@ def check_sync_batch_norm(
     ):
         return
     whole = len(set(sizes)) == 1 and settings.global_batch % (workers * settings.micro_batch) == 0
-    no_tail = settings.drop_last or (length is not None and length % settings.global_batch == 0)
-    if pace == "equal" and whole and no_tail:
+    no_tail = length is not None and (settings.drop_last or length % settings.global_batch == 0)
+    if pace == "equal" and whole and no_tail and not settings.auto and _default_group_of(workers):
         return
     raise ValueError(
         "SyncBatchNorm needs the same number of micro-batches on every worker, or it hangs: use GroupNorm or plain "
         'BatchNorm (its running statistics are merged by sample count), or pace="equal" with global_batch a multiple '
-        f"of workers x micro_batch ({workers} x {settings.micro_batch}) and drop_last"
+        f"of workers x micro_batch ({workers} x {settings.micro_batch}), drop_last, and torch.distributed's default "
+        "group initialised by the script, which is what SyncBatchNorm speaks through"
     )
+
+
+def _default_group_of(workers: int) -> bool:
+    return bool(dist.is_initialized()) and dist.get_world_size() == workers

@@ -99,7 +99,7 @@ class Step:
             if not self._try_backward(loss, weight, micro):
                 return
             self.weight = self.weight + weight
-            self.loss_sum = self.loss_sum + loss.detach().to(torch.float64) * weight
+            self.loss_sum = self.loss_sum + _weighted(loss.detach().to(torch.float64), weight)
         self._done(micro)
 
     def _try_backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch) -> bool:
@@ -242,11 +242,19 @@ def _check_weight(weight: Any) -> Any:
             raise ValueError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}")
         weight = weight.detach().reshape(())
         if weight.device.type != "cpu":
-            return weight  # looking at it would make the device wait
+            return weight.to(torch.float64)  # looking at it would make the device wait
         weight = weight.item()
     if not isinstance(weight, (int, float, np.number)) or not 0 <= weight < float("inf"):
         raise ValueError(f"weight must be a finite number, zero or more, got {weight!r}")
     return float(weight)
+
+
+def _weighted(loss: torch.Tensor, weight: Any) -> torch.Tensor:
+    """``loss * weight``; a weight of 0, which only the device may know, drops even a loss that is NaN."""
+    if isinstance(weight, torch.Tensor):
+        loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
+    product: torch.Tensor = loss * weight
+    return product
 
 
 def _check_loss(loss: Any) -> None:

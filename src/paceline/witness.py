@@ -56,6 +56,7 @@ class Witness:
         self.run_id = self.run_dir.name
         under_launcher = bool(os.environ.get("PACELINE_LAUNCHER"))
         self._view = make_view(quiet=quiet or not self._leads or under_launcher)
+        self._unseen = quiet and not under_launcher
         self._says_verdict = self._leads and not quiet and not under_launcher
         if self._leads:
             self._log = EventLog(self.run_dir)
@@ -78,9 +79,12 @@ class Witness:
 
     def event(self, event: str, fields: Mapping[str, Any]) -> None:
         """Note that something happened."""
+        warning = event == "note" and fields["level"] == "warning"
         if self._log is not None:
             self._view.show(self._log.write(event, **fields))
-        elif event == "note" and fields["level"] == "warning" and not fields.get("everywhere"):
+            if warning and self._unseen:
+                logger.warning("%s", fields["text"])
+        elif warning and not fields.get("everywhere"):
             logger.warning("%s", fields["text"])
 
     def close(self, error: BaseException | None) -> None:

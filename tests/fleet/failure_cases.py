@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -179,5 +178,35 @@ def checkpoint_of_another_length(args: dict[str, Any]) -> str:
     return "no error"
 
 
-if __name__ == "__main__":
-    print(json.dumps({"rank": RANK}))
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(6.0).reshape(6, 1) + 10 * RANK)
+
+
+def stream_with_an_idle_worker(args: dict[str, Any]) -> dict[str, Any]:
+    """A worker that never gets a sample must not keep the epoch open for ever; and nobody shares dropout noise."""
+    noise = []
+    with paceline.join(args["pace"], quiet=True) as fleet:
+        model = fleet.model(nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        ends = []
+        micro_batch = min(2, args["global_batch"])
+        for step in fleet.steps(Stream(), global_batch=args["global_batch"], micro_batch=micro_batch, epochs=2):
+            for x in step:
+                noise.append(float(torch.rand(())))
+                step.backward(model(x).mean())
+            step.commit(optimizer)
+            ends.append(step.ends_epoch)
+            assert step.index < 100, "the epoch never ends"
+        return {"ends": ends, "noise": noise, "samples": sum(record.total for record in fleet.history)}
+
+
+def unlike_orders(args: dict[str, Any]) -> str:
+    try:
+        with paceline.join(quiet=True) as fleet:
+            fleet.model(nn.Linear(4, 1))
+            for _ in fleet.steps(data(), global_batch=16, order=lambda epoch: [(i + RANK) % 400 for i in range(400)]):
+                pass
+    except ValueError as error:
+        return str(error)
+    return "no error"

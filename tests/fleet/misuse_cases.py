@@ -77,18 +77,22 @@ def at_join(args: Any) -> dict[str, str]:
 def sync_batch_norm(args: Any) -> dict[str, str]:
     results = {}
     for name, pace, options in (
+        ("no default group", "equal", {"micro_batch": 3}),
         ("equal counts", "equal", {"micro_batch": 3}),
         ("unlike micro-batches", "equal", {"micro_batch": [3, 6]}),
         ("a tail", "equal", {"micro_batch": 3, "data": data(50)}),
         ("a share that is not whole", "equal", {"micro_batch": 4}),
         ("moving shares", "adaptive", {"micro_batch": 3}),
     ):
+        if name == "equal counts":
+            torch.distributed.init_process_group("gloo")
         with join(pace) as fleet:
             fleet.model(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)))
             dataset = options.pop("data", data())
             results[name] = told(
                 lambda d=dataset, o=options: fleet.steps(d, global_batch=BATCH, **o)  # type: ignore[misc]
             )
+    torch.distributed.destroy_process_group()
     return results
 
 

@@ -61,7 +61,9 @@ def test_a_bad_join_is_the_same_value_error_on_every_worker_and_the_next_join_wo
         assert worker["at_join"][name].startswith(said)
 
 
-@pytest.mark.parametrize("name", ["unlike micro-batches", "a tail", "a share that is not whole", "moving shares"])
+@pytest.mark.parametrize(
+    "name", ["no default group", "unlike micro-batches", "a tail", "a share that is not whole", "moving shares"]
+)
 def test_sync_batch_norm_is_refused_where_counts_would_differ(told: list[Any], name: str) -> None:
     for worker in told:
         assert worker["sync_batch_norm"][name].startswith("ValueError: SyncBatchNorm needs the same number")

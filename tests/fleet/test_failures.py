@@ -124,3 +124,23 @@ def test_a_checkpoint_of_another_dataset_length_is_refused(tmp_path: Path) -> No
     assert said[0] == said[1]
     assert "400" in said[0]
     assert "399" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("pace", "global_batch", "samples"), [("fixed:1,0", 2, 12), ("equal", 1, 12), ("equal", 4, 24)]
+)
+def test_streams_end_though_a_worker_never_gets_a_sample(
+    pace: str, global_batch: int, samples: int, tmp_path: Path
+) -> None:
+    args = {"pace": pace, "global_batch": global_batch}
+    first, second = run("failure_cases.py:stream_with_an_idle_worker", 2, tmp_path, args=args)
+    assert first["samples"] == samples
+    assert first["ends"].count(True) == 2
+    assert first["ends"][-1]
+    assert not set(first["noise"]) & set(second["noise"])
+
+
+def test_orders_that_differ_between_workers_are_refused(tmp_path: Path) -> None:
+    said = run("failure_cases.py:unlike_orders", 2, tmp_path)
+    assert said[0] == said[1]
+    assert "workers disagree in order(0)" in said[0]

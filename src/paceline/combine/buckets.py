@@ -82,14 +82,14 @@ class Buckets:
 
     # -- during the step -------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, *, last: bool, whole: bool = False, create_graph: bool = False) -> None:
+    def backward(self, loss: torch.Tensor, *, last: bool, whole: bool = False) -> None:
         """Add the gradient of ``loss``. ``last`` says that nothing more comes in this step.
 
         With ``whole`` a backward that fails half-way (out of memory) leaves the sum as it was.
         """
         self.check_untouched()
         if whole:
-            self._backward_whole(loss, create_graph)
+            self._backward_whole(loss)
             return
         if not any(slot.grad is not None for slot in self.slots):
             for parameter in self.parameters:
@@ -97,17 +97,17 @@ class Buckets:
         self._pass += 1
         self._inside, self._last = True, last
         try:
-            loss.backward(create_graph=create_graph)  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]
         finally:
             self._inside = False
         self._note_versions()
 
-    def _backward_whole(self, loss: torch.Tensor, create_graph: bool) -> None:
+    def _backward_whole(self, loss: torch.Tensor) -> None:
         for parameter in self.parameters:
             parameter.grad = None
         self._inside = self._aside = True
         try:
-            loss.backward(create_graph=create_graph)  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]
             self._join()
         finally:
             self._inside = self._aside = False

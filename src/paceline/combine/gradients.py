@@ -43,6 +43,8 @@ class Gradients:
         """Takes effect with the next step: half a step with a scale and half without would be wrong."""
         self._unscale = 1.0
         self._weight_per_sample = 1.0
+        self._norm_wanted = True  # the first step's is measured in any case, so that asking for it works from there on
+        self._mean_versions: list[int] = []
         self._begun = False
         self._reset()
 
@@ -101,7 +103,7 @@ class Gradients:
         self._trained = trained
         self._build()
 
-    def backward(self, loss: torch.Tensor, weight: Any, *, last: bool, create_graph: bool = False) -> None:
+    def backward(self, loss: torch.Tensor, weight: Any, *, last: bool) -> None:
         """Add the gradient of a micro-batch's mean loss with this weight."""
         if not self._begun:
             self._notice_freezing()
@@ -110,7 +112,7 @@ class Gradients:
         scaled = loss * (weight / self._planned)
         if is_active(self.scaler):
             scaled = scale_loss(self.scaler, scaled)
-        self.buckets.backward(scaled, last=last and self.overlap, whole=self.whole, create_graph=create_graph)
+        self.buckets.backward(scaled, last=last and self.overlap, whole=self.whole)
 
     # -- round -----------------------------------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class Gradients:
             self._sums.append(self._transport.sum(wire))
             for pending in self._sums:
                 pending.wait()
-        header.receive(wire)
+            header.receive(wire)
         if self.layout.counters:
             self._statistics.merge(float(header.column("samples").sum()), header.counters.tolist())
 
@@ -180,13 +182,16 @@ class Gradients:
         self.buckets.expose((header.used > 0).tolist())
         total = float(header.column("weight").sum())
         factor = self._planned / total
-        known = self._norm if self._alone else None if clip_norm is None else self._measure()
+        wanted = clip_norm is not None or self._norm_wanted
+        known = self._norm if self._alone else self._measure() if wanted else None
         self._norm = None if known is None else known * factor
         if clip_norm is not None and self._norm is not None:
             factor *= min(1.0, clip_norm / (self._norm + 1e-6))
         tensors = self.buckets.tensors()
         if factor != 1.0 and tensors:
             torch._foreach_mul_(tensors, factor)
+        self._norm_wanted = False
+        self._mean_versions = [tensor._version for tensor in tensors]
         samples = float(header.column("samples").sum())
         self._weight_per_sample = total / samples if samples else self._weight_per_sample
 
@@ -202,8 +207,14 @@ class Gradients:
         return self._norm
 
     def norm(self) -> float:
-        """The norm of the step's mean gradient before clipping; measured when first asked for."""
+        """The norm of the step's mean gradient before clipping. Once asked for, it is measured in every step."""
+        self._norm_wanted = True
         if self._norm is None:
+            if [tensor._version for tensor in self.buckets.tensors()] != self._mean_versions:
+                raise MisuseError(
+                    "the gradients were changed since the round (some optimisers do), so their norm is lost for this "
+                    "step; from the next step on it is measured in time"
+                )
             self._norm = self._measure()
         return self._norm
 

@@ -53,10 +53,12 @@ class Fixed:
         store, self.rank, self.size = _rendezvous()
         self.workers = tuple(range(self.size))
         self._holds_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        root = dist.PrefixStore(f"paceline{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0').strip('0')}", store)
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        root = dist.PrefixStore("paceline" if restart == "0" else f"paceline{restart}", store)
         joined = root.add(f"joins/{self.rank}", 1)
         self._store: Store = dist.PrefixStore(f"join{joined}", root)
         self._slots: dict[str, int] = {}
+        self._spent: list[str] = []
         self._group: Any = None
         self._sockets: frozenset[int] = frozenset()
         self._noticed = threading.Event()
@@ -67,7 +69,8 @@ class Fixed:
         facts = self.gather("join", _facts(device))
         self._name_workers(facts)
         self.backend = _choose_backend(facts)
-        self._form_group()
+        with self.round("forming the group"):
+            self._form_group()
 
     # -- sums ------------------------------------------------------------------------------------------------------
 
@@ -76,6 +79,10 @@ class Fixed:
         self._presence.enter(label)
         try:
             yield
+            if self.backend == "nccl":  # its waits only order streams: the true one is here, where it is watched
+                torch.cuda.current_stream(self._device).synchronize()
+                if self._presence.failure:
+                    raise self.failed(self._presence.failure)
         finally:
             self._presence.leave()
 
@@ -123,8 +130,9 @@ class Fixed:
             raise self._presence.mismatch({rank: theirs for rank, (theirs, _) in enumerate(said)})
         values = [theirs for _, theirs in said]
         self._store.set(f"{key}/all", json.dumps(values))
-        for other in others:
-            self._store.delete_key(other)
+        for old in (*others, *self._spent):  # everybody has read the list before this one
+            self._store.delete_key(old)
+        self._spent = [f"{key}/all"]
         return values
 
     def _await(self, keys: list[str]) -> None:
@@ -136,14 +144,20 @@ class Fixed:
             pause = min(pause * 1.5, 0.01)
 
     def slot(self, name: str) -> int:
-        while name not in self._slots:  # the first slot that is ours or free
-            slot = len(self._slots)
-            self._slots[str(self._store.compare_set(f"slot/{slot}", "", name).decode())] = slot
+        try:
+            while name not in self._slots:  # the first slot that is ours or free
+                slot = len(self._slots)
+                self._slots[str(self._store.compare_set(f"slot/{slot}", "", name).decode())] = slot
+        except RuntimeError as error:
+            raise self.failed(error) from None
         return self._slots[name]
 
     def slot_name(self, slot: int) -> str:
-        while len(self._slots) <= slot:  # given out by another worker before it used it
-            self._slots[str(self._store.get(f"slot/{len(self._slots)}").decode())] = len(self._slots)
+        try:
+            while len(self._slots) <= slot:  # given out by another worker before it used it
+                self._slots[str(self._store.get(f"slot/{len(self._slots)}").decode())] = len(self._slots)
+        except RuntimeError as error:
+            raise self.failed(error) from None
         return list(self._slots)[slot]
 
     def doing(self, what: str) -> None:

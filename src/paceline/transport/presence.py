@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.errors import CallMismatch, FleetError, WorkerLost
 from paceline.transport.network import Store
@@ -47,6 +48,15 @@ class Beat:
     doing: str
 
 
+class _Place(NamedTuple):
+    """Where this worker is, replaced whole, so that the other thread never reads half of a change."""
+
+    call: int
+    label: str
+    since: float | None
+    """When it began to wait there; None while it works towards the next call."""
+
+
 Seen = dict[int, tuple[Beat, float]]
 """By rank: the last beat and the time, on the reader's clock, when it was first read."""
 
@@ -71,8 +81,7 @@ class Presence:
         self.failure: FleetError | None = None
         self._store, self._launcher, self._rank, self._size, self._names = store, launcher, rank, size, names
         self._on_failure = on_failure
-        self._call, self._label = 0, ""
-        self._waiting_since: float | None = None
+        self._at = _Place(0, "", None)
         self._nagged = 0
         self._doing = "starting"
         self._seen: Seen = {}
@@ -88,11 +97,11 @@ class Presence:
 
     def enter(self, label: str) -> int:
         """Begin collective call number N; from now on this worker waits for the others."""
-        self._call, self._label, self._waiting_since = self._call + 1, label, time.monotonic()
-        return self._call
+        self._at = _Place(self._at.call + 1, label, time.monotonic())
+        return self._at.call
 
     def leave(self) -> None:
-        self._waiting_since = None
+        self._at = self._at._replace(since=None)
 
     def stop(self) -> None:
         self._stop.set()
@@ -145,7 +154,8 @@ class Presence:
         count = 0
         while not self._stop.is_set():
             count += 1
-            beat = [count, self._call, self._label, self._waiting_since is not None, self._doing]
+            at = self._at
+            beat = [count, at.call, at.label, at.since is not None, self._doing]
             with self._using_store:
                 if self.failure:  # it is over, and the store may be gone any moment
                     return
@@ -157,7 +167,7 @@ class Presence:
             self._wake.wait(BEAT_S)
 
     def _watch(self) -> None:
-        since = self._waiting_since
+        label, since = self._at.label, self._at.since
         if since is None or time.monotonic() - since < PATIENCE_S:
             self._seen, self._nagged = {}, 0
             return
@@ -168,10 +178,10 @@ class Presence:
         waited = time.monotonic() - since
         if waited > (NAG_S[self._nagged] if self._nagged < len(NAG_S) else NAG_S[-1] + 60 * (self._nagged - 2)):
             self._nagged += 1
-            logger.warning("%s: waiting for %s", self._label, self._whom() or "the network")
+            logger.warning("%s: waiting for %s", label, self._whom() or "the network")
 
     def _store_lost(self, error: BaseException) -> None:
-        if self._stop.is_set() or self.failure or self._waiting_since is None:
+        if self._stop.is_set() or self.failure or self._at.since is None:
             return
         self._fail(_store_gone(error))
 
@@ -186,18 +196,19 @@ class Presence:
         for rank in range(self._size):
             if self._launcher.check([f"died/{rank}"]):
                 return self.publish("lost", f"{self._names[rank]} {self._launcher.get(f'died/{rank}').decode()}")
+        at = self._at
         self._read(seen)
         now = time.monotonic()
         absent = [name for rank, name in enumerate(self._names) if rank not in seen]
-        if absent and self._waiting_since is not None and now - self._waiting_since > ABSENT_S:
+        if absent and at.since is not None and now - at.since > ABSENT_S:
             return self.publish("lost", f"{', '.join(absent)} never came, in {ABSENT_S / 60:.0f} minutes")
         silent = [rank for rank, (_, at) in seen.items() if rank != self._rank and now - at > silent_s]
         if silent:
             return self.publish("lost", self._lost_text(seen, silent))
-        astray = [rank for rank, (beat, _) in seen.items() if self._elsewhere(beat)]
-        if astray and self._waiting_since is not None:
-            labels = {rank: beat.label for rank, (beat, _) in seen.items() if beat.call == self._call}
-            return self.mismatch({**labels, self._rank: self._label})
+        # A worker that waits in another call under the number of mine: neither wait can ever end.
+        labels = {rank: beat.label for rank, (beat, _) in seen.items() if beat.waiting and beat.call == at.call}
+        if at.since is not None and any(label != at.label for rank, label in labels.items() if rank != self._rank):
+            return self.mismatch({**labels, self._rank: at.label})
         return None
 
     def mismatch(self, labels: Mapping[int, str]) -> FleetError:
@@ -208,10 +219,6 @@ class Presence:
         said = [f"{_list(ranks, self._names)} called {label}" for label, ranks in callers.items()]
         rule = "every worker must make the same calls in the same order"
         return self.publish("mismatch", f"{', but '.join(said)}: {rule}")
-
-    def _elsewhere(self, beat: Beat) -> bool:
-        """Whether a worker waits in another call under the number of mine: such a wait can never end."""
-        return beat.waiting and beat.call == self._call and beat.label != self._label
 
     def _read(self, seen: Seen) -> None:
         """Note every worker's last beat, and when (on this worker's clock) it was first seen."""
@@ -226,7 +233,7 @@ class Presence:
     def _whom(self) -> str:
         """The workers that are not yet in my call, and what they do."""
         beats = {rank: self._seen[rank][0] if rank in self._seen else None for rank in range(self._size)}
-        behind = [(rank, beat) for rank, beat in beats.items() if beat is None or beat.call < self._call]
+        behind = [(rank, beat) for rank, beat in beats.items() if beat is None or beat.call < self._at.call]
         return "; ".join(f"{self._names[rank]} ({beat.doing if beat else 'not started'})" for rank, beat in behind)
 
     def _lost_text(self, seen: Seen, silent: list[int]) -> str:
