@@ -1,0 +1,194 @@
+"""Playing rules by hand-checked steps, and what must hold between rules on any matrix."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from paceline.pace import Adaptive, Ask, Equal
+from paceline.pace.cutoff import Cutoff
+from paceline.pace.forecast import LastValue, Seen
+from paceline.records import Plan, StepRecord
+from paceline.simulate import compare, make, matrix, play
+from paceline.simulate.outcome import Outcome
+
+TIMES = arrays(np.float64, st.tuples(st.integers(1, 12), st.integers(1, 6)), elements=st.floats(0.05, 20))
+STEPS = np.array([[1.0, 2.0, 3.0, 8.0], [4.0, 4.0, 4.0, 4.0]])
+
+
+def by_name(outcomes: list[Outcome]) -> dict[str, Outcome]:
+    return {outcome.name: outcome for outcome in outcomes}
+
+
+def test_a_cut_off_step_by_hand() -> None:
+    outcome = play.counts("hand", STEPS, np.array([3, 4]), overhead_s=0.5)
+    assert outcome.shares.tolist() == [3, 4]
+    assert outcome.seconds.tolist() == [3.5, 4.5]
+    assert outcome.waiting_s.tolist() == [2 + 1 + 0, 0]
+    assert outcome.wasted_s.tolist() == [3.0, 0]
+    assert outcome.throughput == pytest.approx(7 / 8)
+    assert outcome.waiting == pytest.approx(3 / (4 * 8))
+
+
+def test_the_limit_by_hand() -> None:
+    outcome = play.limit(STEPS)
+    assert outcome.seconds == pytest.approx([4 / (1 + 1 / 2 + 1 / 3 + 1 / 8), 4.0])
+
+
+def test_drop_compute_stops_after_the_micro_batch_that_passes_the_limit() -> None:
+    calm, stalled = [1.0, 1.0], [1.0, 16.0]
+    outcome = play.drop_compute(np.array([calm] * 3 + [stalled] * 9))
+    # The first three steps are watched; one second is the limit they set. The stalled worker then does one of 16.
+    assert outcome.seconds == pytest.approx(np.ones(12))
+    assert outcome.shares == pytest.approx([2.0] * 3 + [1 + 1 / 16] * 9)
+
+
+def test_a_cut_off_sees_the_past_alone_and_late_workers_censored() -> None:
+    class Spy(LastValue):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Seen] = []
+
+        def observe(self, seen: Seen) -> None:
+            self.seen.append(seen)
+            super().observe(seen)
+
+    spy = Spy()
+    own = np.array([[1.0, 1.0, 1.0, 9.0], [1.1, 1.2, 1.0, 7.0], [1.0, 1.0, 1.0, 5.0]])
+    outcome = play.cutoff(own, Cutoff(spy))
+    assert outcome.shares.tolist() == [4, 3, 3]
+    assert [seen.late.tolist() for seen in spy.seen] == [[False] * 4, [False] * 3 + [True], [False] * 3 + [True]]
+    assert spy.seen[1].seconds.tolist() == [1.1, 1.2, 1.0, 1.2]
+
+
+def test_a_pacer_of_real_runs_gets_records_one_step_late() -> None:
+    class Spy(Equal):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log: list[str] = []
+
+        def observe(self, record: StepRecord) -> None:
+            self.log.append(f"saw {record.step}")
+            super().observe(record)
+
+        def plan(self, ask: Ask) -> Plan:
+            self.log.append(f"plan {ask.step}")
+            return super().plan(ask)
+
+    spy = Spy()
+    play.shares(np.ones((4, 2)), spy)
+    # The second plan waits for the first record; from then on a plan is made while the step before it computes.
+    assert spy.log == ["plan 0", "saw 0", "plan 1", "plan 2", "saw 1", "plan 3", "saw 2"]
+
+
+def test_equal_shares_are_naive() -> None:
+    seconds = make("stalls", steps=20, workers=9)
+    equal, naive = play.shares(seconds, Equal()), play.counts("naive", seconds, 9)
+    assert equal.seconds == pytest.approx(naive.seconds)
+    assert equal.waiting_s == pytest.approx(naive.waiting_s)
+
+
+def test_adaptive_reaches_the_limit_on_steady_unlike_machines() -> None:
+    seconds = np.tile([1.0, 1.0, 2.0, 4.0], (60, 1))
+    outcome = play.shares(seconds, Adaptive()).after(10)
+    assert outcome.throughput / play.limit(seconds).throughput > 0.99
+
+
+@settings(max_examples=40, deadline=None)
+@given(TIMES, st.sampled_from([0.0, 0.4]))
+def test_in_no_step_anybody_beats_the_sum_of_speeds_and_time_is_accounted_for(
+    own: np.ndarray, overhead_s: float
+) -> None:
+    outcomes = by_name(compare(own, overhead_s=overhead_s))
+    speeds = (1 / own).sum(axis=1)
+    for outcome in outcomes.values():
+        assert np.all(outcome.shares / (outcome.seconds - overhead_s) <= speeds * (1 + 1e-6)), outcome.name
+        assert outcome.waiting >= -1e-9
+        assert outcome.wasted >= 0
+        assert outcome.waiting + outcome.wasted < 1
+        assert len(outcome.shares) == len(own)
+    assert outcomes["best static"].throughput >= max(outcomes[n].throughput for n in ("naive", "static 0.9")) - 1e-9
+
+
+@given(TIMES)
+@settings(max_examples=40, deadline=None)
+def test_the_clairvoyant_beats_any_count_in_every_step(own: np.ndarray) -> None:
+    outcomes = by_name(compare(own))
+    best = outcomes["clairvoyant cut-off"]
+    for name in ("naive", "static 0.9", "best static", "Elfving", "last value", "smoothed", "window"):
+        other = outcomes[name]
+        assert np.all(best.shares / best.seconds >= other.shares / other.seconds * (1 - 1e-9))
+
+
+def test_censored_forecasts_take_most_of_the_gain_where_one_machine_is_slow_for_good() -> None:
+    noise = np.random.default_rng(0)
+    seconds = np.array([1.0] * 15 + [3.0]) * np.exp(0.03 * noise.standard_normal((80, 16)))
+    outcomes = by_name(compare(seconds, warm_up=5))
+    best = outcomes["clairvoyant cut-off"].throughput
+    assert best / outcomes["naive"].throughput > 2.5
+    for name in ("last value", "smoothed", "window"):
+        assert outcomes[name].throughput / best > 0.97, name
+    for name in ("adaptive", "proportional"):
+        assert outcomes[name].throughput > best, name
+
+
+def test_bursts_at_158_workers_keep_the_order_the_paper_tells() -> None:
+    outcomes = by_name(compare(make("bursts", steps=200, workers=158), warm_up=20))
+    naive, best = outcomes["naive"].throughput, outcomes["clairvoyant cut-off"].throughput
+    assert best / naive == pytest.approx(1.2, abs=0.1)
+    assert outcomes["limit"].throughput / naive == pytest.approx(1.75, abs=0.1)
+    assert outcomes["last value"].throughput / best > 0.9
+
+
+def test_a_static_cut_off_loses_on_a_calm_fleet() -> None:
+    outcomes = by_name(compare(make("calm", steps=100, workers=158)))
+    assert 0.9 < outcomes["static 0.9"].throughput / outcomes["naive"].throughput < 0.97
+    assert outcomes["smoothed"].throughput / outcomes["naive"].throughput > 0.99
+
+
+def test_the_warm_up_is_played_but_not_scored() -> None:
+    seconds = make("skewed", steps=30, workers=8)
+    whole, late = by_name(compare(seconds)), by_name(compare(seconds, warm_up=10))
+    for name in ("last value", "adaptive", "limit"):
+        assert late[name].seconds == pytest.approx(whole[name].seconds[10:])
+
+
+def test_one_worker_and_one_step_are_all_alike() -> None:
+    for outcome in compare([[2.0]]):
+        assert outcome.throughput == pytest.approx(0.5)
+        assert outcome.waiting == pytest.approx(0.0, abs=1e-9)
+        assert outcome.count_cv == 0
+
+
+def test_progress_counts_up_to_its_total() -> None:
+    calls: list[tuple[int, int]] = []
+    compare(np.ones((3, 2)), progress=lambda done, total: calls.append((done, total)))
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1][0] == calls[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("bad", "part"),
+    [
+        ([[1.0, 2.0], [1.0]], "each with as many workers"),
+        ([[1.0, math.nan]], "step 0, worker 1"),
+        ([[1.0], [-2.0]], "step 1, worker 0"),
+        ([[0.0]], "above 0, not 0"),
+        ([[math.inf]], "finite"),
+        ([1.0, 2.0], "a row a step"),
+        ([], "at least one of each"),
+        ([["fast"]], "numbers"),
+    ],
+)
+def test_seconds_that_are_none_are_refused(bad: list[object], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        matrix(bad)
+
+
+@pytest.mark.parametrize("wrong", [{"overhead_s": -1.0}, {"overhead_s": math.nan}, {"warm_up": 2}, {"warm_up": -1}])
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"not|nothing"):
+        compare(np.ones((2, 2)), **wrong)

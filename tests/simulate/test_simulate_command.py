@@ -1,0 +1,108 @@
+"""``paceline simulate``: the table, the JSON line, and one-line errors."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from paceline.cli import app
+from paceline.records import StepRecord
+
+
+def simulate(*args: str) -> Result:
+    return CliRunner().invoke(app, ["simulate", *args], env={"COLUMNS": "120"})
+
+
+def test_a_scenario_becomes_a_table_from_naive_to_the_limit() -> None:
+    done = simulate("--scenario", "skewed", "--workers", "8", "--steps", "30")
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert lines[0] == "scenario skewed, seed 0: 30 steps, 8 workers"
+    names = [line[:20].strip() for line in lines[4:]]
+    assert names[0] == "naive"
+    assert names[-1] == "limit"
+    assert {"adaptive", "epoch", "DropCompute", "Elfving", "last value", "smoothed", "static 0.9"} <= set(names)
+
+
+def test_the_same_seed_gives_the_same_line_of_json() -> None:
+    args = ("--workers", "12", "--steps", "25", "--seed", "4", "--warm-up", "5", "--overhead-ms", "20", "--json")
+    first, second = simulate(*args), simulate(*args)
+    assert first.stdout == second.stdout
+    told = json.loads(first.stdout)
+    assert (told["steps"], told["workers"], told["overhead_ms"]) == (25, 12, 20.0)
+    rules = {row["rule"]: row for row in told["rules"]}
+    assert rules["naive"]["over_naive"] == 1
+    assert rules["limit"]["over_limit"] == 1
+    assert all(0 < row["over_limit"] <= 1 + 1e-9 for row in rules.values())
+
+
+def test_a_trace_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "two.csv"
+    file.write_text("step,a,b\n1,1.0,2.0\n7,1.0,2.0\n")
+    told = json.loads(simulate("--trace", str(file), "--json").stdout)
+    rules = {row["rule"]: row for row in told["rules"]}
+    assert rules["naive"]["shares_per_s"] == pytest.approx(1.0)
+    assert rules["limit"]["over_naive"] == pytest.approx(1.5)
+
+
+def test_a_runs_own_log_is_read(tmp_path: Path) -> None:
+    steps = [
+        StepRecord(step, 0, 0, workers=(0, 1), planned=(6, 2), samples=(6, 2), seconds=(3.0, 2.0)) for step in range(4)
+    ]
+    lines = [json.dumps({"event": "step", **record.to_json()}) for record in steps]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    told = json.loads(simulate("--run", str(tmp_path), "--json").stdout)
+    naive = told["rules"][0]
+    assert (told["steps"], told["workers"]) == (4, 2)
+    assert naive["shares_per_s"] == pytest.approx(2 / 4)
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["--scenario", "stormy"], "unknown scenario 'stormy'"),
+        (["--workers", "0"], "at least one step and one worker"),
+        (["--steps", "-3"], "at least one step"),
+        (["--seed", "-1"], "--seed"),
+        (["--overhead-ms", "-1"], "at least 0 seconds"),
+        (["--overhead-ms", "nan"], "finite"),
+        (["--warm-up", "300"], "leaves nothing to score"),
+        (["--trace", "none.csv"], "cannot read the trace none.csv"),
+        (["--run", "nowhere"], "no event log"),
+        (["--run", "nowhere", "--scenario", "calm"], "exclude each other"),
+        (["--trace", "none.csv", "--steps", "3"], "are for scenarios"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(args: list[str], part: str) -> None:
+    done = simulate(*args)
+    assert done.exit_code == 2
+    assert part in done.stderr
+    assert done.stderr.startswith("paceline: simulate: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("1,1.0,nan\n", "line 1, column 3"),
+        ("1,1.0,-2.0\n", "above 0"),
+        ("1,1.0,2.0\n2,1.0\n", "line 2"),
+        ("", "holds no steps"),
+    ],
+)
+def test_a_broken_trace_is_one_line_that_says_where(tmp_path: Path, text: str, part: str) -> None:
+    file = tmp_path / "broken.csv"
+    file.write_text(text)
+    done = simulate("--trace", str(file))
+    assert done.exit_code == 2
+    assert part in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_simulator_needs_no_torch() -> None:
+    probe = "import sys, paceline.simulate.table, paceline.simulate; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
