@@ -1,6 +1,8 @@
 """P3's decision against brute force, and the counts fixed beforehand."""
 
+import json
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from paceline.pace.cutoff import Cutoff, best_count, best_static_count, clairvoyant_counts, static_count
-from paceline.pace.forecast import LastValue, Seen, Smoothed
+from paceline.pace.forecast import Forecast, LastValue, OrderStatistics, Seen, Smoothed, Window
 
 TIMES = arrays(np.float64, st.tuples(st.integers(1, 5), st.integers(1, 6)), elements=st.floats(0.01, 100))
 
@@ -87,3 +89,23 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     for wrong in ({"draws": 0}, {"overhead_s": -1.0}, {"overhead_s": math.inf}, {"overhead_s": math.nan}):
         with pytest.raises(ValueError, match="not"):
             Cutoff(LastValue(), **wrong)
+
+
+@pytest.mark.parametrize("make", [LastValue, Smoothed, OrderStatistics, Window])
+@pytest.mark.parametrize("saved_after", [0, 1, 15])
+def test_a_rule_goes_on_from_its_saved_state_as_if_nothing_had_happened(
+    make: Callable[[], Forecast], saved_after: int
+) -> None:
+    times = np.exp(0.4 * np.random.default_rng(3).standard_normal((30, 20)))
+
+    def play(rule: Cutoff, steps: np.ndarray) -> list[int]:
+        chosen = []
+        for own in steps:
+            chosen.append(rule.count(20))
+            rule.observe(Seen.until(own, float(np.sort(own)[chosen[-1] - 1])))
+        return chosen
+
+    whole, first, second = Cutoff(make(), seed=1), Cutoff(make(), seed=1), Cutoff(make(), seed=2)
+    before = play(first, times[:saved_after])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert before + play(second, times[saved_after:]) == play(whole, times)

@@ -135,6 +135,28 @@ def test_censored_forecasts_take_most_of_the_gain_where_one_machine_is_slow_for_
         assert outcomes[name].throughput > best, name
 
 
+def test_a_cut_off_in_place_of_a_late_time_loses_what_truncation_keeps() -> None:
+    """Three quarters of the workers at 1 s, the others at 3.5 s: the figures of docs/simulate.md."""
+    noise = np.random.default_rng(1)
+    seconds = np.where(np.arange(40) < 30, 1.0, 3.5) * np.exp(0.05 * noise.standard_normal((300, 40)))
+
+    class Imputing(LastValue):
+        def observe(self, seen: Seen) -> None:
+            super().observe(Seen.whole(seen.seconds))
+
+    class AllSeeing(Cutoff):
+        def observe(self, seen: Seen) -> None:
+            step = next(steps)
+            assert np.array_equal(seconds[step][~seen.late], seen.seconds[~seen.late])
+            super().observe(Seen.whole(seconds[step]))
+
+    steps = iter(range(len(seconds)))
+    rules = Cutoff(LastValue()), AllSeeing(LastValue()), Cutoff(Imputing())
+    truncated, uncensored, imputed = (play.cutoff(seconds, rule).after(20).throughput for rule in rules)
+    assert truncated / uncensored > 0.97
+    assert imputed / truncated < 0.6
+
+
 def test_bursts_at_158_workers_keep_the_order_the_paper_tells() -> None:
     outcomes = by_name(compare(make("bursts", steps=200, workers=158), warm_up=20))
     naive, best = outcomes["naive"].throughput, outcomes["clairvoyant cut-off"].throughput

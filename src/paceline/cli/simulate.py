@@ -1,0 +1,109 @@
+"""``paceline simulate``: every rule of pace against a recorded trace, a run's own log or a seeded scenario."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.complain import refuse
+
+if TYPE_CHECKING:
+    from paceline.simulate.contest import Progress
+    from paceline.simulate.outcome import Floats
+
+WORKERS, STEPS, SCENARIO = 158, 300, "bursts"
+LONG = 1_000_000
+"""Steps times workers from which a progress bar is worth its flicker."""
+KNOWN = "calm, skewed, drifting, bursts, periodic, stalls, long-sequences"
+
+TraceFile = Annotated[Path | None, typer.Option(metavar="FILE", help="A recorded trace: CSV, a line a step.")]
+Run = Annotated[Path | None, typer.Option(metavar="RUN", help="A run's folder or its events.jsonl.")]
+Scenario = Annotated[str | None, typer.Option(metavar="NAME", help=f"{KNOWN}. The default is {SCENARIO}.")]
+Workers = Annotated[int | None, typer.Option(help=f"Workers of a scenario; {WORKERS} when left out.")]
+Steps = Annotated[int | None, typer.Option(help=f"Steps of a scenario; {STEPS} when left out.")]
+Seed = Annotated[int, typer.Option(help="Seed of the scenario and of the forecasts' draws.")]
+OverheadMs = Annotated[float, typer.Option(help="The round's own cost in milliseconds: communication and update.")]
+WarmUp = Annotated[int, typer.Option(help="First steps that are played but not scored.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as one line of JSON.")]
+
+
+def simulate(
+    trace: TraceFile = None,
+    run: Run = None,
+    scenario: Scenario = None,
+    workers: Workers = None,
+    steps: Steps = None,
+    seed: Seed = 0,
+    overhead_ms: OverheadMs = 0.0,
+    warm_up: WarmUp = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the rules of pace on recorded or made-up machines: throughput, waiting and wasted work, no processes."""
+    from paceline.simulate import compare
+    from paceline.simulate.table import figures, table
+
+    try:
+        source, seconds = _seconds(trace, run, scenario, workers, steps, seed)
+        with _progress(seconds.size) as progress:
+            rows = figures(
+                compare(seconds, overhead_s=overhead_ms / 1000, warm_up=warm_up, seed=seed, progress=progress)
+            )
+    except ValueError as error:
+        refuse(f"simulate: {error}")
+    size = {"source": source, "steps": len(seconds), "workers": seconds.shape[1]}
+    if as_json:
+        settings = {"seed": seed, "overhead_ms": overhead_ms, "warm_up": warm_up}
+        typer.echo(json.dumps({**size, **settings, "rules": rows}))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    unscored = f", the first {warm_up} not scored" if warm_up else ""
+    console.print(f"{source}: {len(seconds):,} steps{unscored}, {seconds.shape[1]:,} workers\n", markup=False)
+    console.print(table(rows))
+
+
+def _seconds(
+    trace: Path | None, run: Path | None, scenario: str | None, workers: int | None, steps: int | None, seed: int
+) -> tuple[str, Floats]:
+    """Where the seconds come from, in words, and the steps x workers matrix."""
+    if sum(choice is not None for choice in (trace, run, scenario)) > 1:
+        raise ValueError("--trace, --run and --scenario exclude each other: give one of them")
+    if seed < 0:
+        raise ValueError(f"--seed is a whole number from 0, not {seed}")
+    if (trace or run) and (workers is not None or steps is not None):
+        raise ValueError("--workers and --steps are for scenarios: what was recorded has its own")
+    if trace is not None:
+        from paceline.machines.trace import read_trace
+
+        return f"trace {trace.name}", read_trace(trace).seconds
+    if run is not None:
+        from paceline.observe import read_log
+        from paceline.simulate.recorded import equal_share_seconds
+
+        return f"run {run}", equal_share_seconds(read_log(run).records)
+    from paceline.simulate import make
+
+    name = scenario or SCENARIO
+    size = {"steps": STEPS if steps is None else steps, "workers": WORKERS if workers is None else workers}
+    return f"scenario {name}, seed {seed}", make(name, **size, seed=seed)
+
+
+@contextmanager
+def _progress(size: int) -> Iterator[Progress | None]:
+    """A bar on standard error while long work lasts; none in a pipe."""
+    if size < LONG or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("simulating", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,152 @@
+"""Playing a rule against a matrix of seconds (steps x workers, own compute for an equal share).
+
+A worker's speed is constant within a step and its time is in proportion to its samples. Every step ends with a round of
+``overhead_s``. Rules that decide see only steps before: `cutoff` and `shares` play the very objects that would run, the
+first with the censored view, the second with the records and the one step of lag of a real run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.pace import Ask, Pacer
+from paceline.pace.cutoff import Cutoff
+from paceline.pace.forecast import Seen, Smoothed
+from paceline.records import StepRecord
+from paceline.simulate.outcome import Outcome
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Tick = Callable[[], None]
+"""Called after every step, for a progress bar."""
+
+SHARE = 256
+"""Samples of an equal share: shares are whole samples, so this is how finely they are cut."""
+MICRO_BATCHES = 16
+"""Micro-batches of an equal share, the grain at which DropCompute stops."""
+EPOCH = 20
+"""Steps of a simulated epoch, for pacers that re-deal once an epoch."""
+CALIBRATION = 20
+"""Steps DropCompute watches before it sets its limit; at most a quarter of all."""
+
+
+def _nothing() -> None:
+    pass
+
+
+def counts(name: str, seconds: Floats, first: Ints | int, *, overhead_s: float = 0.0) -> Outcome:
+    """Close every step with its ``first`` arrivals, given beforehand; who is late starts the next step with the others.
+
+    A late worker's seconds up to the cut-off are wasted; who arrived earlier waits for the last one that counts.
+    """
+    steps, workers = seconds.shape
+    first = np.broadcast_to(np.asarray(first, dtype=np.int64), (steps,))
+    ordered = np.sort(seconds, axis=1)
+    cut = ordered[np.arange(steps), first - 1]
+    done = np.cumsum(ordered, axis=1)[np.arange(steps), first - 1]
+    return Outcome(
+        name, workers, first.astype(np.float64), cut + overhead_s, first * cut - done, (workers - first) * cut
+    )
+
+
+def cutoff(seconds: Floats, rule: Cutoff, *, tick: Tick = _nothing) -> Outcome:
+    """P3: the rule says how many arrivals to wait for, then sees the step with the late ones censored."""
+    steps, workers = seconds.shape
+    first = np.empty(steps, dtype=np.int64)
+    for step, own in enumerate(seconds):
+        first[step] = rule.count(workers)
+        # Nothing is censored among ties with the last arrival: they were in time to be measured.
+        rule.observe(Seen.until(own, float(np.partition(own, first[step] - 1)[first[step] - 1])))
+        tick()
+    return counts(rule.name, seconds, first, overhead_s=rule.overhead_s)
+
+
+def shares(seconds: Floats, pacer: Pacer, *, overhead_s: float = 0.0, tick: Tick = _nothing) -> Outcome:
+    """A pacer of real runs, with its records: the plan for step k is made from the records up to k - 2.
+
+    The second step is the exception, as in a run: it waits for the first one's record.
+    """
+    steps, size = seconds.shape
+    workers, pending = tuple(range(size)), None
+    pacer.check(size)
+    busy = np.empty_like(seconds)
+    for step, own in enumerate(seconds):
+        if pending is not None and step == 1:
+            pacer.observe(pending)
+            pending = None
+        plan = pacer.plan(Ask(step=step, total=SHARE * size, workers=workers, epoch=step // EPOCH))
+        busy[step] = own * np.fromiter(plan.samples, dtype=np.float64, count=size) / SHARE
+        if pending is not None:
+            pacer.observe(pending)
+        pending = StepRecord(
+            step=step,
+            epoch=step // EPOCH,
+            generation=0,
+            workers=workers,
+            planned=plan.samples,
+            samples=plan.samples,
+            seconds=tuple(busy[step].tolist()),
+        )
+        tick()
+    return _together(pacer.name, busy, np.full(steps, float(size)), overhead_s)
+
+
+def smoothed_shares(seconds: Floats, *, rate: float = 0.2, overhead_s: float = 0.0, tick: Tick = _nothing) -> Outcome:
+    """Shares in proportion to smoothed speeds, of any fineness and without lag: a yardstick for `shares`."""
+    size, believed, busy = seconds.shape[1], Smoothed(rate=rate), np.empty_like(seconds)
+    for step, own in enumerate(seconds):
+        speed = 1 / believed.mean_s if step else np.ones(size)
+        busy[step] = own * speed * (size / speed.sum())
+        believed.observe(Seen.whole(own))
+        tick()
+    return _together("proportional", busy, np.full(len(seconds), float(size)), overhead_s)
+
+
+def drop_compute(seconds: Floats, *, overhead_s: float = 0.0) -> Outcome:
+    """DropCompute: whoever passes a local time limit stops after the micro-batch it is in; what it finished counts.
+
+    No prediction: the limit is set once, to what would have done most in the first steps, which wait for everybody.
+    """
+    watched = max(1, min(CALIBRATION, len(seconds) // 4))
+    limit_s = np.full((len(seconds), 1), np.inf)
+    limit_s[watched:] = _best_limit(seconds[:watched], overhead_s)
+    done, busy = _limited(seconds, limit_s)
+    return _together("DropCompute", busy, done.sum(axis=1) / MICRO_BATCHES, overhead_s)
+
+
+def limit(seconds: Floats, *, overhead_s: float = 0.0) -> Outcome:
+    """Everybody works all the time: n shares in ``n / sum_i (1 / x_i)`` seconds.
+
+    In no step can any rule do more work a second. A rule whose slow steps are short still weighs them less in its sum.
+    """
+    steps, workers = seconds.shape
+    none = np.zeros(steps)
+    length = workers / (1 / seconds).sum(axis=1)
+    return Outcome("limit", workers, np.full(steps, float(workers)), length + overhead_s, none, none)
+
+
+def _limited(seconds: Floats, limit_s: Floats | float) -> tuple[Floats, Floats]:
+    """Micro-batches that each worker finished, and the seconds they took it."""
+    each = seconds / MICRO_BATCHES
+    done = np.clip(np.ceil(limit_s / each), 1, MICRO_BATCHES)
+    return done, done * each
+
+
+def _best_limit(seconds: Floats, overhead_s: float) -> float:
+    """The limit with the most work a second over these steps; the slowest time seen when nothing is gained by less."""
+    tried = np.quantile(seconds, np.linspace(0, 1, 65)).tolist()
+    gains = []
+    for limit_s in tried:
+        done, busy = _limited(seconds, limit_s)
+        gains.append(done.sum() / (busy.max(axis=1) + overhead_s).sum())
+    return float(tried[len(tried) - 1 - int(np.argmax(gains[::-1]))])
+
+
+def _together(name: str, busy: Floats, done: Floats, overhead_s: float) -> Outcome:
+    """All finished work counts and the round waits for the slowest."""
+    last = busy.max(axis=1)
+    waiting = busy.shape[1] * last - busy.sum(axis=1)
+    return Outcome(name, busy.shape[1], done, last + overhead_s, waiting, np.zeros(len(busy)))
