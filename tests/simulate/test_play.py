@@ -214,3 +214,11 @@ def test_seconds_that_are_none_are_refused(bad: list[object], part: str) -> None
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"not|nothing"):
         compare(np.ones((2, 2)), **wrong)
+
+
+@pytest.mark.parametrize(("workers", "least"), [(16, 0.7), (64, 0.6), (158, 0.55)])
+def test_adaptive_stays_near_the_limit_while_speeds_drift(workers: int, least: float) -> None:
+    """A drifting speed must not be taken for fixed cost: one worker would be dealt far too much."""
+    own = make("drifting", steps=200, workers=workers, seed=1)
+    adaptive, limit = play.shares(own, Adaptive()).after(20), play.limit(own).after(20)
+    assert adaptive.throughput > least * limit.throughput

@@ -77,6 +77,7 @@ class Adaptive(Forecasting):
     def plan(self, ask: Ask) -> Plan:
         belief = self._belief(ask.workers)
         low, high = floors(ask, self.minimum), caps(ask, self.maximum)
+        high = _within(belief.most, ask, low, high)
         shares = _fill(belief, ask, low, high)
         tried = self._tried(ask, belief, shares, low, high)
         if tried.any():
@@ -139,6 +140,13 @@ def _fill(belief: Belief, ask: Ask, low: Ints, high: Ints | None) -> Ints:
     return fill(belief.fixed_s, belief.per_sample_s, ask.total, unit=ask.unit, minimum=low, maximum=high)
 
 
+def _within(most: NDArray[np.float64], ask: Ask, low: Ints, high: Ints | None) -> Ints | None:
+    """The maximum, tightened to parts ``most`` of the step where everything still fits."""
+    units = np.ceil(most * (ask.total / ask.unit)).astype(np.int64)
+    tight = np.maximum(units * ask.unit if high is None else np.minimum(units * ask.unit, high), low)
+    return tight if int((tight // ask.unit).sum()) >= -(-ask.total // ask.unit) else high
+
+
 def _split(belief: Belief, total: int) -> tuple[NDArray[np.float64], float]:
     """The best real-valued shares of ``total`` and the seconds they take."""
     rate = 1 / belief.per_sample_s
@@ -153,6 +161,7 @@ def _to_state(belief: Belief) -> dict[str, Any]:
         "fixed_s": belief.fixed_s.tolist(),
         "per_sample_s": belief.per_sample_s.tolist(),
         "known": belief.known.tolist(),
+        "most": belief.most.tolist(),
         "doubtful": belief.doubtful.tolist(),
     }
 
@@ -163,5 +172,6 @@ def _from_state(state: Mapping[str, Any]) -> Belief:
         np.array(state["fixed_s"], dtype=np.float64),
         np.array(state["per_sample_s"], dtype=np.float64),
         np.array(state["known"], dtype=np.bool_),
+        np.array(state["most"], dtype=np.float64),
         np.array(state["doubtful"], dtype=np.bool_),
     )

@@ -40,12 +40,19 @@ NOISE_RATE = 0.1
 """Least weight of the newest residual in the running noise; more while there are few."""
 YOUNG = 4
 """A belief from so few measurements still moves; plans follow it without a dead-band."""
-WANDER = 0.005
+WANDER = 0.01
 """Relative random walk of a worker's speed in one step."""
 REGROW = 0.002
 """The same for the part of the time that is fixed cost, until it is as uncertain as at first."""
 MOST_FIXED = 0.98
 """Fixed cost never explains more than this part of a measured time: more samples always cost something."""
+NOISY = 0.12
+NOISY_FIXED = 0.5
+"""The same for a worker whose times scatter by more than `NOISY`: what looks like fixed cost may be chance there, and a
+plan that believed it would deal far too much."""
+TELLING_MOVE = 0.05
+"""Log of a share's change between two measurements that can tell fixed cost from speed. Smaller moves cannot: a worker
+that drifts faster is dealt a little more, its time stays as it was, and that looks like fixed cost."""
 JUMP_LOG = 0.3
 JUMP_SIGMAS = 3.0
 """A change of speed: the log of measured over expected is beyond ``max(JUMP_LOG, JUMP_SIGMAS * noise)``..."""
@@ -64,6 +71,9 @@ class Belief:
     per_sample_s: Floats
     known: Mask
     """False where a worker was never measured and stands at the median of the others."""
+    most: Floats
+    """The largest part of a step's samples that the worker should be dealt: twice what it was last seen to do, once it
+    is known; beyond that the belief would be a guess."""
     doubtful: Mask
     """True where it rests on one measurement: the first, or one that said the worker had become much slower."""
 
@@ -86,7 +96,17 @@ class Costs:
 
     def __init__(self) -> None:
         self._ledger = Ledger(
-            a=0.0, b=0.0, aa=0.0, ab=0.0, bb=0.0, noise=PRIOR_NOISE**2, last=0.0, jumped=0.0, measured=0.0
+            a=0.0,
+            b=0.0,
+            aa=0.0,
+            ab=0.0,
+            bb=0.0,
+            noise=PRIOR_NOISE**2,
+            last=0.0,
+            jumped=0.0,
+            measured=0.0,
+            share=1.0,
+            part=1.0,
         )
 
     def observe(self, record: StepRecord) -> Mask:
@@ -102,17 +122,21 @@ class Costs:
             self._begin(first, n, t)
         jumped = self._follow(told & ~first, n, t)
         book["measured"][:] += told
+        _put(book["share"], told, n)
+        _put(book["part"], told, n / max(1, sum(record.samples)))
         young: Mask = told & (book["measured"] <= YOUNG)
         return young | jumped
 
     def belief(self, workers: tuple[int, ...] | None = None) -> Belief:
         """The belief about ``workers`` (those of the last record by default), in their order."""
         workers = self._ledger.present if workers is None else workers
-        a, b, measured, jumped = (self._ledger.look_up(name, workers) for name in ("a", "b", "measured", "jumped"))
+        names = ("a", "b", "measured", "jumped", "part")
+        a, b, measured, jumped, part = (self._ledger.look_up(name, workers) for name in names)
         known = measured > 0
         if not known.all():
             a, b = (np.where(known, value, guess) for value, guess in zip((a, b), self._prior()))
-        return Belief(workers, a, b, known, doubtful=(measured == 1) | (jumped > 0))
+        most = np.where(measured > YOUNG, np.maximum(2 * part, 1 / len(workers)), 1.0)
+        return Belief(workers, a, b, known, most=most, doubtful=(measured == 1) | (jumped > 0))
 
     def forecast_s(self, workers: tuple[int, ...], samples: NDArray[Any]) -> tuple[float, ...] | None:
         """Seconds each worker should take; NaN for one never measured, None when nobody was."""
@@ -171,7 +195,9 @@ class Costs:
         _put(book["last"], who, np.where(jump, 0.0, surprise))
         _put(book["jumped"], who, np.where(jump & beyond, np.sign(surprise), 0.0))
         scatter = noise * expected**2
-        self._correct(who & ~jump, n, t, t - expected, ga, gb, doubt + scatter)
+        telling: Mask = np.abs(np.log(n / book["share"])) > TELLING_MOVE
+        self._correct(who & ~jump & telling, n, t, t - expected, ga, gb, doubt + scatter)
+        self._scale(who & ~jump & ~telling, doubt / (doubt + scatter) * (t / expected - 1), ga, gb, doubt + scatter)
         self._rescale(jump, n, t, t / expected)
         # Surprise that the belief's own doubt explains is not the worker's noise; a jump counts as far as the limit.
         seen = np.minimum(np.abs(surprise), limit) ** 2 * scatter / (doubt + scatter)
@@ -190,13 +216,21 @@ class Costs:
         book = self._ledger
         a, b = book["a"] + ga / spread * error, book["b"] + gb / spread * error
         expected = np.maximum(a + b * n, np.minimum(t, t - error) / 2)
-        a = np.clip(a, 0.0, MOST_FIXED * expected)
+        a = np.clip(a, 0.0, np.where(book["noise"] > NOISY**2, NOISY_FIXED, MOST_FIXED) * expected)
         _put(book["a"], who, a)
         _put(book["b"], who, (expected - a) / n)
         aa, bb = (np.maximum(book[x + x] - g * g / spread, 0.0) for x, g in (("a", ga), ("b", gb)))
         _put(book["aa"], who, aa)
         _put(book["bb"], who, bb)
         _put(book["ab"], who, np.clip(book["ab"] - ga * gb / spread, -np.sqrt(aa * bb), np.sqrt(aa * bb)))
+
+    def _scale(self, who: Mask, by: Floats, ga: Floats, gb: Floats, spread: Floats) -> None:
+        """The filter's correction of the speed alone: a and b grow by the same part."""
+        book = self._ledger
+        for name, gain, other in (("aa", ga, ga), ("ab", ga, gb), ("bb", gb, gb)):
+            _put(book[name], who, book[name] - gain * other / spread)
+        for name in ("a", "b"):
+            _put(book[name], who, book[name] * (1 + by))
 
     def _rescale(self, who: Mask, n: Floats, t: Floats, ratio: Floats) -> None:
         """A change of speed: scale a and b alike; the ratio keeps what was learned about it."""
