@@ -183,7 +183,7 @@ def test_the_learned_pace_is_part_of_the_checkpoint(tmp_path: Path) -> None:
 # -- what does not fit is refused, and nothing is changed ----------------------------------------------------------
 
 
-def refused(fleet: paceline.Fleet, path: Path, said: str) -> str:
+def assert_refused(fleet: paceline.Fleet, path: Path, said: str) -> str:
     """Loading raises ValueError with these words and changes neither the model nor what is tracked."""
     before = copy.deepcopy(states(fleet))
     with pytest.raises(ValueError) as error:
@@ -221,7 +221,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(fleet: paceline.Fle
     }
     simple(fleet)
     saved.write_bytes(content[what])
-    refused(fleet, saved, "is not a whole checkpoint")
+    assert_refused(fleet, saved, "is not a whole checkpoint")
 
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -246,12 +246,12 @@ def test_any_bytes_at_all_are_refused_with_a_value_error(data: bytes) -> None:
 def test_a_file_that_is_no_checkpoint_of_ours_is_refused(fleet: paceline.Fleet, tmp_path: Path, content: Any) -> None:
     simple(fleet)
     torch.save(content, tmp_path / "foreign.pt")
-    refused(fleet, tmp_path / "foreign.pt", "was not written by fleet.save")
+    assert_refused(fleet, tmp_path / "foreign.pt", "was not written by fleet.save")
 
 
 def test_a_checkpoint_of_a_newer_version_is_refused(fleet: paceline.Fleet, tmp_path: Path) -> None:
     torch.save({"paceline_checkpoint": 2}, tmp_path / "newer.pt")
-    refused(fleet, tmp_path / "newer.pt", "a newer version of Paceline")
+    assert_refused(fleet, tmp_path / "newer.pt", "a newer version of Paceline")
 
 
 class Trap:
@@ -268,29 +268,29 @@ def test_code_in_a_checkpoint_is_not_run(fleet: paceline.Fleet, tmp_path: Path) 
     trap = tmp_path / "sprung"
     simple(fleet)
     torch.save({"paceline_checkpoint": 1, "extra": Trap(trap)}, tmp_path / "trap.pt")
-    first = refused(fleet, tmp_path / "trap.pt", "trap.pt")
+    first = assert_refused(fleet, tmp_path / "trap.pt", "trap.pt")
     (tmp_path / "trap.pt").write_bytes(pickle.dumps(Trap(trap)))
-    second = refused(fleet, tmp_path / "trap.pt", "trap.pt")
+    second = assert_refused(fleet, tmp_path / "trap.pt", "trap.pt")
     assert not trap.exists()
     assert "can still be loaded" not in first + second, "the error must not tell how to run the code after all"
 
 
 def test_a_checkpoint_that_is_not_there_is_named(fleet: paceline.Fleet, tmp_path: Path) -> None:
-    refused(fleet, tmp_path / "missing.pt", "cannot read the checkpoint")
-    refused(fleet, tmp_path, "cannot read the checkpoint")
+    assert_refused(fleet, tmp_path / "missing.pt", "cannot read the checkpoint")
+    assert_refused(fleet, tmp_path, "cannot read the checkpoint")
 
 
 def test_other_names_than_were_tracked_are_refused_and_listed(fleet: paceline.Fleet, saved: Path) -> None:
     model = fleet.model(linear())
-    refused(fleet, saved, "holds optimizer, which the script does not track")
+    assert_refused(fleet, saved, "holds optimizer, which the script does not track")
     fleet.track(optimizer=sgd(model), ema=copy.deepcopy(model))
-    refused(fleet, saved, "lacks ema: fleet.track(...) must name the same things")
+    assert_refused(fleet, saved, "lacks ema: fleet.track(...) must name the same things")
 
 
 def test_another_number_of_models_is_refused(fleet: paceline.Fleet, saved: Path) -> None:
     simple(fleet)
     fleet.model(linear())
-    refused(fleet, saved, "holds 1 models, and fleet.model was called 2 times")
+    assert_refused(fleet, saved, "holds 1 models, and fleet.model was called 2 times")
 
 
 @pytest.mark.parametrize("other", ["shape", "names", "dtype"])
@@ -304,7 +304,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(
         fleet.load(saved)  # torch converts
         assert model.weight.dtype == torch.float32
     else:
-        refused(fleet, saved, "does not fit the model")
+        assert_refused(fleet, saved, "does not fit the model")
 
 
 def test_a_state_that_does_not_fit_a_tracked_object_is_refused_before_the_model_changes(

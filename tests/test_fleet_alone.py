@@ -251,6 +251,7 @@ def test_sync_batch_norm_is_refused_where_counts_may_differ_but_not_for_a_worker
 def test_leaving_twice_is_harmless(tmp_path: Path) -> None:
     with join(tmp_path) as fleet:
         fleet.leave()
+    assert (fleet.run_dir / "events.jsonl").read_text().count('"event": "end"') == 1
 
 
 # -- loops over data -----------------------------------------------------------------------------------------------

@@ -172,6 +172,7 @@ def test_killing_the_launcher_itself_leaves_nothing_running(shell: Shell) -> Non
     pids = shell.pids(4)
     launcher.kill()
     wait_for(lambda: not any(alive(pid) for pid in pids), seconds=5)
+    assert not any(alive(pid) for pid in pids)
 
 
 def test_a_child_that_a_finished_worker_left_behind_is_ended(shell: Shell) -> None:

@@ -78,3 +78,4 @@ def test_connections_of_the_store_are_spared(connection: Connection, end: int) -
 def test_what_is_no_socket_any_more_is_ignored() -> None:
     with socket.socket() as unconnected:
         break_off(frozenset({unconnected.fileno(), 10**6}), store_port=1)
+        assert unconnected.fileno() >= 0, "it is still this test's to close"
