@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from exact_cases import Numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
 from lone import deep, flat, join, linear, mse, numbers, plain, sgd, training
@@ -28,19 +29,6 @@ from paceline import MisuseError
 def fleet(tmp_path: Path) -> Iterator[paceline.Fleet]:
     with join(tmp_path) as fleet:
         yield fleet
-
-
-class Indices(Dataset[torch.Tensor]):
-    """Sample i is i."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index)])
 
 
 def seen_by(steps: paceline.Steps, model: nn.Module) -> list[tuple[int, list[int]]]:
@@ -262,7 +250,7 @@ def test_a_dataset_shorter_than_one_global_batch_simply_works(
     fleet: paceline.Fleet, length: int, global_batch: int
 ) -> None:
     model = fleet.model(nn.Linear(1, 1))
-    steps = fleet.steps(Indices(length), global_batch=global_batch, epochs=2)
+    steps = fleet.steps(Numbers(length), global_batch=global_batch, epochs=2)
     seen = seen_by(steps, model)
     assert len(seen) == len(steps)
     for epoch in range(2):
@@ -314,7 +302,7 @@ def test_len_progress_and_ends_epoch_are_exact(
 
 def test_without_shuffle_a_worker_alone_sees_the_dataset_in_its_order(fleet: paceline.Fleet) -> None:
     model = fleet.model(nn.Linear(1, 1))
-    seen = seen_by(fleet.steps(Indices(23), global_batch=8, micro_batch=3, shuffle=False, epochs=2), model)
+    seen = seen_by(fleet.steps(Numbers(23), global_batch=8, micro_batch=3, shuffle=False, epochs=2), model)
     assert [i for _, part in seen for i in part] == list(range(23)) * 2
 
 
@@ -323,7 +311,7 @@ def test_the_shuffle_differs_from_epoch_to_epoch_and_follows_the_seed(tmp_path: 
     for seed in (1, 1, 2):
         with join(tmp_path, seed=seed) as fleet:
             model = fleet.model(nn.Linear(1, 1))
-            seen = seen_by(fleet.steps(Indices(50), global_batch=50, epochs=2), model)
+            seen = seen_by(fleet.steps(Numbers(50), global_batch=50, epochs=2), model)
             orders.append([part for _, part in seen])
     assert orders[0] == orders[1] != orders[2]
     assert orders[0][0] != orders[0][1]
@@ -332,20 +320,20 @@ def test_the_shuffle_differs_from_epoch_to_epoch_and_follows_the_seed(tmp_path: 
 def test_an_order_of_the_users_own_is_followed_and_each_draw_counts(fleet: paceline.Fleet) -> None:
     model = fleet.model(nn.Linear(1, 1))
     orders = [[3, 3, 1, 0, 3], [9, 8, 7, 6, 5]]
-    steps = fleet.steps(Indices(10), global_batch=2, epochs=2, order=lambda epoch: orders[epoch])
+    steps = fleet.steps(Numbers(10), global_batch=2, epochs=2, order=lambda epoch: orders[epoch])
     assert [i for _, part in seen_by(steps, model) for i in part] == orders[0] + orders[1]
 
 
 def test_an_order_that_grows_from_epoch_to_epoch_keeps_the_global_batch(fleet: paceline.Fleet) -> None:
     model = fleet.model(nn.Linear(1, 1))
-    steps = fleet.steps(Indices(40), global_batch=8, epochs=3, order=lambda epoch: range((20, 5, 11)[epoch]))
+    steps = fleet.steps(Numbers(40), global_batch=8, epochs=3, order=lambda epoch: range((20, 5, 11)[epoch]))
     seen = seen_by(steps, model)
     assert [(epoch, len(part)) for epoch, part in seen] == [(0, 8), (0, 8), (0, 4), (1, 5), (2, 8), (2, 3)]
 
 
 def test_a_data_loaders_own_settings_are_used(fleet: paceline.Fleet) -> None:
     model = fleet.model(nn.Linear(1, 1))
-    loader = DataLoader(Indices(10), batch_size=4, shuffle=False, drop_last=True)
+    loader = DataLoader(Numbers(10), batch_size=4, shuffle=False, drop_last=True)
     steps = fleet.steps(loader, global_batch=4)
     assert len(steps) == 2
     assert [part for _, part in seen_by(steps, model)] == [[0, 1, 2, 3], [4, 5, 6, 7]]

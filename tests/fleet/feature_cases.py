@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from exact_cases import Numbers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
 
@@ -281,17 +282,6 @@ class Stream(IterableDataset[torch.Tensor]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from (torch.tensor([float(number)]) for number in range(self.length))
-
-
-class Numbers(Dataset[torch.Tensor]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index)])
 
 
 def seen(fleet: paceline.Fleet, steps: paceline.Steps, model: nn.Module) -> dict[str, Any]:

@@ -45,7 +45,6 @@ class Gradients:
         self._weight_per_sample = 1.0
         self._norm_wanted = True  # the first step's is measured in any case, so that asking for it works from there on
         self._mean_versions: list[int] = []
-        self._begun = False
         self._reset()
 
     def _build(self) -> None:
@@ -197,9 +196,9 @@ class Gradients:
 
     def _measure(self) -> float:
         tensors = self.buckets.tensors()
-        return (
-            float(torch.stack([n.to(torch.float64) for n in torch._foreach_norm(tensors)]).norm()) if tensors else 0.0
-        )
+        if not tensors:
+            return 0.0
+        return float(torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(tensors)]).norm())
 
     @property
     def known_norm(self) -> float | None:

@@ -25,13 +25,8 @@ _MICRO_BATCH = 0x6D6963726F
 """Keeps the keys of micro-batches apart from those of samples."""
 
 
-def seeded_sample(seed: int, epoch: int, position: int) -> None:
-    """Seed Python's, NumPy's and torch's CPU generators for the sample at one position of an epoch."""
-    seed_generators(key(seed, epoch, position))
-
-
 def seed_generators(sample_key: int) -> None:
-    """Seed the three generators from one 63-bit key.
+    """Seed Python's, NumPy's and torch's CPU generators from one 63-bit key.
 
     NumPy's and torch's CPU generator are the same algorithm and use 32 bits of the seed, so each gets its own half
     of the key: equal seeds would give equal noise.
