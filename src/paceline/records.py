@@ -48,7 +48,10 @@ class Plan(_Json):
     step: int
     samples: tuple[int, ...]
     deadline_s: float | None = None
-    """Seconds after the step's start when the round closes; None: it waits for everybody."""
+    """Seconds after the step's start when the round closes with what is finished; None: it waits for everybody."""
+    wait_for: int | None = None
+    """P3's cut-off: the round closes when so many workers have done their whole share, and only whole shares count;
+    None: all finished work counts."""
     forecast_s: tuple[float, ...] | None = None
     """Own-compute seconds the pacer expects of each worker under this plan; NaN where it knows nothing."""
 
@@ -74,10 +77,16 @@ class StepRecord(_Json):
     micro_batches: tuple[int, ...] = ()
     slowest_s: tuple[float, ...] = ()
     """The longest single micro-batch of each worker."""
+    unfinished_s: tuple[float, ...] = ()
+    """When the round closed: seconds each worker had spent on a micro-batch it had not finished; 0 when it was done.
+    A worker that was stuck through the whole step has 0 samples and all of the step here."""
+    behind: tuple[int, ...] = ()
+    """When the round closed: earlier rounds whose update the worker had yet to take over."""
     late_s: tuple[float, ...] = ()
-    """Seconds after the deadline until the worker was done; 0 when in time or when there was no deadline."""
+    """Seconds by which a micro-batch that ended since the last round had overrun its deadline; 0 for who was in time."""
     forecast_s: tuple[float, ...] | None = None
     deadline_s: float | None = None
+    wait_for: int | None = None
     wall_s: float = 0.0
     """From the step's start to the end of its commit, by the clock of the worker that wrote the record (the leader's
     in the log); time the user's code spends between steps is not in it."""

@@ -23,6 +23,8 @@ FIELDS = (
     "seconds",
     "micro_batches",
     "slowest_s",
+    "unfinished_s",
+    "behind",
     "late_s",
     "shortfall_s",
     "nonfinite",
@@ -36,7 +38,7 @@ _COLUMN = {name: number for number, name in enumerate(FIELDS)}
 
 SUMS = 64
 """How many figures ``step.add`` can carry."""
-PLAN_HEAD = 4
+PLAN_HEAD = 5
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,13 @@ class Header:
         count = len(plan.samples)
         forecast = np.full(count, np.nan) if plan.forecast_s is None else np.asarray(plan.forecast_s, dtype=float)
         deadline = -1.0 if plan.deadline_s is None else plan.deadline_s
-        self._plan[:PLAN_HEAD] = 1, plan.generation, plan.step, deadline
+        wait_for = 0 if plan.wait_for is None else plan.wait_for
+        self._plan[:PLAN_HEAD] = 1, plan.generation, plan.step, deadline, wait_for
         self._plan[PLAN_HEAD : PLAN_HEAD + count] = plan.samples
         self._plan[PLAN_HEAD + count :] = forecast
 
     def read_plan(self) -> Plan | None:
-        present, generation, step, deadline = self._plan[:PLAN_HEAD]
+        present, generation, step, deadline, wait_for = self._plan[:PLAN_HEAD]
         if not present:
             return None
         samples, forecast = np.split(self._plan[PLAN_HEAD:], 2)
@@ -107,6 +110,7 @@ class Header:
             step=int(step),
             samples=tuple(int(count) for count in samples),
             deadline_s=None if deadline < 0 else float(deadline),
+            wait_for=int(wait_for) or None,
             forecast_s=None if np.isnan(forecast).all() else tuple(forecast.tolist()),
         )
 
