@@ -75,7 +75,7 @@ def test_a_worker_that_stops_beating_is_lost_and_named_with_what_it_did(eyes: Ca
 
 def wait_for_beat(crew: Eyes, rank: int, doing: str) -> None:
     for _ in range(200):
-        if crew.store.check([f"beat/{rank}"]) and json.loads(crew.store.get(f"beat/{rank}"))[4] == doing:
+        if crew.store.check([f"beat/{rank}"]) and json.loads(crew.store.get(f"beat/{rank}"))[1] == doing:
             return
         threading.Event().wait(0.01)
     raise AssertionError("no beat came")

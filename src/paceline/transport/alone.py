@@ -29,7 +29,7 @@ class Alone:
         self._slots: list[str] = []
 
     @contextmanager
-    def round(self, label: str) -> Iterator[None]:
+    def round(self, label: str, *, aside: bool = False) -> Iterator[None]:
         yield
 
     def sum(self, tensor: torch.Tensor) -> _Done:
@@ -49,7 +49,19 @@ class Alone:
     def slot_name(self, slot: int) -> str:
         return self._slots[slot]
 
-    def doing(self, what: str) -> None:
+    def doing(self, what: str, *, begun: int | None = None) -> None:
+        return
+
+    def signal(self, name: str) -> None:
+        return
+
+    def tally(self, name: str) -> int:
+        return 1
+
+    def heard(self, name: str, within_s: float) -> bool:
+        return True
+
+    def forget(self, name: str) -> None:
         return
 
     def close(self, *, failure: BaseException | None = None) -> None:

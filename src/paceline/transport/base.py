@@ -31,8 +31,9 @@ class Transport(Protocol):
     workers: tuple[int, ...]
     """Stable identities in rank order."""
 
-    def round(self, label: str) -> AbstractContextManager[None]:
-        """Everything summed inside belongs to one collective call with this label."""
+    def round(self, label: str, *, aside: bool = False) -> AbstractContextManager[None]:
+        """Everything summed inside belongs to one collective call with this label. ``aside``: it is one of the rounds
+        with a deadline, which a thread of their own runs beside the user's calls."""
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         """Start summing ``tensor`` over the fleet in place. All workers start the same sums in the same order."""
@@ -49,8 +50,20 @@ class Transport(Protocol):
     def slot_name(self, slot: int) -> str:
         """The name behind a slot that another worker asked for."""
 
-    def doing(self, what: str) -> None:
-        """Note what this worker does now, for others to read when they wait for it."""
+    def doing(self, what: str, *, begun: int | None = None) -> None:
+        """Note what this worker does now, for others to read when they wait for it; ``begun``: steps begun so far."""
+
+    def signal(self, name: str) -> None:
+        """Say ``name``, to whoever waits for it."""
+
+    def tally(self, name: str) -> int:
+        """Say that one more worker has come to ``name``; returns how many have."""
+
+    def heard(self, name: str, within_s: float) -> bool:
+        """Wait, not longer than this, until somebody has said ``name``. From the thread of the rounds."""
+
+    def forget(self, name: str) -> None:
+        """Nobody will wait for ``name`` any more. From the thread of the rounds."""
 
     def close(self, *, failure: BaseException | None = None) -> None:
         """Leave. With a failure, tell the others why first."""

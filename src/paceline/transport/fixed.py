@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -24,7 +24,7 @@ import torch
 
 from paceline.errors import FleetError
 from paceline.transport.network import Store, break_off, dist, gloo_device, open_sockets
-from paceline.transport.presence import Presence
+from paceline.transport.presence import CALLS, ROUNDS, Presence
 
 logger = logging.getLogger("paceline")
 
@@ -57,12 +57,14 @@ class Fixed:
         root = dist.PrefixStore("paceline" if restart == "0" else f"paceline{restart}", store)
         joined = root.add(f"joins/{self.rank}", 1)
         self._store: Store = dist.PrefixStore(f"join{joined}", root)
+        self._signals: Store = dist.PrefixStore(f"board{joined}", root)
         self._slots: dict[str, int] = {}
         self._spent: list[str] = []
         self._group: Any = None
         self._sockets: frozenset[int] = frozenset()
         self._noticed = threading.Event()
         self._names = [f"worker {rank}" for rank in range(self.size)]
+        self._board: Store = dist.PrefixStore(f"board{joined}", _clone(root))
         aside = _clone(root)
         beats = dist.PrefixStore(f"join{joined}", aside)
         self._presence = Presence(beats, aside, self.rank, self.size, names=self._names, on_failure=self._unblock)
@@ -75,8 +77,9 @@ class Fixed:
     # -- sums ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def round(self, label: str) -> Iterator[None]:
-        self._presence.enter(label)
+    def round(self, label: str, *, aside: bool = False) -> Iterator[None]:
+        lane = ROUNDS if aside else CALLS
+        self._presence.enter(label, lane=lane)
         try:
             yield
             if self.backend == "nccl":  # its waits only order streams: the true one is here, where it is watched
@@ -84,7 +87,7 @@ class Fixed:
                 if self._presence.failure:
                     raise self.failed(self._presence.failure)
         finally:
-            self._presence.leave()
+            self._presence.leave(lane=lane)
 
     def sum(self, tensor: torch.Tensor) -> _Sum:
         return _Sum(self._group.allreduce([tensor], _sum_options()), self)
@@ -160,8 +163,36 @@ class Fixed:
             raise self.failed(error) from None
         return list(self._slots)[slot]
 
-    def doing(self, what: str) -> None:
-        self._presence.doing(what)
+    def doing(self, what: str, *, begun: int | None = None) -> None:
+        self._presence.doing(what, begun=begun)
+
+    # -- signals ---------------------------------------------------------------------------------------------------
+
+    def signal(self, name: str) -> None:
+        self._ask_store(lambda: self._signals.set(name, ""))
+
+    def tally(self, name: str) -> int:
+        return int(self._ask_store(lambda: self._signals.add(name, 1)))
+
+    def forget(self, name: str) -> None:
+        self._ask_store(lambda: self._board.delete_key(name))
+
+    def heard(self, name: str, within_s: float) -> bool:
+        try:
+            self._board.wait([name], timedelta(seconds=within_s))
+        except dist.DistStoreError:  # not yet
+            if self._presence.failure:
+                raise self.failed(self._presence.failure) from None
+            return False
+        except RuntimeError as error:
+            raise self.failed(error) from None
+        return True
+
+    def _ask_store(self, request: Callable[[], Any]) -> Any:
+        try:
+            return request()
+        except RuntimeError as error:
+            raise self.failed(error) from None
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Who is alive and where: a heartbeat through the store, and a watch that turns endless waits into named errors.
 
-Each worker beats twice a second with what it is doing and the number of the collective call it is in. A worker that
+Each worker beats twice a second with what it is doing and the number of the collective call it is in: one number for
+the calls of the user's own thread, another for rounds with a deadline, which a thread of their own runs. A worker that
 waits reads the others' beats: it knows a dead one (the launcher says so, or it went silent), one that left with an
 error, and one that waits in *another* call under the same number, which can never end. A live worker that is merely
 slow is waited for, and named. The first to find a failure publishes it, so that all raise the same error.
@@ -36,16 +37,33 @@ NAG_S = (5.0, 15.0, 30.0)
 ERRORS: dict[str, type[FleetError]] = {"lost": WorkerLost, "mismatch": CallMismatch, "fleet": FleetError}
 
 
+CALLS, ROUNDS = "calls", "rounds"
+"""The two sequences of collective calls: the user's thread's, and rounds with a deadline."""
+
+
+class Spot(NamedTuple):
+    """Where a worker is in one sequence of calls."""
+
+    call: int
+    """Number of the collective call it is in or, when not waiting, was in last."""
+    label: str
+    waiting: bool
+
+
 @dataclass(frozen=True)
 class Beat:
     """What a worker last said of itself."""
 
     count: int
-    call: int
-    """Number of the collective call it is in or, when not waiting, will be in next."""
-    label: str
-    waiting: bool
     doing: str
+    begun: int
+    """Steps that the user's thread has begun."""
+    spots: dict[str, Spot]
+
+    @classmethod
+    def read(cls, text: bytes | str) -> Beat:
+        count, doing, begun, spots = json.loads(text)
+        return cls(count, doing, begun, {lane: Spot(*spot) for lane, spot in spots.items()})
 
 
 class _Place(NamedTuple):
@@ -55,6 +73,9 @@ class _Place(NamedTuple):
     label: str
     since: float | None
     """When it began to wait there; None while it works towards the next call."""
+
+    def spot(self) -> Spot:
+        return Spot(self.call, self.label, self.since is not None)
 
 
 Seen = dict[int, tuple[Beat, float]]
@@ -81,7 +102,8 @@ class Presence:
         self.failure: FleetError | None = None
         self._store, self._launcher, self._rank, self._size, self._names = store, launcher, rank, size, names
         self._on_failure = on_failure
-        self._at = _Place(0, "", None)
+        self._places = {lane: _Place(0, "", None) for lane in (CALLS, ROUNDS)}
+        self._begun = 0
         self._nagged = 0
         self._doing = "starting"
         self._seen: Seen = {}
@@ -92,16 +114,28 @@ class Presence:
 
     # -- said by this worker ---------------------------------------------------------------------------------------
 
-    def doing(self, what: str) -> None:
+    def doing(self, what: str, *, begun: int | None = None) -> None:
         self._doing = what
+        if begun is not None:
+            self._begun = begun
 
-    def enter(self, label: str) -> int:
+    def enter(self, label: str, *, lane: str = CALLS) -> int:
         """Begin collective call number N; from now on this worker waits for the others."""
-        self._at = _Place(self._at.call + 1, label, time.monotonic())
-        return self._at.call
+        place = _Place(self._places[lane].call + 1, label, time.monotonic())
+        self._places[lane] = place
+        return place.call
 
-    def leave(self) -> None:
-        self._at = self._at._replace(since=None)
+    def leave(self, *, lane: str = CALLS) -> None:
+        self._places[lane] = self._places[lane]._replace(since=None)
+
+    @property
+    def calls(self) -> int:
+        """How many calls the user's thread has made."""
+        return self._places[CALLS].call
+
+    def skip_to(self, call: int) -> None:
+        """The user's thread has taken over another worker's place in the training, calls included."""
+        self._places[CALLS] = _Place(call, "", None)
 
     def stop(self) -> None:
         self._stop.set()
@@ -154,8 +188,8 @@ class Presence:
         count = 0
         while not self._stop.is_set():
             count += 1
-            at = self._at
-            beat = [count, at.call, at.label, at.since is not None, self._doing]
+            spots = {lane: place.spot() for lane, place in self._places.items()}
+            beat = [count, self._doing, self._begun, spots]
             with self._using_store:
                 if self.failure:  # it is over, and the store may be gone any moment
                     return
@@ -167,7 +201,7 @@ class Presence:
             self._wake.wait(BEAT_S)
 
     def _watch(self) -> None:
-        label, since = self._at.label, self._at.since
+        lane, since = self._longest_wait()
         if since is None or time.monotonic() - since < PATIENCE_S:
             self._seen, self._nagged = {}, 0
             return
@@ -178,10 +212,14 @@ class Presence:
         waited = time.monotonic() - since
         if waited > (NAG_S[self._nagged] if self._nagged < len(NAG_S) else NAG_S[-1] + 60 * (self._nagged - 2)):
             self._nagged += 1
-            logger.warning("%s: waiting for %s", label, self._whom() or "the network")
+            logger.warning("%s: waiting for %s", self._places[lane].label, self._whom(lane) or "the network")
+
+    def _longest_wait(self) -> tuple[str, float | None]:
+        waits = [(place.since, lane) for lane, place in self._places.items() if place.since is not None]
+        return (min(waits)[1], min(waits)[0]) if waits else (CALLS, None)
 
     def _store_lost(self, error: BaseException) -> None:
-        if self._stop.is_set() or self.failure or self._at.since is None:
+        if self._stop.is_set() or self.failure or self._longest_wait()[1] is None:
             return
         self._fail(_store_gone(error))
 
@@ -196,19 +234,28 @@ class Presence:
         for rank in range(self._size):
             if self._launcher.check([f"died/{rank}"]):
                 return self.publish("lost", f"{self._names[rank]} {self._launcher.get(f'died/{rank}').decode()}")
-        at = self._at
+        at, since = self._places[CALLS], self._longest_wait()[1]
         self._read(seen)
         now = time.monotonic()
         absent = [name for rank, name in enumerate(self._names) if rank not in seen]
-        if absent and at.since is not None and now - at.since > ABSENT_S:
+        if absent and since is not None and now - since > ABSENT_S:
             return self.publish("lost", f"{', '.join(absent)} never came, in {ABSENT_S / 60:.0f} minutes")
         silent = [rank for rank, (_, at) in seen.items() if rank != self._rank and now - at > silent_s]
         if silent:
             return self.publish("lost", self._lost_text(seen, silent))
+        return self._look_for_mismatch(seen, at) if at.since is not None else None
+
+    def _look_for_mismatch(self, seen: Seen, at: _Place) -> FleetError | None:
         # A worker that waits in another call under the number of mine: neither wait can ever end.
-        labels = {rank: beat.label for rank, (beat, _) in seen.items() if beat.waiting and beat.call == at.call}
-        if at.since is not None and any(label != at.label for rank, label in labels.items() if rank != self._rank):
+        spots = {rank: beat.spots[CALLS] for rank, (beat, _) in seen.items()}
+        labels = {rank: spot.label for rank, spot in spots.items() if spot.waiting and spot.call == at.call}
+        if any(label != at.label for rank, label in labels.items() if rank != self._rank):
             return self.mismatch({**labels, self._rank: at.label})
+        # One that has begun more steps than I have without coming here: it left my call out.
+        passed = [rank for rank, (beat, _) in seen.items() if beat.begun > self._begun and spots[rank].call < at.call]
+        if passed and at == self._places[CALLS]:
+            gone = {rank: f"step {seen[rank][0].begun - 1} without it" for rank in passed}
+            return self.mismatch({self._rank: at.label, **gone})
         return None
 
     def mismatch(self, labels: Mapping[int, str]) -> FleetError:
@@ -224,16 +271,17 @@ class Presence:
         """Note every worker's last beat, and when (on this worker's clock) it was first seen."""
         for rank in range(self._size):
             if self._store.check([f"beat/{rank}"]):
-                fresh = Beat(*json.loads(self._store.get(f"beat/{rank}")))
+                fresh = Beat.read(self._store.get(f"beat/{rank}"))
                 if rank not in seen or seen[rank][0].count != fresh.count:
                     seen[rank] = (fresh, time.monotonic())
 
     # -- in words --------------------------------------------------------------------------------------------------
 
-    def _whom(self) -> str:
+    def _whom(self, lane: str) -> str:
         """The workers that are not yet in my call, and what they do."""
         beats = {rank: self._seen[rank][0] if rank in self._seen else None for rank in range(self._size)}
-        behind = [(rank, beat) for rank, beat in beats.items() if beat is None or beat.call < self._at.call]
+        mine = self._places[lane].call
+        behind = [(rank, beat) for rank, beat in beats.items() if beat is None or beat.spots[lane].call < mine]
         return "; ".join(f"{self._names[rank]} ({beat.doing if beat else 'not started'})" for rank, beat in behind)
 
     def _lost_text(self, seen: Seen, silent: list[int]) -> str:
