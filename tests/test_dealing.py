@@ -48,6 +48,7 @@ def values(micro: Any) -> list[int]:
 def test_only_the_last_micro_batch_of_a_share_is_marked_as_the_last() -> None:
     dealing = from_feed(20, micro_batch=3)
     dealing.deal([8])
+    dealing.take_up(8)
     taken = [dealing.take() for _ in range(4)]
     assert [micro.last if micro else None for micro in taken] == [False, False, True, None]
     assert dealing.left == 0
@@ -59,6 +60,7 @@ def test_halving_at_any_moment_keeps_every_sample_exactly_once(
 ) -> None:
     dealing = from_feed(length, micro_batch=micro_batch)
     dealing.deal([length])
+    dealing.take_up(length)
     done: list[int] = []
     while (micro := dealing.take()) is not None:
         assert len(values(micro)) <= dealing.micro_batch
@@ -83,7 +85,8 @@ def test_workers_that_make_the_same_calls_share_the_data_without_a_word() -> Non
     for share in shares:
         dealt = [dealing.deal(share) for dealing in workers]
         assert dealt[0] == dealt[1]
-        for dealing in workers:
+        for rank, dealing in enumerate(workers):
+            dealing.take_up(dealt[0][rank])
             while (micro := dealing.take()) is not None:
                 seen.update(values(micro))
         for dealing in workers:
@@ -98,7 +101,7 @@ def test_the_state_resumes_between_steps() -> None:
     dealing.commit([8], ended=False)
     again = from_feed(20)
     again.load_state_dict(dealing.state_dict())
-    again.deal([20])
+    again.take_up(*again.deal([20]))
     micro = again.take()
     assert micro is not None
     assert values(micro) == list(range(8, 14))
@@ -122,6 +125,7 @@ def test_a_stream_is_drawn_in_shares_until_it_ends(length: int, share: int, micr
     dealing, seen = from_stream(length, micro_batch), []
     while not dealing.ended:
         assert dealing.deal([share]) == (share,)
+        dealing.take_up(share)
         step: list[int] = []
         while (micro := dealing.take()) is not None:
             step += micro.batch.tolist()
@@ -140,7 +144,7 @@ def test_a_stream_is_drawn_in_shares_until_it_ends(length: int, share: int, micr
 
 def test_a_share_of_a_stream_that_is_not_drawn_is_left() -> None:
     dealing = from_stream(10, 4)
-    dealing.deal([6])
+    dealing.take_up(*dealing.deal([6]))
     assert dealing.left == 6
     dealing.take()
     assert dealing.left == 2
@@ -148,7 +152,7 @@ def test_a_share_of_a_stream_that_is_not_drawn_is_left() -> None:
 
 def test_a_worker_with_no_share_does_not_end_its_stream() -> None:
     dealing = from_stream(10, 4)
-    dealing.deal([0])
+    dealing.take_up(*dealing.deal([0]))
     assert dealing.take() is None
     assert not dealing.ended
 
@@ -156,7 +160,7 @@ def test_a_worker_with_no_share_does_not_end_its_stream() -> None:
 @pytest.mark.parametrize("again", [True, False])
 def test_a_stream_can_draw_less_from_now_on_but_gives_nothing_back(again: bool) -> None:
     dealing = from_stream(10, 4)
-    dealing.deal([8])
+    dealing.take_up(*dealing.deal([8]))
     dealing.take()
     assert dealing.shrink(2, again=again) is not again
     micro = dealing.take()

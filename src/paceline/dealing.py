@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from paceline.feed import Feed, Order, Ranges, Source, total
@@ -62,8 +63,12 @@ class Dealing(Protocol):
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
         """Begin a step with these shares; returns the shares really dealt."""
 
-    def take(self) -> MicroBatch | None:
-        """The next micro-batch of this worker's share, or None when the share is done."""
+    def take_up(self, share: int) -> None:
+        """This worker begins to work on its share of the step that was dealt last; 0: it has none, or came too late."""
+
+    def take(self, largest: int | None = None) -> MicroBatch | None:
+        """The next micro-batch of this worker's share, or None when the share is done. ``largest``: the time left
+        allows no more samples; fewer come where the batch can be cut."""
 
     @property
     def left(self) -> int:
@@ -97,6 +102,23 @@ def even_pieces(ranges: Iterable[Range], largest: int) -> list[tuple[Range, ...]
     return [rest.take_front(-(-rest.total // left)) for left in range(count, 0, -1)]
 
 
+def front_of(batch: Any, *, samples: int, keep: int | None) -> Any:
+    """The first ``keep`` of a batch's samples where every tensor in it has one row a sample; else None.
+
+    >>> front_of([torch.arange(4), torch.zeros(4, 2)], samples=4, keep=3)[0]
+    tensor([0, 1, 2])
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch[:keep] if batch.dim() and len(batch) == samples else None
+    if type(batch) is dict:
+        parts = {name: front_of(part, samples=samples, keep=keep) for name, part in batch.items()}
+        return None if any(part is None for part in parts.values()) else parts
+    if type(batch) in (list, tuple):
+        fronts = [front_of(part, samples=samples, keep=keep) for part in batch]
+        return None if any(part is None for part in fronts) else type(batch)(fronts)
+    return None
+
+
 class FromFeed:
     """Micro-batches of a dataset with a length: every sample of the epoch once."""
 
@@ -108,6 +130,7 @@ class FromFeed:
         self._ahead = ahead
         self._pieces: deque[Piece] = deque()
         self._taken: Piece = ((), np.empty(0, dtype=np.int64))
+        self._pieces_epoch = 0
 
     @property
     def epoch(self) -> int:
@@ -138,12 +161,14 @@ class FromFeed:
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
         # Room to load ahead along the queue: what the loader likes to hold, and the next share behind this one.
         ahead = [more + share if more else 0 for more, share in zip(self._ahead, samples, strict=True)]
-        shares = self._feed.deal(samples, ahead=ahead)
+        return self._feed.deal(samples, ahead=ahead)
+
+    def take_up(self, share: int) -> None:
         queue = Ranges(self._feed.queue(self._rank))
-        self._pieces = deque(self._cut(queue.take_front(shares[self._rank])))
-        if self._source.ahead:
-            self._expect(queue, shares[self._rank])
-        return shares
+        self._pieces_epoch = self._feed.epoch
+        self._pieces = deque(self._cut(queue.take_front(share)))
+        if self._source.ahead and share:
+            self._expect(queue, share)
 
     def _expect(self, queue: Ranges, share: int) -> None:
         """Load this step's pieces and, supposing that the share stays as it is, the next ones'."""
@@ -154,17 +179,36 @@ class FromFeed:
 
     def _cut(self, ranges: Sequence[Range]) -> list[Piece]:
         """Micro-batches with their dataset indices, all looked up in one call."""
+        return self._in_pieces(ranges, self._feed.indices(ranges)) if ranges else []
+
+    def _in_pieces(self, ranges: Sequence[Range], indices: NDArray[np.int64]) -> list[Piece]:
         pieces = even_pieces(ranges, self.micro_batch)
         ends = np.cumsum([total(piece) for piece in pieces])[:-1]
-        return list(zip(pieces, np.split(self._feed.indices(ranges), ends), strict=True)) if pieces else []
+        return list(zip(pieces, np.split(indices, ends), strict=True)) if pieces else []
 
-    def take(self) -> MicroBatch | None:
+    def take(self, largest: int | None = None) -> MicroBatch | None:
         if not self._pieces:
             return None
-        self._taken = self._pieces.popleft()
-        ranges, indices = self._taken
-        batch = self._source.take(self._feed.epoch, ranges, indices)
-        return MicroBatch(batch, len(indices), self._feed.epoch, ranges[0][0], last=not self._pieces)
+        piece = self._pieces.popleft()
+        cut = largest is not None and largest < len(piece[1])
+        if cut and not self._source.ahead:
+            piece = self._cut_front(piece, largest)
+        batch = self._source.take(self._pieces_epoch, *piece)
+        if cut and self._source.ahead:  # it was loaded whole by another process, and is cut here
+            shorter = front_of(batch, samples=len(piece[1]), keep=largest)
+            if shorter is not None:
+                batch, piece = shorter, self._cut_front(piece, largest)
+        self._taken = piece
+        ranges, indices = piece
+        return MicroBatch(batch, len(indices), self._pieces_epoch, ranges[0][0], last=not self._pieces)
+
+    def _cut_front(self, piece: Piece, keep: int | None) -> Piece:
+        """The first ``keep`` samples of a piece; the others come next."""
+        rest, indices = Ranges(piece[0]), piece[1]
+        assert keep is not None
+        front = rest.take_front(keep)
+        self._pieces.appendleft((rest.ranges, indices[keep:]))
+        return front, indices[:keep]
 
     @property
     def left(self) -> int:
@@ -175,7 +219,9 @@ class FromFeed:
             return False
         self.micro_batch = min(self.micro_batch, size)
         undone = ([self._taken] if again else []) + list(self._pieces)
-        self._pieces = deque(self._cut([part for ranges, _ in undone for part in ranges]))
+        if undone:
+            ranges = [part for ranges, _ in undone for part in ranges]
+            self._pieces = deque(self._in_pieces(ranges, np.concatenate([indices for _, indices in undone])))
         return True
 
     def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:
@@ -224,10 +270,12 @@ class FromStream:
         return None
 
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
-        self._share = samples[self._rank]
         return tuple(samples)
 
-    def take(self) -> MicroBatch | None:
+    def take_up(self, share: int) -> None:
+        self._share = share
+
+    def take(self, largest: int | None = None) -> MicroBatch | None:
         size = min(self.micro_batch, self._share)
         drawn = None if self.ended or not size else self._source.draw(size)
         if drawn is None:

@@ -185,6 +185,8 @@ class Fleet:
             error = lost
             raise
         finally:
+            if self._steps is not None:
+                self._steps.await_proxy()
             self._witness.close(error)
             if isinstance(error, FleetError):
                 end_with_one_line(error)
@@ -425,10 +427,13 @@ class Fleet:
                 name: checkpoint.plain(t.state_dict(), f"the state of {name}") for name, t in self._tracked.items()
             },
             "steps": self._steps.state_dict() if self._steps else self._resume,
-            "pace": {"name": self.pacer.name, "state": self.pacer.state_dict()},
+            "pace": {"name": self.pacer.name, "state": self._pace_state()},
             "seed": self.seed,
             "extra": checkpoint.plain(extra, "extra"),
         }
+
+    def _pace_state(self) -> dict[str, Any]:
+        return self.pacer.state_dict() if self._steps is None else self._steps.pace_state()
 
     def load(self, path: str | Path) -> Any:
         """Go on from a checkpoint, at any fleet size; returns its ``extra``. Call it before the first step.

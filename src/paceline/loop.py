@@ -1,13 +1,14 @@
 """The steps of a training, one after another: plan, deal, work, round, commit.
 
-The leader asks its pacer for the next step's plan before it starts to work on the present one, and the plan rides in
-the present round: everybody holds the same plan and nobody waits for it. What a step did enters the feed, the history
-and every worker's pacer at commit, and nowhere else.
+The user's thread runs the loop. Rounds that wait for everybody run on it too, and overlap with its backward; rounds
+with a deadline are the proxy's (proxy.py), and this thread takes over what they gave. What a step did enters the feed,
+the history and every worker's pacer once, in the books (books.py).
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,16 +16,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from paceline.books import Books
 from paceline.combine import Gradients, Header
 from paceline.combine.scaling import is_active
 from paceline.dealing import Dealing
 from paceline.errors import MisuseError, NonFiniteGradients
-from paceline.pace import Ask, Pacer
+from paceline.pace import Pacer
+from paceline.pace.fitting import RECENT, fit, ladder, recent_pace
+from paceline.proxy import Proxy
 from paceline.records import History, Plan, StepRecord
 from paceline.replicas import fingerprint
 from paceline.settings import LoopSettings, must_agree
 from paceline.step import Step
 from paceline.transport import Transport
+from paceline.turn import Turn, Work
 
 if TYPE_CHECKING:
     from paceline.machines import Machine
@@ -57,20 +62,46 @@ class Steps:
     ) -> None:
         self.gradients, self.dealing, self.device, self.machine, self.seed = gradients, dealing, device, machine, seed
         self.settings, self.auto = settings, settings.auto
-        self._transport, self._pacer, self._history = transport, pacer, history
-        self._unit, self._avoid_singles, self._nonfinite = unit, avoid_singles, nonfinite
+        self._whole = unit > 1
+        self.paces: deque[float] = deque(maxlen=RECENT)
+        """Seconds a sample of this worker's last micro-batches."""
+        self._transport, self._nonfinite = transport, nonfinite
         self._observe, self._repair = observe, repair
+        self._books = Books(
+            transport=transport,
+            pacer=pacer,
+            dealing=dealing,
+            settings=settings,
+            unit=unit,
+            avoid_singles=avoid_singles,
+            history=history,
+            first_index=first_index,
+            observe=observe,
+        )
+        self._proxy = self._make_proxy() if transport.size > 1 and may_set_deadlines(pacer) else None
         self.finished = self._closed = False
-        self._index = first_index
-        self._plan: Plan | None = None
-        self._next_plan: Plan | None = None
-        self._shares: tuple[int, ...] = ()
-        self._full_shares: tuple[int, ...] = ()
+        self._turns: dict[int, Turn] = {}
+        self._next = first_index
+        self._progress = 0.0
         self._agreed_epoch = -1
         self._step: Step | None = None
-        self._header: Header | None = None
-        self._round_s = 0.0
+        self._late_s = self._commit_s = 0.0
         self._checked: set[int] = set()
+
+    def _make_proxy(self) -> Proxy:
+        if self.dealing.length is None:
+            raise ValueError(
+                "rounds with a deadline (pace joint or cutoff) need a dataset with a length: an iterable one cannot "
+                "give again what a deadline cut off; use pace adaptive"
+            )
+        return Proxy(
+            transport=self._transport,
+            books=self._books,
+            gradients=self.gradients,
+            header=self._write_header,
+            record=self._bounded_record,
+            opened=self._register,
+        )
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -92,18 +123,38 @@ class Steps:
         if self._closed:
             raise MisuseError("this loop has ended: a later fleet.steps took its place, or the fleet was left")
         began = time.perf_counter()
-        self._transport.doing(f"step {self._index}")
-        self._plan = self._plan or self._hand_round_plan()
+        self._transport.doing(f"step {self._next}", begun=self._next + 1)
+        turn = self._turns.get(self._next) or self._open_here()
+        with self._books.changed:
+            missed = turn.closed
+            share = 0 if missed else turn.shares[self._transport.rank]
+            self.dealing.take_up(share)
+            if not missed:
+                turn.start(began)
+            self.gradients.begin(turn.dealt)
+        if turn.bounded and not missed:
+            assert self._proxy is not None
+            self._proxy.begun(turn)
+        return Step(self, turn, share=share, began=began)
+
+    def _open_here(self) -> Turn:
+        """Open a turn on this thread: the first, or one after a round that waited for everybody."""
+        plan = self._books.plan or self._hand_round_plan()
         self._check_order()
-        self._shares = self.dealing.deal(self._plan.samples)
-        if sum(self._shares) == self.settings.global_batch:
-            self._full_shares = self._shares
-        self.gradients.begin(sum(self._shares))
-        if self._transport.rank == 0 and len(self._history) > 0:
-            self._next_plan = self._plan_next()
-        ends = self.dealing.remaining is not None and sum(self._shares) >= self.dealing.remaining
-        share = self._shares[self._transport.rank]
-        return Step(self, index=self._index, epoch=self.dealing.epoch, share=share, ends_epoch=ends, began=began)
+        turn = self._books.open(plan)
+        self._register(turn)
+        if self._proxy is not None:
+            self._proxy.watch(turn)
+        return turn
+
+    def _register(self, turn: Turn) -> None:
+        self._turns[turn.index] = turn
+
+    def _hand_round_plan(self) -> Plan:
+        """The leader hands a plan round: for the first step and, since then there is something to know about the
+        machines and equal shares may be very wrong for them, for the second too."""
+        mine = self._books.first_plan().to_json() if self._transport.rank == 0 else None
+        return Plan.from_json(self._transport.gather("the plan of the first steps", mine)[0])
 
     def _check_order(self) -> None:
         """A custom order must be the same on every worker, or samples would be lost and doubled in silence."""
@@ -125,92 +176,128 @@ class Steps:
     @property
     def index(self) -> int:
         """The next step's index."""
-        return self._index
+        return self._next
 
     @property
     def progress(self) -> float:
-        return 1.0 if self.finished else (self.dealing.epoch + self.dealing.progress) / self.settings.epochs
+        return self._progress
 
     @property
     def full_shares(self) -> tuple[int, ...]:
         """The shares of the last step of a whole global batch; empty before the first."""
-        return self._full_shares
+        return self._books.full_shares
 
-    # -- plans -----------------------------------------------------------------------------------------------------
+    # -- work under a deadline ---------------------------------------------------------------------------------------
 
-    def _hand_round_plan(self) -> Plan:
-        """The leader hands a plan round: for the first step and, since then there is something to know about the
-        machines and equal shares may be very wrong for them, for the second too."""
-        left = self.dealing.remaining
-        total = self.settings.global_batch if left is None else min(self.settings.global_batch, left)
-        mine = self._ask(self._index, self.dealing.epoch, total).to_json() if self._transport.rank == 0 else None
-        return Plan.from_json(self._transport.gather("the plan of the first steps", mine)[0])
-
-    def _plan_next(self) -> Plan | None:
-        """The plan after the present one, supposing that what is planned gets done."""
-        epoch, left = self.dealing.epoch, self.dealing.remaining
-        if left is None:
-            return self._ask(self._index + 1, epoch, self.settings.global_batch)
-        left -= sum(self._shares)
-        if left == 0:
-            epoch, next_length = epoch + 1, self.dealing.next_length
-            left = self.settings.global_batch if next_length is None else next_length
-        if epoch >= self.settings.epochs:
+    def room(self, turn: Turn) -> int | None:
+        """The samples that the time left allows; 0: none. None: there is no deadline."""
+        if turn.until is None:
             return None
-        return self._ask(self._index + 1, epoch, min(self.settings.global_batch, left))
+        sizes = (self.dealing.micro_batch,) if self._whole else ladder(self.dealing.micro_batch)
+        fits = fit(turn.until - time.perf_counter(), recent_pace(list(self.paces)), sizes)
+        return fits or (0 if turn.work.samples else sizes[-1])  # try, or a slow worker would never be seen to recover
 
-    def _ask(self, step: int, epoch: int, total: int) -> Plan:
-        if self._transport.size == 1:
-            return Plan(generation=self._transport.generation, step=step, samples=(total,))
-        ask = Ask(
-            step=step,
-            total=total,
-            workers=self._transport.workers,
-            epoch=epoch,
-            generation=self._transport.generation,
-            unit=min(self._unit, total),
-        )
-        plan = self._pacer.plan(ask)
-        return without_singles(plan) if self._avoid_singles else plan
+    def taking(self, turn: Turn, now: float) -> bool:
+        """The loop wants a micro-batch: False when it could no longer join."""
+        with self._books.changed:
+            turn.busy_since = now if turn.open else None
+            return turn.open
+
+    def check(self, turn: Turn) -> bool:
+        """Before a backward: False when it would be for nothing."""
+        with self._books.changed:
+            if turn.open:
+                self.gradients.check_aside()
+            return turn.open
+
+    def join(self, turn: Turn, add: Callable[[], None]) -> bool:
+        """A micro-batch is finished: count it, unless the round closed without it."""
+        with self._books.changed:
+            turn.busy_since = None
+            if not turn.open:
+                self.gradients.drop()
+                self._late_s = max(self._late_s, time.perf_counter() - (turn.until or turn.opened))
+                return False
+            self.gradients.join()
+            add()
+            return True
+
+    def more(self, turn: Turn) -> bool:
+        """The share is done: whether another lap has more."""
+        assert self._proxy is not None
+        return not turn.closed and turn.last and self._proxy.idle(turn)
 
     # -- the round -------------------------------------------------------------------------------------------------
 
-    def exchange(self, step: Step, added: Mapping[str, Any], clip_norm: float | None) -> bool:
+    def exchange(self, step: Step, clip_norm: float | None) -> bool:
         """Run the step's round; True when there is a gradient to apply, which then is in ``p.grad``."""
-        finite = self.gradients.finish()
-        header = self._write_header(step, added, finite)
-        entered = time.perf_counter()
-        self.gradients.exchange(header, step.samples, f"the round of step {step.index}")
-        waited = time.perf_counter() - entered
-        self._round_s = max(0.0, waited - float(header.column("seconds").max() - step.seconds))
-        self._header = header
+        turn = step.turn
+        if turn.bounded:
+            self._await_round(turn)
+        else:
+            self._run_round(turn)
+        header = turn.header
+        assert header is not None
         apply = self._may_apply(step, header)
         if apply:
             self.gradients.mean(header, clip_norm)
-        step.record = self._record(step, header, apply)
+        if not turn.bounded:
+            turn.record = replace(self._record(turn, header), grad_norm=self.gradients.known_norm if apply else None)
+        step.record = turn.record
         return apply
 
-    def _write_header(self, step: Step, added: Mapping[str, Any], finite: bool) -> Header:
-        header = Header(self.gradients.layout)
+    def _run_round(self, turn: Turn) -> None:
+        """A round that waits for everybody, on this thread."""
+        finite = self.gradients.finish()
+        header = self._write_header(turn, True, finite)
+        entered = time.perf_counter()
+        self.gradients.exchange(header, turn.work.samples, f"the round of step {turn.index}")
+        waited = time.perf_counter() - entered
+        self._round_s = max(0.0, waited - float(header.column("seconds").max() - turn.work.seconds))
+        turn.header = header
+
+    def _await_round(self, turn: Turn) -> None:
+        """A round that the proxy runs; it may be over long since."""
+        assert self._proxy is not None
+        if turn.open and turn.began is not None:
+            self.check(turn)
+        if not turn.over:
+            self._proxy.idle(turn)
+        with self._books.changed:
+            self._books.changed.wait_for(lambda: turn.over or self._proxy is None or self._proxy.error)
+        if not turn.over and self._proxy.error is not None:
+            raise self._proxy.error
+        assert turn.total is not None
+        assert turn.header is not None
+        self.gradients.drop()
+        self.gradients.adopt(turn.total, turn.header)
+
+    def _write_header(self, turn: Turn, counts: bool, finite: bool) -> Header:
+        header, work = Header(self.gradients.layout), turn.work if counts else Work()
         overflow = not finite and is_active(self.gradients.scaler)
+        busy = 0.0 if turn.idle or not turn.bounded else time.perf_counter() - (turn.busy_since or turn.opened)
         header.write(
             self._transport.rank,
-            samples=step.samples,
-            weight=float(step.weight),
-            loss=float(step.loss_sum),
-            seconds=step.seconds,
-            micro_batches=step.micro_batches,
-            slowest_s=step.slowest_s,
-            shortfall_s=step.shortfall_s,
+            samples=work.samples,
+            weight=float(work.weight),
+            loss=float(work.loss_sum),
+            seconds=turn.work.seconds,
+            micro_batches=work.micro_batches,
+            slowest_s=work.slowest_s,
+            shortfall_s=work.shortfall_s,
+            unfinished_s=busy,
+            behind=max(0, turn.index - self._next),
+            late_s=self._late_s,
             overflow=overflow,
             nonfinite=not finite and not overflow,
-            ended=self.dealing.ended or step.share == 0,
-            fingerprint=self._fingerprint(step.index),
+            ended=self.dealing.ended or turn.shares[self._transport.rank] == 0,
+            fingerprint=self._fingerprint(turn),
         )
-        for name, value in added.items():
+        self._late_s = 0.0
+        for name, value in work.added.items():
             header.add(self._transport.slot(name), float(value))
-        if self._next_plan is not None:
-            header.write_plan(self._next_plan)
+        if turn.next_plan is not None:
+            header.write_plan(turn.next_plan)
         return header
 
     def _may_apply(self, step: Step, header: Header) -> bool:
@@ -219,7 +306,7 @@ class Steps:
             raise NonFiniteGradients(self._nonfinite_text(step, header, bad.tolist()))
         if bad.size:
             self._warn_all(self._nonfinite_text(step, header, bad.tolist()))
-        return not bad.size and not header.column("overflow").any() and bool(header.column("weight").sum() > 0)
+        return _has_gradient(header)
 
     def _nonfinite_text(self, step: Step, header: Header, workers: list[int]) -> str:
         losses = header.column("loss")[workers]
@@ -231,59 +318,68 @@ class Steps:
         skip = 'paceline.join(nonfinite="skip") leaves such steps out'
         return f"{said}: stopped before the update. {skip}; a GradScaler must be tracked with fleet.track(scaler=...)"
 
-    def _record(self, step: Step, header: Header, applied: bool) -> StepRecord:
-        assert self._plan is not None
+    def _record(self, turn: Turn, header: Header) -> StepRecord:
         weight = float(header.column("weight").sum())
+        bounded = turn.bounded
         return StepRecord(
-            step=step.index,
-            epoch=step.epoch,
+            step=turn.index,
+            epoch=turn.epoch,
             generation=self._transport.generation,
             workers=self._transport.workers,
-            planned=self._shares,
+            planned=turn.shares,
             samples=_ints(header.column("samples")),
             seconds=tuple(header.column("seconds").tolist()),
             micro_batches=_ints(header.column("micro_batches")),
             slowest_s=tuple(header.column("slowest_s").tolist()),
+            unfinished_s=tuple(header.column("unfinished_s").tolist()) if bounded else (),
+            behind=_ints(header.column("behind")) if bounded else (),
             late_s=tuple(header.column("late_s").tolist()),
-            forecast_s=self._plan.forecast_s,
-            deadline_s=self._plan.deadline_s,
+            forecast_s=turn.plan.forecast_s,
+            deadline_s=turn.plan.deadline_s,
+            wait_for=turn.plan.wait_for,
             round_s=self._round_s,
             weight=weight,
             loss=float(header.column("loss").sum()) / weight if weight else None,
-            grad_norm=self.gradients.known_norm if applied else None,
-            applied=applied,
+            applied=_has_gradient(header),
             sums={self._transport.slot_name(slot): value for slot, value in header.sums().items()},
             shortfall_s=tuple(header.column("shortfall_s").tolist()) if self.machine else (),
         )
 
+    def _bounded_record(self, turn: Turn, header: Header, entered: float) -> StepRecord:
+        """The record of a round that the proxy ran: it is over now, and this worker entered it then."""
+        wall_s = time.perf_counter() - turn.opened
+        busy = float((header.column("seconds") + header.column("unfinished_s")).max())
+        latest = max(entered - turn.opened, min(busy, turn.plan.deadline_s or busy))
+        self._round_s = max(0.0, wall_s - latest)
+        return replace(self._record(turn, header), wall_s=wall_s + self._commit_s)
+
     # -- the commit ------------------------------------------------------------------------------------------------
 
-    def commit(self, step: Step) -> None:
-        """Everything that a step changes, changes here: feed, history, pacer, plan."""
-        header, record = self._header, step.record
+    def commit(self, step: Step, updated: float) -> None:
+        """The step is over on this worker. In a round without a deadline the books change here; ``updated``: since when
+        the update was under way."""
+        turn = step.turn
+        header = turn.header
         assert header is not None
-        assert record is not None
         self.gradients.clear(overflow=bool(header.column("overflow").any()))
-        ranges = self.dealing.commit(record.samples, bool(header.column("ended").all()))
-        step.ends_epoch = self.dealing.remaining == 0  # a stream's end shows only now
-        record = replace(record, ranges=ranges, wall_s=time.perf_counter() - step.began)
-        step.record = record
-        self._history.append(record)
-        if self._transport.size > 1:  # a worker alone has nothing to divide
-            self._pacer.observe(record)
-        self._observe("step", vars(record))
-        self._index += 1
-        self._plan, self._next_plan = header.read_plan(), None
-        if self.dealing.remaining == 0:
-            self._open(self.dealing.epoch + 1)
-        self._compare_replicas(header)
+        self._next += 1
+        if not turn.bounded:
+            self._close_books(turn, header, step.began)
+        del self._turns[turn.index]
+        step.record, step.ends_epoch = turn.record, turn.ends_epoch  # a stream's end shows only now
+        self.finished, self._progress = turn.finishes, turn.progress
+        self._commit_s = time.perf_counter() - updated
+        if not turn.bounded:
+            self._compare_replicas(header)
         self._transport.doing(f"its own code after step {step.index}")
 
-    def _open(self, epoch: int) -> None:
-        """Open an epoch or, beyond the last, finish."""
-        self.finished = epoch >= self.settings.epochs
-        if not self.finished:
-            self.dealing.open(epoch)
+    def _close_books(self, turn: Turn, header: Header, began: float) -> None:
+        assert turn.record is not None
+        with self._books.changed:
+            record = self._books.close(turn, header, replace(turn.record, wall_s=time.perf_counter() - began))
+            turn.over = turn.closed = True
+            self._books.changed.notify_all()
+        self._books.note(record)
 
     def grad_norm(self, step: Step) -> float:
         if step is not self._step or step.record is None:
@@ -294,8 +390,8 @@ class Steps:
 
     # -- watchfulness ----------------------------------------------------------------------------------------------
 
-    def _fingerprint(self, index: int) -> float:
-        due = self._transport.size > 1 and index % FINGERPRINT_EVERY == 0
+    def _fingerprint(self, turn: Turn) -> float:
+        due = self._transport.size > 1 and turn.index % FINGERPRINT_EVERY == 0 and not turn.bounded
         return fingerprint(self.gradients.everything) if due else 0.0
 
     def _compare_replicas(self, header: Header) -> None:
@@ -353,26 +449,35 @@ class Steps:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "step": self._index,
-            "epoch": self.settings.epochs if self.finished else self.dealing.epoch,
-            "dealing": None if self.finished else self.dealing.state_dict(),
-            "gradients": self.gradients.state_dict(),
-        }
+        """The state that belongs to the parameters as they are on this worker, however far the fleet has gone on."""
+        with self._books.changed:
+            turn = self._turns.get(self._next)
+            books = turn.before if turn is not None and turn.before is not None else self._books.state_dict()
+            return {**books, "gradients": self.gradients.state_dict()}
+
+    def pace_state(self) -> dict[str, Any]:
+        with self._books.changed:
+            return self._books.pacer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._index = state["step"]
         self.gradients.load_state_dict(state["gradients"])
-        if state["dealing"] is None or state["epoch"] >= self.settings.epochs:
-            self._open(state["epoch"])  # an epoch was over
-        else:
-            self.dealing.load_state_dict(state["dealing"])
+        self._books.load_state_dict(state)
+        self._next, self.finished, self._progress = self._books.index, self._books.finished, self._books.progress
+
+    def await_proxy(self) -> None:
+        """Once the transport is closed: the process must not end under the proxy's thread."""
+        if self._proxy is not None:
+            self._proxy.join()
 
     def close(self, *, orderly: bool = True) -> None:
         """End the loop. ``orderly``: not because of an error, which would have said enough."""
         if self._closed:
             return
         self._closed = True
+        if self._proxy is not None:
+            self._proxy.stop()
+            if orderly:
+                self._proxy.join()
         if orderly and self._step is not None and not self._step.committed:
             text = f"the loop was left in step {self._step.index}, before its commit: its samples were not counted"
             self._warn_all(text)
@@ -380,17 +485,15 @@ class Steps:
         self.gradients.detach()
 
 
-def without_singles(plan: Plan) -> Plan:
-    """Move shares of one sample to the largest share: batch norm cannot train on a single one.
+def may_set_deadlines(pacer: Pacer) -> bool:
+    """Whether the pacer's plans may close rounds without everybody."""
+    return bool(getattr(pacer, "deadlines", False))
 
-    >>> without_singles(Plan(generation=0, step=0, samples=(7, 1, 4))).samples
-    (8, 0, 4)
-    """
-    if plan.total < 2 or 1 not in plan.samples:
-        return plan
-    samples = [0 if share == 1 else share for share in plan.samples]
-    samples[int(np.argmax(samples))] += plan.total - sum(samples)
-    return replace(plan, samples=tuple(samples))
+
+def _has_gradient(header: Header) -> bool:
+    """Whether the round gave something to apply."""
+    bad = header.column("nonfinite").any() or header.column("overflow").any()
+    return not bad and bool(header.column("weight").sum() > 0)
 
 
 def _ints(column: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ class StepRecord(_Json):
     behind: tuple[int, ...] = ()
     """When the round closed: earlier rounds whose update the worker had yet to take over."""
     late_s: tuple[float, ...] = ()
-    """Seconds by which a micro-batch that ended since the last round had overrun its deadline; 0 for who was in time."""
+    """Seconds by which a micro-batch that ended since the last round had overrun its deadline, else 0."""
     forecast_s: tuple[float, ...] | None = None
     deadline_s: float | None = None
     wait_for: int | None = None

@@ -18,6 +18,7 @@ from paceline.errors import MisuseError
 from paceline.feed import seed_micro_batch
 from paceline.memory import OutOfMemory
 from paceline.records import StepRecord
+from paceline.turn import Turn, Work
 
 if TYPE_CHECKING:
     from paceline.loop import Steps
@@ -26,33 +27,32 @@ if TYPE_CHECKING:
 class Step:
     """A step. Iterate it for this worker's micro-batches, then commit it."""
 
-    def __init__(self, steps: Steps, *, index: int, epoch: int, share: int, ends_epoch: bool, began: float) -> None:
-        self.index = index
+    def __init__(self, steps: Steps, turn: Turn, *, share: int, began: float) -> None:
+        self.index = turn.index
         """Counts the fleet's steps from 0, over all epochs and restarts."""
-        self.epoch = epoch
+        self.epoch = turn.epoch
         self.share = share
-        """Samples this worker does in this step."""
-        self.ends_epoch = ends_epoch
-        """Whether this is the epoch's last step."""
+        """Samples dealt to this worker for this step. With a deadline: more than it is expected to do; 0 when the round
+        closed before it came."""
+        self.ends_epoch = turn.ends_epoch
+        """Whether this is the epoch's last step; with deadlines it is sure after the commit."""
         self.applied = False
         """After commit: whether the parameters were updated."""
         self.record: StepRecord | None = None
+        self.turn = turn
         self._steps = steps
         self._gradients = steps.gradients
         self._iterated = self._combined = self._committed = False
         self._open: MicroBatch | None = None
         self._opened = 0.0
-        self._added: dict[str, Any] = {}
         self._pending: dict[str, Any] = {}
         self._void = False
         """Whether the present micro-batch comes again, so that figures added with it do not count."""
         self.began = began
-        self.work_began: float | None = None
-        self.seconds = 0.0
-        self.samples = self.micro_batches = 0
-        self.slowest_s = self.shortfall_s = 0.0
-        self.weight: Any = 0.0
-        self.loss_sum: Any = 0.0
+        self._work_began = 0.0
+        self._idle_s = 0.0
+        self._finished: Work | None = None
+        """Under a deadline: a micro-batch whose backward is done, until the loop comes back for more."""
 
     def __repr__(self) -> str:
         return f"<Step {self.index} of epoch {self.epoch}: {self.share} samples here>"
@@ -63,16 +63,26 @@ class Step:
         if self._iterated:
             raise MisuseError(f"step {self.index} was iterated before: its micro-batches come once")
         self._iterated = True
-        self.work_began = time.perf_counter()
-        while True:
-            self._close_micro_batch()
-            self._opened = time.perf_counter()
-            taken = self._steps.dealing.take()
-            if taken is None:
-                break
+        self._work_began = time.perf_counter()
+        while (taken := self._take()) is not None:
             seed_micro_batch(self._steps.seed, taken.epoch, taken.position, self._steps.device)
             self._open = taken
             yield taken.batch
+
+    def _take(self) -> MicroBatch | None:
+        self._close_micro_batch()
+        self._opened = time.perf_counter()
+        if not self.turn.bounded:
+            return self._steps.dealing.take()
+        while True:
+            if not self._steps.taking(self.turn, self._opened):
+                return None
+            room = self._steps.room(self.turn)
+            taken = self._steps.dealing.take(room) if room != 0 else None
+            if taken is not None or not self._steps.more(self.turn):
+                return taken
+            self._idle_s += time.perf_counter() - self._opened
+            self._opened = time.perf_counter()
 
     def _close_micro_batch(self) -> None:
         """The loop comes back for more: the micro-batch it had must have been used."""
@@ -81,10 +91,24 @@ class Step:
                 f"a micro-batch of step {self.index} had no step.backward(loss): its samples would be counted without "
                 "a gradient; call step.skip() to leave it out on purpose"
             )
-        for name, value in self._pending.items() if not self._void else ():
-            self._added[name] = self._added.get(name, 0.0) + value
+        if self._finished is None:
+            self._count_figures()
+        else:
+            self._steps.join(self.turn, self._count)
+        self._finished = None
         self._pending.clear()
         self._void = False
+
+    def _count(self) -> None:
+        """Under a deadline: the finished micro-batch counts."""
+        assert self._finished is not None
+        self.turn.work.add(self._finished)
+        self._count_figures()
+
+    def _count_figures(self) -> None:
+        added = self.turn.work.added
+        for name, value in self._pending.items() if not self._void else ():
+            added[name] = added.get(name, 0.0) + value
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None) -> None:
         """Add the gradient of this micro-batch's mean loss.
@@ -95,17 +119,20 @@ class Step:
         micro = self._require_open("step.backward(loss)")
         weight = _check_weight(micro.samples if weight is None else weight)
         _check_loss(loss)
+        done = Work(samples=micro.samples, micro_batches=1)
         if isinstance(weight, torch.Tensor) or weight > 0:
             if not self._try_backward(loss, weight, micro):
                 return
-            self.weight = self.weight + weight
-            self.loss_sum = self.loss_sum + _weighted(loss.detach().to(torch.float64), weight)
-        self._done(micro)
+            done.weight, done.loss_sum = weight, _weighted(loss.detach().to(torch.float64), weight)
+        self._done(micro, done)
 
     def _try_backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch) -> bool:
         """False when memory ran out: then the micro-batch comes again, in halves."""
         try:
-            self._gradients.backward(loss, weight, last=micro.last)
+            if not self.turn.bounded:
+                self._gradients.backward(loss, weight, last=micro.last)
+            elif self._steps.check(self.turn):
+                self._gradients.backward_aside(loss, weight)
         except OutOfMemory:
             if not self._steps.auto or not self._steps.shrink(micro.samples, again=True):
                 raise
@@ -117,7 +144,8 @@ class Step:
 
     def skip(self) -> None:
         """Leave this micro-batch out: its samples count as done, without a gradient."""
-        self._done(self._require_open("step.skip()"))
+        micro = self._require_open("step.skip()")
+        self._done(micro, Work(samples=micro.samples, micro_batches=1))
 
     def add(self, **figures: Any) -> None:
         """Sum figures over the fleet, e.g. ``step.add(correct=n)``; after commit they are in ``step.record.sums``."""
@@ -127,16 +155,20 @@ class Step:
             value = value.detach().to(torch.float64).sum() if isinstance(value, torch.Tensor) else float(value)
             self._pending[name] = self._pending.get(name, 0.0) + value
 
-    def _done(self, micro: MicroBatch) -> None:
+    def _done(self, micro: MicroBatch, done: Work) -> None:
         self._open = None
         if self._steps.machine is not None:
-            self.shortfall_s += self._steps.pad(self.index, micro.samples, self._opened)
-        self.samples += micro.samples
-        self.micro_batches += 1
+            done.shortfall_s = self._steps.pad(self.index, micro.samples, self._opened)
+        elif self.turn.bounded and self.device_works_on:
+            torch.cuda.current_stream(self._steps.device).synchronize()
         now = time.perf_counter()
-        self.slowest_s = max(self.slowest_s, now - self._opened)
-        assert self.work_began is not None
-        self.seconds = now - self.work_began
+        done.slowest_s = now - self._opened
+        done.seconds = now - self._work_began - self._idle_s - self.turn.work.seconds
+        self._steps.paces.append(done.slowest_s / micro.samples)
+        if self.turn.bounded:
+            self._finished = done
+        else:
+            self.turn.work.add(done)
 
     def _require_open(self, call: str) -> MicroBatch:
         self._steps.require_current(self)
@@ -168,6 +200,7 @@ class Step:
         combined_before = self._combined
         if not combined_before:
             self._combine(clip_norm=clip_norm)
+        updated = time.perf_counter()
         if self.applied:
             if combined_before and clip_norm is not None:
                 self._gradients.norm()  # before it is clipped
@@ -175,7 +208,7 @@ class Step:
             for optimizer in optimizers:
                 optimizer.step()
         self._committed = True
-        self._steps.commit(self)
+        self._steps.commit(self, updated)
 
     def _combine(self, clip_norm: float | None) -> None:
         if self._committed or self._combined:
@@ -183,12 +216,12 @@ class Step:
         self._steps.require_current(self)
         self._check_finished()
         self._close_micro_batch()
-        if self.device_works_on and self.micro_batches:
+        work = self.turn.work
+        if self.device_works_on and work.micro_batches and not self.turn.bounded:
             torch.cuda.current_stream(self._steps.device).synchronize()  # once a step: the round needs the true time
-            assert self.work_began is not None
-            self.seconds = time.perf_counter() - self.work_began
+            work.seconds = time.perf_counter() - self._work_began
         self._combined = True
-        self.applied = self._steps.exchange(self, self._added, clip_norm)
+        self.applied = self._steps.exchange(self, clip_norm)
 
     @property
     def device_works_on(self) -> bool:
@@ -196,6 +229,9 @@ class Step:
         return self._steps.device.type == "cuda"
 
     def _check_finished(self) -> None:
+        if self.turn.bounded and (self._open is None or not self.turn.open):
+            self._open = None
+            return  # what is left stays in this worker's queue
         left = self._steps.dealing.left
         if self._open is not None or left:
             left += self._open.samples if self._open else 0
@@ -227,7 +263,8 @@ class Step:
 
     @property
     def progress(self) -> float:
-        """The part of the whole training that is done, in [0, 1]; exact, so schedules can follow it."""
+        """The part of the whole training that was done when this step began or, after its commit, ended, in [0, 1];
+        exact and the same on every worker, so schedules can follow it."""
         return self._steps.progress
 
     def _after(self) -> StepRecord:

@@ -12,12 +12,12 @@ from paceline.combine.statistics import RunningStatistics
 
 def round_of(workers: list[RunningStatistics], samples: list[int]) -> None:
     """What the round does, in one process."""
-    total = torch.stack([w.payload(count) for w, count in zip(workers, samples, strict=True)]).sum(0)
-    moved = [sum(column) for column in zip(*(w.moved() for w in workers), strict=True)]
     for worker in workers:
-        assert worker._flat is not None
-        worker._flat.copy_(total)
-        worker.merge(float(sum(samples)), moved)
+        worker.note()
+    total = torch.stack([w.payload(count) for w, count in zip(workers, samples, strict=True)]).sum(0)
+    moved = [sum(column) for column in zip(*(w.moved for w in workers), strict=True)]
+    for worker in workers:
+        worker.merge(total, float(sum(samples)), moved)
 
 
 def fleet_of(size: int) -> tuple[list[nn.Sequential], list[RunningStatistics]]:
@@ -52,10 +52,29 @@ def test_a_layer_that_nobody_moved_keeps_its_exact_values() -> None:
     models, statistics = fleet_of(2)
     for model in models:
         model[0].running_mean.fill_(1 / 3)
+    for model, one in zip(models, statistics, strict=True):
+        one.begin()
         model.eval()
         model(torch.randn(4, 3, dtype=torch.float64))
     round_of(statistics, [5, 2])
     assert all(torch.equal(model[0].running_mean, torch.full((3,), 1 / 3, dtype=torch.float64)) for model in models)
+
+
+def test_a_micro_batch_that_did_not_count_leaves_no_trace() -> None:
+    models, statistics = fleet_of(2)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for model, one in zip(models, statistics, strict=True):
+        one.begin()
+        model(x)
+        one.note()
+    expected = models[0][0].running_mean.clone()
+    models[1](x * 100)  # stuck in it when the round closed
+    total = sum(one.payload(4) for one in statistics)
+    for one in statistics:
+        one.merge(total, 8.0, [2])
+    for model in models:
+        torch.testing.assert_close(model[0].running_mean, expected)
+        assert int(model[0].num_batches_tracked) == 2
 
 
 def test_statistics_set_from_outside_are_not_counted_as_moved() -> None:
@@ -63,7 +82,8 @@ def test_statistics_set_from_outside_are_not_counted_as_moved() -> None:
     for model, one in zip(models, statistics, strict=True):
         model[0].num_batches_tracked.fill_(17)
         one.rebase()
-        assert one.moved() == [0]
+        one.note()
+        assert one.moved == [0]
     models[1](torch.randn(4, 3, dtype=torch.float64))
     round_of(statistics, [0, 4])
     assert [int(model[0].num_batches_tracked) for model in models] == [18, 18]

@@ -103,20 +103,24 @@ class Buckets:
         self._note_versions()
 
     def _backward_whole(self, loss: torch.Tensor) -> None:
+        try:
+            self.backward_aside(loss)
+            self.join()
+        finally:
+            self.drop()
+
+    def backward_aside(self, loss: torch.Tensor) -> None:
+        """Leave the gradient of ``loss`` in ``p.grad``, beside the sum: `join` adds it, `drop` forgets it."""
         for parameter in self.parameters:
             parameter.grad = None
         self._inside = self._aside = True
         try:
             loss.backward()  # type: ignore[no-untyped-call]
-            self._join()
         finally:
             self._inside = self._aside = False
-            for slot in self.slots:
-                slot.parameter.grad = slot.grad
-        self._note_versions()
 
     @torch.no_grad()
-    def _join(self) -> None:
+    def join(self) -> None:
         """Add a whole micro-batch's gradients, which stand in ``p.grad``, to the sum."""
         for slot in self.slots:
             if slot.parameter.grad is None:
@@ -125,6 +129,18 @@ class Buckets:
                 self._adopt(slot, slot.parameter)
             else:
                 slot.grad.add_(slot.parameter.grad)
+        self.drop()
+        self._note_versions()
+
+    def drop(self) -> None:
+        """What stands aside is forgotten; the sum shows in ``p.grad`` again."""
+        for slot in self.slots:
+            slot.parameter.grad = slot.grad
+
+    def seal(self) -> list[torch.Tensor]:
+        """The sum as it is, with zeros where no gradient came, not yet started."""
+        self._zero_empty()
+        return [bucket.flat for bucket in self.buckets]
 
     def _note_versions(self) -> None:
         for slot in self.slots:
@@ -177,6 +193,11 @@ class Buckets:
 
     def finish(self) -> None:
         """Zero what no gradient came for, and start the sums that are still to start."""
+        self._zero_empty()
+        while self._started < len(self.buckets):
+            self._start_next()
+
+    def _zero_empty(self) -> None:
         for bucket in self.buckets[self._started :]:
             empty = [slot for slot in bucket.slots if slot.grad is None]
             if len(empty) == len(bucket.slots):
@@ -185,8 +206,6 @@ class Buckets:
                 for slot in empty:
                     assert slot.home is not None
                     slot.home.zero_()
-        while self._started < len(self.buckets):
-            self._start_next()
 
     # -- between round and commit ----------------------------------------------------------------------------------
 

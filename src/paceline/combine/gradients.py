@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,21 @@ from paceline.combine.scaling import scaled as scale_loss
 from paceline.combine.statistics import RunningStatistics
 from paceline.errors import MisuseError
 from paceline.transport import Pending, Transport
+
+
+@dataclass
+class Sum:
+    """What one worker brings to a round with a deadline and, after it, what the round gave."""
+
+    flats: list[torch.Tensor]
+    used: list[bool]
+    statistics: torch.Tensor
+    moved: list[int]
+    finite: bool = True
+
+    @property
+    def bytes(self) -> int:
+        return sum(flat.numel() * flat.element_size() for flat in self.flats)
 
 
 class Gradients:
@@ -85,6 +101,7 @@ class Gradients:
         self._reset()
         self.scaler = self.next_scaler
         self._planned = planned_samples * self._weight_per_sample
+        self._statistics.begin()
         self._unscale = 1.0 / self.scaler.get_scale() if is_active(self.scaler) else 1.0
 
     def _notice_freezing(self) -> None:
@@ -106,12 +123,80 @@ class Gradients:
         """Add the gradient of a micro-batch's mean loss with this weight."""
         if not self._begun:
             self._notice_freezing()
-            self._begun = True
-            self._versions = self._versions_now()
-        scaled = loss * (weight / self._planned)
-        if is_active(self.scaler):
-            scaled = scale_loss(self.scaler, scaled)
-        self.buckets.backward(scaled, last=last and self.overlap, whole=self.whole)
+            self._begin_work()
+        self.buckets.backward(self._scaled(loss, weight), last=last and self.overlap, whole=self.whole)
+
+    def _begin_work(self) -> None:
+        self._begun = True
+        self._versions = self._versions_now()
+
+    def _scaled(self, loss: torch.Tensor, weight: Any) -> torch.Tensor:
+        scaled: torch.Tensor = loss * (weight / self._planned)
+        return scale_loss(self.scaler, scaled) if is_active(self.scaler) else scaled
+
+    # -- work under a deadline: a micro-batch joins the sum whole or not at all, and any thread may close it ---------
+
+    def backward_aside(self, loss: torch.Tensor, weight: Any) -> None:
+        """The gradient of a micro-batch's mean loss, kept aside until `join` or `drop`."""
+        if not self._begun:
+            self._begin_work()
+        self.buckets.backward_aside(self._scaled(loss, weight))
+
+    def check_aside(self) -> None:
+        """Raise MisuseError when somebody touched what is not theirs since the last micro-batch."""
+        if self._trained_now() != self._trained:
+            raise MisuseError(
+                "parameters were frozen or unfrozen between steps, which rounds with a deadline cannot follow: make "
+                "new steps with fleet.steps, or use another pace"
+            )
+        self.buckets.check_untouched()
+        self._check_parameters()
+
+    def join(self) -> None:
+        """The micro-batch is finished: its gradient and its statistics count."""
+        self.buckets.join()
+        self._statistics.note()
+
+    def drop(self) -> None:
+        self.buckets.drop()
+
+    def close(self, samples: int) -> Sum:
+        """What this worker has finished, ready to be summed."""
+        flats = self.buckets.seal()
+        if self._unscale != 1.0 and flats:
+            torch._foreach_mul_(flats, self._unscale)
+        extremes = [extreme.to(torch.float64) for flat in flats for extreme in torch.aminmax(flat)]
+        finite = not extremes or bool(torch.stack(extremes).isfinite().all())
+        statistics = self._statistics.payload(samples)
+        return Sum(flats, self.buckets.used(), statistics, list(self._statistics.moved), finite)
+
+    def nothing(self) -> Sum:
+        """The same of a worker that has finished nothing, in tensors of its own."""
+        flats = [torch.zeros_like(bucket.flat) for bucket in self.buckets.buckets]
+        statistics = torch.zeros_like(self._statistics.payload(0))
+        return Sum(flats, [False] * len(self.buckets.slots), statistics, [0] * len(self._statistics))
+
+    def exchange_aside(self, mine: Sum, header: Header, label: str) -> None:
+        """A round with a deadline: when it returns, ``header`` and ``mine`` hold the fleet's sums."""
+        header.used[:] = mine.used
+        header.counters[:] = mine.moved
+        wire = header.tensor(self._wire_device())
+        parts = [*mine.flats, *([mine.statistics] if self.layout.counters else []), wire]
+        with self._transport.round(label, aside=True):
+            for pending in [self._transport.sum(part) for part in parts]:
+                pending.wait()
+            header.receive(wire)
+
+    def adopt(self, total: Sum, header: Header) -> None:
+        """Take over a round's sums, for `mean`."""
+        for bucket, flat in zip(self.buckets.buckets, total.flats, strict=True):
+            if flat is not bucket.flat:
+                bucket.flat.copy_(flat)
+        if self.layout.counters:
+            self._merge(total.statistics, header)
+
+    def _merge(self, statistics: torch.Tensor, header: Header) -> None:
+        self._statistics.merge(statistics, float(header.column("samples").sum()), header.counters.tolist())
 
     # -- round -----------------------------------------------------------------------------------------------------
 
@@ -161,15 +246,17 @@ class Gradients:
         header.used[:] = self.buckets.used()
         with self._transport.round(label):
             if self.layout.counters:
-                header.counters[:] = self._statistics.moved()
-                self._sums.append(self._transport.sum(self._statistics.payload(samples)))
+                self._statistics.note()
+                header.counters[:] = self._statistics.moved
+                statistics = self._statistics.payload(samples)
+                self._sums.append(self._transport.sum(statistics))
             wire = header.tensor(self._wire_device())
             self._sums.append(self._transport.sum(wire))
             for pending in self._sums:
                 pending.wait()
             header.receive(wire)
         if self.layout.counters:
-            self._statistics.merge(float(header.column("samples").sum()), header.counters.tolist())
+            self._merge(statistics, header)
 
     def _wire_device(self) -> torch.device:
         return self.everything[0].device if self._transport.backend == "nccl" else torch.device("cpu")

@@ -20,7 +20,8 @@ class Ask:
 
     step: int
     total: int
-    """Samples of the step: the global batch, or what the epoch has left."""
+    """Samples the step should count: the global batch (with what earlier deadlines left owing), or what the epoch has
+    left. Without a deadline the shares add up to it; with one they are more, and it is what is expected."""
     workers: tuple[int, ...]
     """Stable identities in rank order. A pacer that meets a new one starts it from a prior."""
     epoch: int = 0
@@ -29,6 +30,8 @@ class Ask:
     """Shares are multiples of this many samples, but for the one remainder."""
     minimum: int | tuple[int, ...] = 0
     maximum: int | tuple[int, ...] | None = None
+    last: bool = False
+    """Nothing of the epoch is left after this step if all of ``total`` is done."""
 
 
 @runtime_checkable

@@ -58,7 +58,7 @@ class Alone:
     def tally(self, name: str) -> int:
         return 1
 
-    def heard(self, name: str, within_s: float) -> bool:
+    def heard(self, name: str) -> bool:
         return True
 
     def forget(self, name: str) -> None:

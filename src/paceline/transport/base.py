@@ -59,8 +59,8 @@ class Transport(Protocol):
     def tally(self, name: str) -> int:
         """Say that one more worker has come to ``name``; returns how many have."""
 
-    def heard(self, name: str, within_s: float) -> bool:
-        """Wait, not longer than this, until somebody has said ``name``. From the thread of the rounds."""
+    def heard(self, name: str) -> bool:
+        """Whether somebody has said ``name``. From the thread of the rounds."""
 
     def forget(self, name: str) -> None:
         """Nobody will wait for ``name`` any more. From the thread of the rounds."""

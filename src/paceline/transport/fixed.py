@@ -177,16 +177,10 @@ class Fixed:
     def forget(self, name: str) -> None:
         self._ask_store(lambda: self._board.delete_key(name))
 
-    def heard(self, name: str, within_s: float) -> bool:
-        try:
-            self._board.wait([name], timedelta(seconds=within_s))
-        except dist.DistStoreError:  # not yet
-            if self._presence.failure:
-                raise self.failed(self._presence.failure) from None
-            return False
-        except RuntimeError as error:
-            raise self.failed(error) from None
-        return True
+    def heard(self, name: str) -> bool:
+        if self._presence.failure:
+            raise self.failed(self._presence.failure)
+        return bool(self._ask_store(lambda: self._board.check([name])))
 
     def _ask_store(self, request: Callable[[], Any]) -> Any:
         try:

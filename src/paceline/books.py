@@ -1,0 +1,234 @@
+"""The books of a training, the same on every worker: the feed, the history, the pacer and the plans.
+
+They change when a step is closed, by what its round said, and nowhere else. The leader asks its pacer for the step
+after the open one as soon as that is dealt; the plan rides in the open step's round, so everybody holds the same plan
+and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from paceline.combine import Header
+from paceline.dealing import Dealing
+from paceline.pace import Ask, Pacer
+from paceline.pace.shares import proportional
+from paceline.records import History, Plan, StepRecord
+from paceline.settings import LoopSettings
+from paceline.transport import Transport
+from paceline.turn import Turn
+
+LEEWAY = 0.5
+"""A step makes up for what earlier deadlines left owing, or did too much, by this part of the global batch at most."""
+
+
+class Books:
+    """What is planned, dealt and done."""
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        pacer: Pacer,
+        dealing: Dealing,
+        settings: LoopSettings,
+        unit: int,
+        avoid_singles: bool,
+        history: History,
+        first_index: int,
+        observe: Callable[[str, Mapping[str, Any]], None],
+    ) -> None:
+        self.dealing, self.settings, self.pacer = dealing, settings, pacer
+        self.changed = threading.Condition(threading.RLock())
+        """Held while the books or a turn change; notified after."""
+        self.index = first_index
+        self.epoch_step = 0
+        """Steps of the open epoch that are over."""
+        self.finished = False
+        self.plan: Plan | None = None
+        self.full_shares: tuple[int, ...] = ()
+        self._transport, self._history, self._observe = transport, history, observe
+        self._unit, self._avoid_singles = unit, avoid_singles
+
+    # -- open ------------------------------------------------------------------------------------------------------
+
+    def open(self, plan: Plan) -> Turn:
+        """Deal the next step."""
+        expected, last = self._goal(self.epoch_step, self.dealing.remaining, self.dealing.length)
+        plan = for_all(plan, expected) if last else plan
+        shares = self.dealing.deal(plan.samples)
+        if sum(shares) >= self.settings.global_batch:
+            self.full_shares = shares
+        left = self.dealing.remaining
+        turn = Turn(
+            plan=plan,
+            shares=shares,
+            epoch=self.dealing.epoch,
+            dealt=sum(shares),
+            expected=min(expected, sum(shares)),
+            last=last and left is not None and sum(shares) == left,
+            opened=time.perf_counter(),
+            ends_epoch=left is not None and (last or sum(shares) >= left),
+            progress=self.progress,
+        )
+        if self._transport.rank == 0 and len(self._history) > 0:
+            turn.next_plan = self._plan_after(turn)
+        return turn
+
+    def _goal(self, epoch_step: int, left: int | None, length: int | None) -> tuple[int, bool]:
+        """How many samples the epoch's step of this number should count, and whether it is the epoch's last.
+
+        After step k of an epoch min((k + 1) * global_batch, length) samples should be done: what a deadline left
+        undone, the next steps make up for, and the last one takes all that is left.
+        """
+        batch = self.settings.global_batch
+        if left is None or length is None:
+            return batch, False
+        if (epoch_step + 1) * batch >= length:
+            return left, True
+        owed = (epoch_step + 1) * batch - (length - left)
+        return min(left, max(round(batch * (1 - LEEWAY)), min(round(batch * (1 + LEEWAY)), owed))), False
+
+    # -- plans -----------------------------------------------------------------------------------------------------
+
+    def first_plan(self) -> Plan:
+        """For a step that no plan came for with the round before."""
+        total, last = self._goal(self.epoch_step, self.dealing.remaining, self.dealing.length)
+        return self._ask(self.index, self.dealing.epoch, total, last)
+
+    def _plan_after(self, turn: Turn) -> Plan | None:
+        """The plan after the open step, supposing that what is hoped for gets done."""
+        epoch, left, length, step = turn.epoch, self.dealing.remaining, self.dealing.length, self.epoch_step + 1
+        if left is not None:
+            left -= turn.expected
+            if turn.last or left <= 0:
+                epoch, step, length = epoch + 1, 0, self.dealing.next_length
+                left = length
+        if epoch >= self.settings.epochs:
+            return None
+        total, last = self._goal(step, left, length)
+        return self._ask(turn.index + 1, epoch, total, last)
+
+    def _ask(self, step: int, epoch: int, total: int, last: bool) -> Plan:
+        if self._transport.size == 1:
+            return Plan(generation=self._transport.generation, step=step, samples=(total,))
+        ask = Ask(
+            step=step,
+            total=total,
+            workers=self._transport.workers,
+            epoch=epoch,
+            generation=self._transport.generation,
+            unit=min(self._unit, total),
+            last=last,
+        )
+        plan = self.pacer.plan(ask)
+        return without_singles(plan) if self._avoid_singles else plan
+
+    # -- close -----------------------------------------------------------------------------------------------------
+
+    def lap(self, turn: Turn, done: tuple[int, ...], shares: tuple[int, ...]) -> None:
+        """A part of the epoch's last step is over: ``done`` more samples count, and the rest is dealt again."""
+        turn.ranges = joined(turn.ranges, self.dealing.commit(done, False))
+        dealt = self.dealing.deal(shares)
+        turn.shares = tuple(before + more for before, more in zip(turn.shares, dealt, strict=True))
+        turn.extra = dealt[self._transport.rank]
+
+    def close(self, turn: Turn, header: Header, record: StepRecord) -> StepRecord:
+        """The round is over: count what it says. Returns the record, completed."""
+        if turn.began is None:
+            turn.before = self.state_dict()
+        counted = [sum(stop - start for start, stop in ranges) for ranges in turn.ranges] or [0] * len(record.samples)
+        rest = tuple(all_ - before for all_, before in zip(record.samples, counted, strict=True))
+        ranges = joined(turn.ranges, self.dealing.commit(rest, bool(header.column("ended").all())))
+        record = replace(record, ranges=ranges)
+        self._history.append(record)
+        if self._transport.size > 1:  # a worker alone has nothing to divide
+            self.pacer.observe(record)
+        self.index += 1
+        self.epoch_step += 1
+        self.plan = header.read_plan()
+        if self.plan is None and len(self._history) > 1:  # the leader thought that this was the last step
+            self.plan = replace(turn.plan, step=self.index)
+        turn.ends_epoch = self.dealing.remaining == 0
+        if turn.ends_epoch:
+            self._open_epoch(self.dealing.epoch + 1)
+        turn.progress, turn.finishes, turn.record = self.progress, self.finished, record
+        return record
+
+    def note(self, record: StepRecord) -> None:
+        self._observe("step", vars(record))
+
+    def _open_epoch(self, epoch: int) -> None:
+        """Open an epoch or, beyond the last, finish."""
+        self.finished = epoch >= self.settings.epochs
+        self.epoch_step = 0
+        if not self.finished:
+            self.dealing.open(epoch)
+
+    @property
+    def progress(self) -> float:
+        """The part of the whole training that is done."""
+        return 1.0 if self.finished else (self.dealing.epoch + self.dealing.progress) / self.settings.epochs
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.index,
+            "epoch": self.settings.epochs if self.finished else self.dealing.epoch,
+            "epoch_step": self.epoch_step,
+            "dealing": None if self.finished else self.dealing.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.index = state["step"]
+        if state["dealing"] is None or state["epoch"] >= self.settings.epochs:
+            self._open_epoch(state["epoch"])  # an epoch was over
+            return
+        self.dealing.load_state_dict(state["dealing"])
+        length, left, batch = self.dealing.length, self.dealing.remaining, self.settings.global_batch
+        done = 0 if length is None or left is None else length - left
+        saved = state.get("epoch_step", 0)
+        # Saved with another global batch: as many steps as would have done so much.
+        self.epoch_step = saved if abs(saved * batch - done) < batch else done // batch
+
+
+def joined(before: tuple[tuple[Any, ...], ...], more: tuple[tuple[Any, ...], ...]) -> tuple[tuple[Any, ...], ...]:
+    """Each worker's ranges of several laps.
+
+    >>> joined((((0, 2),), ()), (((2, 3),), ((5, 6),)))
+    (((0, 2), (2, 3)), ((5, 6),))
+    """
+    return tuple(a + b for a, b in zip(before, more, strict=True)) if before else more
+
+
+def for_all(plan: Plan, left: int) -> Plan:
+    """A plan for an epoch's last step, made to fit what is really left: the step before may have done less than hoped.
+
+    >>> for_all(Plan(generation=0, step=0, samples=(6, 2), deadline_s=1.0), 12)
+    Plan(generation=0, step=0, samples=(9, 3), deadline_s=1.5, wait_for=None, forecast_s=None)
+    """
+    if plan.total == left or not plan.total:
+        return plan
+    samples = tuple(proportional(np.asarray(plan.samples, dtype=float), left).tolist())
+    longer = None if plan.deadline_s is None else plan.deadline_s * max(1.0, left / plan.total)
+    return replace(plan, samples=samples, deadline_s=longer)
+
+
+def without_singles(plan: Plan) -> Plan:
+    """Move shares of one sample to the largest share: batch norm cannot train on a single one.
+
+    >>> without_singles(Plan(generation=0, step=0, samples=(7, 1, 4))).samples
+    (8, 0, 4)
+    """
+    if plan.total < 2 or 1 not in plan.samples:
+        return plan
+    samples = [0 if share == 1 else share for share in plan.samples]
+    samples[int(np.argmax(samples))] += plan.total - sum(samples)
+    return replace(plan, samples=tuple(samples))

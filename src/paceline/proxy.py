@@ -1,0 +1,231 @@
+"""The proxy: a thread that enters rounds with a deadline for its worker, so that nobody waits for one that is stuck.
+
+The user's loop may be anywhere inside a micro-batch when the deadline comes, and nothing can interrupt it there. The
+proxy closes the turn with what is *finished*, runs the round, keeps the books and opens the next turn. A loop that is
+late finds the turns it missed waiting for it, each with the sums of its round: it takes them over one by one, as steps
+without micro-batches, and is where the others are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from paceline.books import Books
+from paceline.combine import Gradients, Header
+from paceline.combine.gradients import Sum
+from paceline.pace.shares import proportional
+from paceline.records import StepRecord
+from paceline.transport import Transport
+from paceline.turn import Turn
+
+LISTEN_S = (0.001, 0.01)
+"""Seconds between two looks for a signal of the others, at first and later."""
+PATIENT = 2.0
+"""A further lap of an epoch's last step may take so many times the expected seconds."""
+
+WriteHeader = Callable[[Turn, bool, bool], Header]
+"""Of a turn, whether this worker's work in it counts, and whether its gradients are finite."""
+MakeRecord = Callable[[Turn, Header, float], StepRecord]
+"""Of a turn whose round this worker entered at that time."""
+
+
+class Proxy:
+    """Closes the turns that have a deadline. The others are the user's thread's own."""
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        books: Books,
+        gradients: Gradients,
+        header: WriteHeader,
+        record: MakeRecord,
+        opened: Callable[[Turn], None],
+    ) -> None:
+        self._transport, self._books, self._gradients = transport, books, gradients
+        self._header, self._record, self._opened = header, record, opened
+        self.error: BaseException | None = None
+        self._stopping = False
+        self._turn: Turn | None = None
+        self._thread = threading.Thread(target=self._run, name="paceline-proxy", daemon=True)
+
+    # -- from the user's thread ------------------------------------------------------------------------------------
+
+    def watch(self, turn: Turn) -> None:
+        """A turn was opened; if it has a deadline, it is the proxy's from here on."""
+        with self._books.changed:
+            self._turn = turn
+            self._books.changed.notify_all()
+        if not self._thread.is_alive() and not self._stopping:
+            self._thread.start()
+
+    def begun(self, turn: Turn) -> None:
+        """The user's loop has begun an open turn: the clock runs for everybody."""
+        self._transport.signal(_begun(turn))
+
+    def idle(self, turn: Turn) -> bool:
+        """The user's loop has nothing more to do in this turn. True when another lap has more for it."""
+        with self._books.changed:
+            turn.idle, turn.out, turn.busy_since = True, False, None
+            self._books.changed.notify_all()
+        if turn.plan.wait_for is not None and self._transport.tally(_arrived(turn)) == turn.plan.wait_for:
+            self._transport.signal(_complete(turn))
+        with self._books.changed:
+            self._books.changed.wait_for(lambda: turn.over or turn.extra or self.error)
+            return self._take_extra(turn)
+
+    def _take_extra(self, turn: Turn) -> bool:
+        if self.error is not None:
+            raise self.error
+        if turn.over or not turn.extra:
+            return False
+        self._books.dealing.take_up(turn.extra)
+        turn.idle, turn.extra = False, 0
+        return True
+
+    def stop(self) -> None:
+        """End the thread. A round it is in ends by itself, or by the transport's failure."""
+        with self._books.changed:
+            self._stopping = True
+            self._books.changed.notify_all()
+
+    def join(self) -> None:
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (turn := self._next()) is not None:
+                if self._await_begin(turn):
+                    self._close(turn)
+        except BaseException as error:
+            with self._books.changed:
+                self.error = error
+                self._books.changed.notify_all()
+
+    def _next(self) -> Turn | None:
+        """The open turn, once it has a deadline; None when there will be none."""
+        with self._books.changed:
+            self._books.changed.wait_for(
+                lambda: (
+                    self._stopping
+                    or self._books.finished
+                    or (self._turn is not None and self._turn.bounded and not self._turn.over)
+                )
+            )
+            return None if self._stopping or self._books.finished else self._turn
+
+    def _await_begin(self, turn: Turn) -> bool:
+        """Wait until somebody's loop has begun the step, here or elsewhere; False: the thread should end."""
+        self._listen(_begun(turn), lambda: turn.began is not None)
+        if self._stopping:
+            return False
+        with self._books.changed:
+            turn.run(time.perf_counter())
+        if self._transport.rank == 0:
+            for old in (_begun, _arrived, _complete):
+                self._transport.forget(old(turn, -3))
+        return True
+
+    def _close(self, turn: Turn) -> None:
+        if turn.plan.deadline_s is None:
+            self._await_count(turn)
+        else:
+            self._await_idle(turn)
+        while turn.last and self._lap(turn):
+            pass
+        header, mine = self._seal(turn)
+        entered = time.perf_counter()
+        self._gradients.exchange_aside(mine, header, f"the round of step {turn.index}")
+        record = self._record(turn, header, entered)
+        with self._books.changed:
+            turn.header, turn.total = header, mine
+            self._books.note(self._books.close(turn, header, record))
+            turn.over = True
+            if self._books.plan is not None and not self._books.finished:  # else the leader hands a plan round
+                self._turn = self._books.open(self._books.plan)
+                self._opened(self._turn)
+            self._books.changed.notify_all()
+
+    def _await_idle(self, turn: Turn) -> None:
+        """Wait until the worker has nothing more to do, or its time is over."""
+        assert turn.until is not None
+        with self._books.changed:
+            while not (turn.idle or self._stopping) and (left := turn.until - time.perf_counter()) > 0:
+                self._books.changed.wait(min(left, 3600.0))
+
+    def _await_count(self, turn: Turn) -> None:
+        """P3's cut-off: wait until so many workers have done their share."""
+        self._listen(_complete(turn), lambda: False)
+
+    def _listen(self, name: str, here: Callable[[], bool]) -> None:
+        """Wait until this worker itself knows, or another has said ``name``."""
+        pause, longest = LISTEN_S
+        while True:
+            with self._books.changed:
+                if self._books.changed.wait_for(lambda: self._stopping or here(), timeout=pause):
+                    return
+            if self._transport.heard(name):
+                return
+            pause = min(1.3 * pause, longest)
+
+    def _seal(self, turn: Turn) -> tuple[Header, Sum]:
+        """Nothing joins any more: what this worker brings to the round."""
+        with self._books.changed:
+            turn.closed = True
+            counts = turn.began is not None and (turn.plan.wait_for is None or turn.idle or turn.last)
+            mine = self._gradients.close(turn.work.samples) if counts else self._gradients.nothing()
+            return self._header(turn, counts, mine.finite), mine
+
+    # -- laps ------------------------------------------------------------------------------------------------------
+
+    def _lap(self, turn: Turn) -> bool:
+        """In an epoch's last step everything is to be finished: what late workers left is dealt again to those that are
+        done, as often as it takes, instead of a tiny step of its own. False when nothing is left."""
+        size, rank = self._transport.size, self._transport.rank
+        said = torch.zeros(2, size, dtype=torch.float64)
+        with self._books.changed:
+            turn.out = not turn.idle
+            said[0, rank], said[1, rank] = turn.work.samples, turn.idle
+        with self._transport.round(f"the lap of step {turn.index}", aside=True):
+            self._transport.sum(said).wait()
+        done, idle = said[0].numpy().astype(int), said[1].numpy() > 0
+        with self._books.changed:
+            before = np.array([sum(b - a for a, b in part) for part in turn.ranges] or [0] * size)
+            left = (self._books.dealing.remaining or 0) - int((done - before).sum())
+            if left == 0:
+                return False
+            speeds = np.where(idle, np.maximum(done, 1), 0)
+            shares = proportional(speeds.astype(float), left) if idle.any() else np.zeros(size, dtype=int)
+            self._books.lap(turn, tuple((done - before).tolist()), tuple(shares.tolist()))
+            turn.idle = turn.idle and not turn.extra
+            turn.until = time.perf_counter() + _lap_seconds(turn, shares)
+            self._books.changed.notify_all()
+        self._await_idle(turn)
+        return True
+
+
+def _lap_seconds(turn: Turn, shares: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:
+    """A lap's deadline: the step's own, in proportion to the work a worker has, and room for chance."""
+    whole = turn.plan.deadline_s or time.perf_counter() - turn.opened
+    part = float(shares.sum()) / max(1, turn.expected) * len(shares) / max(1, int((shares > 0).sum()))
+    return PATIENT * whole * max(part, 0.05)
+
+
+def _begun(turn: Turn, ago: int = 0) -> str:
+    return f"begun/{turn.index + ago}"
+
+
+def _arrived(turn: Turn, ago: int = 0) -> str:
+    return f"arrived/{turn.index + ago}"
+
+
+def _complete(turn: Turn, ago: int = 0) -> str:
+    return f"complete/{turn.index + ago}"

@@ -1,0 +1,117 @@
+"""One step as a worker lives it: what was dealt, what it has finished, and what the round gave.
+
+Under a deadline two threads share a turn: the user's loop works on it, and the proxy closes it. Everything they share
+changes while the books' lock is held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paceline.records import Plan, Range, StepRecord
+
+if TYPE_CHECKING:
+    from paceline.combine import Header
+    from paceline.combine.gradients import Sum
+
+
+@dataclass
+class Work:
+    """What a worker has finished of its share."""
+
+    samples: int = 0
+    micro_batches: int = 0
+    seconds: float = 0.0
+    slowest_s: float = 0.0
+    shortfall_s: float = 0.0
+    weight: Any = 0.0
+    loss_sum: Any = 0.0
+    added: dict[str, Any] = field(default_factory=dict)
+    """Figures of ``step.add``."""
+
+    def add(self, done: Work) -> None:
+        """One more micro-batch."""
+        self.samples += done.samples
+        self.micro_batches += done.micro_batches
+        self.seconds += done.seconds
+        self.slowest_s = max(self.slowest_s, done.slowest_s)
+        self.shortfall_s += done.shortfall_s
+        self.weight = self.weight + done.weight
+        self.loss_sum = self.loss_sum + done.loss_sum
+
+
+@dataclass
+class Turn:
+    """One step, from its deal to its commit on this worker."""
+
+    plan: Plan
+    shares: tuple[int, ...]
+    """The shares really dealt; those of every lap together."""
+    epoch: int
+    dealt: int
+    """Samples dealt to all when it was opened: what gradients are scaled by."""
+    expected: int
+    """Samples that the plan hopes for."""
+    last: bool
+    """Nothing of the epoch should be left afterwards."""
+    opened: float
+    """When the step began (perf_counter), here or, with a deadline, anywhere in the fleet."""
+    until: float | None = None
+    """When this lap ends: the deadline, once the clock runs."""
+    work: Work = field(default_factory=Work)
+    next_plan: Plan | None = None
+    ranges: tuple[tuple[Range, ...], ...] = ()
+    """Positions that each worker counted, of all laps that are over."""
+
+    # -- the user's thread ------------------------------------------------------------------------------------------
+    began: float | None = None
+    """When this worker's loop began it."""
+    busy_since: float | None = None
+    """When it took the micro-batch it is in."""
+    idle: bool = False
+    """It has nothing more to do here, for now."""
+    out: bool = False
+    """A lap ended while it was busy: what it is busy with does not count."""
+    extra: int = 0
+    """A further lap's share."""
+
+    # -- the round --------------------------------------------------------------------------------------------------
+    closed: bool = False
+    """Nothing can join any more."""
+    over: bool = False
+    """The round is over, or has failed."""
+    header: Header | None = None
+    total: Sum | None = None
+    record: StepRecord | None = None
+    progress: float = 0.0
+    """Of the whole training, after this step."""
+    ends_epoch: bool = False
+    finishes: bool = False
+    """Nothing is left of the whole training."""
+    before: dict[str, Any] | None = None
+    """The books' state before this step, kept when the user's thread had not begun it."""
+
+    def start(self, began: float) -> None:
+        """This worker's loop begins it, or begins it anew after it was left half done."""
+        self.began, self.work = began, Work()
+        self.run(began)
+
+    def run(self, since: float) -> None:
+        """The clock runs, unless it does already."""
+        if self.until is None and self.plan.deadline_s is not None:
+            self.opened, self.until = since, since + self.plan.deadline_s
+
+    @property
+    def index(self) -> int:
+        return self.plan.step
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the round closes without everybody."""
+        return self.plan.deadline_s is not None or self.plan.wait_for is not None
+
+    @property
+    def open(self) -> bool:
+        """Whether this worker's work can still join."""
+        return not self.closed and not self.out

@@ -1,0 +1,135 @@
+"""Trainings whose rounds close at a deadline, with stalls inside the user's forward, and what each worker saw."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+from exact_cases import Net, Tokens
+from torch import nn
+
+import paceline
+from paceline.pace import Ask
+from paceline.records import Plan, StepRecord
+
+
+class Deadline:
+    """Deals more than is needed, equally, and closes every round at one deadline (or with so many arrivals)."""
+
+    name = "deadline"
+    deadlines = True
+
+    def __init__(
+        self, deadline_s: float | None = 0.1, *, wait_for: int | None = None, over: float = 1.0, calm: int = 0
+    ) -> None:
+        self.deadline_s, self.wait_for, self.over, self.calm = deadline_s, wait_for, over, calm
+
+    def check(self, workers: int) -> None:
+        return
+
+    def observe(self, record: StepRecord) -> None:
+        return
+
+    def plan(self, ask: Ask) -> Plan:
+        calm = bool(self.calm) and ask.step % self.calm == 0
+        total = ask.total if calm or ask.last else round(ask.total * self.over)
+        size = len(ask.workers)
+        samples = tuple(total // size + (rank < total % size) for rank in range(size))
+        bounded = {} if calm else {"deadline_s": self.deadline_s, "wait_for": self.wait_for}
+        return Plan(generation=ask.generation, step=ask.step, samples=samples, **bounded)  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        return
+
+
+class Stalls:
+    """Sleeps inside forward: a little always, long at the given (step, micro-batch) places of this worker."""
+
+    def __init__(self, rank: int, case: dict[str, Any]) -> None:
+        self.each_s, self.long_s = case.get("each_s", 0.004), case.get("long_s", 0.5)
+        self.places = {tuple(place[1:]) for place in case.get("stalls", ()) if place[0] == rank}
+        self.dice = random.Random(f"{case.get('seed', 0)}/{rank}")
+        self.chance = case.get("chance", 0.0)
+        self.step = self.micro = -1
+
+    def begin(self, step: int) -> None:
+        self.step, self.micro = step, -1
+
+    def wait(self) -> None:
+        self.micro += 1
+        stalled = (self.step, self.micro) in self.places or self.dice.random() < self.chance
+        time.sleep(self.long_s if stalled else self.each_s)
+
+
+def train(case: dict[str, Any]) -> dict[str, Any]:
+    """One training; ``case`` says how, and the result is what this worker saw."""
+    pace = Deadline(**case.get("pace", {})) if not isinstance(case.get("pace"), str) else case["pace"]
+    with paceline.join(pace, quiet=True, seed=case.get("seed", 0)) as fleet:
+        torch.manual_seed(1)
+        net = Net().double()
+        if case.get("batch_norm"):
+            net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+        model = fleet.model(net)
+        data = Tokens(torch.float64, case["length"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        ema = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3, enabled=case.get("scaler", False))
+        steps = fleet.steps(
+            data, global_batch=case["global_batch"], micro_batch=case["micro_batch"], epochs=case.get("epochs", 1)
+        )
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=len(steps))
+        fleet.track(optimizer=optimizer, scheduler=scheduler, ema=ema, scaler=scaler)
+        if case.get("load"):
+            fleet.load(case["load"])
+        stalls = Stalls(fleet.rank, case)
+        seen: list[dict[str, Any]] = []
+        evaluations: list[float] = []
+        for step in steps:
+            stalls.begin(step.index)
+            own = 0
+            for x, y, _ in step:
+                stalls.wait()
+                step.backward(nn.functional.cross_entropy(model(x), y))
+                step.add(seen=len(x))
+                own += len(x)
+            step.commit(optimizer, clip_norm=case.get("clip"))
+            scheduler.step()
+            ema.update_parameters(model)
+            seen.append(
+                {
+                    "index": step.index,
+                    "epoch": step.epoch,
+                    "share": step.share,
+                    "taken": own,
+                    "progress": step.progress,
+                    "ends_epoch": step.ends_epoch,
+                    "samples": list(step.record.samples),
+                    "sums": dict(step.record.sums),
+                    "ranges": step.record.ranges,
+                    "behind": list(step.record.behind),
+                    "deadline": step.record.deadline_s,
+                    "lr": optimizer.param_groups[0]["lr"],
+                    "loss": step.loss,
+                }
+            )
+            if case.get("evaluate_every") and (step.index + 1) % case["evaluate_every"] == 0:
+                evaluations.append(fleet.evaluate(lambda x, y, n: {"hit": (model(x).argmax(1) == y).sum()}, data)["hit"])
+            if case.get("save_at") == step.index:
+                fleet.save(case["save"])
+        return {
+            "steps": seen,
+            "parameters": torch.cat([p.detach().flatten() for p in model.state_dict().values()]).tolist(),
+            "ema": torch.cat([p.detach().flatten().double() for p in ema.state_dict().values()]).tolist(),
+            "optimizer": [
+                value.flatten().tolist() for state in optimizer.state.values() for value in state.values()
+            ],
+            "scale": scaler.get_scale(),
+            "evaluations": evaluations,
+        }

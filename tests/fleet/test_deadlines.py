@@ -1,0 +1,134 @@
+"""Rounds that close at a deadline: nobody waits, nothing finished is lost, and the invariants hold."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import run
+from deadline_cases import Net, Tokens
+from torch import nn
+
+from paceline.feed import Feed
+
+pytestmark = pytest.mark.fleet
+
+CASE: dict[str, Any] = {
+    "length": 400,
+    "global_batch": 48,
+    "micro_batch": 4,
+    "epochs": 2,
+    "pace": {"deadline_s": 0.06, "over": 1.5},
+    "clip": 0.5,
+    "scaler": True,
+}
+
+
+def check_invariants(told: list[dict[str, Any]], case: dict[str, Any]) -> None:
+    """Invariants 1 to 3: all workers are bitwise equal, every sample of every epoch counts once, and one machine that is
+    given the same batches gets the same parameters."""
+    ours = told[0]
+    for other in told[1:]:
+        for key in ("parameters", "ema", "optimizer", "scale", "evaluations"):
+            assert other[key] == ours[key], f"workers disagree on {key}"
+        same = ("index", "epoch", "progress", "ends_epoch", "samples", "sums", "ranges", "lr", "loss")
+        assert [[step[k] for k in same] for step in other["steps"]] == [[s[k] for k in same] for s in ours["steps"]]
+    counted = Counter((step["epoch"], p) for step in ours["steps"] for w in step["ranges"] for a, b in w for p in range(a, b))
+    epochs = case.get("epochs", 1)
+    assert counted == Counter((epoch, p) for epoch in range(epochs) for p in range(case["length"]))
+    assert all(step["sums"].get("seen", 0) == sum(step["samples"]) for step in ours["steps"])
+    assert ours["steps"][-1]["progress"] == 1.0
+    most = math.ceil(case["length"] / case["global_batch"])
+    for epoch in range(epochs):
+        assert sum(step["epoch"] == epoch for step in ours["steps"]) in (most, most - 1)
+    if not case.get("batch_norm"):
+        expected = one_machine(case, ours["steps"])
+        error = (torch.tensor(ours["parameters"], dtype=torch.float64) - expected).abs().max()
+        assert error < 1e-12, float(error)
+
+
+def one_machine(case: dict[str, Any], steps: list[dict[str, Any]]) -> torch.Tensor:
+    """The same batches in plain torch."""
+    torch.manual_seed(1)
+    model, data = Net().double(), Tokens(torch.float64, case["length"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    most = math.ceil(case["length"] / case["global_batch"]) * case.get("epochs", 1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=most)
+    feed = Feed(case["length"], workers=1, seed=case.get("seed", 0))
+    for step in steps:
+        feed.open(step["epoch"])
+        batch = feed.indices([tuple(part) for worker in step["ranges"] for part in worker]).tolist()
+        if batch:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(data.x[batch]), data.y[batch]).backward()
+            if case.get("clip"):
+                nn.utils.clip_grad_norm_(model.parameters(), case["clip"])
+            optimizer.step()
+        scheduler.step()
+    return torch.cat([p.detach().flatten() for p in model.state_dict().values()])
+
+
+def test_a_worker_stuck_in_one_micro_batch_is_not_waited_for_and_catches_up(tmp_path: Path) -> None:
+    case = CASE | {"stalls": [(1, 4, 1)], "long_s": 0.5}
+    told = run("deadline_cases.py:train", 3, tmp_path, args=case)
+    check_invariants(told, case)
+    late = [step["behind"][1] for step in told[0]["steps"] if step["behind"]]
+    assert max(late) >= 3, "the others went on while worker 1 was stuck"
+    missed = [step for step in told[1]["steps"] if step["share"] == 0]
+    assert len(missed) >= 3, "the rounds it missed came as steps without micro-batches"
+    assert any(0 < step["taken"] for step in told[1]["steps"][8:]), "it works again afterwards"
+
+
+def test_a_late_leader_delays_nobody(tmp_path: Path) -> None:
+    case = CASE | {"stalls": [(0, 4, 1), (0, 12, 0)], "long_s": 0.4}
+    told = run("deadline_cases.py:train", 3, tmp_path, args=case)
+    check_invariants(told, case)
+    assert max(step["behind"][0] for step in told[1]["steps"] if step["behind"]) >= 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_invariants_hold_under_random_stalls(seed: int, tmp_path: Path) -> None:
+    case = CASE | {"chance": 0.04, "long_s": 0.2, "seed": seed, "epochs": 3, "batch_norm": seed == 3}
+    case["pace"] = {"deadline_s": 0.05, "over": 1.4, "calm": (0, 5, 0, 3)[seed]}
+    check_invariants(run("deadline_cases.py:train", (2, 3, 4, 3)[seed], tmp_path, args=case), case)
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_worker_stuck_at_the_end_of_an_epoch_and_of_training_is_not_waited_for_with_work(
+    stuck: int, tmp_path: Path
+) -> None:
+    case = CASE | {"stalls": [(stuck, 8, 0), (stuck, 17, 0)], "long_s": 0.6, "evaluate_every": 9}
+    told = run("deadline_cases.py:train", 3, tmp_path, args=case)
+    check_invariants(told, case)
+    last = told[0]["steps"][-1]
+    assert last["samples"][stuck] < max(last["samples"]), "what it did not finish, the others did"
+
+
+def test_a_first_so_many_cut_off_counts_whole_shares_and_waits_for_no_more(tmp_path: Path) -> None:
+    case = CASE | {"pace": {"deadline_s": None, "wait_for": 2}, "stalls": [(2, 3, 0), (1, 12, 2)], "long_s": 0.3}
+    told = run("deadline_cases.py:train", 3, tmp_path, args=case)
+    check_invariants(told, case)
+    third = told[0]["steps"][3]["samples"]
+    assert third == [16, 16, 0], "a whole share counts or not"
+
+
+def test_a_round_in_which_nobody_finished_updates_nothing(tmp_path: Path) -> None:
+    case = CASE | {"stalls": [(rank, 5, 0) for rank in range(2)], "long_s": 0.3}
+    told = run("deadline_cases.py:train", 2, tmp_path, args=case)
+    check_invariants(told, case)
+    assert any(sum(step["samples"]) == 0 for step in told[0]["steps"])
+
+
+def test_a_checkpoint_pairs_the_weights_with_the_data_of_their_own_step(tmp_path: Path) -> None:
+    path = tmp_path / "saved.pt"
+    case = CASE | {"stalls": [(0, 6, 1), (1, 8, 1)], "long_s": 0.3, "save_at": 6, "save": str(path)}
+    told = run("deadline_cases.py:train", 3, tmp_path, args=case)
+    check_invariants(told, case)
+    again = run("deadline_cases.py:train", 2, tmp_path, args=case | {"load": str(path), "stalls": [], "save_at": None})
+    done = Counter((s["epoch"], p) for s in told[0]["steps"][:7] for w in s["ranges"] for a, b in w for p in range(a, b))
+    rest = Counter((s["epoch"], p) for s in again[0]["steps"] for w in s["ranges"] for a, b in w for p in range(a, b))
+    assert done + rest == Counter((epoch, p) for epoch in range(2) for p in range(case["length"]))
