@@ -61,7 +61,12 @@ class Books:
     def open(self, plan: Plan) -> Turn:
         """Deal the next step."""
         expected, last = self._goal(self.epoch_step, self.dealing.remaining, self.dealing.length)
-        plan = for_all(plan, expected) if last else plan
+        if last:
+            plan = for_all(plan, expected)
+        elif plan.total > expected:
+            plan = self._not_too_far_ahead(plan)
+        if self._avoid_singles:
+            plan = self._without_singles(plan, last)
         shares = self.dealing.deal(plan.samples)
         if sum(shares) >= self.settings.global_batch:
             self.full_shares = shares
@@ -95,6 +100,23 @@ class Books:
         owed = (epoch_step + 1) * batch - (length - left)
         return min(left, max(round(batch * (1 - LEEWAY)), min(round(batch * (1 + LEEWAY)), owed))), False
 
+    def _not_too_far_ahead(self, plan: Plan) -> Plan:
+        """However fast all are, an epoch keeps its number of steps, give or take one."""
+        length, left, batch = self.dealing.length, self.dealing.remaining, self.settings.global_batch
+        if length is None or left is None:
+            return plan
+        most = round((self.epoch_step + 1 + LEEWAY) * batch) - (length - left)
+        return for_all(plan, most) if plan.total > most else plan
+
+    def _without_singles(self, plan: Plan, last: bool) -> Plan:
+        """Batch norm cannot train on a single sample: nobody is dealt one, and no step may leave just one over."""
+        left = self.dealing.remaining
+        if last:
+            plan = replace(plan, deadline_s=None, wait_for=None)
+        elif left is not None and plan.total > left - 2 > 0:
+            plan = for_all(plan, left - 2)
+        return without_singles(plan)
+
     # -- plans -----------------------------------------------------------------------------------------------------
 
     def first_plan(self) -> Plan:
@@ -127,8 +149,7 @@ class Books:
             unit=min(self._unit, total),
             last=last,
         )
-        plan = self.pacer.plan(ask)
-        return without_singles(plan) if self._avoid_singles else plan
+        return self.pacer.plan(ask)
 
     # -- close -----------------------------------------------------------------------------------------------------
 
@@ -209,7 +230,7 @@ def joined(before: tuple[tuple[Any, ...], ...], more: tuple[tuple[Any, ...], ...
 
 
 def for_all(plan: Plan, left: int) -> Plan:
-    """A plan for an epoch's last step, made to fit what is really left: the step before may have done less than hoped.
+    """A plan made to fit what is really left: the step before may have done more or less than was hoped.
 
     >>> for_all(Plan(generation=0, step=0, samples=(6, 2), deadline_s=1.0), 12)
     Plan(generation=0, step=0, samples=(9, 3), deadline_s=1.5, wait_for=None, forecast_s=None)

@@ -35,6 +35,7 @@ class Dealing(Protocol):
     """Where a worker's micro-batches come from."""
 
     micro_batch: int
+    smallest: int
     ended: bool
     """This worker's stream has no more samples (datasets with a length: always False)."""
 
@@ -102,7 +103,7 @@ def even_pieces(ranges: Iterable[Range], largest: int) -> list[tuple[Range, ...]
     return [rest.take_front(-(-rest.total // left)) for left in range(count, 0, -1)]
 
 
-def front_of(batch: Any, *, samples: int, keep: int | None) -> Any:
+def front_of(batch: Any, *, samples: int, keep: int) -> Any:
     """The first ``keep`` of a batch's samples where every tensor in it has one row a sample; else None.
 
     >>> front_of([torch.arange(4), torch.zeros(4, 2)], samples=4, keep=3)[0]
@@ -126,6 +127,8 @@ class FromFeed:
 
     def __init__(self, feed: Feed, source: Source, *, rank: int, micro_batch: int, ahead: Sequence[int]) -> None:
         self.micro_batch = micro_batch
+        self.smallest = 1
+        """A micro-batch that is cut, and what is left of it, have at least so many samples."""
         self._feed, self._source, self._rank = feed, source, rank
         self._ahead = ahead
         self._pieces: deque[Piece] = deque()
@@ -190,22 +193,27 @@ class FromFeed:
         if not self._pieces:
             return None
         piece = self._pieces.popleft()
-        cut = largest is not None and largest < len(piece[1])
-        if cut and not self._source.ahead:
-            piece = self._cut_front(piece, largest)
+        samples = len(piece[1])
+        keep = samples if largest is None else self._largest_cut(samples, largest)
+        if keep < samples and not self._source.ahead:
+            piece = self._cut_front(piece, keep)
         batch = self._source.take(self._pieces_epoch, *piece)
-        if cut and self._source.ahead:  # it was loaded whole by another process, and is cut here
-            shorter = front_of(batch, samples=len(piece[1]), keep=largest)
+        if keep < samples and self._source.ahead:  # it was loaded whole by another process, and is cut here
+            shorter = front_of(batch, samples=samples, keep=keep)
             if shorter is not None:
-                batch, piece = shorter, self._cut_front(piece, largest)
+                batch, piece = shorter, self._cut_front(piece, keep)
         self._taken = piece
         ranges, indices = piece
         return MicroBatch(batch, len(indices), self._pieces_epoch, ranges[0][0], last=not self._pieces)
 
-    def _cut_front(self, piece: Piece, keep: int | None) -> Piece:
+    def _largest_cut(self, samples: int, largest: int) -> int:
+        """How many of a piece's samples to take so that neither part is too small; all where there is no such cut."""
+        keep = min(largest, samples - self.smallest)
+        return samples if largest >= samples or keep < self.smallest else keep
+
+    def _cut_front(self, piece: Piece, keep: int) -> Piece:
         """The first ``keep`` samples of a piece; the others come next."""
         rest, indices = Ranges(piece[0]), piece[1]
-        assert keep is not None
         front = rest.take_front(keep)
         self._pieces.appendleft((rest.ranges, indices[keep:]))
         return front, indices[:keep]
@@ -250,7 +258,7 @@ class FromStream:
     next_length = None
 
     def __init__(self, source: Source, *, rank: int, micro_batch: int) -> None:
-        self.micro_batch = micro_batch
+        self.micro_batch, self.smallest = micro_batch, 1
         self.epoch = 0
         self.ended = False
         self._source, self._rank = source, rank

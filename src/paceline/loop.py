@@ -63,6 +63,7 @@ class Steps:
         self.gradients, self.dealing, self.device, self.machine, self.seed = gradients, dealing, device, machine, seed
         self.settings, self.auto = settings, settings.auto
         self._whole = unit > 1
+        dealing.smallest = 2 if avoid_singles else 1
         self.paces: deque[float] = deque(maxlen=RECENT)
         """Seconds a sample of this worker's last micro-batches."""
         self._transport, self._nonfinite = transport, nonfinite
@@ -193,15 +194,16 @@ class Steps:
         """The samples that the time left allows; 0: none. None: there is no deadline."""
         if turn.until is None:
             return None
-        sizes = (self.dealing.micro_batch,) if self._whole else ladder(self.dealing.micro_batch)
+        whole, smallest = self.dealing.micro_batch, self.dealing.smallest
+        sizes = [size for size in ladder(whole) if size >= smallest] if not self._whole else [whole]
         fits = fit(turn.until - time.perf_counter(), recent_pace(list(self.paces)), sizes)
         return fits or (0 if turn.work.samples else sizes[-1])  # try, or a slow worker would never be seen to recover
 
     def taking(self, turn: Turn, now: float) -> bool:
-        """The loop wants a micro-batch: False when it could no longer join."""
+        """The loop wants a micro-batch: False when the round closed without it."""
         with self._books.changed:
             turn.busy_since = now if turn.open else None
-            return turn.open
+            return not turn.closed
 
     def check(self, turn: Turn) -> bool:
         """Before a backward: False when it would be for nothing."""
@@ -225,7 +227,7 @@ class Steps:
     def more(self, turn: Turn) -> bool:
         """The share is done: whether another lap has more."""
         assert self._proxy is not None
-        return not turn.closed and turn.last and self._proxy.idle(turn)
+        return not turn.closed and turn.last and self._proxy.idle(turn, gone=False)
 
     # -- the round -------------------------------------------------------------------------------------------------
 
@@ -262,7 +264,7 @@ class Steps:
         if turn.open and turn.began is not None:
             self.check(turn)
         if not turn.over:
-            self._proxy.idle(turn)
+            self._proxy.idle(turn, gone=True)
         with self._books.changed:
             self._books.changed.wait_for(lambda: turn.over or self._proxy is None or self._proxy.error)
         if not turn.over and self._proxy.error is not None:

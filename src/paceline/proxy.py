@@ -68,10 +68,11 @@ class Proxy:
         """The user's loop has begun an open turn: the clock runs for everybody."""
         self._transport.signal(_begun(turn))
 
-    def idle(self, turn: Turn) -> bool:
-        """The user's loop has nothing more to do in this turn. True when another lap has more for it."""
+    def idle(self, turn: Turn, *, gone: bool) -> bool:
+        """The user's loop has nothing more to do in this turn. True when another lap has more for it, which cannot be
+        once it is ``gone`` from its micro-batches."""
         with self._books.changed:
-            turn.idle, turn.out, turn.busy_since = True, False, None
+            turn.idle, turn.gone, turn.out, turn.busy_since = True, gone, False, None
             self._books.changed.notify_all()
         if turn.plan.wait_for is not None and self._transport.tally(_arrived(turn)) == turn.plan.wait_for:
             self._transport.signal(_complete(turn))
@@ -190,17 +191,17 @@ class Proxy:
         """In an epoch's last step everything is to be finished: what late workers left is dealt again to those that are
         done, as often as it takes, instead of a tiny step of its own. False when nothing is left."""
         size, rank = self._transport.size, self._transport.rank
-        said = torch.zeros(2, size, dtype=torch.float64)
+        said = torch.zeros(3, size, dtype=torch.float64)
         with self._books.changed:
             turn.out = not turn.idle
-            said[0, rank], said[1, rank] = turn.work.samples, turn.idle
+            said[:, rank] = torch.tensor([turn.work.samples, turn.idle and not turn.gone, turn.gone])
         with self._transport.round(f"the lap of step {turn.index}", aside=True):
             self._transport.sum(said).wait()
         done, idle = said[0].numpy().astype(int), said[1].numpy() > 0
         with self._books.changed:
             before = np.array([sum(b - a for a, b in part) for part in turn.ranges] or [0] * size)
             left = (self._books.dealing.remaining or 0) - int((done - before).sum())
-            if left == 0:
+            if left == 0 or bool(said[2].all()):
                 return False
             speeds = np.where(idle, np.maximum(done, 1), 0)
             shares = proportional(speeds.astype(float), left) if idle.any() else np.zeros(size, dtype=int)

@@ -77,7 +77,7 @@ class Step:
         while True:
             if not self._steps.taking(self.turn, self._opened):
                 return None
-            room = self._steps.room(self.turn)
+            room = self._steps.room(self.turn) if not self.turn.out else 0
             taken = self._steps.dealing.take(room) if room != 0 else None
             if taken is not None or not self._steps.more(self.turn):
                 return taken

@@ -71,6 +71,8 @@ class Turn:
     """When it took the micro-batch it is in."""
     idle: bool = False
     """It has nothing more to do here, for now."""
+    gone: bool = False
+    """It has left the step's micro-batches and waits for the round: no further lap can give it more."""
     out: bool = False
     """A lap ended while it was busy: what it is busy with does not count."""
     extra: int = 0

@@ -68,6 +68,10 @@ class Stalls:
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """One training; ``case`` says how, and the result is what this worker saw."""
+    if case.get("dump"):
+        import faulthandler
+
+        faulthandler.dump_traceback_later(case["dump"])
     pace = Deadline(**case.get("pace", {})) if not isinstance(case.get("pace"), str) else case["pace"]
     with paceline.join(pace, quiet=True, seed=case.get("seed", 0)) as fleet:
         torch.manual_seed(1)
@@ -77,9 +81,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         model = fleet.model(net)
         data = Tokens(torch.float64, case["length"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        ema = torch.optim.swa_utils.AveragedModel(
-            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-        )
+        ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3, enabled=case.get("scaler", False))
         steps = fleet.steps(
             data, global_batch=case["global_batch"], micro_batch=case["micro_batch"], epochs=case.get("epochs", 1)
@@ -120,16 +122,16 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
                 }
             )
             if case.get("evaluate_every") and (step.index + 1) % case["evaluate_every"] == 0:
-                evaluations.append(fleet.evaluate(lambda x, y, n: {"hit": (model(x).argmax(1) == y).sum()}, data)["hit"])
+                evaluations.append(
+                    fleet.evaluate(lambda x, y, n: {"hit": (model(x).argmax(1) == y).sum()}, data)["hit"]
+                )
             if case.get("save_at") == step.index:
                 fleet.save(case["save"])
         return {
             "steps": seen,
             "parameters": torch.cat([p.detach().flatten() for p in model.state_dict().values()]).tolist(),
             "ema": torch.cat([p.detach().flatten().double() for p in ema.state_dict().values()]).tolist(),
-            "optimizer": [
-                value.flatten().tolist() for state in optimizer.state.values() for value in state.values()
-            ],
+            "optimizer": [value.flatten().tolist() for state in optimizer.state.values() for value in state.values()],
             "scale": scaler.get_scale(),
             "evaluations": evaluations,
         }

@@ -29,15 +29,15 @@ CASE: dict[str, Any] = {
 
 
 def check_invariants(told: list[dict[str, Any]], case: dict[str, Any]) -> None:
-    """Invariants 1 to 3: all workers are bitwise equal, every sample of every epoch counts once, and one machine that is
-    given the same batches gets the same parameters."""
+    """Invariants 1 to 3: all workers are bitwise equal, every sample of every epoch counts once, and one machine that
+    is given the same batches gets the same parameters."""
     ours = told[0]
     for other in told[1:]:
         for key in ("parameters", "ema", "optimizer", "scale", "evaluations"):
             assert other[key] == ours[key], f"workers disagree on {key}"
         same = ("index", "epoch", "progress", "ends_epoch", "samples", "sums", "ranges", "lr", "loss")
         assert [[step[k] for k in same] for step in other["steps"]] == [[s[k] for k in same] for s in ours["steps"]]
-    counted = Counter((step["epoch"], p) for step in ours["steps"] for w in step["ranges"] for a, b in w for p in range(a, b))
+    counted = positions(ours["steps"])
     epochs = case.get("epochs", 1)
     assert counted == Counter((epoch, p) for epoch in range(epochs) for p in range(case["length"]))
     assert all(step["sums"].get("seen", 0) == sum(step["samples"]) for step in ours["steps"])
@@ -49,6 +49,11 @@ def check_invariants(told: list[dict[str, Any]], case: dict[str, Any]) -> None:
         expected = one_machine(case, ours["steps"])
         error = (torch.tensor(ours["parameters"], dtype=torch.float64) - expected).abs().max()
         assert error < 1e-12, float(error)
+
+
+def positions(steps: list[dict[str, Any]]) -> Counter[tuple[int, int]]:
+    """How often each position of each epoch counted."""
+    return Counter((s["epoch"], p) for s in steps for w in s["ranges"] for a, b in w for p in range(a, b))
 
 
 def one_machine(case: dict[str, Any], steps: list[dict[str, Any]]) -> torch.Tensor:
@@ -80,7 +85,7 @@ def test_a_worker_stuck_in_one_micro_batch_is_not_waited_for_and_catches_up(tmp_
     assert max(late) >= 3, "the others went on while worker 1 was stuck"
     missed = [step for step in told[1]["steps"] if step["share"] == 0]
     assert len(missed) >= 3, "the rounds it missed came as steps without micro-batches"
-    assert any(0 < step["taken"] for step in told[1]["steps"][8:]), "it works again afterwards"
+    assert any(step["taken"] > 0 for step in told[1]["steps"][8:]), "it works again afterwards"
 
 
 def test_a_late_leader_delays_nobody(tmp_path: Path) -> None:
@@ -102,6 +107,7 @@ def test_a_worker_stuck_at_the_end_of_an_epoch_and_of_training_is_not_waited_for
     stuck: int, tmp_path: Path
 ) -> None:
     case = CASE | {"stalls": [(stuck, 8, 0), (stuck, 17, 0)], "long_s": 0.6, "evaluate_every": 9}
+    case["pace"] = {"deadline_s": 0.2, "over": 1.0}
     told = run("deadline_cases.py:train", 3, tmp_path, args=case)
     check_invariants(told, case)
     last = told[0]["steps"][-1]
@@ -129,6 +135,6 @@ def test_a_checkpoint_pairs_the_weights_with_the_data_of_their_own_step(tmp_path
     told = run("deadline_cases.py:train", 3, tmp_path, args=case)
     check_invariants(told, case)
     again = run("deadline_cases.py:train", 2, tmp_path, args=case | {"load": str(path), "stalls": [], "save_at": None})
-    done = Counter((s["epoch"], p) for s in told[0]["steps"][:7] for w in s["ranges"] for a, b in w for p in range(a, b))
-    rest = Counter((s["epoch"], p) for s in again[0]["steps"] for w in s["ranges"] for a, b in w for p in range(a, b))
-    assert done + rest == Counter((epoch, p) for epoch in range(2) for p in range(case["length"]))
+    assert positions(told[0]["steps"][:7]) + positions(again[0]["steps"]) == Counter(
+        (epoch, p) for epoch in range(2) for p in range(case["length"])
+    )
