@@ -55,12 +55,15 @@ class Books:
         self.full_shares: tuple[int, ...] = ()
         self._transport, self._history, self._observe = transport, history, observe
         self._unit, self._avoid_singles = unit, avoid_singles
+        self._compare = False
 
     # -- open ------------------------------------------------------------------------------------------------------
 
     def open(self, plan: Plan) -> Turn:
         """Deal the next step."""
         expected, last = self._goal(self.epoch_step, self.dealing.remaining, self.dealing.length)
+        if self._compare:
+            plan = replace(for_all(plan, expected), deadline_s=None, wait_for=None)
         if last:
             plan = for_all(plan, expected)
         elif plan.total > expected:
@@ -78,6 +81,7 @@ class Books:
             dealt=sum(shares),
             expected=min(expected, sum(shares)),
             last=last and left is not None and sum(shares) == left,
+            compare=self._compare,
             opened=time.perf_counter(),
             ends_epoch=left is not None and (last or sum(shares) >= left),
             progress=self.progress,
@@ -176,6 +180,7 @@ class Books:
         self.plan = header.read_plan()
         if self.plan is None and len(self._history) > 1:  # the leader thought that this was the last step
             self.plan = replace(turn.plan, step=self.index)
+        self._compare = turn.bounded and differ(header)
         turn.ends_epoch = self.dealing.remaining == 0
         if turn.ends_epoch:
             self._open_epoch(self.dealing.epoch + 1)
@@ -218,6 +223,12 @@ class Books:
         saved = state.get("epoch_step", 0)
         # Saved with another global batch: as many steps as would have done so much.
         self.epoch_step = saved if abs(saved * batch - done) < batch else done // batch
+
+
+def differ(header: Header) -> bool:
+    """Whether the workers that gave a fingerprint of their parameters gave unlike ones."""
+    prints = header.column("fingerprint")
+    return len(set(prints[prints > 0].tolist())) > 1
 
 
 def joined(before: tuple[tuple[Any, ...], ...], more: tuple[tuple[Any, ...], ...]) -> tuple[tuple[Any, ...], ...]:

@@ -59,6 +59,19 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def pack(content: Mapping[str, Any]) -> torch.Tensor:
+    """Plain values and tensors as bytes, to be sent to a peer."""
+    buffer = io.BytesIO()
+    torch.save(dict(content), buffer)
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def unpack(data: torch.Tensor, *, device: torch.device) -> dict[str, Any]:
+    """What `pack` made; nothing in it is executed."""
+    content: Any = torch.load(io.BytesIO(data.numpy().tobytes()), map_location=device, weights_only=True)
+    return dict(content)
+
+
 def read_on_leader(transport: Transport, path: Path) -> bytes:
     """The file's bytes on every worker; only the leader needs to reach it."""
     data, problem = b"", None

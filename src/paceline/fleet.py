@@ -348,6 +348,9 @@ class Fleet:
             first_index=self._steps.index if self._steps is not None else 0,
             observe=self._witness.event,
             repair=lambda: replicas.spread(self._transport, self._models),
+            tracked=lambda: {id(thing) for thing in self._tracked.values()},
+            snapshot=self._replica,
+            restore=lambda state: checkpoint.restore(Path("a peer's state"), state, self._tracked, self._models),
         )
 
     def _gradients(self, auto: bool) -> Gradients:
@@ -420,12 +423,18 @@ class Fleet:
             raise OSError(text) if kind == "OSError" else ValueError(text)
         self._witness.event("save", {"step": self._steps.index if self._steps else 0, "path": str(path)})
 
-    def _content(self, extra: Any) -> dict[str, Any]:
+    def _replica(self) -> dict[str, Any]:
+        """What makes this worker's replica: its models and everything tracked."""
         return {
             "models": [checkpoint.plain(model.state_dict(), "the model's state") for model in self._models],
             "tracked": {
                 name: checkpoint.plain(t.state_dict(), f"the state of {name}") for name, t in self._tracked.items()
             },
+        }
+
+    def _content(self, extra: Any) -> dict[str, Any]:
+        return {
+            **self._replica(),
             "steps": self._steps.state_dict() if self._steps else self._resume,
             "pace": {"name": self.pacer.name, "state": self._pace_state()},
             "seed": self.seed,

@@ -7,6 +7,7 @@ the history and every worker's pacer once, in the books (books.py).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from paceline.books import Books
+from paceline import checkpoint
+from paceline.books import Books, differ
 from paceline.combine import Gradients, Header
 from paceline.combine.scaling import is_active
 from paceline.dealing import Dealing
 from paceline.errors import MisuseError, NonFiniteGradients
 from paceline.pace import Pacer
 from paceline.pace.fitting import RECENT, fit, ladder, recent_pace
-from paceline.proxy import Proxy
+from paceline.proxy import Proxy, give, peer_to_copy
 from paceline.records import History, Plan, StepRecord
 from paceline.replicas import fingerprint
 from paceline.settings import LoopSettings, must_agree
@@ -59,6 +61,9 @@ class Steps:
         first_index: int,
         observe: Callable[[str, Mapping[str, Any]], None],
         repair: Callable[[], None],
+        tracked: Callable[[], set[int]],
+        snapshot: Callable[[], dict[str, Any]],
+        restore: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.gradients, self.dealing, self.device, self.machine, self.seed = gradients, dealing, device, machine, seed
         self.settings, self.auto = settings, settings.auto
@@ -68,6 +73,10 @@ class Steps:
         """Seconds a sample of this worker's last micro-batches."""
         self._transport, self._nonfinite = transport, nonfinite
         self._observe, self._repair = observe, repair
+        self._tracked, self._snapshot, self._restore = tracked, snapshot, restore
+        self._asked: list[int] = []
+        """Workers that were promised a copy of this one's state after the last step."""
+        self._giving: list[threading.Thread] = []
         self._books = Books(
             transport=transport,
             pacer=pacer,
@@ -102,6 +111,7 @@ class Steps:
             header=self._write_header,
             record=self._bounded_record,
             opened=self._register,
+            copyable=lambda: self._checked <= self._tracked(),
         )
 
     # -- the loop --------------------------------------------------------------------------------------------------
@@ -118,20 +128,27 @@ class Steps:
                 yield self._step
                 self._require_committed()
         finally:
+            if self.finished:
+                self._give_copies()
             self._transport.doing("after the last step")
 
     def _begin(self) -> Step:
         if self._closed:
             raise MisuseError("this loop has ended: a later fleet.steps took its place, or the fleet was left")
+        self._give_copies()
+        if self._proxy is not None and self._proxy.far_behind:
+            self._take_copy(self._proxy)
         began = time.perf_counter()
         self._transport.doing(f"step {self._next}", begun=self._next + 1)
         turn = self._turns.get(self._next) or self._open_here()
+        own_print = self._fingerprint(turn)
         with self._books.changed:
             missed = turn.closed
             share = 0 if missed else turn.shares[self._transport.rank]
             self.dealing.take_up(share)
             if not missed:
                 turn.start(began)
+                turn.fingerprint = own_print
             self.gradients.begin(turn.dealt)
         if turn.bounded and not missed:
             assert self._proxy is not None
@@ -188,6 +205,49 @@ class Steps:
         """The shares of the last step of a whole global batch; empty before the first."""
         return self._books.full_shares
 
+    # -- far behind --------------------------------------------------------------------------------------------------
+
+    def _take_copy(self, proxy: Proxy) -> None:
+        """Take over a peer's state, and with it the peer's place in the training."""
+        with self._books.changed:
+            self._books.changed.wait_for(lambda: proxy.error or (proxy.copied is not None and proxy.copied.here))
+            copy, proxy.copied = proxy.copied, None
+        if copy is None or copy.error is not None:
+            raise (copy.error if copy is not None else proxy.error) or AssertionError("no copy came")
+        state = checkpoint.unpack(copy.data, device=self.device)
+        self._restore(state)
+        self.gradients.load_state_dict(state["gradients"])
+        self.gradients.statistics_were_set()
+        self._transport.calls = state["calls"]
+        skipped = copy.index + 1 - self._next
+        self._next, self.finished, self._progress = copy.index + 1, state["finished"], state["progress"]
+        self._turns = {index: turn for index, turn in self._turns.items() if index >= self._next}
+        text = f"worker {self._transport.rank} was {skipped} steps behind and took over a peer's state"
+        self._observe("note", {"level": "warning", "text": text})
+
+    def _note_requests(self, header: Header) -> None:
+        """Who asked for a copy in this round, if this worker is to give it."""
+        if peer_to_copy(header) == self._transport.rank:
+            self._asked = np.flatnonzero(header.column("wants_state")).tolist()
+
+    def _give_copies(self) -> None:
+        """At the end of a step, the user's own code after it included: send the state to those who were promised it."""
+        if not self._asked:
+            return
+        state = {
+            **self._snapshot(),
+            "gradients": self.gradients.state_dict(),
+            "calls": self._transport.calls,
+            "finished": self.finished,
+            "progress": self._progress,
+        }
+        data = checkpoint.pack(state)
+        for rank in self._asked:
+            target, args = give, (self._transport, data, rank, self._next - 1)
+            self._giving.append(threading.Thread(target=target, args=args, name="paceline-give", daemon=True))
+            self._giving[-1].start()
+        self._asked = []
+
     # -- work under a deadline ---------------------------------------------------------------------------------------
 
     def room(self, turn: Turn) -> int | None:
@@ -240,7 +300,7 @@ class Steps:
             self._run_round(turn)
         header = turn.header
         assert header is not None
-        apply = self._may_apply(step, header)
+        apply = self._may_apply(step, header) and not (turn.bounded and turn.total is None)
         if apply:
             self.gradients.mean(header, clip_norm)
         if not turn.bounded:
@@ -269,10 +329,10 @@ class Steps:
             self._books.changed.wait_for(lambda: turn.over or self._proxy is None or self._proxy.error)
         if not turn.over and self._proxy.error is not None:
             raise self._proxy.error
-        assert turn.total is not None
         assert turn.header is not None
         self.gradients.drop()
-        self.gradients.adopt(turn.total, turn.header)
+        if turn.total is not None:  # else a peer's state is taken over before the next step
+            self.gradients.adopt(turn.total, turn.header)
 
     def _write_header(self, turn: Turn, counts: bool, finite: bool) -> Header:
         header, work = Header(self.gradients.layout), turn.work if counts else Work()
@@ -293,7 +353,7 @@ class Steps:
             overflow=overflow,
             nonfinite=not finite and not overflow,
             ended=self.dealing.ended or turn.shares[self._transport.rank] == 0,
-            fingerprint=self._fingerprint(turn),
+            fingerprint=turn.fingerprint,
         )
         self._late_s = 0.0
         for name, value in work.added.items():
@@ -367,7 +427,10 @@ class Steps:
         self._next += 1
         if not turn.bounded:
             self._close_books(turn, header, step.began)
-        del self._turns[turn.index]
+        elif self._proxy is not None:
+            self._proxy.taken_over(turn)
+            self._note_requests(header)
+        self._turns.pop(turn.index, None)
         step.record, step.ends_epoch = turn.record, turn.ends_epoch  # a stream's end shows only now
         self.finished, self._progress = turn.finishes, turn.progress
         self._commit_s = time.perf_counter() - updated
@@ -393,12 +456,12 @@ class Steps:
     # -- watchfulness ----------------------------------------------------------------------------------------------
 
     def _fingerprint(self, turn: Turn) -> float:
-        due = self._transport.size > 1 and turn.index % FINGERPRINT_EVERY == 0 and not turn.bounded
-        return fingerprint(self.gradients.everything) if due else 0.0
+        due = self._transport.size > 1 and (turn.index % FINGERPRINT_EVERY == 0 or turn.compare)
+        return 1.0 + fingerprint(self.gradients.everything) if due else 0.0
 
     def _compare_replicas(self, header: Header) -> None:
         prints = header.column("fingerprint")
-        if (prints == prints[0]).all():
+        if not differ(header):
             return
         astray = np.flatnonzero(prints != prints[0]).tolist()
         text = (
@@ -476,6 +539,10 @@ class Steps:
         if self._closed:
             return
         self._closed = True
+        if orderly:
+            self._give_copies()
+            for thread in self._giving:
+                thread.join(timeout=30.0)
         if self._proxy is not None:
             self._proxy.stop()
             if orderly:

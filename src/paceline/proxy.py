@@ -25,6 +25,8 @@ from paceline.turn import Turn
 
 LISTEN_S = (0.001, 0.01)
 """Seconds between two looks for a signal of the others, at first and later."""
+MOST_BYTES = 512 << 20
+"""Sums of rounds kept for a late loop."""
 PATIENT = 2.0
 """A further lap of an epoch's last step may take so many times the expected seconds."""
 
@@ -46,10 +48,17 @@ class Proxy:
         header: WriteHeader,
         record: MakeRecord,
         opened: Callable[[Turn], None],
+        copyable: Callable[[], bool],
     ) -> None:
         self._transport, self._books, self._gradients = transport, books, gradients
         self._header, self._record, self._opened = header, record, opened
         self.error: BaseException | None = None
+        self.copied: Copy | None = None
+        """A peer's state, on its way or here: the user's loop takes it over instead of the turns before it."""
+        self._copyable = copyable
+        self._wanting = False
+        self._kept: list[Turn] = []
+        """Turns that are over and that the user's loop has yet to take over."""
         self._stopping = False
         self._turn: Turn | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-proxy", daemon=True)
@@ -142,12 +151,14 @@ class Proxy:
             self._await_idle(turn)
         while turn.last and self._lap(turn):
             pass
+        self._make_room()
         header, mine = self._seal(turn)
         entered = time.perf_counter()
         self._gradients.exchange_aside(mine, header, f"the round of step {turn.index}")
         record = self._record(turn, header, entered)
         with self._books.changed:
             turn.header, turn.total = header, mine
+            self._keep(turn)
             self._books.note(self._books.close(turn, header, record))
             turn.over = True
             if self._books.plan is not None and not self._books.finished:  # else the leader hands a plan round
@@ -183,7 +194,50 @@ class Proxy:
             turn.closed = True
             counts = turn.began is not None and (turn.plan.wait_for is None or turn.idle or turn.last)
             mine = self._gradients.close(turn.work.samples) if counts else self._gradients.nothing()
-            return self._header(turn, counts, mine.finite), mine
+            header = self._header(turn, counts, mine.finite)
+            header.write(self._transport.rank, wants_state=self._wanting)
+            return header, mine
+
+    # -- far behind ------------------------------------------------------------------------------------------------
+
+    def taken_over(self, turn: Turn) -> None:
+        """The user's loop has committed a turn."""
+        with self._books.changed:
+            if turn in self._kept:
+                self._kept.remove(turn)
+                self._books.changed.notify_all()
+
+    def _keep(self, turn: Turn) -> None:
+        if turn.header is not None and self._wanting:
+            turn.total = None  # the copy holds it already
+            giver = peer_to_copy(turn.header)
+            if giver is not None:
+                self._wanting = False
+                self.copied = Copy(self._transport, giver, turn.index, self._books.changed)
+            return
+        self._kept.append(turn)
+
+    def _make_room(self) -> None:
+        """What a late loop has yet to take over is bounded: beyond that a copy of a peer's state replaces it or, where
+        the script does not track all that has state, the others wait for this worker."""
+        with self._books.changed:
+            if self._kept_bytes() <= MOST_BYTES or (self.copied is not None and not self.copied.here):
+                return
+            if not self._copyable():
+                self._books.changed.wait_for(lambda: self._stopping or self._kept_bytes() <= MOST_BYTES)
+                return
+            for turn in self._kept:
+                turn.total = None
+            self._kept.clear()
+            self._wanting, self.copied = True, None
+
+    def _kept_bytes(self) -> int:
+        return sum(turn.total.bytes for turn in self._kept if turn.total is not None)
+
+    @property
+    def far_behind(self) -> bool:
+        """Whether the user's loop must take over a peer's state before it goes on."""
+        return self._wanting or self.copied is not None
 
     # -- laps ------------------------------------------------------------------------------------------------------
 
@@ -211,6 +265,42 @@ class Proxy:
             self._books.changed.notify_all()
         self._await_idle(turn)
         return True
+
+
+class Copy:
+    """A peer's state after a step, being received on a thread of its own."""
+
+    def __init__(self, transport: Transport, giver: int, index: int, changed: threading.Condition) -> None:
+        self.index, self.here = index, False
+        """The step that the state follows, and whether it has arrived."""
+        self.error: BaseException | None = None
+        self.data = torch.empty(0, dtype=torch.uint8)
+        self._transport, self._giver, self._changed = transport, giver, changed
+        threading.Thread(target=self._receive, name="paceline-copy", daemon=True).start()
+
+    def _receive(self) -> None:
+        size = torch.zeros(1, dtype=torch.int64)
+        try:
+            self._transport.receive(size, self._giver, 2 * self.index)
+            self.data = torch.empty(int(size), dtype=torch.uint8)
+            self._transport.receive(self.data, self._giver, 2 * self.index + 1)
+        except BaseException as error:
+            self.error = error
+        with self._changed:
+            self.here = True
+            self._changed.notify_all()
+
+
+def give(transport: Transport, data: torch.Tensor, to: int, index: int) -> None:
+    """The other end of a `Copy`."""
+    transport.send(torch.tensor([data.numel()], dtype=torch.int64), to, 2 * index)
+    transport.send(data, to, 2 * index + 1)
+
+
+def peer_to_copy(header: Header) -> int | None:
+    """Who gives its state to those that want one: the first worker that was in time; None when nobody was."""
+    able = np.flatnonzero((header.column("wants_state") == 0) & (header.column("behind") == 0))
+    return int(able[0]) if able.size else None
 
 
 def _lap_seconds(turn: Turn, shares: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:

@@ -55,6 +55,8 @@ class Turn:
     """Samples that the plan hopes for."""
     last: bool
     """Nothing of the epoch should be left afterwards."""
+    compare: bool
+    """Replicas are compared in it, because they differed: it waits for everybody."""
     opened: float
     """When the step began (perf_counter), here or, with a deadline, anywhere in the fleet."""
     until: float | None = None
@@ -67,6 +69,8 @@ class Turn:
     # -- the user's thread ------------------------------------------------------------------------------------------
     began: float | None = None
     """When this worker's loop began it."""
+    fingerprint: float = 0.0
+    """Of its parameters, where they are compared."""
     busy_since: float | None = None
     """When it took the micro-batch it is in."""
     idle: bool = False
@@ -85,6 +89,7 @@ class Turn:
     """The round is over, or has failed."""
     header: Header | None = None
     total: Sum | None = None
+    """None after a round: this worker fell too far behind to keep it, and takes over a peer's state instead."""
     record: StepRecord | None = None
     progress: float = 0.0
     """Of the whole training, after this step."""

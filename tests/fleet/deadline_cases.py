@@ -11,6 +11,7 @@ from exact_cases import Net, Tokens
 from torch import nn
 
 import paceline
+from paceline import loop, proxy
 from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
 
@@ -68,10 +69,8 @@ class Stalls:
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """One training; ``case`` says how, and the result is what this worker saw."""
-    if case.get("dump"):
-        import faulthandler
-
-        faulthandler.dump_traceback_later(case["dump"])
+    proxy.MOST_BYTES = case.get("most_bytes", proxy.MOST_BYTES)
+    loop.FINGERPRINT_EVERY = case.get("fingerprint_every", loop.FINGERPRINT_EVERY)
     pace = Deadline(**case.get("pace", {})) if not isinstance(case.get("pace"), str) else case["pace"]
     with paceline.join(pace, quiet=True, seed=case.get("seed", 0)) as fleet:
         torch.manual_seed(1)
@@ -87,7 +86,9 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             data, global_batch=case["global_batch"], micro_batch=case["micro_batch"], epochs=case.get("epochs", 1)
         )
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=len(steps))
-        fleet.track(optimizer=optimizer, scheduler=scheduler, ema=ema, scaler=scaler)
+        if not case.get("untracked"):
+            fleet.track(optimizer=optimizer)
+        fleet.track(scheduler=scheduler, ema=ema, scaler=scaler)
         if case.get("load"):
             fleet.load(case["load"])
         stalls = Stalls(fleet.rank, case)
@@ -125,6 +126,9 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
                 evaluations.append(
                     fleet.evaluate(lambda x, y, n: {"hit": (model(x).argmax(1) == y).sum()}, data)["hit"]
                 )
+            if case.get("nudge") == [fleet.rank, step.index]:
+                with torch.no_grad():
+                    next(iter(model.parameters())).add_(0.001)
             if case.get("save_at") == step.index:
                 fleet.save(case["save"])
         return {

@@ -138,3 +138,29 @@ def test_a_checkpoint_pairs_the_weights_with_the_data_of_their_own_step(tmp_path
     assert positions(told[0]["steps"][:7]) + positions(again[0]["steps"]) == Counter(
         (epoch, p) for epoch in range(2) for p in range(case["length"])
     )
+
+
+def test_a_worker_far_behind_takes_over_a_peers_state(tmp_path: Path) -> None:
+    case = CASE | {"stalls": [(2, 3, 0)], "long_s": 1.2, "most_bytes": 3000, "epochs": 3, "evaluate_every": 24}
+    told = run("deadline_cases.py:train", 3, tmp_path, args=case)
+    check_invariants(told[:2], case)
+    assert len(told[2]["steps"]) < len(told[0]["steps"]) - 3, "it did not pass through every step"
+    for key in ("parameters", "ema", "optimizer", "scale", "evaluations"):
+        assert told[2][key] == told[0][key], f"it is not where the others are: {key}"
+    assert [step["lr"] for step in told[2]["steps"][-3:]] == [step["lr"] for step in told[0]["steps"][-3:]]
+
+
+def test_where_a_copy_would_be_incomplete_the_others_wait_for_a_worker_far_behind(tmp_path: Path) -> None:
+    case = CASE | {"stalls": [(2, 3, 0)], "long_s": 1.2, "most_bytes": 3000, "untracked": True}
+    told = run("deadline_cases.py:train", 3, tmp_path, args=case)
+    check_invariants(told, case)
+    assert max(step["behind"][2] for step in told[0]["steps"] if step["behind"]) < 6
+
+
+def test_replicas_that_drifted_apart_are_noticed_and_set_right_under_deadlines_too(tmp_path: Path) -> None:
+    case = CASE | {"nudge": [1, 4], "fingerprint_every": 6}
+    told = run("deadline_cases.py:train", 3, tmp_path, args=case)
+    assert told[1]["parameters"] == told[0]["parameters"] == told[2]["parameters"]
+    waited = [step["index"] for step in told[0]["steps"] if step["deadline"] is None]
+    assert waited == [7], "the step after the comparison waited for everybody"
+    assert sum(told[0]["steps"][7]["samples"]) <= 1.5 * case["global_batch"]

@@ -25,6 +25,7 @@ FIELDS = (
     "slowest_s",
     "unfinished_s",
     "behind",
+    "wants_state",
     "late_s",
     "shortfall_s",
     "nonfinite",
@@ -32,7 +33,8 @@ FIELDS = (
     "ended",
     "fingerprint",
 )
-"""What each worker says of its step. ``loss`` is the weighted sum; ``ended``: its stream has no more samples."""
+"""What each worker says of its step. ``loss`` is the weighted sum; ``ended``: its stream has no more samples;
+``wants_state``: it is so far behind that it asks for a copy of a peer's state."""
 
 _COLUMN = {name: number for number, name in enumerate(FIELDS)}
 

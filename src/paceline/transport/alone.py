@@ -23,6 +23,7 @@ class Alone:
     rank = 0
     size = 1
     generation = 0
+    calls = 0
     workers: tuple[int, ...] = (0,)
 
     def __init__(self) -> None:
@@ -37,6 +38,12 @@ class Alone:
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         return
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        raise AssertionError("a worker alone has nobody to send to")
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        raise AssertionError("a worker alone has nobody to receive from")
 
     def gather(self, label: str, value: Any) -> list[Any]:
         return [json.loads(json.dumps(value))]

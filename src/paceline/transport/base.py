@@ -41,6 +41,12 @@ class Transport(Protocol):
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite ``tensors`` with the leader's."""
 
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        """Send a CPU tensor to one worker, which receives it under the same tag; from any thread."""
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        """Fill a CPU tensor with what one worker sends; from any thread."""
+
     def gather(self, label: str, value: Any) -> list[Any]:
         """Every worker's (JSON) value, in rank order."""
 
@@ -64,6 +70,10 @@ class Transport(Protocol):
 
     def forget(self, name: str) -> None:
         """Nobody will wait for ``name`` any more. From the thread of the rounds."""
+
+    calls: int
+    """Collective calls that this worker's own thread has made. Who takes over another's place in the training takes
+    over this number too."""
 
     def close(self, *, failure: BaseException | None = None) -> None:
         """Leave. With a failure, tell the others why first."""

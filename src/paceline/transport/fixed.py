@@ -105,6 +105,20 @@ class Fixed:
             if part.data_ptr() != tensor.data_ptr():
                 tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        _Sum(self._group.send([tensor], to, tag), self).wait()
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        _Sum(self._group.recv([tensor], source, tag), self).wait()
+
+    @property
+    def calls(self) -> int:
+        return self._presence.calls
+
+    @calls.setter
+    def calls(self, calls: int) -> None:
+        self._presence.skip_to(calls)
+
     # -- small facts -----------------------------------------------------------------------------------------------
 
     def gather(self, label: str, value: Any) -> list[Any]:
