@@ -20,7 +20,7 @@ from paceline.dealing import make_dealing
 from paceline.endings import end_with_one_line
 from paceline.errors import FleetError, MisuseError
 from paceline.feed import Source
-from paceline.loop import Steps
+from paceline.loop import Steps, may_set_deadlines
 from paceline.memory import Guard
 from paceline.pace import Pacer
 from paceline.pace import make as make_pacer
@@ -95,7 +95,9 @@ class Fleet:
         self.seed = int(seed)
         self.nonfinite = nonfinite
         try:
-            self._transport: Transport = Fixed(self.device) if launched() else Alone()
+            # Rounds with a deadline run beside the user's kernels, which NCCL has not been seen to bear.
+            backend = "gloo" if may_set_deadlines(self.pacer) else None
+            self._transport: Transport = Fixed(self.device, backend=backend) if launched() else Alone()
         except FleetError as error:
             end_with_one_line(error)
             raise

@@ -12,14 +12,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from paceline import checkpoint
+from paceline.beside import Beside, Mark
 from paceline.books import Books, differ
 from paceline.combine import Gradients, Header
+from paceline.combine.gradients import Aside
 from paceline.combine.scaling import is_active
 from paceline.dealing import Dealing
 from paceline.errors import MisuseError, NonFiniteGradients
@@ -38,6 +40,15 @@ if TYPE_CHECKING:
 
 FINGERPRINT_EVERY = 100
 """Steps between two comparisons of the replicas' parameters."""
+
+
+class Flight(NamedTuple):
+    """A micro-batch under way on the device."""
+
+    done: Work
+    aside: Aside
+    mark: Mark
+    began: float
 
 
 class Steps:
@@ -71,6 +82,9 @@ class Steps:
         dealing.smallest = 2 if avoid_singles else 1
         self.paces: deque[float] = deque(maxlen=RECENT)
         """Seconds a sample of this worker's last micro-batches."""
+        self._beside = Beside(device)
+        self._flight: deque[Flight] = deque()
+        """Under a deadline: micro-batches that the loop is done with and the device perhaps not."""
         self._transport, self._nonfinite = transport, nonfinite
         self._observe, self._repair = observe, repair
         self._tracked, self._snapshot, self._restore = tracked, snapshot, restore
@@ -95,7 +109,7 @@ class Steps:
         self._progress = 0.0
         self._agreed_epoch = -1
         self._step: Step | None = None
-        self._late_s = self._commit_s = 0.0
+        self._late_s = self._commit_s = self._landed = 0.0
         self._checked: set[int] = set()
 
     def _make_proxy(self) -> Proxy:
@@ -105,6 +119,8 @@ class Steps:
                 "give again what a deadline cut off; use pace adaptive"
             )
         return Proxy(
+            beside=self._beside,
+            landed=self._count_landed,
             transport=self._transport,
             books=self._books,
             gradients=self.gradients,
@@ -149,7 +165,9 @@ class Steps:
             if not missed:
                 turn.start(began)
                 turn.fingerprint = own_print
+            self._flight.clear()
             self.gradients.begin(turn.dealt)
+            self._beside.follow()
         if turn.bounded and not missed:
             assert self._proxy is not None
             self._proxy.begun(turn)
@@ -272,17 +290,43 @@ class Steps:
                 self.gradients.check_aside()
             return turn.open
 
-    def join(self, turn: Turn, add: Callable[[], None]) -> bool:
-        """A micro-batch is finished: count it, unless the round closed without it."""
-        with self._books.changed:
-            turn.busy_since = None
-            if not turn.open:
-                self.gradients.drop()
-                self._late_s = max(self._late_s, time.perf_counter() - (turn.until or turn.opened))
-                return False
-            self.gradients.join()
-            add()
-            return True
+    def finished_one(self, turn: Turn, done: Work, began: float) -> None:
+        """The loop is done with a micro-batch that it took at ``began``: it counts once the device is done with it too.
+        A device is given one more to do meanwhile, and no more than that."""
+        aside = self.gradients.set_aside()
+        self._beside.keep(aside[0])
+        self._flight.append(Flight(done, aside, Mark(self.device), began))
+        self._land(turn, leave=1 if self.device.type == "cuda" else 0)
+
+    def _land(self, turn: Turn, *, leave: int) -> None:
+        """Wait for all but the last so many micro-batches under way."""
+        while len(self._flight) > leave:
+            flight = self._flight[0]
+            flight.mark.wait()
+            with self._books.changed:
+                if self._flight and self._flight[0] is flight:  # the proxy may have counted it
+                    self._count_first(turn)
+
+    def _count_landed(self, turn: Turn) -> None:
+        """For the proxy, which closes the turn: count what the device has done; the rest never counts."""
+        while self._flight and self._flight[0].mark.passed():
+            self._count_first(turn)
+
+    def _count_first(self, turn: Turn) -> None:
+        done, aside, _, began = self._flight.popleft()
+        now = time.perf_counter()
+        if self.device.type == "cuda":  # only now is known how long it took
+            done.slowest_s = now - max(began, self._landed)
+            done.seconds = now - max(began, self._landed) if turn.work.samples else now - began
+            self.paces.append(done.slowest_s / done.samples)
+        self._landed = now
+        turn.busy_since = self._flight[0].began if self._flight else None
+        if not turn.open:
+            self._late_s = max(self._late_s, now - (turn.until or turn.opened))
+            return
+        with self._beside.work():
+            self.gradients.join(aside)
+            turn.work.add(done)
 
     def more(self, turn: Turn) -> bool:
         """The share is done: whether another lap has more."""
@@ -321,6 +365,7 @@ class Steps:
     def _await_round(self, turn: Turn) -> None:
         """A round that the proxy runs; it may be over long since."""
         assert self._proxy is not None
+        self._land(turn, leave=0)
         if turn.open and turn.began is not None:
             self.check(turn)
         if not turn.over:
@@ -331,6 +376,7 @@ class Steps:
             raise self._proxy.error
         assert turn.header is not None
         self.gradients.drop()
+        self._beside.rejoin()
         if turn.total is not None:  # else a peer's state is taken over before the next step
             self.gradients.adopt(turn.total, turn.header)
 

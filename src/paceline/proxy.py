@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from paceline.beside import Beside
 from paceline.books import Books
 from paceline.combine import Gradients, Header
 from paceline.combine.gradients import Sum
@@ -42,6 +43,8 @@ class Proxy:
     def __init__(
         self,
         *,
+        beside: Beside,
+        landed: Callable[[Turn], None],
         transport: Transport,
         books: Books,
         gradients: Gradients,
@@ -51,6 +54,7 @@ class Proxy:
         copyable: Callable[[], bool],
     ) -> None:
         self._transport, self._books, self._gradients = transport, books, gradients
+        self._beside, self._landed = beside, landed
         self._header, self._record, self._opened = header, record, opened
         self.error: BaseException | None = None
         self.copied: Copy | None = None
@@ -114,7 +118,8 @@ class Proxy:
         try:
             while (turn := self._next()) is not None:
                 if self._await_begin(turn):
-                    self._close(turn)
+                    with self._beside.work():
+                        self._close(turn)
         except BaseException as error:
             with self._books.changed:
                 self.error = error
@@ -191,6 +196,7 @@ class Proxy:
     def _seal(self, turn: Turn) -> tuple[Header, Sum]:
         """Nothing joins any more: what this worker brings to the round."""
         with self._books.changed:
+            self._landed(turn)
             turn.closed = True
             counts = turn.began is not None and (turn.plan.wait_for is None or turn.idle or turn.last)
             mine = self._gradients.close(turn.work.samples) if counts else self._gradients.nothing()
@@ -247,6 +253,7 @@ class Proxy:
         size, rank = self._transport.size, self._transport.rank
         said = torch.zeros(3, size, dtype=torch.float64)
         with self._books.changed:
+            self._landed(turn)
             turn.out = not turn.idle
             said[:, rank] = torch.tensor([turn.work.samples, turn.idle and not turn.gone, turn.gone])
         with self._transport.round(f"the lap of step {turn.index}", aside=True):

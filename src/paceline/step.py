@@ -91,24 +91,15 @@ class Step:
                 f"a micro-batch of step {self.index} had no step.backward(loss): its samples would be counted without "
                 "a gradient; call step.skip() to leave it out on purpose"
             )
+        figures = {} if self._void else self._pending
         if self._finished is None:
-            self._count_figures()
+            self.turn.work.add(Work(added=figures))
         else:
-            self._steps.join(self.turn, self._count)
+            self._finished.added = figures
+            self._steps.finished_one(self.turn, self._finished, self._opened)
         self._finished = None
-        self._pending.clear()
+        self._pending = {}
         self._void = False
-
-    def _count(self) -> None:
-        """Under a deadline: the finished micro-batch counts."""
-        assert self._finished is not None
-        self.turn.work.add(self._finished)
-        self._count_figures()
-
-    def _count_figures(self) -> None:
-        added = self.turn.work.added
-        for name, value in self._pending.items() if not self._void else ():
-            added[name] = added.get(name, 0.0) + value
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None) -> None:
         """Add the gradient of this micro-batch's mean loss.
@@ -159,12 +150,11 @@ class Step:
         self._open = None
         if self._steps.machine is not None:
             done.shortfall_s = self._steps.pad(self.index, micro.samples, self._opened)
-        elif self.turn.bounded and self.device_works_on:
-            torch.cuda.current_stream(self._steps.device).synchronize()
         now = time.perf_counter()
         done.slowest_s = now - self._opened
         done.seconds = now - self._work_began - self._idle_s - self.turn.work.seconds
-        self._steps.paces.append(done.slowest_s / micro.samples)
+        if not self.turn.bounded or not self.device_works_on:
+            self._steps.paces.append(done.slowest_s / micro.samples)
         if self.turn.bounded:
             self._finished = done
         else:

@@ -39,6 +39,8 @@ class Work:
         self.shortfall_s += done.shortfall_s
         self.weight = self.weight + done.weight
         self.loss_sum = self.loss_sum + done.loss_sum
+        for name, value in done.added.items():
+            self.added[name] = self.added.get(name, 0.0) + value
 
 
 @dataclass

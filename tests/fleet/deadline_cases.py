@@ -56,6 +56,7 @@ class Stalls:
         self.places = {tuple(place[1:]) for place in case.get("stalls", ()) if place[0] == rank}
         self.dice = random.Random(f"{case.get('seed', 0)}/{rank}")
         self.chance = case.get("chance", 0.0)
+        self.kernel = case.get("kernel") and torch.cuda.is_available() and rank == 0
         self.step = self.micro = -1
 
     def begin(self, step: int) -> None:
@@ -64,7 +65,10 @@ class Stalls:
     def wait(self) -> None:
         self.micro += 1
         stalled = (self.step, self.micro) in self.places or self.dice.random() < self.chance
-        time.sleep(self.long_s if stalled else self.each_s)
+        if stalled and self.kernel:
+            torch.cuda._sleep(int(self.long_s * 1.8e9))  # about so many cycles a second
+        else:
+            time.sleep(self.long_s if stalled else self.each_s)
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:

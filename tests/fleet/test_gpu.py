@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import exact_cases
 import pytest
 import torch
 from crew import Crew, run
+from test_deadlines import CASE, one_machine, positions
 from test_exactness import random_cases
 
 pytestmark = [pytest.mark.fleet, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -48,6 +50,21 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_the_step_goes_on(tmp_pa
     assert value["micro_batch"] < 32768
     assert value["samples"] == [32768, 32768]
     assert value["finite"]
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["on the host", "in a kernel"])
+def test_a_gpu_worker_that_is_stuck_is_not_waited_for(kernel: bool, tmp_path: Path) -> None:
+    case = CASE | {"stalls": [(0, 4, 1), (1, 12, 0)], "long_s": 0.5, "kernel": kernel, "batch_norm": kernel}
+    told = run("deadline_cases.py:train", 3, tmp_path, args=case)
+    assert positions(told[0]["steps"]) == Counter((epoch, p) for epoch in range(2) for p in range(case["length"]))
+    assert max(step["behind"][0] for step in told[1]["steps"] if step["behind"]) >= 3
+    for worker in told[1:]:
+        assert [step["samples"] for step in worker["steps"]] == [step["samples"] for step in told[0]["steps"]]
+        apart = torch.tensor(worker["parameters"]) - torch.tensor(told[0]["parameters"])
+        assert apart.abs().max() < 1e-9
+    if not kernel:
+        expected = one_machine(case, told[0]["steps"])
+        assert (torch.tensor(told[1]["parameters"], dtype=torch.float64) - expected).abs().max() < 1e-10
 
 
 def test_a_cpu_worker_killed_beside_a_gpu_is_named(tmp_path: Path) -> None:

@@ -105,12 +105,12 @@ class Buckets:
     def _backward_whole(self, loss: torch.Tensor) -> None:
         try:
             self.backward_aside(loss)
-            self.join()
+            self.join(self.set_aside())
         finally:
             self.drop()
 
     def backward_aside(self, loss: torch.Tensor) -> None:
-        """Leave the gradient of ``loss`` in ``p.grad``, beside the sum: `join` adds it, `drop` forgets it."""
+        """Leave the gradient of ``loss`` in ``p.grad``, beside the sum: `set_aside` takes it, `drop` forgets it."""
         for parameter in self.parameters:
             parameter.grad = None
         self._inside = self._aside = True
@@ -119,21 +119,28 @@ class Buckets:
         finally:
             self._inside = self._aside = False
 
+    def set_aside(self) -> list[torch.Tensor | None]:
+        """Take a micro-batch's gradients, which stand in ``p.grad``."""
+        aside = [slot.parameter.grad for slot in self.slots]
+        self.drop()
+        return aside
+
     @torch.no_grad()
-    def join(self) -> None:
-        """Add a whole micro-batch's gradients, which stand in ``p.grad``, to the sum."""
-        for slot in self.slots:
-            if slot.parameter.grad is None:
+    def join(self, aside: Sequence[torch.Tensor | None]) -> None:
+        """Add a whole micro-batch's gradients to the sum."""
+        for slot, grad in zip(self.slots, aside, strict=True):
+            if grad is None:
                 continue
-            if slot.grad is None:
-                self._adopt(slot, slot.parameter)
-            else:
-                slot.grad.add_(slot.parameter.grad)
+            if slot.grad is not None:
+                slot.grad.add_(grad)
+                continue
+            slot.parameter.grad = grad
+            self._adopt(slot, slot.parameter)
         self.drop()
         self._note_versions()
 
     def drop(self) -> None:
-        """What stands aside is forgotten; the sum shows in ``p.grad`` again."""
+        """What stands aside is forgotten; the sum shows in ``p.grad``."""
         for slot in self.slots:
             slot.parameter.grad = slot.grad
 

@@ -19,9 +19,12 @@ from paceline.combine.buckets import Buckets
 from paceline.combine.header import Header, Layout
 from paceline.combine.scaling import is_active, next_state
 from paceline.combine.scaling import scaled as scale_loss
-from paceline.combine.statistics import RunningStatistics
+from paceline.combine.statistics import Look, RunningStatistics
 from paceline.errors import MisuseError
 from paceline.transport import Pending, Transport
+
+Aside = tuple[list[torch.Tensor | None], Look]
+"""What one micro-batch left, by parameter, and the running statistics after it."""
 
 
 @dataclass
@@ -152,10 +155,15 @@ class Gradients:
         self.buckets.check_untouched()
         self._check_parameters()
 
-    def join(self) -> None:
-        """The micro-batch is finished: its gradient and its statistics count."""
-        self.buckets.join()
-        self._statistics.note()
+    def set_aside(self) -> Aside:
+        """Take what a micro-batch's backward left."""
+        return self.buckets.set_aside(), self._statistics.look()
+
+    def join(self, aside: Aside) -> None:
+        """A micro-batch is finished: its gradient and its statistics count."""
+        grads, look = aside
+        self.buckets.join(grads)
+        self._statistics.note(look)
 
     def drop(self) -> None:
         self.buckets.drop()

@@ -12,12 +12,16 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+Look = tuple[torch.Tensor, torch.Tensor]
+"""All layers' running means and variances, and how many micro-batches each has tracked."""
+
 
 class RunningStatistics:
     """The running statistics of all batch-norm layers of some models."""
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
         layers = (layer for model in models for layer in model.modules())
+        self._seen: torch.Tensor | None = None
         self._layers = [m for m in layers if isinstance(m, _NormBase) and m.num_batches_tracked is not None]
         self.rebase()
 
@@ -32,12 +36,15 @@ class RunningStatistics:
     def begin(self) -> None:
         """A step begins: nothing is finished yet."""
         self._before = self._values()
-        self._noted, self._moved = torch.zeros_like(self._before), [0] * len(self._layers)
+        self._noted, self._seen = torch.zeros_like(self._before), None
 
-    def note(self) -> None:
-        """The layers stand as this worker's finished work left them."""
-        self._noted = self._values()
-        self._moved = [now - before for now, before in zip(self._counts(), self._counted, strict=True)]
+    def look(self) -> Look:
+        """The layers as they stand; costs no wait for the device."""
+        return self._values(), self._count_tensor()
+
+    def note(self, look: Look | None = None) -> None:
+        """This worker's finished work left the layers so."""
+        self._noted, self._seen = self.look() if look is None else look
 
     def payload(self, samples: int) -> torch.Tensor:
         """What this worker adds to the round: its statistics, as last noted, times its samples."""
@@ -46,7 +53,9 @@ class RunningStatistics:
     @property
     def moved(self) -> list[int]:
         """Micro-batches each layer had tracked on this worker since the last merge when last noted."""
-        return self._moved
+        if self._seen is None:
+            return [0] * len(self._layers)
+        return [int(now) - before for now, before in zip(self._seen.tolist(), self._counted, strict=True)]
 
     def merge(self, total: torch.Tensor, samples: float, moved: Sequence[float]) -> None:
         """Take the fleet's mean for every layer that moved anywhere; one that did not has its exact values back.
@@ -69,8 +78,11 @@ class RunningStatistics:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def _counts(self) -> list[int]:
+        return [int(count) for count in self._count_tensor().tolist()]  # one synchronisation, not many
+
+    def _count_tensor(self) -> torch.Tensor:
         counts = [m.num_batches_tracked for m in self._layers if m.num_batches_tracked is not None]
-        return [int(count) for count in torch.stack(counts).tolist()] if counts else []  # one synchronisation, not many
+        return torch.stack(counts) if counts else torch.empty(0)
 
 
 def _tensors(layer: _NormBase) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,7 +48,8 @@ class Fixed:
     name = "fixed"
     generation = 0
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, backend: str | None = None) -> None:
+        """``backend``: what the fleet needs, whatever else could be had."""
         self._device = device
         store, self.rank, self.size = _rendezvous()
         self.workers = tuple(range(self.size))
@@ -70,7 +71,7 @@ class Fixed:
         self._presence = Presence(beats, aside, self.rank, self.size, names=self._names, on_failure=self._unblock)
         facts = self.gather("join", _facts(device))
         self._name_workers(facts)
-        self.backend = _choose_backend(facts)
+        self.backend = backend or _choose_backend(facts)
         with self.round("forming the group"):
             self._form_group()
 

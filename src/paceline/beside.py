@@ -1,0 +1,58 @@
+"""Work beside the user's on a device: a CUDA stream of its own, so that a round need not wait for a kernel that is late.
+
+On a CPU there is nothing to it: what was called has been done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+class Mark:
+    """A point in the user's stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    def passed(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Beside:
+    """The stream beside the user's. ``with beside:`` work goes there, from any thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def work(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def follow(self) -> None:
+        """What goes here from now on comes after what the user's stream has been given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def rejoin(self) -> None:
+        """What the user's stream is given from now on comes after what was done here."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def keep(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """These belong to the user's stream and are used here: their memory is not to be given away meanwhile."""
+        for tensor in tensors if self._stream is not None else ():
+            if tensor is not None:
+                tensor.record_stream(self._stream)
