@@ -1,4 +1,4 @@
-"""Work beside the user's on a device: a CUDA stream of its own, so that a round need not wait for a kernel that is late.
+"""Work beside the user's on a device: a CUDA stream of its own, so that a round need not wait for a late kernel.
 
 On a CPU there is nothing to it: what was called has been done.
 """

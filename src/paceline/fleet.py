@@ -16,6 +16,7 @@ from paceline import checkpoint, devices, evaluating, machines, replicas
 from paceline.combine import NAMES as COMBINES
 from paceline.combine import Gradients
 from paceline.combine.scaling import give_back, take_over
+from paceline.combine.varying import VaryingCount
 from paceline.dealing import make_dealing
 from paceline.endings import end_with_one_line
 from paceline.errors import FleetError, MisuseError
@@ -253,6 +254,7 @@ class Fleet:
         drop_last: bool | None = None,
         order: Callable[[int], Sequence[int]] | None = None,
         whole: bool | None = None,
+        varying_count: str = "none",
     ) -> Steps:
         """The training's steps over a Dataset or DataLoader.
 
@@ -263,6 +265,8 @@ class Fleet:
             order: ``order(epoch)`` gives the dataset indices to train on; each draw counts once.
             whole: shares are whole micro-batches, of one size; on by itself for compiled models, which would compile
                 each size anew.
+            varying_count: how the learning rate follows a step that counted more or fewer samples than global_batch,
+                as steps with a deadline do: "none", "linear" or "gain" (docs/joint.md).
         """
         if not self._models:
             raise MisuseError("fleet.steps before fleet.model: bring the model first")
@@ -280,22 +284,29 @@ class Fleet:
             )
             if self._steps is not None:
                 self._steps.close()
-            self._steps = self._build_steps(source, settings, order, whole)
+            varying = VaryingCount(varying_count, settings.global_batch)
+            self._steps = self._build_steps(source, settings, order, whole, varying)
         except BaseException:
             source.close()
             raise
         return self._steps
 
     def _build_steps(
-        self, source: Source, settings: LoopSettings, order: Callable[[int], Sequence[int]] | None, whole: bool | None
+        self,
+        source: Source,
+        settings: LoopSettings,
+        order: Callable[[int], Sequence[int]] | None,
+        whole: bool | None,
+        varying: VaryingCount,
     ) -> Steps:
         agreed = {key: value for key, value in vars(settings).items() if key != "micro_batch"}
-        facts = {"dataset length": source.length, **agreed, "order": order is not None}
+        facts = {"dataset length": source.length, **agreed, "order": order is not None, "varying_count": varying.rule}
         must_agree(self._transport, "fleet.steps()", facts)
         ahead = self._transport.gather("loading ahead", [source.ahead * settings.micro_batch, settings.micro_batch])
         sizes = [size for _, size in ahead]
         check_sync_batch_norm(self._models, pace=self.pacer.name, settings=settings, sizes=sizes, length=source.length)
         gradients = self._gradients(settings.auto)
+        gradients.varying = varying
         try:
             steps = self._new_steps(source, settings, order, whole, gradients, ahead)
             self._go_on(steps)

@@ -389,6 +389,7 @@ class Steps:
             samples=work.samples,
             weight=float(work.weight),
             loss=float(work.loss_sum),
+            squares=self.gradients.squares(float(work.weight)) if counts else 0.0,
             seconds=turn.work.seconds,
             micro_batches=work.micro_batches,
             slowest_s=work.slowest_s,

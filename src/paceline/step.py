@@ -7,7 +7,8 @@ half done, a second commit.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -195,8 +196,9 @@ class Step:
             if combined_before and clip_norm is not None:
                 self._gradients.norm()  # before it is clipped
                 torch.nn.utils.clip_grad_norm_(self._gradients.buckets.parameters, clip_norm)
-            for optimizer in optimizers:
-                optimizer.step()
+            with scaled_rates(optimizers, self._gradients.lr_factor(self._after().weight)):
+                for optimizer in optimizers:
+                    optimizer.step()
         self._committed = True
         self._steps.commit(self, updated)
 
@@ -261,6 +263,26 @@ class Step:
         if self.record is None:
             raise MisuseError(f"step {self.index} has no result yet: call step.commit first")
         return self.record
+
+
+@contextmanager
+def scaled_rates(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> Iterator[None]:
+    """Learning rates times ``factor`` for one update, and as they were afterwards."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1.0 else []
+    before = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else group["lr"] for group in groups]
+    for group, rate in zip(groups, before, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].mul_(factor)
+        else:
+            group["lr"] = rate * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, before, strict=True):
+            if isinstance(rate, torch.Tensor):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate
 
 
 def _check_weight(weight: Any) -> Any:

@@ -87,7 +87,11 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3, enabled=case.get("scaler", False))
         steps = fleet.steps(
-            data, global_batch=case["global_batch"], micro_batch=case["micro_batch"], epochs=case.get("epochs", 1)
+            data,
+            global_batch=case["global_batch"],
+            micro_batch=case["micro_batch"],
+            epochs=case.get("epochs", 1),
+            varying_count=case.get("varying_count", "none"),
         )
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=len(steps))
         if not case.get("untracked"):

@@ -72,7 +72,11 @@ def one_machine(case: dict[str, Any], steps: list[dict[str, Any]]) -> torch.Tens
             nn.functional.cross_entropy(model(data.x[batch]), data.y[batch]).backward()
             if case.get("clip"):
                 nn.utils.clip_grad_norm_(model.parameters(), case["clip"])
+            rate = optimizer.param_groups[0]["lr"]
+            if case.get("varying_count") == "linear":
+                optimizer.param_groups[0]["lr"] = rate * len(batch) / case["global_batch"]
             optimizer.step()
+            optimizer.param_groups[0]["lr"] = rate
         scheduler.step()
     return torch.cat([p.detach().flatten() for p in model.state_dict().values()])
 
@@ -167,3 +171,13 @@ def test_replicas_that_drifted_apart_are_noticed_and_set_right_under_deadlines_t
     waited = [step["index"] for step in told[0]["steps"] if step["deadline"] is None]
     assert waited == [7], "the step after the comparison waited for everybody"
     assert sum(told[0]["steps"][7]["samples"]) <= 1.5 * case["global_batch"]
+
+
+@pytest.mark.parametrize("rule", ["linear", "gain"])
+def test_the_learning_rate_can_follow_the_count(rule: str, tmp_path: Path) -> None:
+    case = CASE | {"varying_count": rule, "stalls": [(1, 4, 1)], "long_s": 0.3}
+    told = run("deadline_cases.py:train", 3, tmp_path, args=case)
+    assert told[0]["parameters"] == told[1]["parameters"] == told[2]["parameters"]
+    if rule == "linear":
+        expected = one_machine(case, told[0]["steps"])
+        assert (torch.tensor(told[0]["parameters"], dtype=torch.float64) - expected).abs().max() < 1e-12

@@ -20,6 +20,7 @@ from paceline.combine.header import Header, Layout
 from paceline.combine.scaling import is_active, next_state
 from paceline.combine.scaling import scaled as scale_loss
 from paceline.combine.statistics import Look, RunningStatistics
+from paceline.combine.varying import VaryingCount
 from paceline.errors import MisuseError
 from paceline.transport import Pending, Transport
 
@@ -62,6 +63,8 @@ class Gradients:
         """Takes effect with the next step: half a step with a scale and half without would be wrong."""
         self._unscale = 1.0
         self._weight_per_sample = 1.0
+        self.varying: VaryingCount | None = None
+        """Scales the learning rate of steps whose count is not the global batch."""
         self._norm_wanted = True  # the first step's is measured in any case, so that asking for it works from there on
         self._mean_versions: list[int] = []
         self._reset()
@@ -74,6 +77,7 @@ class Gradients:
     def _reset(self) -> None:
         self._sums: list[Pending] = []
         self._extremes: list[torch.Tensor] = []
+        self._squares: list[torch.Tensor] = []
         self._planned = 1.0
         self._begun = False
         self._versions: list[int] = []
@@ -83,10 +87,13 @@ class Gradients:
         return [p.requires_grad for p in self.everything]
 
     def state_dict(self) -> dict[str, float]:
-        return {"weight_per_sample": self._weight_per_sample}
+        varying = {} if self.varying is None else self.varying.state_dict()
+        return {"weight_per_sample": self._weight_per_sample, **varying}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self._weight_per_sample = state["weight_per_sample"]
+        if self.varying is not None and "seen" in state:
+            self.varying.load_state_dict(state)
 
     def detach(self) -> None:
         self.buckets.detach()
@@ -175,6 +182,7 @@ class Gradients:
             torch._foreach_mul_(flats, self._unscale)
         extremes = [extreme.to(torch.float64) for flat in flats for extreme in torch.aminmax(flat)]
         finite = not extremes or bool(torch.stack(extremes).isfinite().all())
+        self._note_squares(flats)
         statistics = self._statistics.payload(samples)
         return Sum(flats, self.buckets.used(), statistics, list(self._statistics.moved), finite)
 
@@ -247,7 +255,18 @@ class Gradients:
             flat.mul_(self._unscale)
         # One read of memory finds NaN and infinities, so that the worker behind them can be named.
         self._extremes += [extreme.to(torch.float64) for extreme in torch.aminmax(flat)]
+        self._note_squares([flat])
         self._sums.append(self._transport.sum(flat))
+
+    def _note_squares(self, flats: Sequence[torch.Tensor]) -> None:
+        if self.varying is not None and self.varying.wants_norms:
+            self._squares += [norm.to(torch.float64).square() for norm in torch._foreach_norm(list(flats))]
+
+    def squares(self, weight: float) -> float:
+        """``n_i |g_i|^2`` of this worker's own gradient, from its sum over n_i; 0 where nobody asks."""
+        if not self._squares or not weight:
+            return 0.0
+        return float(torch.stack(self._squares).sum()) * self._planned**2 / weight
 
     def exchange(self, header: Header, samples: int, label: str) -> None:
         """The round: when it returns, ``header`` and the gradients hold the fleet's sums."""
@@ -276,9 +295,12 @@ class Gradients:
         self.buckets.expose((header.used > 0).tolist())
         total = float(header.column("weight").sum())
         factor = self._planned / total
-        wanted = clip_norm is not None or self._norm_wanted
+        learns = self.varying is not None and self.varying.wants_norms
+        wanted = clip_norm is not None or self._norm_wanted or learns
         known = self._norm if self._alone else self._measure() if wanted else None
         self._norm = None if known is None else known * factor
+        if learns:
+            self._learn(header, total)
         if clip_norm is not None and self._norm is not None:
             factor *= min(1.0, clip_norm / (self._norm + 1e-6))
         tensors = self.buckets.tensors()
@@ -288,6 +310,20 @@ class Gradients:
         self._mean_versions = [tensor._version for tensor in tensors]
         samples = float(header.column("samples").sum())
         self._weight_per_sample = total / samples if samples else self._weight_per_sample
+
+    def _learn(self, header: Header, total: float) -> None:
+        assert self.varying is not None
+        assert self._norm is not None
+        self.varying.observe(
+            weighted_squares=float(header.column("squares").sum()),
+            squared_norm=self._norm**2,
+            weight=total,
+            workers=int((header.column("weight") > 0).sum()),
+        )
+
+    def lr_factor(self, weight: float) -> float:
+        """By what the learning rate of an update from so much weight is scaled."""
+        return 1.0 if self.varying is None else self.varying.factor(weight / self._weight_per_sample)
 
     def _measure(self) -> float:
         tensors = self.buckets.tensors()

@@ -20,6 +20,7 @@ FIELDS = (
     "samples",
     "weight",
     "loss",
+    "squares",
     "seconds",
     "micro_batches",
     "slowest_s",
@@ -33,7 +34,8 @@ FIELDS = (
     "ended",
     "fingerprint",
 )
-"""What each worker says of its step. ``loss`` is the weighted sum; ``ended``: its stream has no more samples;
+"""What each worker says of its step. ``loss`` is the weighted sum; ``squares``: its own mean gradient's squared norm
+times its weight, where the learning rate needs it; ``ended``: its stream has no more samples;
 ``wants_state``: it is so far behind that it asks for a copy of a peer's state."""
 
 _COLUMN = {name: number for number, name in enumerate(FIELDS)}
