@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.errors import CallMismatch, FleetError, MisuseError, NonFiniteGradients, PacelineError, WorkerLost
     from paceline.fleet import Fleet, join
     from paceline.loop import Steps
-    from paceline.pace import Adaptive, Epoch, Equal, Fixed
+    from paceline.pace import Adaptive, Cutoff, Epoch, Equal, Fixed, Joint
     from paceline.records import History, Plan, StepRecord
     from paceline.step import Step
 
@@ -25,12 +25,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Adaptive",
     "CallMismatch",
+    "Cutoff",
     "Epoch",
     "Equal",
     "Fixed",
     "Fleet",
     "FleetError",
     "History",
+    "Joint",
     "MisuseError",
     "NonFiniteGradients",
     "PacelineError",
@@ -46,7 +48,7 @@ _ROOMS = {
     "errors": ("CallMismatch", "FleetError", "MisuseError", "NonFiniteGradients", "PacelineError", "WorkerLost"),
     "fleet": ("Fleet", "join"),
     "loop": ("Steps",),
-    "pace": ("Adaptive", "Epoch", "Equal", "Fixed"),
+    "pace": ("Adaptive", "Cutoff", "Epoch", "Equal", "Fixed", "Joint"),
     "records": ("History", "Plan", "StepRecord"),
     "step": ("Step",),
 }

@@ -1,5 +1,7 @@
 """A run's log as seconds for an equal share."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -30,6 +32,18 @@ def test_who_sat_out_is_as_fast_as_when_last_measured() -> None:
     times = [(2.0, 0.0), (1.0, 3.0), (2.0, 0.0), (1.0, float("nan"))]
     found = equal_share_seconds([record(k, n, t) for k, (n, t) in enumerate(zip(steps, times))])
     assert np.allclose(found, [[1.0, 3.0]] * 4)
+
+
+def test_a_worker_found_stuck_at_a_deadline_took_that_long_besides() -> None:
+    steps = [record(0, (4, 4), (1.0, 2.0))]
+    late = record(1, (6, 0), (1.5, 0.0))
+    steps.append(replace(late, planned=(8, 8), deadline_s=1.6, unfinished_s=(0.1, 1.6)))
+    assert np.allclose(equal_share_seconds(steps), [[1.0, 2.0], [1.0, 2.0 + 1.6]])
+
+
+def test_counts_that_deadlines_made_vary_do_not_move_the_batch() -> None:
+    steps = [replace(record(k, (n, n), (n / 4, n / 4)), deadline_s=9.0) for k, n in enumerate((4, 3, 4, 9, 4))]
+    assert np.allclose(equal_share_seconds(steps), 1.0)
 
 
 def test_a_run_that_cannot_be_simulated_is_refused() -> None:

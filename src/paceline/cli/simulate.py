@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,12 +15,14 @@ from paceline.cli.complain import refuse
 
 if TYPE_CHECKING:
     from paceline.simulate.contest import Progress
-    from paceline.simulate.outcome import Floats
+    from paceline.simulate.outcome import Floats, Outcome
 
 WORKERS, STEPS, SCENARIO = 158, 300, "bursts"
 LONG = 1_000_000
 """Steps times workers from which a progress bar is worth its flicker."""
-KNOWN = "calm, skewed, drifting, bursts, periodic, stalls, long-sequences"
+KNOWN = "calm, skewed, drifting, bursts, periodic, stalls, long-sequences, stuck"
+STUCK = "stuck"
+"""The scenario of stalls inside micro-batches, which is played by its own rules."""
 
 TraceFile = Annotated[Path | None, typer.Option(metavar="FILE", help="A recorded trace: CSV, a line a step.")]
 Run = Annotated[Path | None, typer.Option(metavar="RUN", help="A run's folder or its events.jsonl.")]
@@ -30,6 +32,10 @@ Steps = Annotated[int | None, typer.Option(help=f"Steps of a scenario; {STEPS} w
 Seed = Annotated[int, typer.Option(help="Seed of the scenario and of the forecasts' draws.")]
 OverheadMs = Annotated[float, typer.Option(help="The round's own cost in milliseconds: communication and update.")]
 WarmUp = Annotated[int, typer.Option(help="First steps that are played but not scored.")]
+Model = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A model of `paceline learn`: adds P3's deep forecast.")
+]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with plots (needs the extra 'view').")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as one line of JSON.")]
 
 
@@ -42,24 +48,27 @@ def simulate(
     seed: Seed = 0,
     overhead_ms: OverheadMs = 0.0,
     warm_up: WarmUp = 0,
+    model: Model = None,
+    html: Html = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the rules of pace on recorded or made-up machines: throughput, waiting and wasted work, no processes."""
-    from paceline.simulate import compare
     from paceline.simulate.table import figures, table
 
     try:
         source, seconds = _seconds(trace, run, scenario, workers, steps, seed)
+        settings = {"overhead_s": overhead_ms / 1000, "warm_up": warm_up, "seed": seed}
         with _progress(seconds.size) as progress:
-            rows = figures(
-                compare(seconds, overhead_s=overhead_ms / 1000, warm_up=warm_up, seed=seed, progress=progress)
-            )
+            outcomes = _contest(seconds, scenario == STUCK, model, progress, **settings)
+        rows = figures(outcomes)
+        if html is not None:
+            _write_page(html, source, outcomes)
     except ValueError as error:
         refuse(f"simulate: {error}")
     size = {"source": source, "steps": len(seconds), "workers": seconds.shape[1]}
     if as_json:
-        settings = {"seed": seed, "overhead_ms": overhead_ms, "warm_up": warm_up}
-        typer.echo(json.dumps({**size, **settings, "rules": rows}))
+        told = {"seed": seed, "overhead_ms": overhead_ms, "warm_up": warm_up}
+        typer.echo(json.dumps({**size, **told, "rules": rows}))
         return
     from rich.console import Console
 
@@ -67,6 +76,28 @@ def simulate(
     unscored = f", the first {warm_up} not scored" if warm_up else ""
     console.print(f"{source}: {len(seconds):,} steps{unscored}, {seconds.shape[1]:,} workers\n", markup=False)
     console.print(table(rows))
+
+
+def _contest(
+    seconds: Floats, stuck: bool, model: Path | None, progress: Progress | None, **settings: Any
+) -> list[Outcome]:
+    from paceline.simulate import compare, compare_stuck
+
+    if not stuck:
+        return compare(seconds, model=model, progress=progress, **settings)
+    if model is not None:
+        raise ValueError(f"--model is for cut-offs, and scenario {STUCK!r} is played without them")
+    return compare_stuck(seconds, progress=progress, **settings)
+
+
+def _write_page(file: Path, source: str, outcomes: list[Outcome]) -> None:
+    from paceline.simulate.plot import page
+
+    text = page(f"paceline simulate: {source}", outcomes)
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {file}: {error.strerror or error}") from None
 
 
 def _seconds(
@@ -90,9 +121,14 @@ def _seconds(
         return f"run {run}", equal_share_seconds(read_log(run).records)
     from paceline.simulate import make
 
-    name = scenario or SCENARIO
-    size = {"steps": STEPS if steps is None else steps, "workers": WORKERS if workers is None else workers}
-    return f"scenario {name}, seed {seed}", make(name, **size, seed=seed)
+    name, many = scenario or SCENARIO, STEPS if steps is None else steps
+    source = f"scenario {name}, seed {seed}"
+    if name == STUCK:
+        from paceline.simulate import stuck
+
+        few = stuck.WORKERS if workers is None else workers
+        return source, stuck.machines(steps=many, workers=few, seed=seed)
+    return source, make(name, steps=many, workers=WORKERS if workers is None else workers, seed=seed)
 
 
 @contextmanager

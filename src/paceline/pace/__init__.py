@@ -1,4 +1,4 @@
-"""Who does how many samples: the pacers, and `make` to get one by name. Pure NumPy: no clock, no torch, no I/O."""
+"""Who does how many samples, until when: the pacers, and `make` to get one by name. Pure: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ from collections.abc import Callable
 
 from paceline.pace.adaptive import Adaptive
 from paceline.pace.base import Ask, Pacer
+from paceline.pace.cutoff import Cutoff
 from paceline.pace.epoch import Epoch
 from paceline.pace.equal import Equal
 from paceline.pace.fixed import Fixed
+from paceline.pace.joint import Joint
 
-__all__ = ["Adaptive", "Ask", "Epoch", "Equal", "Fixed", "Pacer", "make"]
+__all__ = ["Adaptive", "Ask", "Cutoff", "Epoch", "Equal", "Fixed", "Joint", "Pacer", "make"]
 
-_BY_NAME: dict[str, Callable[[], Pacer]] = {"equal": Equal, "epoch": Epoch, "adaptive": Adaptive}
-_KNOWN = "equal, fixed:1,1,2 (ratios of work, one a worker), epoch, adaptive"
+_BY_NAME: dict[str, Callable[[], Pacer]] = {
+    "equal": Equal,
+    "epoch": Epoch,
+    "adaptive": Adaptive,
+    "cutoff": Cutoff,
+    "joint": Joint,
+}
+_KNOWN = "equal, fixed:1,1,2 (ratios of work, one a worker), epoch, adaptive, cutoff, joint"
 
 
 def make(pace: str | Pacer) -> Pacer:

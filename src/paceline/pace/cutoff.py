@@ -1,4 +1,4 @@
-"""P3's decision: how many workers to wait for, when late work is thrown away.
+"""P3's cut-off: equal shares, and a round that closes with the first c whole ones; late work is thrown away.
 
 A step that closes with the c-th arrival does c shares in ``x_(c) + T_o`` seconds, with x_(c) the c-th smallest time and
 T_o the round's own cost (communication and update). Waiting for everybody is c = n.
@@ -10,15 +10,23 @@ T_o the round's own cost (communication and update). Waiting for everybody is c 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.pace.forecast.base import Floats, Forecast, Seen
+from paceline.pace.base import Ask
+from paceline.pace.equal import Equal
+from paceline.pace.forecast import Forecast, make
+from paceline.pace.forecast.base import Floats
+from paceline.pace.reading import Followed, column
+from paceline.records import Plan, StepRecord
 
 DRAWS = 32
 """Joint samples a decision is made from."""
+ROUND_RATE = 0.1
+"""Least weight of the newest round in the running mean of T_o; more while there are few."""
 
 
 def rates(ordered: Floats, *, overhead_s: float = 0.0) -> Floats:
@@ -56,40 +64,103 @@ def best_count_of(throughput: Floats) -> int:
 
 
 class Cutoff:
-    """Decides the count from a forecast. The step before anything was seen waits for everybody.
+    """Equal shares; the round closes with ``c = argmax_c mean_s c / (x^s_(c) + T_o)`` whole ones (P3).
 
-    The count is needed when the first workers arrive, not when the step starts, so it may be decided while the step
-    computes, from all steps before it.
+    ``x`` are joint samples of the next step's seconds from ``forecast``: a name (see `paceline.pace.forecast.make`) or
+    a forecast. ``T_o``, the round's own seconds, is ``overhead_s`` or, when that is None, the running mean of the
+    records' ``round_s``. The step before anything was seen waits for everybody, and so does the last step of an epoch.
+    ``static=0.9`` waits for that fraction of the workers in every step, for comparison, and forecasts nothing.
+
+    A worker whose share did not count is *censored*: known only to be slower than the time it had spent when the round
+    closed.
     """
 
-    def __init__(self, forecast: Forecast, *, draws: int = DRAWS, overhead_s: float = 0.0, seed: int = 0) -> None:
+    name = "cutoff"
+    deadlines = True
+    """Its plans may close a round without everybody."""
+
+    def __init__(
+        self,
+        forecast: str | Forecast = "smoothed",
+        *,
+        static: float | None = None,
+        overhead_s: float | None = None,
+        draws: int = DRAWS,
+        seed: int = 0,
+    ) -> None:
         if draws < 1:
             raise ValueError(f"a decision needs at least one draw, not {draws}")
-        if not (overhead_s >= 0 and np.isfinite(overhead_s)):
+        if overhead_s is not None and not (overhead_s >= 0 and np.isfinite(overhead_s)):
             raise ValueError(f"overhead_s is the round's own seconds, finite and at least 0, not {overhead_s}")
-        self.forecast, self.draws, self.overhead_s = forecast, draws, overhead_s
-        self._rng = np.random.default_rng(seed)
-        self._steps = 0
+        if static is not None:
+            static_count(static, 1)
+        self.static, self.overhead_s, self.draws, self.seed = static, overhead_s, draws, seed
+        self._equal = Equal()
+        self._followed = Followed(make(forecast))
+        self._share = 0.0
+        self._round_s, self._rounds = 0.0, 0
 
     @property
-    def name(self) -> str:
-        return self.forecast.name
+    def forecast(self) -> Forecast:
+        return self._followed.forecast
 
-    def observe(self, seen: Seen) -> None:
-        self.forecast.observe(seen)
-        self._steps += 1
+    def check(self, workers: int) -> None:
+        self._equal.check(workers)
 
-    def count(self, workers: int) -> int:
-        """How many of so many workers the next step waits for."""
-        if self._steps == 0:
-            return workers
-        return best_count(self.forecast.draw(self.draws, self._rng), overhead_s=self.overhead_s)
+    def observe(self, record: StepRecord) -> None:
+        self._equal.observe(record)
+        self._rounds += 1
+        self._round_s += max(ROUND_RATE, 1 / self._rounds) * (float(column((record.round_s,), 1)[0]) - self._round_s)
+        if self.static is None:
+            self._follow(record)
+
+    def _follow(self, record: StepRecord) -> None:
+        """Seconds for the equal share of the first step; who did not count is late, who sat out says nothing."""
+        count = len(record.workers)
+        planned, samples, seconds, unfinished = (
+            column(values, count) for values in (record.planned, record.samples, record.seconds, record.unfinished_s)
+        )
+        counted = (samples > 0) & (seconds > 0)
+        closed = float(np.max(seconds, where=counted, initial=0.0))
+        per_sample = np.divide(seconds, samples, out=np.zeros(count), where=counted)
+        beyond = np.divide(np.maximum(seconds + unfinished, closed), planned, out=np.zeros(count), where=planned > 0)
+        self._share = self._share or float(planned.mean())
+        self._followed.observe(record.workers, self._share * np.where(counted, per_sample, beyond), ~counted)
+
+    def plan(self, ask: Ask) -> Plan:
+        plan = self._equal.plan(ask)
+        count = self.count(ask, max(plan.samples))
+        return plan if count is None or ask.last else replace(plan, wait_for=count)
+
+    def count(self, ask: Ask, share: int) -> int | None:
+        """How many workers a step of ``share`` samples each waits for; None for everybody."""
+        workers = len(ask.workers)
+        if self.static is not None:
+            count = static_count(self.static, workers)
+        else:
+            rng = np.random.default_rng((self.seed, ask.step))
+            drawn = self._followed.draws(ask.workers, self.draws, rng)
+            if drawn is None or not self._share or not share:
+                return None
+            overhead_s = self._round_s if self.overhead_s is None else self.overhead_s
+            count = best_count(drawn * (share / self._share), overhead_s=overhead_s)
+        return count if count < workers else None
 
     def state_dict(self) -> dict[str, Any]:
-        draws = self._rng.bit_generator.state
-        return {"forecast": self.forecast.state_dict(), "steps": self._steps, "draws": draws}
+        return {
+            "equal": self._equal.state_dict(),
+            "followed": self._followed.state_dict(),
+            "share": self._share,
+            "round_s": self._round_s,
+            "rounds": self._rounds,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.forecast.load_state_dict(state["forecast"])
-        self._steps = int(state["steps"])
-        self._rng.bit_generator.state = state["draws"]
+        self._equal.load_state_dict(state["equal"])
+        self._followed.load_state_dict(state["followed"])
+        self._share, self._round_s, self._rounds = float(state["share"]), float(state["round_s"]), int(state["rounds"])
+
+    def __repr__(self) -> str:
+        if self.static is not None:
+            return f"Cutoff(static={self.static})"
+        return f"Cutoff({self.forecast.name!r}, overhead_s={self.overhead_s}, draws={self.draws}, seed={self.seed})"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paceline.pace import Ask, Pacer
 from paceline.pace.cutoff import Cutoff
 from paceline.pace.forecast import Seen, Smoothed
-from paceline.records import StepRecord
+from paceline.records import Plan, StepRecord
 from paceline.simulate.outcome import Outcome
 
 Floats = NDArray[np.float64]
@@ -52,16 +52,44 @@ def counts(name: str, seconds: Floats, first: Ints | int, *, overhead_s: float =
     )
 
 
-def cutoff(seconds: Floats, rule: Cutoff, *, tick: Tick = _nothing) -> Outcome:
-    """P3: the rule says how many arrivals to wait for, then sees the step with the late ones censored."""
-    steps, workers = seconds.shape
-    first = np.empty(steps, dtype=np.int64)
+def cutoff(
+    seconds: Floats, rule: Cutoff, *, name: str = "", overhead_s: float | None = None, tick: Tick = _nothing
+) -> Outcome:
+    """P3: the rule says how many arrivals to wait for, then gets the step's record with the late ones censored.
+
+    The count is needed when the first workers arrive, not when the step starts, so it is decided from all steps before:
+    P3's own reading. ``overhead_s`` is the rule's own when left out.
+    """
+    steps, size = seconds.shape
+    workers, first = tuple(range(size)), np.empty(steps, dtype=np.int64)
+    round_s = (rule.overhead_s or 0.0) if overhead_s is None else overhead_s
+    rule.check(size)
     for step, own in enumerate(seconds):
-        first[step] = rule.count(workers)
+        plan = rule.plan(Ask(step=step, total=SHARE * size, workers=workers))
+        first[step] = plan.wait_for or size
         # Nothing is censored among ties with the last arrival: they were in time to be measured.
-        rule.observe(Seen.until(own, float(np.partition(own, first[step] - 1)[first[step] - 1])))
+        late = own > np.partition(own, first[step] - 1)[first[step] - 1]
+        rule.observe(_whole_shares(step, plan, own, late, round_s))
         tick()
-    return counts(rule.name, seconds, first, overhead_s=rule.overhead_s)
+    return counts(name or rule.forecast.name, seconds, first, overhead_s=round_s)
+
+
+def _whole_shares(step: int, plan: Plan, own: Floats, late: NDArray[np.bool_], round_s: float) -> StepRecord:
+    """The record of a step whose late shares were thrown away when the last one that counts came in."""
+    closed_s = float(own[~late].max())
+    return StepRecord(
+        step=step,
+        epoch=0,
+        generation=0,
+        workers=tuple(range(len(own))),
+        planned=plan.samples,
+        samples=tuple(np.where(late, 0, SHARE).tolist()),
+        seconds=tuple(np.where(late, 0.0, own).tolist()),
+        unfinished_s=tuple(np.where(late, closed_s, 0.0).tolist()),
+        wait_for=plan.wait_for,
+        wall_s=closed_s + round_s,
+        round_s=round_s,
+    )
 
 
 def shares(seconds: Floats, pacer: Pacer, *, overhead_s: float = 0.0, tick: Tick = _nothing) -> Outcome:

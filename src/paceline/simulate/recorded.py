@@ -13,10 +13,11 @@ Floats = NDArray[np.float64]
 
 
 def equal_share_seconds(records: Sequence[StepRecord]) -> Floats:
-    """Each worker's seconds for an equal share of the largest batch: ``seconds / samples * batch / workers``.
+    """Each worker's seconds for an equal share of a full batch: ``seconds / samples * batch / workers``.
 
-    Where a worker sat out or was not measured it is as fast as when last measured (before its first time: as then).
-    A run whose members changed, or with a worker that never worked, is refused.
+    Where a worker sat out or was not measured it is as fast as when last measured (before its first time: as then). One
+    that a deadline found stuck took the seconds it was stuck besides, at least. A run whose members changed, or with a
+    worker that never worked, is refused.
     """
     if not records:
         raise ValueError("the run has no steps")
@@ -31,7 +32,22 @@ def equal_share_seconds(records: Sequence[StepRecord]) -> Floats:
     if not told.any(axis=0).all():
         raise ValueError(f"worker {workers[int(np.argmin(told.any(axis=0)))]} was never measured in this run")
     each = np.divide(seconds, samples, out=np.zeros_like(seconds), where=told)
-    return _filled(each, told) * (max(record.total for record in records) / len(workers))
+    return _filled(each, told) * (_full_batch(records) / len(workers)) + _stuck_s(records)
+
+
+def _full_batch(records: Sequence[StepRecord]) -> float:
+    """The largest count of the steps that waited for everybody; with deadlines counts vary, so then the median."""
+    waited = [record.total for record in records if record.deadline_s is None and record.wait_for is None]
+    return float(max(waited)) if waited else float(np.median([record.total for record in records]))
+
+
+def _stuck_s(records: Sequence[StepRecord]) -> Floats:
+    """Seconds spent on a micro-batch by workers that finished none; 0 for the others."""
+    rows = np.zeros((len(records), len(records[0].workers)))
+    for row, record in zip(rows, records):
+        if record.unfinished_s:
+            row[:] = np.where(np.array(record.samples) == 0, record.unfinished_s, 0.0)
+    return np.where(np.isfinite(rows), rows, 0.0)
 
 
 def _filled(each: Floats, told: NDArray[np.bool_]) -> Floats:

@@ -1,0 +1,280 @@
+"""Shares and deadline together: more is dealt than needed, all work until one deadline, all finished work counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from paceline.pace.adaptive import Adaptive
+from paceline.pace.availability import Availability
+from paceline.pace.base import Ask
+from paceline.pace.cutoff import DRAWS
+from paceline.pace.deadline import solve
+from paceline.pace.forecast import Forecast, OrderStatistics, make
+from paceline.pace.forecast.base import Floats, Mask
+from paceline.pace.forecasting import caps, floors
+from paceline.pace.gain import Gain
+from paceline.pace.ledger import Ledger
+from paceline.pace.reading import TYPICAL_RATE, Followed, column
+from paceline.pace.shares import Ints, proportional
+from paceline.records import Plan, StepRecord
+
+GENEROUS = 1.25
+"""Dealt over what a worker would do by the deadline at its best: nobody should run out of samples, and what stays
+undone costs nothing, for it stays in the worker's queue."""
+REGROW = 1.02
+"""A worker's best pace is the fastest one seen, forgotten by so much a step."""
+SLOWEST = 4.0
+"""No pace is believed to be more than so many times the typical one: beyond lies a stall."""
+FASTEST = 8.0
+"""Nor is one less than that part of the mean: a wide belief's fast end is no promise."""
+LAST_SLACK = 1.5
+"""The deadline of an epoch's last step over the time it should take: late enough for everybody who is at work."""
+STUCK_WEIGHT = 1e-9
+"""Of a worker that is stuck, in the last step: it gets something only where nobody else has room."""
+YOUNG = 3
+"""Steps of every worker before the gain is judged: adaptive needs two to find its shares."""
+STALL = 2.0
+"""An unfinished micro-batch that took more than so many usual ones is a stall and no mere remainder."""
+MOST_WAIT = 2.0
+"""Under a deadline nobody knows how long a late worker would have been waited for; at most so many deadlines count."""
+STRETCH = 2.0
+MOST_STRETCH = 64.0
+"""After a round in which nobody finished anything the next deadline is so many times longer; again, up to so much."""
+LEAST_S, MOST_S = 1e-6, 1e8
+"""A deadline is never shorter or longer than this, whatever the records said."""
+
+
+class Joint:
+    """The deadline D with ``sum_i a_i mean_s min(share_i, D / r_i^s) = total``, and shares a little above what is
+    expected by then; ``r_i^s`` are draws of seconds a sample from ``forecast`` (a name or a forecast).
+
+    A deadline is planned while it pays by more than the fraction ``least_gain`` against waiting for everybody; until
+    then, and again when it no longer pays, the plan is that of ``adaptive`` (`Adaptive` by default), to the letter.
+    See docs/joint.md.
+    """
+
+    name = "joint"
+    deadlines = True
+    """Its plans may close a round without everybody."""
+
+    def __init__(
+        self,
+        forecast: str | Forecast = "smoothed",
+        *,
+        least_gain: float = 0.01,
+        adaptive: Adaptive | None = None,
+        draws: int = DRAWS,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= least_gain < 1:
+            raise ValueError(f"least_gain is a fraction from 0 to below 1, not {least_gain}")
+        if draws < 1:
+            raise ValueError(f"a plan needs at least one draw, not {draws}")
+        chosen = make(forecast)
+        if isinstance(chosen, OrderStatistics):
+            raise ValueError("the forecast 'elfving' tells no worker from another, which joint must: take 'smoothed'")
+        self.least_gain, self.draws, self.seed = least_gain, draws, seed
+        self.adaptive = Adaptive() if adaptive is None else adaptive
+        self._followed = Followed(chosen)
+        self._gain = Gain(least=least_gain)
+        self._at_work = Availability()
+        self._ledger = Ledger(steps=0.0, speed=0.0, best=np.inf, stuck=0.0, stuck_before=0.0)
+        self._stretch = 1.0
+        self._observed = 0
+        self._drawn: tuple[tuple[int, ...], Floats | None] | None = None
+
+    @property
+    def forecast(self) -> Forecast:
+        return self._followed.forecast
+
+    @property
+    def gain(self) -> float:
+        """What waiting for everybody costs over a deadline, as a fraction, by the recent steps."""
+        return self._gain.value
+
+    def check(self, workers: int) -> None:
+        self.adaptive.check(workers)
+
+    # -- learning --------------------------------------------------------------------------------------------------
+
+    def observe(self, record: StepRecord) -> None:
+        work = _Work(record)
+        book = self._ledger
+        book.arrange(record.workers)
+        # Who was dealt nothing may be stuck still; a step without a deadline waited for everybody.
+        stuck = np.where(work.planned > 0, work.stuck, book["stuck"]) if record.deadline_s is not None else 0.0
+        before, book["stuck_before"][:], book["stuck"][:] = book["stuck_before"] > 0, book["stuck"], stuck
+        if record.deadline_s is not None:
+            self._judge_deadline(record, work, before)
+        elif record.wait_for is None:
+            self._judge_waiting(work)
+        self._follow(record, work)
+        book["steps"][:] += work.told
+        book["best"][:] = np.where(work.told, np.minimum(work.pace_s, REGROW * book["best"]), book["best"])
+        nobody = record.deadline_s is not None and not work.told.any() and bool(work.planned.any())
+        self._stretch = min(self._stretch * STRETCH, MOST_STRETCH) if nobody else 1.0
+        self.adaptive.observe(record if record.deadline_s is None else replace(record, planned=(0,) * len(work.told)))
+        self._observed += 1
+        self._drawn = None
+
+    def _follow(self, record: StepRecord, work: _Work) -> None:
+        """Tell the forecast each worker's pace; who finished nothing was at a standstill, which is no pace."""
+        if self._observed == 1:
+            self._followed.restart()  # the first step is often slowed by warming up
+        typical = self._followed.typical(record.workers)
+        pace_s = np.where(typical > 0, np.minimum(work.pace_s, SLOWEST * typical), work.pace_s)
+        self._followed.observe(record.workers, np.where(work.told, pace_s, 0.0), ~work.told)
+        speed = self._ledger["speed"]
+        newest = np.divide(1.0, pace_s, out=speed.copy(), where=work.told)
+        speed += np.where(speed > 0, TYPICAL_RATE, 1.0) * (newest - speed)
+
+    def _judge_waiting(self, work: _Work) -> None:
+        """A step that waited for everybody: what it took, and what a deadline would have made of it."""
+        if self._young(work):
+            return
+        together_s = work.total / float(work.speed.sum()) / self._at_work.working
+        overhead_s = work.overhead_s(work.slowest_s)
+        self._gain.observe(work.slowest_s, together_s, work.total, deadline=False, overhead_s=overhead_s)
+
+    def _judge_deadline(self, record: StepRecord, work: _Work, stuck_before: Mask) -> None:
+        """A step with a deadline: what it took, what it was expected to do, and what adaptive would have waited."""
+        # By the running mean and not by draws: those are the leader's alone, made while a step computes.
+        expected = np.minimum(work.planned, work.closed_s * self._ledger["speed"])
+        self._at_work.observe(work.samples, expected, stuck_before)
+        if self._young(work):
+            return
+        shares = self.adaptive.plan(Ask(step=record.step, total=work.total, workers=record.workers)).samples
+        wanted = np.fromiter(shares, dtype=np.float64, count=len(shares))
+        needed_s = np.where(wanted > 0, np.where(work.told, wanted * work.stalled_pace_s, np.inf), 0.0)
+        waited_s = min(float(needed_s.max()), MOST_WAIT * work.closed_s)
+        self._gain.observe(
+            waited_s,
+            work.closed_s,
+            work.total,
+            deadline=True,
+            overhead_s=work.overhead_s(work.closed_s),
+            may_end=not self._ledger["stuck"].any(),
+        )
+
+    def _young(self, work: _Work) -> bool:
+        return work.total == 0 or bool((self._ledger["steps"][work.told] < YOUNG).any())
+
+    # -- planning --------------------------------------------------------------------------------------------------
+
+    def plan(self, ask: Ask) -> Plan:
+        calm = self.adaptive.plan(ask)
+        if not self._gain.on or ask.total < 1 or len(ask.workers) < 2:
+            return calm
+        if (pace_s := self._draws(ask.workers)) is None:
+            return calm
+        stuck = self._ledger.look_up("stuck", ask.workers) > 0
+        return self._last(ask, pace_s, stuck) if ask.last else self._until_deadline(ask, pace_s, stuck, calm.samples)
+
+    def _until_deadline(self, ask: Ask, pace_s: Floats, stuck: Mask, least: tuple[int, ...]) -> Plan:
+        most, at_work = _most(ask, caps(ask, self.adaptive.maximum)), self._at_work.of(stuck)
+        deadline_s = _bounded(solve(pace_s, ask.total, most=most, at_work=at_work) * self._stretch)
+        mean_s, best_s = pace_s.mean(axis=0), self._ledger.look_up("best", ask.workers)
+        best_s = np.clip(np.minimum(best_s, pace_s.min(axis=0)), mean_s / FASTEST, mean_s)
+        shares = GENEROUS * np.maximum(at_work, 1.0) * deadline_s / best_s
+        shares = np.maximum(shares, floors(ask, self.adaptive.minimum))
+        units = np.ceil(np.minimum(shares, most) / ask.unit).astype(np.int64)
+        dealt = np.minimum(np.maximum(units, 1) * ask.unit, most.astype(np.int64))
+        if dealt.sum() < ask.total:  # a deadline at its bound, or tight maximums
+            dealt = np.maximum(dealt, least)
+        return self._answer(ask, dealt, deadline_s, pace_s)
+
+    def _last(self, ask: Ask, pace_s: Floats, stuck: Mask) -> Plan:
+        """The last step of an epoch: just what is left, dealt to those at work, and time enough for them."""
+        speed = (1 / pace_s).mean(axis=0)
+        weights = np.where(stuck, STUCK_WEIGHT * speed, speed)
+        high = caps(ask, self.adaptive.maximum)
+        shares = proportional(weights, ask.total, unit=ask.unit, minimum=floors(ask), maximum=high)
+        expected_s = float((shares * pace_s.mean(axis=0)).max()) / min(1.0, self._at_work.working)
+        return self._answer(ask, shares, _bounded(LAST_SLACK * expected_s * self._stretch), pace_s)
+
+    def _answer(self, ask: Ask, shares: Ints, deadline_s: float, pace_s: Floats) -> Plan:
+        expected_s = np.minimum(shares * pace_s.mean(axis=0), deadline_s)
+        known = self._followed.typical(ask.workers) > 0
+        return Plan(
+            generation=ask.generation,
+            step=ask.step,
+            samples=tuple(shares.tolist()),
+            deadline_s=deadline_s,
+            forecast_s=tuple(np.where(known | (shares == 0), expected_s, np.nan).tolist()),
+        )
+
+    def _draws(self, workers: tuple[int, ...]) -> Floats | None:
+        """Seconds a sample, drawn once for each observed step: a function of what was observed alone."""
+        if self._drawn is None or self._drawn[0] != workers:
+            drawn = self._followed.draws(workers, self.draws, np.random.default_rng((self.seed, self._observed)))
+            self._drawn = workers, None if drawn is None else np.maximum(drawn, drawn.mean(axis=0) / FASTEST)
+        return self._drawn[1]
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "adaptive": self.adaptive.state_dict(),
+            "followed": self._followed.state_dict(),
+            "gain": self._gain.state_dict(),
+            "at_work": self._at_work.state_dict(),
+            "workers": self._ledger.state_dict(),
+            "stretch": self._stretch,
+            "observed": self._observed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.adaptive.load_state_dict(state["adaptive"])
+        self._followed.load_state_dict(state["followed"])
+        self._gain.load_state_dict(state["gain"])
+        self._at_work.load_state_dict(state["at_work"])
+        self._ledger.load_state_dict(state["workers"])
+        self._stretch, self._observed, self._drawn = float(state["stretch"]), int(state["observed"]), None
+
+    def __repr__(self) -> str:
+        settings = f"least_gain={self.least_gain}, adaptive={self.adaptive!r}, draws={self.draws}, seed={self.seed}"
+        return f"Joint({self.forecast.name!r}, {settings})"
+
+
+class _Work:
+    """A record's numbers as arrays."""
+
+    def __init__(self, record: StepRecord) -> None:
+        count = len(record.workers)
+        self.planned, self.samples, seconds, unfinished, pieces = (
+            column(values, count)
+            for values in (record.planned, record.samples, record.seconds, record.unfinished_s, record.micro_batches)
+        )
+        self.told: Mask = (self.samples > 0) & (seconds > 0)
+        self.stuck: Mask = (self.samples == 0) & (self.planned > 0)
+        self.total = int(self.samples[self.told].sum())
+        each = np.maximum(self.samples, 1.0)
+        self.pace_s = np.where(self.told, np.maximum(seconds, LEAST_S) / each, 0.0)
+        usual = seconds / np.maximum(pieces, 1.0)
+        stalled = unfinished > STALL * usual
+        self.stalled_pace_s = self.pace_s + np.where(stalled, unfinished, 0.0) / each
+        self.speed = np.divide(1.0, self.pace_s, out=np.zeros(count), where=self.told)
+        self.slowest_s = float(seconds.max(initial=0.0))
+        self.wall_s = float(column((record.wall_s,), 1)[0])
+        busy = float(np.max(seconds + unfinished, initial=0.0))
+        cut = bool((self.samples < self.planned).any())
+        limit_s = float(column((record.deadline_s or 0.0,), 1)[0])
+        self.closed_s = max(LEAST_S, limit_s if limit_s and cut else busy)
+
+    def overhead_s(self, worked_s: float) -> float:
+        """What the step took beyond its work; at most as much again, for a late leader's clock says nothing."""
+        return float(np.clip(self.wall_s - worked_s, 0.0, worked_s))
+
+
+def _most(ask: Ask, high: Ints | None) -> Floats:
+    """Nobody is dealt more than its maximum, or than one that does nearly everything alone should have at hand."""
+    whole = np.full(len(ask.workers), float(int(GENEROUS * ask.total)))
+    return whole if high is None else np.minimum(whole, high)
+
+
+def _bounded(deadline_s: float) -> float:
+    return float(np.clip(deadline_s, LEAST_S, MOST_S)) if np.isfinite(deadline_s) else MOST_S

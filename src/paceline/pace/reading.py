@@ -1,0 +1,109 @@
+"""Reading a record's numbers, and a forecast tied to the workers it is about.
+
+Forecasts know workers by their column. `Followed` keeps them by stable identity. When workers come or go, a forecast
+that can move its columns (`rearrange`, the deep one's) is told to; any other starts afresh from what was last believed
+of everybody, a newcomer being taken for the median of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from paceline.pace.cost import SECONDS_RANGE
+from paceline.pace.forecast.base import Floats, Forecast, Mask, Seen
+from paceline.pace.ledger import Ledger
+
+NO_BOUND = 1e-6
+"""Of what is believed: a worker known only to be slower than this part of it is one about which nothing was learned."""
+TYPICAL_RATE = 0.3
+"""Weight of the newest step in what is typical of a worker."""
+
+
+def column(values: tuple[float, ...] | tuple[int, ...], count: int) -> Floats:
+    """A record's numbers as an array, within what is possible; 0 where it has none, or where they are no numbers."""
+    if len(values) != count:
+        return np.zeros(count)
+    found = np.fromiter(values, dtype=np.float64, count=count)
+    return np.where(np.isfinite(found) & (found > 0), np.clip(found, *SECONDS_RANGE), 0.0)
+
+
+class Followed:
+    """A forecast and whose columns it has. ``typical`` is each worker's running mean of what was seen of it."""
+
+    def __init__(self, forecast: Forecast) -> None:
+        self.forecast = forecast
+        self.workers: tuple[int, ...] = ()
+        self._blank = forecast.state_dict()
+        self._ledger = Ledger(typical=0.0)
+
+    def typical(self, workers: tuple[int, ...]) -> Floats:
+        """0 for a worker never seen."""
+        return self._ledger.look_up("typical", workers)
+
+    def observe(self, workers: tuple[int, ...], seconds: Floats, late: Mask) -> None:
+        """One step: a worker's seconds; where ``late``, a bound it exceeded, 0 when nothing was learned about it."""
+        told = ~late
+        if not self.workers and not told.any():
+            return
+        if workers != self.workers:
+            self._regroup(workers)
+        typical = self._ledger["typical"]
+        believed = _filled(np.where(typical > 0, typical, np.where(told, seconds, 0.0)))
+        # One never measured stands at the others' median, so that no forecast starts from a bound that says nothing.
+        low = np.where(typical > 0, NO_BOUND * believed, believed)
+        bound = late & ((typical > 0) | (seconds > low))
+        self.forecast.observe(Seen(np.where(late, np.maximum(seconds, low), seconds), bound))
+        newest = np.where(typical > 0, typical + TYPICAL_RATE * (seconds - typical), seconds)
+        np.copyto(typical, newest, where=told)
+
+    def draws(self, workers: tuple[int, ...], rows: int, rng: np.random.Generator) -> Floats | None:
+        """Joint samples for any workers, in their order; None before anything was observed."""
+        if not self.workers:
+            return None
+        drawn = self.forecast.draw(rows, rng)
+        if workers == self.workers:
+            return drawn
+        place = {worker: index for index, worker in enumerate(self.workers)}
+        known = [place.get(worker, -1) for worker in workers]
+        return np.concatenate([drawn, np.median(drawn, axis=1, keepdims=True)], axis=1)[:, known]
+
+    def restart(self) -> None:
+        """Forget everything."""
+        self.workers = ()
+        self.forecast.load_state_dict(self._blank)
+        self._ledger = Ledger(typical=0.0)
+
+    def _regroup(self, workers: tuple[int, ...]) -> None:
+        self._ledger.arrange(workers)
+        before, self.workers = self.workers, workers
+        if not before:
+            return
+        if rearrange := getattr(self.forecast, "rearrange", None):
+            place = {worker: index for index, worker in enumerate(before)}
+            rearrange([place.get(worker, -1) for worker in workers])
+            return
+        self.forecast.load_state_dict(self._blank)
+        typical = self._ledger["typical"]
+        if (typical > 0).any():
+            self.forecast.observe(Seen.whole(_filled(typical)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "workers": list(self.workers),
+            "forecast": self.forecast.state_dict(),
+            "typical": self._ledger.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.workers = tuple(int(worker) for worker in state["workers"])
+        self.forecast.load_state_dict(state["forecast"])
+        self._ledger.load_state_dict(state["typical"])
+
+
+def _filled(values: Floats) -> Floats:
+    """Gaps (0) take the median of the others; 1 where there are no others."""
+    known = values > 0
+    return np.where(known, values, np.median(values[known]) if known.any() else 1.0)

@@ -1,0 +1,70 @@
+"""The contest as one page: bars of throughput, and work done over time. Needs plotly (the extra `view`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from paceline.simulate.outcome import Outcome
+
+POINTS = 500
+"""Points of a line: more cannot be seen and would make the page heavy."""
+SHOWN = ("naive", "adaptive", "joint", "clairvoyant cut-off", "limit")
+"""Lines shown at first; the others wait in the legend."""
+
+
+def page(title: str, outcomes: Sequence[Outcome]) -> str:
+    """One self-contained page of HTML: plotly is embedded, nothing is fetched."""
+    figures = [_bars(outcomes), _lines(outcomes), _counts(outcomes)]
+    io = _plotly("plotly.io")
+    parts = [
+        io.to_html(figure, full_html=False, include_plotlyjs=number == 0, config={"displaylogo": False})
+        for number, figure in enumerate(figures)
+    ]
+    head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title></head>'
+    style = '<body style="font-family: system-ui, sans-serif; max-width: 70rem; margin: 2rem auto">'
+    return f"{head}{style}<h1>{escape(title)}</h1>{''.join(parts)}</body></html>"
+
+
+def _plotly(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ValueError("--html needs plotly, which comes with the extra 'view': install paceline[view]") from None
+
+
+def _bars(outcomes: Sequence[Outcome]) -> Any:
+    naive, limit = outcomes[0].throughput, outcomes[-1].throughput
+    over = [outcome.throughput / naive for outcome in outcomes]
+    labels = [f"{outcome.throughput / limit:.0%} of the limit" for outcome in outcomes]
+    go = _plotly("plotly.graph_objects")
+    figure = go.Figure(go.Bar(x=over, y=[outcome.name for outcome in outcomes], orientation="h", text=labels))
+    return figure.update_layout(
+        title="Throughput over naive", yaxis={"autorange": "reversed"}, height=140 + 28 * len(outcomes)
+    )
+
+
+def _lines(outcomes: Sequence[Outcome]) -> Any:
+    """Work done over time: the steeper, the faster."""
+    go = _plotly("plotly.graph_objects")
+    figure = go.Figure()
+    for outcome in outcomes:
+        time_s, work = np.cumsum(outcome.seconds), np.cumsum(outcome.shares)
+        kept = np.unique(np.linspace(0, len(work) - 1, POINTS).astype(np.int64))
+        shown = True if outcome.name in SHOWN else "legendonly"
+        figure.add_scatter(x=time_s[kept].tolist(), y=work[kept].tolist(), name=outcome.name, visible=shown)
+    return figure.update_layout(title="Work done", xaxis_title="seconds", yaxis_title="equal shares")
+
+
+def _counts(outcomes: Sequence[Outcome]) -> Any:
+    """How much the step's count varies, for the rules whose batch is not fixed."""
+    go = _plotly("plotly.graph_objects")
+    figure = go.Figure()
+    for outcome in outcomes:
+        if outcome.count_cv > 1e-9:
+            figure.add_box(y=(outcome.shares / outcome.workers).tolist()[-2000:], name=outcome.name)
+    return figure.update_layout(title="A step's count over the global batch", showlegend=False)

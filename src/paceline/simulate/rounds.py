@@ -1,0 +1,205 @@
+"""Steps with a deadline, micro-batch by micro-batch: the plans of a pacer played as a fleet would.
+
+Every worker has its seconds for an equal share in this step; each of its micro-batches (16 to an equal share) takes its
+part of them, times noise. Before each one the worker asks what still fits before the deadline (`paceline.pace.fitting`,
+the function of real runs) and stops when nothing does. What is not finished when the round closes does not count, and
+its worker is busy with it until it ends, in later steps, as in life: nobody can interrupt a micro-batch.
+
+The loop around it is that of a run, too: plans are made one step ahead, and what earlier steps did too much or too
+little is asked of later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.pace import Ask, Pacer
+from paceline.pace.fitting import fit_all, ladder
+from paceline.records import Plan, StepRecord
+from paceline.simulate.outcome import Outcome
+from paceline.simulate.play import EPOCH, MICRO_BATCHES, SHARE
+
+Floats = NDArray[np.float64]
+Noise = Callable[[np.random.Generator, tuple[int, ...]], Floats]
+"""Factors by which micro-batches take longer than their part of the step."""
+
+NOISE = 0.05
+"""Spread (natural log) of micro-batches within a step."""
+OWED = 0.5
+"""Of the global batch: the most by which a step is asked for more or less, to make up for earlier ones."""
+
+
+def within_step(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+    """Lognormal noise of 5 %."""
+    return np.asarray(np.exp(NOISE * rng.standard_normal(shape)))
+
+
+def stalling(probability: float, factor: float) -> Noise:
+    """A micro-batch in so many takes so many times longer, besides the noise."""
+
+    def noise(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+        return within_step(rng, shape) * np.where(rng.random(shape) < probability, factor, 1.0)
+
+    return noise
+
+
+@dataclass
+class _Done:
+    """What each worker did in one step."""
+
+    samples: NDArray[np.int64]
+    pieces: NDArray[np.int64]
+    busy_s: Floats
+    """On micro-batches that count."""
+    ends_s: Floats
+    """When the worker was done or, if it was not, when its last micro-batch will be; from the step's start."""
+    lost: NDArray[np.bool_]
+    """Its last micro-batch was not finished in time."""
+
+
+def play(
+    seconds: Floats,
+    pacer: Pacer,
+    *,
+    name: str = "",
+    overhead_s: float = 0.0,
+    cut_to_fit: bool = True,
+    micro_batches: int = MICRO_BATCHES,
+    noise: Noise = within_step,
+    seed: int = 0,
+    tick: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Play a pacer whose plans may have deadlines; ``micro_batches`` is how many make an equal share."""
+    steps, size = seconds.shape
+    workers, batch, micro = tuple(range(size)), SHARE * size, SHARE // micro_batches
+    sizes: Sequence[int] = ladder(micro) if cut_to_fit else (micro,)
+    fleet = _Fleet(size, sizes, noise, np.random.default_rng((seed, 1)))
+    figures, pending, owed, asked = np.zeros((4, steps)), None, 0, 0
+    pacer.check(size)
+    for step, own in enumerate(seconds):
+        if pending is not None and step == 1:
+            pacer.observe(pending)
+            owed, asked, pending = owed + asked - pending.total, 0, None
+        total = int(np.clip(batch + owed, (1 - OWED) * batch, (1 + OWED) * batch))
+        plan = pacer.plan(Ask(step=step, total=total, workers=workers, epoch=step // EPOCH))
+        if pending is not None:
+            pacer.observe(pending)
+            owed += asked - pending.total
+        owed -= total - batch
+        done, closed_s = fleet.step(own / SHARE, plan)
+        pending, asked = _record(step, plan, done, closed_s, overhead_s), total
+        figures[:, step] = _figures(pending, done, closed_s, size)
+        fleet.leave(done, closed_s + overhead_s)
+        tick()
+    shares, closed, waiting, wasted = figures
+    return Outcome(name or pacer.name, size, shares / SHARE, closed + overhead_s, waiting, wasted)
+
+
+class _Fleet:
+    """Workers between steps: who is still busy with a lost micro-batch, and everybody's last pace."""
+
+    def __init__(self, size: int, sizes: Sequence[int], noise: Noise, rng: np.random.Generator) -> None:
+        self._sizes, self._noise, self._rng = sizes, noise, rng
+        self._busy_s = np.zeros(size)
+        self._pace_s = np.full(size, np.nan)
+
+    def step(self, per_sample_s: Floats, plan: Plan) -> tuple[_Done, float]:
+        """Everybody's work, and when the round closed."""
+        shares = np.array(plan.samples, dtype=np.int64)
+        if plan.deadline_s is None:
+            done = self._all(per_sample_s, shares)
+            return done, float(done.ends_s.max())
+        done = self._until(per_sample_s, shares, plan.deadline_s)
+        early = bool((done.samples == shares).all())
+        return done, float(done.ends_s.max()) if early else plan.deadline_s
+
+    def leave(self, done: _Done, length_s: float) -> None:
+        """The step is over: a lost micro-batch goes on."""
+        self._busy_s = np.where(done.lost, np.maximum(done.ends_s - length_s, 0.0), 0.0)
+        self._pace_s = np.where(done.samples > 0, done.busy_s / np.maximum(done.samples, 1), self._pace_s)
+
+    def _all(self, per_sample_s: Floats, shares: NDArray[np.int64]) -> _Done:
+        """Without a deadline everybody does its share."""
+        pieces = -(-shares // self._sizes[0])
+        factors = self._noise(self._rng, (len(shares), int(pieces.max(initial=1))))
+        there = np.arange(factors.shape[1]) < pieces[:, None]
+        mean = np.where(there, factors, 0.0).sum(axis=1) / np.maximum(pieces, 1)
+        busy = per_sample_s * shares * mean
+        return _Done(shares, pieces, busy, self._busy_s + busy, np.zeros(len(shares), dtype=np.bool_))
+
+    def _until(self, per_sample_s: Floats, shares: NDArray[np.int64], deadline_s: float) -> _Done:
+        whole = self._sizes[0]
+        starts, most = self._busy_s, shares // whole
+        # Nobody does more whole micro-batches than its pace allows, with room for a lucky run.
+        possible = (deadline_s - starts) / (per_sample_s * whole) * 1.2 + 2
+        columns = int(np.minimum(most, possible).max(initial=0.0))
+        took = per_sample_s[:, None] * whole * self._noise(self._rng, (len(shares), columns))
+        ends = starts[:, None] + np.cumsum(took, axis=1)
+        begins = np.concatenate([starts[:, None], ends], axis=1)
+        known = np.arange(1, columns + 1)
+        pace = np.concatenate([self._pace_s[:, None], (ends - starts[:, None]) / (known * whole)], axis=1)
+        fits = fit_all(deadline_s - begins, pace, (whole,)) > 0
+        fits &= np.arange(columns + 1) < np.minimum(most, columns)[:, None]
+        begun = np.argmin(fits, axis=1)
+        finished = np.minimum(begun, (ends <= deadline_s).sum(axis=1))
+        row = np.arange(len(shares))
+        done = _Done(
+            samples=finished * whole,
+            pieces=finished.copy(),
+            busy_s=begins[row, finished] - starts,
+            ends_s=begins[row, begun],
+            lost=(begun > finished) | (starts > deadline_s),
+        )
+        return self._pieces(done, per_sample_s, shares, deadline_s)
+
+    def _pieces(self, done: _Done, per_sample_s: Floats, shares: NDArray[np.int64], deadline_s: float) -> _Done:
+        """What still fits after the whole micro-batches; whoever has done nothing yet tries the smallest size."""
+        first = done.samples == 0
+        for _ in range(2 * len(self._sizes)):
+            pace = np.where(done.samples > 0, done.busy_s / np.maximum(done.samples, 1), self._pace_s)
+            size = fit_all(deadline_s - done.ends_s, pace, self._sizes)
+            size = np.where(first & (done.ends_s < deadline_s), np.maximum(size, self._sizes[-1]), size)
+            size = np.where(done.lost, 0, np.minimum(size, shares - done.samples))
+            if not size.any():
+                break
+            took = per_sample_s * size * self._noise(self._rng, size.shape)
+            done.ends_s = done.ends_s + took
+            in_time = (size > 0) & (done.ends_s <= deadline_s)
+            done.lost |= (size > 0) & ~in_time
+            done.samples = done.samples + np.where(in_time, size, 0)
+            done.pieces += in_time
+            done.busy_s = done.busy_s + np.where(in_time, took, 0.0)
+            first = np.zeros_like(first)
+        return done
+
+
+def _record(step: int, plan: Plan, done: _Done, closed_s: float, overhead_s: float) -> StepRecord:
+    unfinished = np.where(done.lost, np.maximum(closed_s - np.minimum(done.busy_s, closed_s), 0.0), 0.0)
+    return StepRecord(
+        step=step,
+        epoch=step // EPOCH,
+        generation=0,
+        workers=tuple(range(len(plan.samples))),
+        planned=plan.samples,
+        samples=tuple(done.samples.tolist()),
+        seconds=tuple(done.busy_s.tolist()),
+        micro_batches=tuple(done.pieces.tolist()),
+        unfinished_s=tuple(unfinished.tolist()),
+        forecast_s=plan.forecast_s,
+        deadline_s=plan.deadline_s,
+        wall_s=closed_s + overhead_s,
+        round_s=overhead_s,
+    )
+
+
+def _figures(record: StepRecord, done: _Done, closed_s: float, size: int) -> tuple[float, float, float, float]:
+    """Samples, the step's length, seconds waited and seconds wasted, over all workers."""
+    useful = float(done.busy_s.sum())
+    wasted = float(
+        np.maximum(np.where(done.lost, closed_s, np.minimum(done.ends_s, closed_s)) - done.busy_s, 0.0).sum()
+    )
+    return float(record.total), closed_s, size * closed_s - useful - wasted, wasted

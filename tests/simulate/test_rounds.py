@@ -1,0 +1,153 @@
+"""Steps with a deadline, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from paceline.pace import Adaptive, Ask, Equal, Joint
+from paceline.records import Plan, StepRecord
+from paceline.simulate import compare_stuck, make, play, rounds, stuck
+from paceline.simulate.rounds import Noise
+
+SHARE = play.SHARE
+MICRO = SHARE // play.MICRO_BATCHES
+
+
+def exact(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return np.ones(shape)
+
+
+class Set(Equal):
+    """Deals two equal shares to everybody and closes every round after so many seconds; keeps its records."""
+
+    def __init__(self, deadline_s: float, *, over: int = 2) -> None:
+        super().__init__()
+        self.deadline_s, self.over = deadline_s, over
+        self.records: list[StepRecord] = []
+
+    def plan(self, ask: Ask) -> Plan:
+        samples = (self.over * SHARE,) * len(ask.workers)
+        return Plan(generation=0, step=ask.step, samples=samples, deadline_s=self.deadline_s)
+
+    def observe(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+def run(seconds: list[list[float]], deadline_s: float, *, fit: bool, noise: Noise = exact, over: int = 2) -> Set:
+    pacer = Set(deadline_s, over=over)
+    rounds.play(np.array([*seconds, seconds[-1]]), pacer, cut_to_fit=fit, noise=noise)
+    return pacer
+
+
+def test_all_work_until_the_deadline_and_stop_when_nothing_fits() -> None:
+    # A worker of 1 s for 256 samples, micro-batches of 16: 14 whole ones leave 0.025 s, and one more would need
+    # 0.069 s, the margin of a tenth included. Cut to fit, 4 samples still have room, and then 2.
+    whole, cut = (run([[1.0, 2.0]] * 3, 0.9, fit=fit).records[1] for fit in (False, True))
+    assert whole.samples == (14 * MICRO, 7 * MICRO)
+    assert whole.unfinished_s == (0.0, 0.0)
+    assert cut.samples[0] == 14 * MICRO + 4 + 2
+    assert cut.seconds == pytest.approx([n * x / SHARE for n, x in zip(cut.samples, (1.0, 2.0))])
+
+
+def test_a_lost_micro_batch_delays_its_worker_until_it_ends() -> None:
+    # The speed drops fourfold: the first micro-batch of the second step was begun on the word of the first.
+    records = run([[1.0], [40.0], [1.0], [1.0]], 1.0, fit=False).records
+    assert records[1].samples == (0,)
+    assert records[1].unfinished_s == (1.0,)
+    # 40 / 16 = 2.5 s, so it is stuck through the third step as well, and half of the fourth.
+    assert records[2].samples == (0,)
+    assert records[2].unfinished_s == (1.0,)
+    assert records[3].samples[0] == pytest.approx(SHARE / 2, abs=MICRO)
+
+
+def test_a_round_closes_early_when_everybody_has_done_its_share() -> None:
+    outcome = rounds.play(np.ones((3, 2)), Set(9.0, over=1), noise=exact)
+    assert outcome.seconds == pytest.approx(np.ones(3))
+    assert outcome.waiting_s == pytest.approx(np.zeros(3), abs=1e-9)
+
+
+def test_without_deadlines_it_is_the_plain_simulation() -> None:
+    own = make("bursts", steps=40, workers=8)
+    for make_one in (Equal, Adaptive):
+        fine, plain = (
+            rounds.play(own, make_one(), noise=exact, overhead_s=0.1),
+            play.shares(own, make_one(), overhead_s=0.1),
+        )
+        assert fine.seconds == pytest.approx(plain.seconds)
+        assert fine.shares == pytest.approx(plain.shares)
+
+
+def test_what_a_step_did_too_little_is_asked_of_later_ones() -> None:
+    class Asked(Joint):
+        totals: dict[int, int]
+
+        def plan(self, ask: Ask) -> Plan:
+            self.__dict__.setdefault("totals", {})[ask.step] = ask.total
+            return super().plan(ask)
+
+    pacer = Asked()
+    own = make("bursts", steps=300, workers=16, seed=2)
+    outcome = rounds.play(own, pacer)
+    assert outcome.shares.mean() == pytest.approx(16, rel=0.005)
+    assert 0.5 * 16 * SHARE <= min(pacer.totals.values()) < 16 * SHARE < max(pacer.totals.values()) <= 1.5 * 16 * SHARE
+
+
+TIMES = arrays(np.float64, st.tuples(st.integers(1, 15), st.integers(1, 5)), elements=st.floats(0.05, 20))
+
+
+@settings(max_examples=40, deadline=None)
+@given(TIMES, st.booleans(), st.floats(0.05, 5.0))
+def test_time_is_accounted_for_and_nobody_does_more_than_its_speed_allows(
+    own: np.ndarray, fit: bool, deadline_s: float
+) -> None:
+    pacer = Set(deadline_s)
+    outcome = rounds.play(own, pacer, cut_to_fit=fit, noise=exact)
+    assert np.all(outcome.waiting_s >= -1e-9)
+    assert np.all(outcome.wasted_s >= -1e-9)
+    busy = outcome.workers * outcome.seconds - outcome.waiting_s - outcome.wasted_s
+    assert np.all(busy >= -1e-9)
+    for step, record in enumerate(pacer.records):
+        done = np.array(record.samples)
+        assert np.all(done <= record.planned)
+        assert np.all(done * own[step] / SHARE <= deadline_s * (1 + 1e-9))
+        assert np.all(np.array(record.seconds) + record.unfinished_s <= deadline_s * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("name", ["bursts", "long-sequences", "skewed"])
+def test_joint_is_near_the_limit_cut_to_fit_and_a_little_less_with_whole_micro_batches(name: str) -> None:
+    own = make(name, steps=120, workers=40, seed=5)
+    limit = play.limit(own).after(20).throughput
+    cut, whole = (rounds.play(own, Joint(), cut_to_fit=fit).after(20).throughput / limit for fit in (True, False))
+    assert cut > 0.98
+    assert 0.92 < whole < cut
+
+
+def test_joint_loses_nothing_on_a_calm_fleet() -> None:
+    own = make("calm", steps=150, workers=4, seed=1)
+    naive = play.counts("naive", own, 4).after(20).throughput
+    for fit in (True, False):
+        assert rounds.play(own, Joint(), cut_to_fit=fit).after(20).throughput > 0.99 * naive
+
+
+def test_stalls_inside_micro_batches_hold_up_adaptive_and_not_joint() -> None:
+    own = stuck.machines(steps=200, workers=4)
+    told = {outcome.name: outcome.after(20).throughput for outcome in compare_stuck(own)}
+    assert told["joint"] > 0.82 * told["limit"]
+    assert told["joint"] > 1.5 * told["adaptive"]
+
+
+def test_the_limit_under_stalls_is_each_worker_alone() -> None:
+    own = np.ones((2000, 2))
+    factors = stuck.NOISE(np.random.default_rng(0), (2_000_000,))
+    assert stuck.alone(own).throughput == pytest.approx(2 / factors.mean(), rel=0.02)
+
+
+def test_the_same_seed_plays_the_same() -> None:
+    own = make("stalls", steps=30, workers=6)
+    one, two, three = (rounds.play(own, Joint(seed=seed), seed=seed) for seed in (1, 1, 2))
+    assert np.array_equal(one.shares, two.shares)
+    assert not np.array_equal(one.seconds, three.seconds)
