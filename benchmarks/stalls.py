@@ -1,11 +1,11 @@
 """What do stalls cost that nobody can see or interrupt, with a deadline and without?
 
 Four equal workers, eight micro-batches to a share. One micro-batch in a hundred takes 50 times as long, inside the
-user's own forward. Without deadlines every such stall holds up all four. The limit is each worker by itself, with the
-same stalls and no rounds: the sum of those speeds. Stalls are placed on a worker's own count of samples, one in every
-hundred micro-batches, so that all ways to train meet the same ones, and a micro-batch that was cut off does not stall
-again. Adaptive, joint and the workers alone take turns in the same processes. Speeds are counted samples over wall
-seconds, everything included, after the first steps.
+user's own forward. Without deadlines every such stall holds up all four. The limit is each worker by itself: the same
+loop in plain torch with the same stalls and no rounds, all four at once; their speeds are added up. Stalls are placed
+on a worker's own count of samples, one in every hundred micro-batches, so that all ways to train meet the same ones,
+and a micro-batch that was cut off does not stall again. Adaptive, joint and the workers alone take turns in the same
+processes. Speeds are counted samples over wall seconds, everything included, after the first steps.
 
     python benchmarks/stalls.py
 """
@@ -55,20 +55,14 @@ class Work:
 
 def train(pace: str, seed: int, *, stalls: bool, steps: int) -> float:
     """Samples a second of a training under this pace."""
-    generator = torch.Generator().manual_seed(0)
-    length = BATCH * steps
-    data = TensorDataset(torch.randn(length, FEATURES, generator=generator), torch.randint(10, (length,)))
-    counted, began = 0, 0.0
+    data, counted, began = _data(BATCH * steps), 0, 0.0
     with paceline.join(pace, quiet=True) as fleet:
         work = Work(fleet.rank, seed, stalls=stalls)
         model = fleet.model(nn.Linear(FEATURES, 10))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in fleet.steps(data, global_batch=BATCH, micro_batch=MICRO):
             for x, y in step:
-                until = time.perf_counter() + work.seconds(len(x))
-                loss = nn.functional.cross_entropy(model(x), y)
-                time.sleep(max(0.0, until - time.perf_counter()))
-                step.backward(loss)
+                step.backward(_loss(model, x, y, work))
             step.commit(optimizer)
             if step.index < SKIP:
                 began = time.perf_counter()
@@ -83,11 +77,37 @@ fleet_cv: list[float] = []
 """Coefficient of variation of the steps' counts, a training each."""
 
 
-def alone(rank: int, seed: int, *, steps: int) -> float:
-    """Samples a second of one worker by itself under the same stalls, worked out: it does nothing but sleep."""
-    work = Work(rank, seed, stalls=True)
-    samples = steps * MICRO * SHARE
-    return samples / sum(work.seconds(MICRO) for _ in range(samples // MICRO))
+def alone(seed: int, *, steps: int) -> float:
+    """Samples a second of all workers, each by itself in plain torch, under the same stalls."""
+    with paceline.join("equal", quiet=True) as fleet:
+        work = Work(fleet.rank, seed, stalls=True)
+        model = nn.Linear(FEATURES, 10)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        data = _data(MICRO * SHARE)
+        fleet.agree(False)  # all begin together
+        began = time.perf_counter()
+        for _ in range(steps):
+            for x, y in zip(data.tensors[0].split(MICRO), data.tensors[1].split(MICRO), strict=True):
+                _loss(model, x, y, work).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        speed = steps * MICRO * SHARE / (time.perf_counter() - began)
+        speeds = torch.zeros(fleet.size, dtype=torch.float64)
+        speeds[fleet.rank] = speed
+        # Everybody scores one sample of a set with one for each: the sum over the set is the sum over the workers.
+        return float(fleet.evaluate(lambda _: {"speed": speed}, TensorDataset(speeds), batch_size=1)["speed"])
+
+
+def _data(length: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(length, FEATURES, generator=generator), torch.randint(10, (length,)))
+
+
+def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, work: Work) -> torch.Tensor:
+    until = time.perf_counter() + work.seconds(len(x))
+    loss = nn.functional.cross_entropy(model(x), y)
+    time.sleep(max(0.0, until - time.perf_counter()))
+    return loss
 
 
 def _spread(counts: list[int]) -> float:
@@ -95,8 +115,9 @@ def _spread(counts: list[int]) -> float:
 
 
 def measure() -> dict[str, float]:
-    speeds: dict[str, list[float]] = {"adaptive": [], "joint": [], "calm adaptive": [], "calm joint": []}
+    speeds: dict[str, list[float]] = {"adaptive": [], "joint": [], "calm adaptive": [], "calm joint": [], "alone": []}
     for seed in range(ROUNDS):
+        speeds["alone"].append(alone(seed, steps=STEPS))
         for pace in ("adaptive", "joint"):
             speeds[pace].append(train(pace, seed, stalls=True, steps=STEPS))
         for pace in ("adaptive", "joint"):
@@ -110,8 +131,7 @@ def main() -> None:
         leave_result(measure())
         return
     found = run_workers(__file__, WORKERS)
-    rates = [sum(alone(rank, seed, steps=STEPS) for rank in range(WORKERS)) for seed in range(ROUNDS)]
-    limit = statistics.harmonic_mean(rates)
+    limit = found["alone"]
     print(f"limit {limit:,.0f} samples/s: {WORKERS} workers alone, {1 / EVERY:.0%} of micro-batches {STALL} times as long")
     for name in ("adaptive", "joint"):
         print(f"  {name:<9} {found[name]:>6,.0f} samples/s  {found[name] / limit:6.1%}")

@@ -76,7 +76,8 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     proxy.MOST_BYTES = case.get("most_bytes", proxy.MOST_BYTES)
     loop.FINGERPRINT_EVERY = case.get("fingerprint_every", loop.FINGERPRINT_EVERY)
     pace = Deadline(**case.get("pace", {})) if not isinstance(case.get("pace"), str) else case["pace"]
-    with paceline.join(pace, quiet=True, seed=case.get("seed", 0)) as fleet:
+    device = None if case.get("gpu") else "cpu"
+    with paceline.join(pace, quiet=True, device=device, seed=case.get("seed", 0)) as fleet:
         torch.manual_seed(1)
         net = Net().double()
         if case.get("batch_norm"):
@@ -141,8 +142,8 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
                 fleet.save(case["save"])
         return {
             "steps": seen,
-            "parameters": torch.cat([p.detach().flatten() for p in model.state_dict().values()]).tolist(),
-            "ema": torch.cat([p.detach().flatten().double() for p in ema.state_dict().values()]).tolist(),
+            "parameters": torch.cat([p.detach().cpu().flatten() for p in model.state_dict().values()]).tolist(),
+            "ema": torch.cat([p.detach().cpu().flatten().double() for p in ema.state_dict().values()]).tolist(),
             "optimizer": [value.flatten().tolist() for state in optimizer.state.values() for value in state.values()],
             "scale": scaler.get_scale(),
             "evaluations": evaluations,

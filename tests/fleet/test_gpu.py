@@ -54,7 +54,13 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_the_step_goes_on(tmp_pa
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["on the host", "in a kernel"])
 def test_a_gpu_worker_that_is_stuck_is_not_waited_for(kernel: bool, tmp_path: Path) -> None:
-    case = CASE | {"stalls": [(0, 4, 1), (1, 12, 0)], "long_s": 0.5, "kernel": kernel, "batch_norm": kernel}
+    case = CASE | {
+        "stalls": [(0, 4, 1), (1, 12, 0)],
+        "long_s": 0.5,
+        "gpu": True,
+        "kernel": kernel,
+        "batch_norm": kernel,
+    }
     told = run("deadline_cases.py:train", 3, tmp_path, args=case)
     assert positions(told[0]["steps"]) == Counter((epoch, p) for epoch in range(2) for p in range(case["length"]))
     assert max(step["behind"][0] for step in told[1]["steps"] if step["behind"]) >= 3

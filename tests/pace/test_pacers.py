@@ -63,7 +63,7 @@ def test_any_records_give_a_valid_plan(make: Callable[[], Pacer], history, ask: 
 @each_pacer
 @given(histories, asks, st.integers(0, 10))
 def test_a_maximum_is_never_exceeded(make: Callable[[], Pacer], history, ask: Ask, spare: int) -> None:  # type: ignore[no-untyped-def]
-    cap = 64 * (ask.total // 64 // 2 + 1 + spare)
+    cap = ask.unit * (ask.total // ask.unit // 2 + 1 + spare)  # two of them hold the total in whole units
     capped = Ask(step=ask.step, total=ask.total, workers=ask.workers, unit=ask.unit, maximum=(cap, 2 * cap, cap))
     plan = told(make(), history).plan(capped)
     assert sum(plan.samples) == ask.total

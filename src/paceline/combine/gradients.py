@@ -24,6 +24,11 @@ from paceline.combine.varying import VaryingCount
 from paceline.errors import MisuseError
 from paceline.transport import Pending, Transport
 
+_REACHED_NOTHING = (
+    "the losses of this step reached no parameter of the fleet's model: compute them with the module that fleet.model "
+    "returned"
+)
+
 Aside = tuple[list[torch.Tensor | None], Look]
 """What one micro-batch left, by parameter, and the running statistics after it."""
 
@@ -151,6 +156,8 @@ class Gradients:
         if not self._begun:
             self._begin_work()
         self.buckets.backward_aside(self._scaled(loss, weight))
+        if all(parameter.grad is None for parameter in self.buckets.parameters):
+            raise MisuseError(_REACHED_NOTHING)
 
     def check_aside(self) -> None:
         """Raise MisuseError when somebody touched what is not theirs since the last micro-batch."""
@@ -160,7 +167,7 @@ class Gradients:
                 "new steps with fleet.steps, or use another pace"
             )
         self.buckets.check_untouched()
-        self._check_parameters()
+        self._check_unchanged()
 
     def set_aside(self) -> Aside:
         """Take what a micro-batch's backward left."""
@@ -228,17 +235,15 @@ class Gradients:
         return math.isfinite(self._norm) or all(bool(t.isfinite().all()) for t in self.buckets.tensors())
 
     def _check_parameters(self) -> None:
-        if not self._begun:
-            return
-        if self._versions_now() != self._versions:
+        self._check_unchanged()
+        if self._begun and not any(self.buckets.used()):
+            raise MisuseError(_REACHED_NOTHING)
+
+    def _check_unchanged(self) -> None:
+        if self._begun and self._versions_now() != self._versions:
             raise MisuseError(
                 "parameters changed in the middle of a step (an optimizer.step() left in?): replicas would "
                 "drift apart; step.commit(optimizer) makes the update"
-            )
-        if not any(self.buckets.used()):
-            raise MisuseError(
-                "the losses of this step reached no parameter of the fleet's model: compute them with the module that "
-                "fleet.model returned"
             )
 
     def _versions_now(self) -> list[int]:
