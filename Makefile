@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check browser bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,13 +20,23 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not fleet" -n 2
+	$(BIN)/python -m pytest -m "not fleet and not browser" -n 2
 
-test: check
-	$(BIN)/python -m pytest -m fleet
+# The pages are tested in a real browser: Debian's, installed here when this runs as root and it is missing.
+browser:
+	@command -v chromedriver >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	  echo "Installing chromium for the tests of the pages ..." && \
+	  { apt-get install -y -qq chromium chromium-driver >/dev/null 2>&1 || \
+	    { apt-get update -qq && apt-get install -y -qq chromium chromium-driver; } >/dev/null 2>&1; }; } || \
+	  echo "No chromium and chromedriver here: the tests in a browser are SKIPPED."
+
+test: check browser
+	$(BIN)/python -m pytest -m "fleet or browser"
 
 bench: $(STAMP)
-	@for file in benchmarks/[a-z]*.py; do case $$file in *gpu_*|*common.py) continue;; esac; echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in benchmarks/[a-z]*.py; do quick=; \
+	case $$file in *gpu_*|*common.py) continue;; *dynamic_weighting.py) quick=--quick;; esac; \
+	echo "== $$file"; $(BIN)/python $$file $$quick || exit 1; done
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -29,7 +29,7 @@ SAMPLE_S = 0.001
 STALL, EVERY = 50, 100
 """A stall takes as long as so many micro-batches; one micro-batch in so many has one."""
 BATCH = WORKERS * MICRO * SHARE
-STEPS, SKIP, ROUNDS, CALM_STEPS = 60, 12, 2, 60
+STEPS, SKIP, ROUNDS, CALM_STEPS = 54, 12, 2, 32
 
 
 class Work:
@@ -132,7 +132,9 @@ def main() -> None:
         return
     found = run_workers(__file__, WORKERS)
     limit = found["alone"]
-    print(f"limit {limit:,.0f} samples/s: {WORKERS} workers alone, {1 / EVERY:.0%} of micro-batches {STALL} times as long")
+    print(
+        f"limit {limit:,.0f} samples/s: {WORKERS} workers alone, {1 / EVERY:.0%} of micro-batches {STALL} times as long"
+    )
     for name in ("adaptive", "joint"):
         print(f"  {name:<9} {found[name]:>6,.0f} samples/s  {found[name] / limit:6.1%}")
     print(f"without stalls: joint {found['calm joint']:,.0f}, adaptive {found['calm adaptive']:,.0f} samples/s")

@@ -62,6 +62,7 @@ class Books:
     def open(self, plan: Plan) -> Turn:
         """Deal the next step."""
         expected, last = self._goal(self.epoch_step, self.dealing.remaining, self.dealing.length)
+        plan = made_for(plan, expected)
         if self._compare:
             plan = replace(for_all(plan, expected), deadline_s=None, wait_for=None)
         if last:
@@ -143,7 +144,7 @@ class Books:
 
     def _ask(self, step: int, epoch: int, total: int, last: bool) -> Plan:
         if self._transport.size == 1:
-            return Plan(generation=self._transport.generation, step=step, samples=(total,))
+            return Plan(generation=self._transport.generation, step=step, samples=(total,), expects=total)
         ask = Ask(
             step=step,
             total=total,
@@ -153,7 +154,7 @@ class Books:
             unit=min(self._unit, total),
             last=last,
         )
-        return self.pacer.plan(ask)
+        return replace(self.pacer.plan(ask), expects=total)
 
     # -- close -----------------------------------------------------------------------------------------------------
 
@@ -240,17 +241,35 @@ def joined(before: tuple[tuple[Any, ...], ...], more: tuple[tuple[Any, ...], ...
     return tuple(a + b for a, b in zip(before, more, strict=True)) if before else more
 
 
-def for_all(plan: Plan, left: int) -> Plan:
-    """A plan made to fit what is really left: the step before may have done more or less than was hoped.
+def made_for(plan: Plan, expected: int) -> Plan:
+    """The plan, made to expect so many samples: when it was made, the step before it was still to be done, and may have
+    done more or less than was hoped.
 
-    >>> for_all(Plan(generation=0, step=0, samples=(6, 2), deadline_s=1.0), 12)
-    Plan(generation=0, step=0, samples=(9, 3), deadline_s=1.5, wait_for=None, forecast_s=None)
+    >>> plan = made_for(Plan(generation=0, step=0, samples=(9, 3), deadline_s=1.0, expects=8), 12)
+    >>> plan.samples, plan.deadline_s, plan.expects
+    ((14, 4), 1.5, 12)
+    """
+    if plan.expects is None or plan.expects == expected or not plan.expects:
+        return plan
+    scale = expected / plan.expects
+    return replace(_scaled(plan, round(plan.total * scale), scale), expects=expected)
+
+
+def for_all(plan: Plan, left: int) -> Plan:
+    """The plan with so many samples dealt in all, and no less time for them.
+
+    >>> for_all(Plan(generation=0, step=0, samples=(6, 2), deadline_s=1.0), 12).deadline_s
+    1.5
     """
     if plan.total == left or not plan.total:
         return plan
-    samples = tuple(proportional(np.asarray(plan.samples, dtype=float), left).tolist())
-    longer = None if plan.deadline_s is None else plan.deadline_s * max(1.0, left / plan.total)
-    return replace(plan, samples=samples, deadline_s=longer)
+    return _scaled(plan, left, max(1.0, left / plan.total))
+
+
+def _scaled(plan: Plan, total: int, times: float) -> Plan:
+    samples = tuple(proportional(np.asarray(plan.samples, dtype=float), total).tolist())
+    deadline_s = None if plan.deadline_s is None else plan.deadline_s * times
+    return replace(plan, samples=samples, deadline_s=deadline_s)
 
 
 def without_singles(plan: Plan) -> Plan:

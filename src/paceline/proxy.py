@@ -28,7 +28,7 @@ LISTEN_S = (0.001, 0.01)
 """Seconds between two looks for a signal of the others, at first and later."""
 MOST_BYTES = 512 << 20
 """Sums of rounds kept for a late loop."""
-PATIENT = 2.0
+PATIENT = 1.2
 """A further lap of an epoch's last step may take so many times the expected seconds."""
 
 WriteHeader = Callable[[Turn, bool, bool], Header]
@@ -264,8 +264,10 @@ class Proxy:
             left = (self._books.dealing.remaining or 0) - int((done - before).sum())
             if left == 0 or bool(said[2].all()):
                 return False
-            speeds = np.where(idle, np.maximum(done, 1), 0)
-            shares = proportional(speeds.astype(float), left) if idle.any() else np.zeros(size, dtype=int)
+            speeds = np.where(idle, np.maximum(turn.plan.samples, 1.0), 0.0)
+            shares = proportional(speeds, left) if idle.any() else np.zeros(size, dtype=int)
+            if turn.ranges and (done == before).all():
+                turn.patience *= 2  # nobody found the time long enough
             self._books.lap(turn, tuple((done - before).tolist()), tuple(shares.tolist()))
             turn.idle = turn.idle and not turn.extra
             turn.until = time.perf_counter() + _lap_seconds(turn, shares)
@@ -311,10 +313,10 @@ def peer_to_copy(header: Header) -> int | None:
 
 
 def _lap_seconds(turn: Turn, shares: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:
-    """A lap's deadline: the step's own, in proportion to the work a worker has, and room for chance."""
+    """A lap's deadline: the step's own, by the part of its first share that a worker has again, and room for chance."""
     whole = turn.plan.deadline_s or time.perf_counter() - turn.opened
-    part = float(shares.sum()) / max(1, turn.expected) * len(shares) / max(1, int((shares > 0).sum()))
-    return PATIENT * whole * max(part, 0.05)
+    first = np.maximum(turn.plan.samples, 1)
+    return turn.patience * PATIENT * whole * max(float((shares / first).max()), 0.05)
 
 
 def _begun(turn: Turn, ago: int = 0) -> str:

@@ -37,7 +37,10 @@ class _Json:
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
+    """Lists as tuples, all the way down; a list of numbers, the common case, in one call."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return tuple(map(_tuples, value)) if value and isinstance(value[0], (list, tuple)) else tuple(value)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Plan(_Json):
     wait_for: int | None = None
     """P3's cut-off: the round closes when so many workers have done their whole share, and only whole shares count;
     None: all finished work counts."""
+    expects: int | None = None
+    """Samples the step should count; None: all that are dealt."""
     forecast_s: tuple[float, ...] | None = None
     """Own-compute seconds the pacer expects of each worker under this plan; NaN where it knows nothing."""
 

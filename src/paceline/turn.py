@@ -83,6 +83,8 @@ class Turn:
     """A lap ended while it was busy: what it is busy with does not count."""
     extra: int = 0
     """A further lap's share."""
+    patience: float = 1.0
+    """How much longer further laps last than they should."""
 
     # -- the round --------------------------------------------------------------------------------------------------
     closed: bool = False

@@ -166,26 +166,16 @@ def test_a_round_in_which_nobody_finished_lengthens_the_next_deadline_and_again(
     assert after < deadlines[-1] / 2
 
 
-def test_the_last_step_of_an_epoch_deals_what_is_left_to_those_at_work() -> None:
+def test_the_last_step_of_an_epoch_deals_just_what_is_left_by_speed_with_time_for_those_at_work() -> None:
     joint = Joint()
     stalling(joint)
     joint.observe(work(joint.plan(ask(40)), [0.01] * 4, stuck=(1,)))
     plan = joint.plan(ask(41, total=90, last=True))
     assert sum(plan.samples) == 90
-    assert plan.samples[1] == 0
+    assert max(plan.samples) - min(plan.samples) <= 4, "who is stuck now may be back, and what it leaves is dealt again"
     assert plan.deadline_s is not None
-    assert plan.deadline_s > 1.3 * 30 * 0.01
+    assert 23 * 0.01 < plan.deadline_s < 1.3 * 23 * 0.01
     assert sum(joint.plan(ask(41, total=1, last=True)).samples) == 1
-
-
-def test_a_stuck_worker_that_was_dealt_nothing_is_not_taken_for_free() -> None:
-    joint = Joint()
-    stalling(joint)
-    joint.observe(work(joint.plan(ask(40)), [0.01] * 4, stuck=(1,)))
-    for step in (41, 42):
-        plan = joint.plan(ask(step, total=90, last=True))
-        assert plan.samples[1] == 0
-        joint.observe(work(plan, [0.01] * 4, stuck=(1,)))
 
 
 def test_adaptive_inside_learns_from_finished_work_alone() -> None:

@@ -42,7 +42,7 @@ _COLUMN = {name: number for number, name in enumerate(FIELDS)}
 
 SUMS = 64
 """How many figures ``step.add`` can carry."""
-PLAN_HEAD = 5
+PLAN_HEAD = 6
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,13 @@ class Header:
         forecast = np.full(count, np.nan) if plan.forecast_s is None else np.asarray(plan.forecast_s, dtype=float)
         deadline = -1.0 if plan.deadline_s is None else plan.deadline_s
         wait_for = 0 if plan.wait_for is None else plan.wait_for
-        self._plan[:PLAN_HEAD] = 1, plan.generation, plan.step, deadline, wait_for
+        expects = -1 if plan.expects is None else plan.expects
+        self._plan[:PLAN_HEAD] = 1, plan.generation, plan.step, deadline, wait_for, expects
         self._plan[PLAN_HEAD : PLAN_HEAD + count] = plan.samples
         self._plan[PLAN_HEAD + count :] = forecast
 
     def read_plan(self) -> Plan | None:
-        present, generation, step, deadline, wait_for = self._plan[:PLAN_HEAD]
+        present, generation, step, deadline, wait_for, expects = self._plan[:PLAN_HEAD]
         if not present:
             return None
         samples, forecast = np.split(self._plan[PLAN_HEAD:], 2)
@@ -115,6 +116,7 @@ class Header:
             samples=tuple(int(count) for count in samples),
             deadline_s=None if deadline < 0 else float(deadline),
             wait_for=int(wait_for) or None,
+            expects=None if expects < 0 else int(expects),
             forecast_s=None if np.isnan(forecast).all() else tuple(forecast.tolist()),
         )
 

@@ -97,20 +97,29 @@ def parse_step(event: Mapping[str, Any]) -> StepRecord | None:
         size = len(record.workers)
         record = replace(
             record,
+            planned=tuple(int(n) for n in record.planned),
             samples=tuple(int(n) for n in record.samples),
             seconds=_floats(record.seconds),
+            micro_batches=tuple(int(n) for n in record.micro_batches),
             slowest_s=_floats(record.slowest_s),
+            unfinished_s=_floats(record.unfinished_s),
+            behind=tuple(int(n) for n in record.behind),
             late_s=_floats(record.late_s),
             shortfall_s=_floats(record.shortfall_s),
             forecast_s=None if record.forecast_s is None else _floats(record.forecast_s),
+            deadline_s=None if record.deadline_s is None else float(record.deadline_s),
             wall_s=float(record.wall_s or 0.0),
             round_s=float(record.round_s or 0.0),
             weight=float(record.weight or 0.0),
+            loss=None if record.loss is None else float(record.loss),
+            grad_norm=None if record.grad_norm is None else float(record.grad_norm),
+            sums=dict(record.sums),
         )
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
-    complete = size > 0 and len(record.samples) == size and len(record.seconds) == size
-    return record if complete and isinstance(record.step, int) else None
+    complete = size > 0 and len(record.planned) == len(record.samples) == len(record.seconds) == size
+    numbered = all(isinstance(number, int) for number in (record.step, record.epoch, *record.workers))
+    return record if complete and numbered and isinstance(record.ranges, tuple) else None
 
 
 def _floats(values: Iterable[float | None]) -> tuple[float, ...]:

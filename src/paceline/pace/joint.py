@@ -31,10 +31,9 @@ SLOWEST = 4.0
 """No pace is believed to be more than so many times the typical one: beyond lies a stall."""
 FASTEST = 8.0
 """Nor is one less than that part of the mean: a wide belief's fast end is no promise."""
-LAST_SLACK = 1.5
-"""The deadline of an epoch's last step over the time it should take: late enough for everybody who is at work."""
-STUCK_WEIGHT = 1e-9
-"""Of a worker that is stuck, in the last step: it gets something only where nobody else has room."""
+LAST_SLACK = 1.1
+"""The deadline of an epoch's last step over the time it should take. What is not done by then is dealt again at once to
+those that are free, so nothing is gained by waiting longer, or by guessing who will be stuck."""
 YOUNG = 3
 """Steps of every worker before the gain is judged: adaptive needs two to find its shares."""
 STALL = 2.0
@@ -172,7 +171,7 @@ class Joint:
         if (pace_s := self._draws(ask.workers)) is None:
             return calm
         stuck = self._ledger.look_up("stuck", ask.workers) > 0
-        return self._last(ask, pace_s, stuck) if ask.last else self._until_deadline(ask, pace_s, stuck, calm.samples)
+        return self._last(ask, pace_s) if ask.last else self._until_deadline(ask, pace_s, stuck, calm.samples)
 
     def _until_deadline(self, ask: Ask, pace_s: Floats, stuck: Mask, least: tuple[int, ...]) -> Plan:
         most, at_work = _most(ask, caps(ask, self.adaptive.maximum)), self._at_work.of(stuck)
@@ -187,13 +186,11 @@ class Joint:
             dealt = np.maximum(dealt, least)
         return self._answer(ask, dealt, deadline_s, pace_s)
 
-    def _last(self, ask: Ask, pace_s: Floats, stuck: Mask) -> Plan:
-        """The last step of an epoch: just what is left, dealt to those at work, and time enough for them."""
-        speed = (1 / pace_s).mean(axis=0)
-        weights = np.where(stuck, STUCK_WEIGHT * speed, speed)
-        high = caps(ask, self.adaptive.maximum)
-        shares = proportional(weights, ask.total, unit=ask.unit, minimum=floors(ask), maximum=high)
-        expected_s = float((shares * pace_s.mean(axis=0)).max()) / min(1.0, self._at_work.working)
+    def _last(self, ask: Ask, pace_s: Floats) -> Plan:
+        """The last step of an epoch: just what is left, by speed, and time enough for those that are at work."""
+        speed, high = (1 / pace_s).mean(axis=0), caps(ask, self.adaptive.maximum)
+        shares = proportional(speed, ask.total, unit=ask.unit, minimum=floors(ask), maximum=high)
+        expected_s = float((shares * pace_s.mean(axis=0)).max())
         return self._answer(ask, shares, _bounded(LAST_SLACK * expected_s * self._stretch), pace_s)
 
     def _answer(self, ask: Ask, shares: Ints, deadline_s: float, pace_s: Floats) -> Plan:

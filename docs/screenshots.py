@@ -1,0 +1,103 @@
+"""Makes the pictures of report.md and watch.md: real runs, photographed in a real browser.
+
+    python docs/screenshots.py
+
+Needs the extra ``view``, selenium, scikit-learn, and Debian's chromium and chromium-driver. Takes about a minute.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+
+from paceline.observe import read_log
+from paceline.observe.page import write_report
+from paceline.observe.server import LivePage
+
+HERE = Path(__file__).parent
+IMAGES = HERE / "images"
+DIGITS = HERE.parent / "examples" / "digits.py"
+
+
+def train(runs: Path, pace: str, epochs: int) -> subprocess.Popen[bytes]:
+    """Four unlike machines, emulated, learn digits."""
+    command = [sys.executable, "-m", "paceline.cli", "run", "-q", "-n", "4", "--emulate", "1,1,2,4", "--pace", pace]
+    return subprocess.Popen([*command, "--name", pace, "--runs", str(runs), str(DIGITS), "--epochs", str(epochs)])
+
+
+def folder_of(runs: Path, name: str) -> Path:
+    """The run's folder, once its log is there."""
+    while not (found := list(runs.glob(f"*-{name}/events.jsonl"))):
+        time.sleep(0.1)
+    return found[0].parent
+
+
+@contextmanager
+def browser(height: int) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or "chromium"
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", f"--window-size=1280,{height}"):
+        options.add_argument(flag)
+    options.add_argument("--hide-scrollbars")
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def photograph(address: str, name: str, *, height: int, dark: bool = False, until: str = "true") -> None:
+    """A picture of the page as ``images/<name>.png``, once the JavaScript expression ``until`` is true."""
+    with browser(height) as driver:
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+        driver.get(address)
+        while not driver.execute_script(f"return {until}"):
+            time.sleep(0.1)
+        time.sleep(1.0)
+        IMAGES.mkdir(exist_ok=True)
+        driver.save_screenshot(str(IMAGES / f"{name}.png"))
+    print(f"wrote {IMAGES / name}.png", file=sys.stderr)
+
+
+def main() -> None:
+    drawn = "document.documentElement.dataset.drawn === 'yes'"
+    with tempfile.TemporaryDirectory() as place:
+        runs = Path(place)
+        train(runs, "equal", 3).wait()
+        running = train(runs, "adaptive", 12)
+        page = LivePage(folder_of(runs, "adaptive"))
+        photograph(page.url, "watch", height=1640, until="document.body.innerText.includes('step 6')")
+        running.wait()
+        page.close()
+        adaptive, equal = folder_of(runs, "adaptive"), folder_of(runs, "equal")
+        report = write_report(read_log(equal)).as_uri()
+        photograph(report, "report", height=1640, until=drawn)
+        photograph(write_report(read_log(adaptive)).as_uri(), "report-dark", height=1640, dark=True, until=drawn)
+        comparison = runs / "compare.html"
+        command = [
+            sys.executable,
+            "-m",
+            "paceline.cli",
+            "compare",
+            str(equal),
+            str(adaptive),
+            "--html",
+            str(comparison),
+        ]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        photograph(comparison.as_uri(), "compare", height=1130, until=drawn)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""``paceline watch RUN``: the run as a live page in a browser."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import webbrowser
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.complain import refuse
+
+if TYPE_CHECKING:
+    from paceline.observe.reading import Event
+
+RUNS = Path("runs")
+
+Run = Annotated[
+    Path | None, typer.Argument(help="A run's folder or its events.jsonl; the latest under runs/ when left out.")
+]
+Connect = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Follow the run that `paceline watch` shows there.")
+]
+Host = Annotated[
+    str, typer.Option(help="Address to serve on. Other than this computer's own, a token guards the page.")
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on; 0: any that is free.")]
+Token = Annotated[str | None, typer.Option(help="The token to ask for, instead of a random one.")]
+Browse = Annotated[bool, typer.Option("--open", help="Open the page in a browser.")]
+
+
+def watch(
+    run: Run = None,
+    connect: Connect = None,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    token: Token = None,
+    browse: Browse = False,
+) -> None:
+    """Show a run as a live page: while it trains, and afterwards. Ctrl-C ends the page, never the run."""
+    from paceline.observe.server import LivePage
+
+    try:
+        path, source = _source(run, connect)
+        page = LivePage(path, host=host, port=port, token=token, source=source)
+    except ValueError as error:
+        refuse(f"watch: {error}")
+    typer.echo(f"{connect or path} is at {page.url} (Ctrl-C ends the page, not the run)")
+    if browse:
+        webbrowser.open(page.url)
+    _wait_for_a_signal()
+    page.close()
+
+
+def _wait_for_a_signal() -> None:
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    while not ended.wait(timeout=3600):
+        pass
+
+
+def _source(run: Path | None, connect: str | None) -> tuple[Path, Callable[[threading.Event], Iterator[Event]] | None]:
+    """Where the events come from: a path here, or a page elsewhere."""
+    from paceline.observe import latest
+    from paceline.observe.remote import address, check, remote_events
+
+    if connect is not None:
+        if run is not None:
+            raise ValueError("give a RUN on this machine or --connect HOST:PORT, not both")
+        where = address(connect)
+        check(*where)
+        return Path(f"{where[0]}-{where[1]}"), partial(remote_events, *where)
+    folder = run or latest(RUNS)
+    if folder is None:
+        raise ValueError(f"no runs under {RUNS}/: name a run's folder")
+    if not folder.exists():
+        raise ValueError(f"there is no {folder}: give a run's folder or its events.jsonl")
+    return folder, None

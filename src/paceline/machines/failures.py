@@ -1,0 +1,231 @@
+"""Failures to play: which worker's exchange fails in which round, as ``--failures`` writes it.
+
+Entries are separated by commas. Three kinds strike at random, seeded, each in bursts of whole rounds::
+
+    lost:P[xROUNDS]              (A) the worker trains on, but its exchange is lost
+    frozen:P[xROUNDS]            (B) the worker stands still, then goes on from where it was
+    restart:P[xROUNDS][:stale]   (C) the worker is gone, then returns with its initial weights, or (stale) with those
+                                 it had when it went; its optimiser starts anew
+
+P is the probability that a worker that is well falls into such a burst in a round; ROUNDS is its length, 1 when left
+out. So ``lost:0.33`` loses a third of all exchanges, and ``restart:0.02x20`` takes a worker away for 20 rounds, on
+average 49 rounds after it came back.
+
+The same worker, round and seed always give the same answer, in whatever order they are asked for.
+
+>>> failures = parse_failures("lost:0.33,restart:0.02x20", seed=7)
+>>> failures.describe()
+'exchange lost with p 0.33; restart from initial weights after 20 rounds away, p 0.02; seed 7'
+>>> failures.at(worker=1, round=5) == failures.at(worker=1, round=5)
+True
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+MOST_ROUNDS = 10**6
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """How a worker fares in one round."""
+
+    trains: bool = True
+    exchanges: bool = True
+    returns_with: Literal["initial", "stale"] | None = None
+    """Set in the first round after a model C outage: the weights it starts this round with."""
+
+
+WELL = Trouble()
+
+
+class Failure(Protocol):
+    """One entry of ``--failures``: how a worker fares, by itself, in a round."""
+
+    def describe(self) -> str: ...
+
+    def at(self, *, worker: int, round: int) -> Trouble: ...
+
+
+@dataclass(frozen=True)
+class Outages:
+    """A worker's outages: well for a while (geometric, P a round), then out for ``rounds`` rounds, and so on."""
+
+    probability: float
+    rounds: int
+    key: tuple[int, ...]
+    """Seeds the draws: the run's seed and the entry's place in the list."""
+    _found: dict[int, tuple[np.random.Generator, list[int]]] = field(default_factory=dict, repr=False, compare=False)
+
+    def out_since(self, worker: int, round: int) -> int | None:
+        """The first round of the outage that covers ``round``, if any."""
+        starts = self._starts(worker, round)
+        place = bisect_right(starts, round) - 1
+        return starts[place] if place >= 0 and round < starts[place] + self.rounds else None
+
+    def just_over(self, worker: int, round: int) -> bool:
+        """Whether ``round`` is the first after an outage (and not the first of the next)."""
+        return round > 0 and self.out_since(worker, round) is None and self.out_since(worker, round - 1) is not None
+
+    def _starts(self, worker: int, round: int) -> list[int]:
+        if self.probability == 0:
+            return []
+        if worker not in self._found:
+            self._found[worker] = (np.random.default_rng([*self.key, worker]), [])
+        generator, starts = self._found[worker]
+        while not starts or starts[-1] <= round:
+            free = starts[-1] + self.rounds if starts else 0
+            starts.append(free + int(generator.geometric(self.probability)) - 1)
+        return starts
+
+
+@dataclass(frozen=True)
+class Lost:
+    """(A) The exchange is lost, the worker trains on."""
+
+    outages: Outages
+
+    def describe(self) -> str:
+        return f"exchange lost{_burst(self.outages)}"
+
+    def at(self, *, worker: int, round: int) -> Trouble:
+        return WELL if self.outages.out_since(worker, round) is None else Trouble(exchanges=False)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """(B) The worker stands still."""
+
+    outages: Outages
+
+    def describe(self) -> str:
+        return f"worker frozen{_burst(self.outages)}"
+
+    def at(self, *, worker: int, round: int) -> Trouble:
+        return WELL if self.outages.out_since(worker, round) is None else Trouble(trains=False, exchanges=False)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """(C) The worker is gone and returns with old weights."""
+
+    outages: Outages
+    returns_with: Literal["initial", "stale"] = "initial"
+
+    def describe(self) -> str:
+        rounds = self.outages.rounds
+        away = f"{rounds} rounds" if rounds > 1 else "1 round"
+        return f"restart from {self.returns_with} weights after {away} away, p {self.outages.probability:g}"
+
+    def at(self, *, worker: int, round: int) -> Trouble:
+        if self.outages.out_since(worker, round) is not None:
+            return Trouble(trains=False, exchanges=False)
+        return Trouble(returns_with=self.returns_with) if self.outages.just_over(worker, round) else WELL
+
+
+@dataclass(frozen=True)
+class Failures:
+    """All entries together: a worker trains and exchanges when every entry lets it."""
+
+    entries: tuple[Failure, ...]
+    seed: int
+
+    def at(self, *, worker: int, round: int) -> Trouble:
+        each = [entry.at(worker=worker, round=round) for entry in self.entries]
+        back = {trouble.returns_with for trouble in each} - {None}
+        return Trouble(
+            trains=all(trouble.trains for trouble in each),
+            exchanges=all(trouble.exchanges for trouble in each),
+            returns_with="initial" if "initial" in back else "stale" if back else None,
+        )
+
+    def describe(self) -> str:
+        """For the head of every result."""
+        return (
+            "; ".join([*(entry.describe() for entry in self.entries), f"seed {self.seed}"]) if self.entries else "none"
+        )
+
+
+Parser = Callable[[str, tuple[int, ...]], Failure]
+"""From what stands after ``name:`` and the key of its draws to an entry."""
+
+
+def parse_failures(text: str, *, seed: int = 0) -> Failures:
+    """What ``text`` describes; empty text describes no failures."""
+    entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
+    return Failures(tuple(_entry(entry, (seed, place)) for place, entry in enumerate(entries)), seed)
+
+
+def _entry(entry: str, key: tuple[int, ...]) -> Failure:
+    name, _, rest = entry.partition(":")
+    parser = PARSERS.get(name.strip())
+    if parser is None:
+        raise ValueError(f"failure {entry!r}: {name.strip()!r} is not known; there are {', '.join(sorted(PARSERS))}")
+    try:
+        return parser(rest.strip(), key)
+    except ValueError as error:
+        raise ValueError(f"failure {entry!r}: {error}") from None
+
+
+def _outages(text: str, key: tuple[int, ...]) -> Outages:
+    match = re.fullmatch(r"(?P<probability>[^x]+)(?:x(?P<rounds>[^x]*))?", text)
+    if match is None:
+        raise ValueError("write its probability a round after a colon, and the rounds it lasts after an x: 0.1x5")
+    return Outages(_probability(match["probability"]), _rounds(match["rounds"]), key)
+
+
+def _probability(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"the probability is a number, not {text.strip()!r}") from None
+    if not (math.isfinite(value) and 0 <= value < 1):
+        raise ValueError(f"the probability lies from 0 to below 1, not at {text.strip()}")
+    if 0 < value < 1e-9:
+        raise ValueError(f"a probability of {text.strip()} never strikes: leave the entry out")
+    return value
+
+
+def _rounds(text: str | None) -> int:
+    if text is None:
+        return 1
+    if not re.fullmatch(r"[0-9]+", text, re.ASCII) or not 1 <= int(text) <= MOST_ROUNDS:
+        raise ValueError(f"the rounds after x are a whole number from 1 to {MOST_ROUNDS:,}, not {text!r}")
+    return int(text)
+
+
+def _lost(rest: str, key: tuple[int, ...]) -> Failure:
+    return Lost(_outages(rest, key))
+
+
+def _frozen(rest: str, key: tuple[int, ...]) -> Failure:
+    return Frozen(_outages(rest, key))
+
+
+def _restart(rest: str, key: tuple[int, ...]) -> Failure:
+    numbers, colon, weights = rest.partition(":")
+    if colon and weights not in ("initial", "stale"):
+        raise ValueError(f"a worker returns with its 'initial' or 'stale' weights, not {weights!r}")
+    return Restart(_outages(numbers, key), "stale" if weights == "stale" else "initial")
+
+
+PARSERS: dict[str, Parser] = {"lost": _lost, "frozen": _frozen, "restart": _restart}
+"""By name; events at a given step register here too."""
+
+
+def _burst(outages: Outages) -> str:
+    during = f" for {outages.rounds} rounds" if outages.rounds > 1 else ""
+    return f"{during} with p {outages.probability:g}"
+
+
+def troubles(failures: Failures, *, workers: int, rounds: int) -> Sequence[Sequence[Trouble]]:
+    """Everybody's fate, round by round."""
+    return [[failures.at(worker=worker, round=number) for worker in range(workers)] for number in range(rounds)]

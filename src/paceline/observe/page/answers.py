@@ -1,0 +1,115 @@
+"""The four answers on top of the page: how fast, how far from the limit, who held us back, what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.observe.figures import WorkerFigures
+from paceline.observe.page.whatif import WhatIf
+from paceline.observe.verdict import BALANCED, NOTABLE, Verdict
+from paceline.observe.words import duration, number, percent, times
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A question, its answer in a few words, and a line of reasons."""
+
+    question: str
+    answer: str
+    reason: str = ""
+    part: float | None = None
+    """Drawn as a bar, from 0 to 1."""
+
+
+def tiles(v: Verdict, tried: WhatIf, stuck: Mapping[int, float] | None = None) -> list[Tile]:
+    """The four answers, for runs with steps; none otherwise. ``stuck``: part of the time each worker came too late."""
+    if not v.figures.samples_per_s:
+        return []
+    stuck = {worker: part for worker, part in (stuck or {}).items() if part > 0}
+    return [_how_fast(v), _how_far(v, stuck), _who(v, stuck), _change(v, tried)]
+
+
+def _how_fast(v: Verdict) -> Tile:
+    f = v.figures
+    gain = (
+        f"{times(v.over_equal)} times the speed of equal shares"
+        if len(f.workers) > 1 and v.over_equal and v.pace != "equal"
+        else ""
+    )
+    each = f"{duration(f.seconds / f.steps)} a step"
+    return Tile("How fast?", f"{number(f.samples_per_s)} samples/s", ", ".join(part for part in (gain, each) if part))
+
+
+def _how_far(v: Verdict, stuck: Mapping[int, float]) -> Tile:
+    f = v.figures
+    if not f.limit:
+        return Tile("How far from the limit?", "not known", "the workers' own times are not in the record")
+    late = sum(stuck.values()) / max(1, len(f.workers))
+    lost = {
+        "late micro-batches": late,
+        "waiting": max(0.0, f.waiting - late),
+        "the round": f.round,
+        "update and the rest": f.rest,
+    }
+    spent = ", ".join(f"{name} {percent(part)}" for name, part in lost.items() if part >= 0.005)
+    reason = f"the limit is {number(f.limit)} samples/s" + (f"; lost to {spent}" if spent else "")
+    return Tile("How far from the limit?", f"{percent(f.of_limit)} of it reached", reason, min(1.0, f.of_limit))
+
+
+def _who(v: Verdict, stuck: Mapping[int, float]) -> Tile:
+    question, f = "Who held us back?", v.figures
+    if len(f.workers) < 2:
+        return Tile(question, "nobody", "one machine, alone")
+    if sum(stuck.values()) / len(f.workers) > BALANCED:
+        return _most_stuck(v, stuck)
+    named = next((w for w in f.workers if w.worker == v.held_back_by), None)
+    if named is not None:
+        reason = (
+            f"last in {percent(named.last)} of the steps; the others waited {percent(named.blamed)} of the time for it"
+        )
+        return Tile(question, _name(v, named), reason)
+    if f.waiting > BALANCED:
+        return Tile(question, "no single worker", f"they took turns, and waited {percent(f.waiting)} of the time")
+    slowest = min((w for w in f.workers if w.speed > 0), key=lambda w: w.speed, default=None)
+    reason = f"{_name(v, slowest)} is the slowest and did {percent(slowest.share)} of the work" if slowest else ""
+    return Tile(question, "nobody", reason)
+
+
+def _most_stuck(v: Verdict, stuck: Mapping[int, float]) -> Tile:
+    """With deadlines nobody waits for a worker that is stuck: what is lost is its own work."""
+    worst = max(stuck, key=lambda worker: stuck[worker])
+    named = next((w for w in v.figures.workers if w.worker == worst), None)
+    who = _name(v, named) if named and stuck[worst] > sum(stuck.values()) / 2 else "no single worker"
+    most = f"late micro-batches cost worker {worst} {percent(stuck[worst])} of its time"
+    return Tile("Who held us back?", who, f"{most}; the deadline spared the others the wait")
+
+
+def _change(v: Verdict, tried: WhatIf) -> Tile:
+    """The one change that is worth most; what the simulator saw comes first, for it has a figure."""
+    question, f = "What to change?", v.figures
+    if (best := tried.better_than(v.pace)) is not None:
+        took = f"about {duration(best.seconds)} instead of {duration(tried.actual_s)} for these steps"
+        return Tile(question, f"--pace {best.pace}", took)
+    if v.outside > NOTABLE and v.outside > f.round:
+        return Tile(
+            question, "the time between steps", f"{percent(v.outside)} of the run: evaluation, saving, your own code"
+        )
+    if f.round > NOTABLE:
+        cost = f"the round takes {percent(f.round)} of the time, whatever the batch"
+        return Tile(question, "a larger global_batch", cost)
+    named = next((w for w in f.workers if w.worker == v.held_back_by), None)
+    if named is not None and 0 < named.micro_batches <= 2 * (f.steps - named.sat_out):
+        return Tile(
+            question, "a smaller micro_batch", f"{_name(v, named)} does one or two a step: its share cannot fit"
+        )
+    if f.rest > NOTABLE:
+        return Tile(
+            question, "the update", f"{percent(f.rest)} of a step passes after the round: optimiser and the rest"
+        )
+    return Tile(question, "nothing", "no change in sight would gain more than a few per cent")
+
+
+def _name(v: Verdict, worker: WorkerFigures) -> str:
+    known = v.machines.get(worker.worker)
+    return f"worker {worker.worker}" + (f" ({known})" if known else "")

@@ -1,0 +1,121 @@
+"""The page of several runs side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.observe.chronicle import CAPACITY
+from paceline.observe.compare import Compared, Comparison
+from paceline.observe.page.drawing import Picture, layout, line, small, text, worker_colours
+from paceline.observe.page.html import asset, data_script, document, escape, frame, plotly_js, table
+from paceline.observe.words import duration, number, percent_cell, times
+
+
+def comparison_page(compared: Comparison) -> str:
+    """One HTML file that needs nothing else. Raises ValueError without Plotly."""
+    plotly = plotly_js()
+    shown = [picture for picture in (_loss(compared), _done(compared), _bars(compared)) if picture is not None]
+    head, rows = cells(compared)
+    body = "".join(
+        (
+            f"<header><h1>{len(compared.runs)} runs side by side</h1></header>",
+            f"<section id='verdict'><p class='lead'>{escape(in_words(compared))}</p></section>",
+            f"<section>{table('The runs', head, rows, words=2)}</section>",
+            f"<main id='pictures'>{''.join(map(frame, shown))}</main>",
+        )
+    )
+    data = data_script("figures", [picture.to_json() for picture in shown])
+    scripts = f"<script>{plotly}</script>{data}<script>{asset('page.js')}</script>"
+    return document(title="Runs compared", body=body, style=asset("page.css"), scripts=scripts)
+
+
+def in_words(compared: Comparison) -> str:
+    """Who was fastest, by how much, and who learned soonest."""
+    by_speed = sorted(compared.runs, key=lambda run: -run.verdict.figures.samples_per_s)
+    best, worst = by_speed[0], by_speed[-1]
+    fast, slow = best.verdict.figures.samples_per_s, worst.verdict.figures.samples_per_s
+    said = (
+        [f"{best.name} was the fastest: {number(fast)} samples/s, {times(fast / slow)} times {worst.name}."]
+        if slow
+        else []
+    )
+    timed = [run for run in compared.runs if math.isfinite(run.time_to_loss_s)]
+    if len(timed) > 1:
+        first, last = (pick(timed, key=lambda run: run.time_to_loss_s) for pick in (min, max))
+        told = f"{duration(first.time_to_loss_s)} ({first.name}) to {duration(last.time_to_loss_s)} ({last.name})"
+        said.append(f"To a loss of {compared.target:.3g} it took from {told}.")
+    return " ".join(said)
+
+
+def cells(compared: Comparison) -> tuple[list[str], list[list[str]]]:
+    """The table's head and rows, for the page and the terminal."""
+    head = ["run", "pace", "workers", "steps", "time", "samples/s", "of limit", "loss"]
+    timed = any(math.isfinite(run.time_to_loss_s) for run in compared.runs)
+    head += [f"to loss {compared.target:.3g}"] if timed else []
+    judged = next((run.evaluated[0] for run in compared.runs if run.evaluated), None)
+    head += [judged] if judged else []
+    return head, [_row(run, timed=timed, judged=judged) for run in compared.runs]
+
+
+def _row(run: Compared, *, timed: bool, judged: str | None) -> list[str]:
+    figures = run.verdict.figures
+    row = [run.name, run.verdict.pace, str(len(figures.workers)), f"{len(run.log.records):,}", duration(run.seconds)]
+    row += [number(figures.samples_per_s), percent_cell(figures.of_limit), _short(run.last_loss)]
+    row += [duration(run.time_to_loss_s) if math.isfinite(run.time_to_loss_s) else "never"] if timed else []
+    row += [_short(run.evaluated[1]) if run.evaluated and run.evaluated[0] == judged else ""] if judged else []
+    return row
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else ""
+
+
+def _loss(compared: Comparison) -> Picture | None:
+    runs = [run for run in compared.runs if np.isfinite(run.loss).any()]
+    if not runs:
+        return None
+    data = _lines(compared.runs, lambda run: run.loss)
+    return Picture(
+        "loss",
+        "Loss over time",
+        "Mean over the last few steps of each run.",
+        data,
+        layout(y="loss", x="seconds"),
+        wide=True,
+    )
+
+
+def _done(compared: Comparison) -> Picture:
+    data = _lines(compared.runs, lambda run: np.cumsum([record.total for record in run.log.records]).astype(np.float64))
+    said = "The steeper, the faster. A flat stretch is time between steps."
+    return Picture("done", "Samples over time", said, data, layout(y="samples", x="seconds"))
+
+
+def _lines(runs: Sequence[Compared], of: Callable[[Compared], Any]) -> list[dict[str, Any]]:
+    colours = worker_colours(len(runs))
+    drawn = []
+    for run, colour in zip(runs, colours):
+        kept = np.unique(np.linspace(0, len(run.clock_s) - 1, min(CAPACITY, len(run.clock_s))).astype(int))
+        drawn.append(line(small(run.clock_s[kept]), of(run)[kept], run.name, colour))
+    return drawn
+
+
+def _bars(compared: Comparison) -> Picture:
+    runs, colours = compared.runs, worker_colours(len(compared.runs))
+    data = [
+        {
+            "type": "bar", "x": [text(run.name) for run in runs], "marker": {"color": colours}, "showlegend": False,
+            "y": small(100 * run.verdict.figures.of_limit for run in runs),
+            "text": [percent_cell(run.verdict.figures.of_limit) for run in runs],
+            "textposition": "outside", "cliponaxis": False,
+            "hovertemplate": "%{x}: %{text}<extra></extra>",
+        }
+    ]  # fmt: skip
+    frame_ = layout(y="% of the limit", x="", hovermode="closest")
+    frame_["yaxis"] |= {"range": [0, 110]}
+    said = "The limit is what a run's own machines can do together."
+    return Picture("of-limit", "How near the limit", said, data, frame_)

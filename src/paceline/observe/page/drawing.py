@@ -1,0 +1,109 @@
+"""What the pictures share: a figure as plain data for Plotly, colours that everybody can tell apart, small numbers."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+PURPLE, SKY, YELLOW, GREY = "#CC79A7", "#56B4E9", "#F0E442", "#999999"
+WORKERS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW, GREY)
+"""Okabe and Ito's colours, which remain distinct for the colour-blind."""
+CIVIDIS = ("#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838")
+"""For more workers than there are distinct colours: dark is slow, bright is fast."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One figure: what it shows, in words too, and what Plotly draws."""
+
+    name: str
+    """Its place on the page, and the part of an address after #."""
+    title: str
+    caption: str
+    data: list[dict[str, Any]] = field(default_factory=list)
+    layout: dict[str, Any] = field(default_factory=dict)
+    wide: bool = False
+    """Whether it takes the page's whole width."""
+
+    @property
+    def height(self) -> int:
+        return int(self.layout.get("height", 300))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "title": self.title, "caption": self.caption,
+            "data": self.data, "layout": self.layout, "wide": self.wide,
+        }  # fmt: skip
+
+
+def layout(*, y: str = "", x: str = "step", height: int = 300, **more: Any) -> dict[str, Any]:
+    """A plain frame: the page's own colours show through, and the style sheet colours text and lines."""
+    return {
+        "height": height,
+        "margin": {"l": 64, "r": 16, "t": 8, "b": 44},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "inherit", "size": 13},
+        "hovermode": "x unified",
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+        "xaxis": {"title": {"text": x}, "zeroline": False},
+        "yaxis": {"title": {"text": y}, "zeroline": False, "rangemode": "tozero"},
+    } | more
+
+
+def line(x: Sequence[Any], y: Iterable[float], name: str, colour: str, **more: Any) -> dict[str, Any]:
+    style = {"color": colour, "width": 2} | more.pop("line", {})
+    return {"type": "scatter", "mode": "lines", "x": x, "y": small(y), "name": text(name), "line": style} | more
+
+
+def band(x: Sequence[Any], low: Iterable[float], high: Iterable[float], name: str, colour: str) -> list[dict[str, Any]]:
+    """The room between two lines, lightly filled."""
+    edge = {"mode": "lines", "line": {"width": 0, "color": colour}, "showlegend": False, "legendgroup": name}
+    lower = line(x, low, f"{name}, lowest step", colour, **edge)
+    upper = line(x, high, f"{name}, highest step", colour, **edge) | {"fill": "tonexty", "fillcolor": faint(colour)}
+    return [lower, upper]
+
+
+def faint(colour: str, part: float = 0.2) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{part})"
+
+
+def small(values: Iterable[float]) -> list[float | None]:
+    """Four digits are enough for a picture; what is not a number is a gap."""
+    return [float(f"{value:.4g}") if math.isfinite(value) else None for value in values]
+
+
+def text(words: str) -> str:
+    """For Plotly, which reads some HTML in its texts: a worker may be called ``<b>``."""
+    return html.escape(words, quote=False)
+
+
+def row_axis(rows: Sequence[tuple[int, str]]) -> dict[str, Any]:
+    """An axis of workers and their machines, the first on top; with many, every few are named."""
+    every = max(1, len(rows) // 16)
+    shown = list(range(0, len(rows), every))
+    names = [f"worker {worker}" + (f" ({machine})" if machine and every == 1 else "") for worker, machine in rows]
+    return {
+        "tickvals": shown, "ticktext": [text(names[place].replace("emulated ", "")) for place in shown],
+        "autorange": "reversed", "automargin": True, "zeroline": False, "showgrid": False,
+    }  # fmt: skip
+
+
+def worker_colours(count: int) -> list[str]:
+    """A colour for each, in order: distinct ones for a few workers, dark to bright for many."""
+    if count <= len(WORKERS):
+        return list(WORKERS[:count])
+    last = len(CIVIDIS) - 1
+    return [_mixed(CIVIDIS, last * place / (count - 1)) for place in range(count)]
+
+
+def _mixed(scale: Sequence[str], place: float) -> str:
+    below = min(int(place), len(scale) - 2)
+    part = place - below
+    pairs = [(int(scale[below][i : i + 2], 16), int(scale[below + 1][i : i + 2], 16)) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(a + part * (b - a)):02x}" for a, b in pairs)

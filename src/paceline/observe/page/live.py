@@ -1,0 +1,180 @@
+"""The live page's state: events go in one by one, messages for the browsers come out.
+
+Memory is bounded whatever the run's length: the whole run is a chronicle, the last steps are kept as they are. There
+are two kinds of messages: a *quick* one with where the run stands, and a *full* one with every picture.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.observe.chronicle import Chronicle
+from paceline.observe.evaluations import Evaluation, evaluations
+from paceline.observe.page.answers import tiles
+from paceline.observe.page.drawing import Picture
+from paceline.observe.page.html import (
+    asset_address,
+    document,
+    escape,
+    frame,
+    heading,
+    notes,
+    state,
+    verdict_part,
+    workers_table,
+)
+from paceline.observe.page.moments import last_steps, timeline
+from paceline.observe.page.pictures import Story, changes, pictures
+from paceline.observe.page.whatif import WhatIf
+from paceline.observe.progress import Progress, Snapshot, left_text, loss_text, of
+from paceline.observe.reading import RunLog, parse_step
+from paceline.observe.verdict import verdict
+from paceline.observe.words import machines, number, percent
+from paceline.records import StepRecord
+
+BUCKETS = 300
+"""Points a picture: browsers draw them again and again."""
+RECENT = 300
+"""Steps over which the live verdict is taken."""
+MOST_SLICES = 1500
+"""Of the timeline, which is drawn anew with every step."""
+MOST_NOTES, MOST_EVALUATIONS = 100, 1000
+
+
+class LiveRun:
+    """A run being watched. ``take`` and the messages may be called from different threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self.revision = 0
+        """Grows with every event."""
+        self._begin({})
+
+    def _begin(self, run: Mapping[str, Any]) -> None:
+        self.run = run
+        self.steps = self.samples = 0
+        self.end: Mapping[str, Any] | None = None
+        self.newest: StepRecord | None = None
+        self.last_t: float | None = None
+        self._chronicle = Chronicle(capacity=BUCKETS)
+        self._recent: deque[tuple[StepRecord, float]] = deque(maxlen=RECENT)
+        self._notes: deque[Mapping[str, Any]] = deque(maxlen=MOST_NOTES)
+        self._evaluations: deque[Evaluation] = deque(maxlen=MOST_EVALUATIONS)
+        self._progress = Progress()
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """One event of the log, in order. A second ``run`` event is a restart: the page begins anew."""
+        with self._lock:
+            self.revision += 1
+            kind = event.get("event")
+            if kind == "run":
+                self._begin(event)
+            self._progress.take(event)
+            if kind == "step":
+                self._take_step(event)
+            elif kind == "end":
+                self.end = event
+            elif kind not in ("run", "steps"):
+                self._notes.append(event)
+                self._evaluations.extend(evaluations((event,)))
+
+    def _take_step(self, event: Mapping[str, Any]) -> None:
+        record = parse_step(event)
+        if record is None:
+            return
+        t = event.get("t")
+        self.last_t = float(t) if isinstance(t, (int, float)) else time.time()
+        self.newest = record
+        self.steps += 1
+        self.samples += record.total
+        self._chronicle.add(record, self.last_t)
+        self._recent.append((record, self.last_t))
+
+    def snapshot(self) -> Snapshot:
+        with self._lock:
+            return self._progress.snapshot()
+
+    def quick(self) -> dict[str, Any]:
+        """Where the run stands: a line of figures, the last steps, the notes."""
+        with self._lock:
+            picture = self._timeline()
+            parts = {"now": now_line(self._progress.snapshot()), "notes": notes(self._notes, self.end)}
+            return self._message(parts, [picture] if picture else [])
+
+    def full(self) -> dict[str, Any]:
+        """Everything."""
+        with self._lock:
+            log = self._log()
+            judged = verdict(log)
+            story = Story(self._chronicle.buckets(), self._chronicle.workers, judged.machines, tuple(self._evaluations))
+            parts = {
+                "now": now_line(self._progress.snapshot()),
+                "notes": notes(self._notes, self.end),
+                "heading": heading(self.run, state(log) if self.end else ("live", "running")),
+                "verdict": verdict_part(judged, tiles(judged, WhatIf(), story.stuck()), moved=changes(story)),
+                "workers": workers_table(judged),
+            }
+            drawn = [self._timeline(), *pictures(story)]
+            return self._message(parts, [picture for picture in drawn if picture is not None])
+
+    def _message(self, parts: Mapping[str, str], drawn: list[Picture]) -> dict[str, Any]:
+        return {
+            "revision": self.revision,
+            "now": time.time(),
+            "last": self.last_t,
+            "ended": self.end is not None,
+            "parts": parts,
+            "pictures": [picture.to_json() | {"frame": frame(picture)} for picture in drawn],
+        }
+
+    def _timeline(self) -> Picture | None:
+        if self.newest is None:
+            return None
+        size = len(self.newest.workers)
+        tail = list(self._recent)[-20:]
+        steps = last_steps([record for record, _ in tail], [t for _, t in tail], workers=size, most=MOST_SLICES)
+        return timeline(steps, machines(self.run), {})
+
+    def _log(self) -> RunLog:
+        records, stamps = tuple(r for r, _ in self._recent), tuple(t for _, t in self._recent)
+        return RunLog(path=self.path, run=self.run, records=records, times=stamps, end=self.end)
+
+
+def now_line(now: Snapshot) -> str:
+    """``step 40/113 · epoch 2/3 · 1,204 samples/s · 93 % of the limit · loss 0.412 · 12 s left``."""
+    if now.step is None:
+        return "waiting for the first step"
+    said = [f"step {of(now.step, now.steps)}", f"epoch {of(now.epoch, now.epochs)}"]
+    said.append(f"{number(now.samples_per_s)} samples/s")
+    said += [f"{percent(now.of_limit)} of the limit"] if now.limit else []
+    said += [f"loss {loss_text(now.loss)}"] if now.loss is not None else []
+    said += [left_text(now)] if now.left_s else []
+    return escape(" · ".join(said))
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """A server-sent event: one line of JSON."""
+    return b"data: " + json.dumps(message, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def live_page(*, query: str = "") -> str:
+    """The page that the messages fill; ``query`` (such as ``?token=…``) is added to every address it fetches."""
+    body = (
+        "<div id='live-heading'><header><h1>…</h1></header></div>"
+        "<p><span id='link' class='state open'>connecting</span> <strong id='live-now'></strong></p>"
+        "<div id='live-verdict'></div><main id='pictures'></main>"
+        "<section id='live-workers'></section><div id='live-notes'></div>"
+        f"<footer><p>Live. <a href='report{escape(query)}'>The whole report</a> can be read at any time.</p></footer>"
+    )
+    scripts = "".join(
+        f"<script src='{escape(asset_address(name, query))}'></script>" for name in ("plotly.js", "page.js", "live.js")
+    )
+    style = f"<link rel='stylesheet' href='{escape(asset_address('page.css', query))}'>"
+    return document(title="watching", body=style + body, style="", scripts=scripts)

@@ -1,0 +1,165 @@
+"""Two pictures more: the timeline of the last steps, and what if the pace had been another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.observe.page.drawing import BLUE, GREY, ORANGE, PURPLE, RED, Picture, layout, row_axis, small, text
+from paceline.observe.page.whatif import WhatIf
+from paceline.observe.timeline import KINDS, TimedStep, lay_out
+from paceline.observe.verdict import Verdict
+from paceline.observe.words import duration, percent
+from paceline.records import StepRecord
+
+MOST_SLICES = 6_000
+"""Drawn at most: more only slows the browser."""
+MOST_ROWS = 64
+FEWEST, MOST_STEPS = 4, 16
+HOVER = "step %{customdata[0]}, worker %{customdata[1]}: %{customdata[2]} ms"
+COLOURS = {"compute": BLUE, "late": RED, "waiting": ORANGE, "round": PURPLE, "rest": "#BBBBBB"}
+
+
+def last_steps(
+    records: Sequence[StepRecord], times: Sequence[float], *, workers: int, most: int = MOST_SLICES
+) -> list[TimedStep]:
+    """As many of the last steps as ``most`` slices hold, on the clock; one step more is read, for what hangs over."""
+    count = max(FEWEST, min(MOST_STEPS, most // (4 * max(1, workers))))
+    return list(lay_out(records[-count - 1 :], times[-count - 1 :]))[-count:]
+
+
+def timeline(steps: Sequence[TimedStep], machines: Mapping[int, str], blamed: Mapping[int, float]) -> Picture | None:
+    """One row a worker; with more rows than fit, those the others waited for most."""
+    if not steps:
+        return None
+    everybody = sorted({worker for step in steps for worker in step.record.workers})
+    rows = sorted(sorted(everybody, key=lambda worker: -blamed.get(worker, 0.0))[:MOST_ROWS])
+    place = {worker: row for row, worker in enumerate(rows)}
+    data = [_bars(kind, steps, place) for kind in KINDS]
+    data = [trace for trace in data if trace["x"]] + _deadlines(steps, len(rows))
+    first, last = steps[0].record.step, steps[-1].record.step
+    hidden = (
+        f" {len(everybody) - len(rows)} of {len(everybody)} workers are left out, those least waited for."
+        if len(rows) < len(everybody)
+        else ""
+    )
+    said = f"Steps {first} to {last}, one row a worker.{_worst(steps)}{hidden}"
+    frame = layout(x="seconds", height=min(960, 110 + max(14, min(34, 800 // len(rows))) * len(rows)))
+    frame |= {"barmode": "overlay", "bargap": 0.15, "hovermode": "closest"}
+    frame["yaxis"] = row_axis([(worker, machines.get(worker, "")) for worker in rows])
+    return Picture("timeline", "The last steps", said, data, frame, wide=True)
+
+
+def _bars(kind: str, steps: Sequence[TimedStep], place: Mapping[int, int]) -> dict[str, Any]:
+    zero = steps[0].start
+    found = [(step, piece) for step in steps for piece in step.slices if piece.kind == kind and piece.worker in place]
+    marker: dict[str, Any] = {"color": COLOURS[kind], "line": {"width": 0}}
+    if kind == "late":  # told apart by more than its colour
+        marker["pattern"] = {"shape": "/", "size": 5, "fillmode": "overlay", "fgcolor": "white", "fgopacity": 0.6}
+    return {
+        "type": "bar", "orientation": "h", "name": KINDS[kind], "marker": marker,
+        "x": small(piece.seconds for _, piece in found),
+        "base": [round(piece.start - zero, 5) for _, piece in found],
+        "y": [place[piece.worker] for _, piece in found],
+        "customdata": [[step.record.step, piece.worker, round(1000 * piece.seconds, 2)] for step, piece in found],
+        "hovertemplate": HOVER + f"<extra>{KINDS[kind]}</extra>",
+    }  # fmt: skip
+
+
+def _deadlines(steps: Sequence[TimedStep], rows: int) -> list[dict[str, Any]]:
+    due = [step.deadline - steps[0].start for step in steps if step.deadline is not None and step.deadline <= step.stop]
+    if not due:
+        return []
+    x = [value for moment in due for value in (round(moment, 5), round(moment, 5), None)]
+    y = [-0.5, rows - 0.5, None] * len(due)
+    style = {"color": GREY, "width": 2, "dash": "dash"}
+    return [
+        {"type": "scatter", "mode": "lines", "x": x, "y": y, "line": style, "name": "deadline", "hoverinfo": "skip"}
+    ]
+
+
+def _worst(steps: Sequence[TimedStep]) -> str:
+    """Who was last most often, and what the others lost to it here."""
+    turns: dict[int, int] = {}
+    for step in steps:
+        if (worker := step.last) is not None:
+            turns[worker] = turns.get(worker, 0) + 1
+    if not turns:
+        return ""
+    who = max(turns, key=lambda worker: turns[worker])
+    waited = sum(piece.seconds for step in steps for piece in step.slices if piece.kind == "waiting")
+    whole = sum((step.stop - step.start) * len(step.record.workers) for step in steps)
+    part = percent(waited / whole) if whole > 0 else "0 %"
+    return f" Worker {who} was last in {turns[who]} of {len(steps)}; {part} of all time here was waiting."
+
+
+def what_if_picture(tried: WhatIf, judged: Verdict) -> Picture | None:
+    """The run's time beside that of every rule of pace on the same machines."""
+    if not tried.answers:
+        return None
+    rows = [(answer.pace, answer.seconds, BLUE) for answer in tried.answers]
+    rows.append((f"this run{f' ({judged.pace})' if judged.pace else ''}", tried.actual_s, ORANGE))
+    rows.sort(key=lambda row: -row[1])
+    unit, name = (60.0, "minutes") if tried.actual_s >= 120 else (1.0, "seconds")
+    data: list[dict[str, Any]] = [
+        {
+            "type": "bar", "orientation": "h", "showlegend": False,
+            "x": small(seconds / unit for _, seconds, _ in rows), "y": [text(title) for title, _, _ in rows],
+            "text": [duration(seconds) for _, seconds, _ in rows], "textposition": "outside", "cliponaxis": False,
+            "marker": {"color": [colour for _, _, colour in rows]}, "hovertemplate": "%{y}: %{text}<extra></extra>",
+        }
+    ]  # fmt: skip
+    frame = layout(x=f"{name} for the same samples", height=130 + 30 * len(rows), hovermode="closest")
+    frame["yaxis"] |= {"automargin": True}
+    frame["margin"] |= {"r": 70}
+    if tried.limit_s > 0:
+        line = {"color": GREY, "width": 2, "dash": "dash"}
+        frame["shapes"] = [
+            {
+                "type": "line",
+                "x0": tried.limit_s / unit,
+                "x1": tried.limit_s / unit,
+                "y0": 0,
+                "y1": 1,
+                "yref": "paper",
+                "line": line,
+            }
+        ]
+        frame["annotations"] = [
+            {
+                "x": tried.limit_s / unit,
+                "y": 1,
+                "yref": "paper",
+                "yanchor": "bottom",
+                "showarrow": False,
+                "text": "nobody waits",
+            }
+        ]
+        frame["margin"] |= {"t": 28}
+    return Picture("what-if", "What if?", in_words(tried, judged), data, frame)
+
+
+def in_words(tried: WhatIf, judged: Verdict) -> str:
+    """The best choice against this run, how well the replay knows the run, and what it was made of."""
+    if not tried.answers:
+        return tried.why_not
+    said = []
+    best, own = tried.better_than(judged.pace), tried.of(judged.pace)
+    if best is not None:
+        said.append(f"With {best.pace} this run would have taken {_instead(best.seconds, tried.actual_s)}.")
+    elif tried.trusted(judged.pace):
+        said.append(f"No other pace would have been much faster than {judged.pace or 'this one'}.")
+    equal = tried.of("equal")
+    if equal is not None and judged.pace != "equal":
+        said.append(f"With equal shares it would have taken {_instead(equal.seconds, tried.actual_s)}.")
+    if own is not None:
+        off = percent(tried.off_by(judged.pace))
+        care = "" if tried.trusted(judged.pace) else ", so take these figures with care"
+        said.append(f"Replayed under its own pace it takes {duration(own.seconds)}: the replay is off by {off}{care}.")
+    if tried.replayed < tried.steps:
+        said.append(f"Estimated from {tried.replayed:,} of {tried.steps:,} steps.")
+    return " ".join(said)
+
+
+def _instead(seconds: float, actual_s: float) -> str:
+    return f"{duration(seconds)} instead of {duration(actual_s)}"

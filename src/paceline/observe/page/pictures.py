@@ -1,0 +1,262 @@
+"""The pictures over the whole run: shares, speed, forecast, learning, who was there, late work. Pure: buckets in,
+Plotly's plain data out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.observe.chronicle import Bucket
+from paceline.observe.evaluations import MEANS, Evaluation
+from paceline.observe.page.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    WORKERS,
+    Picture,
+    band,
+    layout,
+    line,
+    row_axis,
+    small,
+    worker_colours,
+)
+from paceline.observe.words import percent
+
+STATES = {1: ("sat out", "#56B4E9"), 2: ("at work", BLUE), 3: ("late", RED)}
+"""Who was there, by number: the highest in a bucket is drawn, but for a worker that was away, 0, which is a gap."""
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Story:
+    """All that the pictures need of a run."""
+
+    buckets: Sequence[Bucket]
+    workers: tuple[int, ...]
+    """In the order of the buckets' arrays."""
+    machines: Mapping[int, str]
+    evaluations: Sequence[Evaluation] = ()
+
+    @property
+    def steps(self) -> list[int]:
+        return [bucket.last for bucket in self.buckets]
+
+    @property
+    def grain(self) -> int:
+        """Steps a point of the pictures stands for, at most."""
+        return max((bucket.steps for bucket in self.buckets), default=1)
+
+    def stuck(self) -> dict[int, float]:
+        """Part of the run's time that each worker spent on micro-batches that came too late for their round."""
+        whole = sum(bucket.wall_s for bucket in self.buckets)
+        total = self.table(lambda b: b.stuck_s).sum(axis=0)
+        return {worker: float(s) / whole for worker, s in zip(self.workers, total)} if whole > 0 else {}
+
+    def column(self, of: Callable[[Bucket], float]) -> list[float]:
+        return [of(bucket) for bucket in self.buckets]
+
+    def table(self, of: Callable[[Bucket], Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.array([of(bucket) for bucket in self.buckets])
+
+    def name(self, worker: int) -> str:
+        known = self.machines.get(worker)
+        return f"worker {worker}" + (f" ({known})" if known else "")
+
+
+def pictures(story: Story) -> list[Picture]:
+    """Those that have something to show, in the order of the page."""
+    if not story.buckets:
+        return []
+    drawn = [speed(story), shares(story), learning(story), forecast(story), presence(story), late_work(story)]
+    return [picture for picture in drawn if picture is not None]
+
+
+def speed(story: Story) -> Picture:
+    """Throughput against the limit; the band holds every single step."""
+    steps = story.steps
+    reached = story.column(lambda b: _over(b.samples, b.wall_s))
+    limit = story.column(lambda b: _over(b.samples, b.ideal_s))
+    data = [line(steps, limit, "the limit: the sum of the workers' own speeds", GREY, line={"dash": "dash"})]
+    said = "Samples a second of the fleet, step by step."
+    if story.grain > 1:
+        data += band(steps, story.column(lambda b: b.speed[0]), story.column(lambda b: b.speed[1]), "reached", BLUE)
+        said += f" Each point is {story.grain} steps; the band reaches from the slowest of them to the fastest."
+    data.append(line(steps, reached, "reached", BLUE))
+    ceiling = 1.15 * float(np.nanpercentile([v for v in limit + reached if math.isfinite(v)] or [1.0], 99))
+    frame = layout(y="samples/s")
+    frame["yaxis"] |= {"range": [0, ceiling]}
+    return Picture("speed", "Speed against the limit", said, data, frame)
+
+
+def shares(story: Story) -> Picture | None:
+    """Who did which part of the samples, stacked to 100 %."""
+    if len(story.workers) < 2:
+        return None
+    done = story.table(lambda b: b.done)
+    total = done.sum(axis=1, keepdims=True)
+    part = 100 * np.divide(done, total, out=np.zeros_like(done), where=total > 0)
+    order = list(range(len(story.workers)))
+    many = len(order) > len(WORKERS)
+    if many:
+        busy = story.table(lambda b: b.busy_s).sum(axis=0)
+        own = np.divide(done.sum(axis=0), busy, out=np.zeros(len(order)), where=busy > 0)
+        order.sort(key=lambda column: own[column])
+    colours = worker_colours(len(order))
+    data = [
+        line(story.steps, part[:, column], story.name(story.workers[column]).replace("emulated ", ""), colour,
+             stackgroup="all", fillcolor=colour, line={"width": 0}, showlegend=not many, hovertemplate="%{y:.1f} %")
+        for column, colour in zip(order, colours)
+    ]  # fmt: skip
+    frame = layout(y="% of the samples", height=340)
+    frame["yaxis"] |= {"range": [0, 100]}
+    if many:
+        frame["hovermode"] = "closest"
+    how = "The slowest machine is at the bottom and dark, the fastest on top and bright." if many else ""
+    return Picture("shares", "Shares of the work", f"Each worker's part of every batch. {how}".strip(), data, frame)
+
+
+def learning(story: Story) -> Picture | None:
+    """Loss, and whatever was evaluated or added up, as means over samples."""
+    loss = story.column(lambda b: b.loss[1])
+    means = _means(story)
+    if not any(map(math.isfinite, loss)) and not means and not story.evaluations:
+        return None
+    data: list[dict[str, Any]] = []
+    if story.grain > 1:
+        data += band(story.steps, story.column(lambda b: b.loss[0]), story.column(lambda b: b.loss[2]), "loss", BLUE)
+    data.append(line(story.steps, loss, "loss (left)", BLUE))
+    frame = layout(y="loss")
+    on_right = [(name, story.steps, values, "lines") for name, values in means.items()]
+    for name in dict.fromkeys(key for each in story.evaluations for key in each.means):
+        points = [(each.step, each.means[name]) for each in story.evaluations if name in each.means]
+        on_right.append((f"{name}, evaluated", [step for step, _ in points], [v for _, v in points], "lines+markers"))
+    for (name, steps, values, mode), colour in zip(on_right, (ORANGE, GREEN, PURPLE, RED)):
+        data.append(line(steps, values, f"{name} (right)", colour, mode=mode, yaxis="y2"))
+    if on_right:
+        frame["yaxis2"] = {"overlaying": "y", "side": "right", "showgrid": False, "tickmode": "auto", "zeroline": False,
+                           "title": {"text": "mean over samples"}}  # fmt: skip
+        frame["margin"] |= {"r": 64}
+    said = f"The last loss was {_last(loss):.3g}." if math.isfinite(_last(loss)) else ""
+    return Picture("learning", "Loss and what was evaluated", said or "No loss was recorded.", data, frame)
+
+
+def forecast(story: Story) -> Picture | None:
+    """What the pacer expected of the last worker against what that step took."""
+    if not any(bucket.expected_s > 0 for bucket in story.buckets):
+        return None
+    told = [bucket for bucket in story.buckets if bucket.expected_s > 0]
+    steps = [bucket.last for bucket in told]
+    counts = [bucket.steps for bucket in told]
+    expected = [1000 * b.expected_s / n for b, n in zip(told, counts)]
+    took = [1000 * b.took_s / n for b, n in zip(told, counts)]
+    off = sum(abs(b.expected_s - b.took_s) for b in told) / max(1e-12, sum(b.took_s for b in told))
+    data = [line(steps, took, "took", BLUE), line(steps, expected, "expected", ORANGE, line={"dash": "dot"})]
+    said = f"Own compute of the last worker to finish. The forecast was off by {percent(off)} on average."
+    return Picture("forecast", "Forecast and what happened", said, data, layout(y="ms a step"))
+
+
+def presence(story: Story) -> Picture | None:
+    """A strip a worker: at work, sitting out, late, away."""
+    if len(story.workers) < 2:
+        return None
+    rows = list(enumerate(story.workers))[:MOST_ROWS]
+    present, late = story.table(lambda b: b.present), story.table(lambda b: b.late)
+    idle = story.table(lambda b: b.idle)
+    state = np.where(late > 0, 3, np.where(idle >= np.maximum(present, 1), 1, 2))
+    away = present < story.table(lambda b: np.full(len(story.workers), b.steps))
+    z = [[None if away[k, column] else int(state[k, column]) for k in range(len(state))] for column, _ in rows]
+    seen = sorted({value for row in z for value in row if value is not None}) or [2]
+    data: list[dict[str, Any]] = [
+        {
+            "type": "heatmap", "x": story.steps, "y": list(range(len(rows))), "z": z, "zmin": 1, "zmax": 3,
+            "colorscale": _steps_of_colour(), "showscale": False, "ygap": 2, "hoverongaps": False,
+            "text": [[STATES[value][0] if value else "" for value in row] for row in z] if len(rows) <= 16 else None,
+            "hovertemplate": "%{y}, step %{x}" + (": %{text}" if len(rows) <= 16 else "") + "<extra></extra>",
+        }
+    ]  # fmt: skip
+    data += [
+        {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "name": name,
+         "marker": {"color": colour, "symbol": "square", "size": 11}}
+        for value, (name, colour) in STATES.items() if value in seen
+    ]  # fmt: skip
+    frame = layout(height=110 + min(22, max(6, 480 // len(rows))) * len(rows), hovermode="closest")
+    frame["yaxis"] = row_axis([(worker, story.machines.get(worker, "")) for _, worker in rows])
+    moved = changes(story)
+    said = (
+        f"{moved} A gap is a worker that was away." if moved else "Everybody was there from the first step to the last."
+    )
+    return Picture("presence", "Who was there", said, data, frame)
+
+
+def changes(story: Story, most: int = 6) -> str:
+    """Who came and who left, in words; empty when nobody did."""
+    table = story.table(lambda b: b.present)
+    told: list[tuple[int, str]] = []
+    for column, worker in enumerate(story.workers):
+        here = [k for k in range(len(table)) if table[k, column] > 0]
+        if here and here[0] > 0:
+            told.append((story.buckets[here[0]].first, f"worker {worker} came at step {story.buckets[here[0]].first}"))
+        if here and here[-1] < len(table) - 1:
+            told.append(
+                (story.buckets[here[-1]].last, f"worker {worker} left after step {story.buckets[here[-1]].last}")
+            )
+    if not told:
+        return ""
+    words = [words for _, words in sorted(told)]
+    more = f" and {len(words) - most} more changes" if len(words) > most else ""
+    said = "; ".join(words[:most]) + more
+    return said[0].upper() + said[1:] + "."
+
+
+def late_work(story: Story) -> Picture | None:
+    """Samples that were dealt, not finished in their step, and dealt again; nothing when there were none."""
+    undone = story.column(lambda b: b.undone)
+    if not any(undone):
+        return None
+    late = story.table(lambda b: b.late).sum(axis=0)
+    worst = int(np.argmax(late))
+    who = (
+        f" {story.name(story.workers[worst]).capitalize()} was late most often: {int(late[worst]):,} steps."
+        if late.any()
+        else ""
+    )
+    data = [
+        {"type": "bar", "x": story.steps, "y": small(undone), "name": "dealt, not finished in its step",
+         "marker": {"color": RED}},
+    ]  # fmt: skip
+    said = (
+        f"More is dealt than a deadline needs. What was not finished by then, {sum(undone):,.0f} samples in all, "
+        f"stayed in its queue and was dealt again; none was lost (see the audit).{who}"
+    )
+    return Picture("late", "Late and dealt again", said, data, layout(y="samples", bargap=0))
+
+
+def _means(story: Story) -> dict[str, list[float]]:
+    """Figures the user added up, over the samples of the same steps."""
+
+    def mean(name: str) -> list[float]:
+        return story.column(lambda bucket: _over(bucket.sums.get(name, math.nan), bucket.samples))
+
+    return {MEANS.get(name, name): mean(name) for name in dict.fromkeys(n for b in story.buckets for n in b.sums)}
+
+
+def _steps_of_colour() -> list[list[Any]]:
+    """A scale without transitions: each state has its third."""
+    bands = [(place / 3, (place + 1) / 3, STATES[place + 1][1]) for place in range(3)]
+    return [[edge, colour] for low, high, colour in bands for edge in (low, high)]
+
+
+def _over(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else math.nan
+
+
+def _last(values: Sequence[float]) -> float:
+    return next((value for value in reversed(values) if math.isfinite(value)), math.nan)

@@ -1,0 +1,159 @@
+"""What if the same machines had been paced otherwise? The run's record, replayed through the simulator.
+
+Each worker's seconds a sample, step by step, are what happened; the rules of pace are tried on them, with the run's own
+mean time for the round and the rest. The time a rule needs for the run's samples is ``samples / throughput``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.observe.figures import summarise
+from paceline.records import StepRecord
+
+MOST_NUMBERS = 16_000
+"""Steps times workers that are replayed at most: one or two seconds of work."""
+FEWEST_STEPS = 20
+"""A shorter stretch says nothing about a rule that learns."""
+TRUSTED = 0.15
+"""A replay of the run under its own pace that is further off than this is no ground for advice."""
+WORTH = 1.05
+"""Times as fast as the run that another pace must be to be worth a word."""
+USUAL, AS_GOOD = "adaptive", 1.05
+"""The default pace, and how many times the best time still counts as good: a replay is no more exact."""
+SAME = {"naive": "equal", "smoothed": "cutoff"}
+"""Paces that the simulator's table calls by another name."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One rule of pace on the run's own machines."""
+
+    pace: str
+    seconds: float
+    """What the steps of the whole run would have taken."""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    answers: tuple[Answer, ...] = ()
+    """The fastest first."""
+    actual_s: float = 0.0
+    """What the steps of the run took."""
+    limit_s: float = 0.0
+    """What they would have taken had nobody ever waited; the round and the rest are in it, as in every answer."""
+    replayed: int = 0
+    steps: int = 0
+    why_not: str = ""
+    """Why there are no answers, in a sentence; empty when there are."""
+
+    def of(self, pace: str) -> Answer | None:
+        return next((answer for answer in self.answers if answer.pace == pace), None)
+
+    def off_by(self, pace: str) -> float:
+        """How far the replay under the run's own pace is from the run, as a ratio; 0 when it was not replayed."""
+        own = self.of(pace)
+        return abs(own.seconds / self.actual_s - 1) if own is not None and self.actual_s > 0 else 0.0
+
+    def trusted(self, pace: str) -> bool:
+        return self.off_by(pace) < TRUSTED
+
+    def _best(self) -> Answer | None:
+        """The fastest; of those that are as good as the fastest, the default."""
+        usual = self.of(USUAL)
+        fastest = self.answers[0] if self.answers else None
+        return usual if usual and fastest and usual.seconds <= fastest.seconds * AS_GOOD else fastest
+
+    def better_than(self, pace: str) -> Answer | None:
+        """The fastest, when it beats the run, and its own pace replayed, by a few per cent."""
+        best, own = self._best(), self.of(pace)
+        if best is None or best is own or not self.trusted(pace):
+            return None
+        to_beat = min(self.actual_s, own.seconds) if own is not None else self.actual_s
+        return best if best.seconds < to_beat / WORTH else None
+
+
+def what_if(records: Sequence[StepRecord]) -> WhatIf:
+    """Replay the longest stretch with the same workers (its last steps, when it is long) and scale to the run."""
+    stretch = longest_stretch(records)
+    size = len(stretch[0].workers) if stretch else 0
+    if size < 2:
+        return WhatIf(why_not="There is nothing to deal out differently: one worker only." if size else "No steps.")
+    stretch = stretch[-max(FEWEST_STEPS, MOST_NUMBERS // size) :]
+    if len(stretch) < FEWEST_STEPS:
+        return WhatIf(why_not=f"Too short: {len(stretch)} steps with the same workers, {FEWEST_STEPS} are needed.")
+    try:
+        seconds = _replayed(stretch)
+    except ValueError as error:  # the simulator says what the record lacks
+        return WhatIf(why_not=f"This record cannot be replayed: {error}.")
+    return _answers(seconds, records, stretch)
+
+
+def longest_stretch(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """The longest run of steps with the same workers; the later of two."""
+    best, start = (0, 0), 0
+    for stop in range(1, len(records) + 1):
+        if stop == len(records) or records[stop].workers != records[start].workers:
+            best = max(best, (start, stop), key=lambda span: (span[1] - span[0], span[0]))
+            start = stop
+    return records[best[0] : best[1]]
+
+
+def _replayed(stretch: Sequence[StepRecord]) -> dict[str, float]:
+    """Seconds each of the simulator's rules needs for the samples of the stretch, by the rule's name there."""
+    from paceline.simulate import compare
+    from paceline.simulate.recorded import equal_share_seconds
+
+    matrix = equal_share_seconds(stretch)
+    shares = sum(record.total for record in stretch) / _samples_of_a_share(matrix, stretch)
+    outcomes = compare(matrix, overhead_s=_other_s(stretch))
+    return {outcome.name: shares / outcome.throughput for outcome in outcomes}
+
+
+def _samples_of_a_share(matrix: NDArray[np.float64], stretch: Sequence[StepRecord]) -> float:
+    """Samples of the equal share that the matrix is about: its seconds over a worker's own seconds a sample."""
+    return float(
+        np.median(
+            [
+                row[place] * n / s
+                for row, record in zip(matrix, stretch)
+                for place, (n, s) in enumerate(zip(record.samples, record.seconds))
+                if n > 0 and s > 0
+            ]
+        )
+    )
+
+
+def _other_s(stretch: Sequence[StepRecord]) -> float:
+    """Mean seconds of a step that are nobody's compute: the round, the update, the rest."""
+    figures = summarise(stretch)
+    return max(0.0, (figures.round + figures.rest) * figures.seconds / max(1, figures.steps))
+
+
+def _answers(seconds: Mapping[str, float], records: Sequence[StepRecord], stretch: Sequence[StepRecord]) -> WhatIf:
+    factor = sum(record.total for record in records) / max(1, sum(record.total for record in stretch))
+    named = {SAME.get(name, name): factor * value for name, value in seconds.items() if math.isfinite(value)}
+    answers = [Answer(pace, value) for pace, value in named.items() if _can_be_chosen(pace)]
+    return WhatIf(
+        answers=tuple(sorted(answers, key=lambda answer: answer.seconds)),
+        actual_s=sum(record.wall_s for record in records if math.isfinite(record.wall_s)),
+        limit_s=factor * seconds.get("limit", 0.0),
+        replayed=len(stretch),
+        steps=len(records),
+    )
+
+
+def _can_be_chosen(name: str) -> bool:
+    """Whether ``--pace`` takes this name: the simulator also plays yardsticks that know what is to come."""
+    from paceline.pace import make
+
+    try:
+        make(name)
+    except ValueError:
+        return False
+    return True

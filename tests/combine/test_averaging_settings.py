@@ -1,0 +1,97 @@
+"""What the averages may be set to."""
+
+import math
+from typing import Any
+
+import pytest
+
+from paceline.combine.averaging_settings import Averaging, ElasticAverage
+from paceline.combine.outer import Outer
+from paceline.combine.weights import Work
+
+
+def test_rounds_come_every_two_seconds_unless_told_otherwise() -> None:
+    assert Averaging().period_s == 2.0
+    assert Averaging(every_steps=8).period_s is None
+
+
+def test_the_named_rule_weighs_the_work() -> None:
+    work = Work(steps=[3, 1])
+    assert Averaging(weights="samples").mix(work).weights.tolist() == [0.75, 0.25]
+    assert Averaging(weights="uniform").mix(work).weights.tolist() == [0.5, 0.5]
+
+
+def test_groups_hold_every_rank_once() -> None:
+    settings = Averaging(groups=[[0, 3], [1, 2]])
+    assert settings.groups == ((0, 3), (1, 2))
+    settings.check(4)
+    for workers in (3, 5):
+        with pytest.raises(ValueError, match="each rank from 0"):
+            settings.check(workers)
+    with pytest.raises(ValueError, match="each rank from 0 to 1 exactly once"):
+        Averaging(groups=[[0, 1], [1]]).check(2)
+
+
+@pytest.mark.parametrize(
+    ("bad", "part"),
+    [
+        ({"period_s": 0}, "period_s is 0"),
+        ({"period_s": -1.0}, "above 0"),
+        ({"period_s": math.inf}, "period_s is inf"),
+        ({"period_s": math.nan}, "period_s is nan"),
+        ({"every_steps": 0}, "every_steps is 0"),
+        ({"every_steps": 1.5}, "whole number from 1"),
+        ({"every_steps": True}, "whole number from 1"),
+        ({"every_steps": 2, "period_s": 1.0}, "exclude each other"),
+        ({"weights": "best"}, "choose one of wp, uniform, samples, normalised, mse"),
+        ({"weight_decay": -1.0}, "weight_decay is -1"),
+        ({"outer": 0.7}, "outer is 0.7"),
+        ({"overlap": 1.5}, "overlap is 1.5"),
+        ({"groups": []}, "at least one group"),
+        ({"groups": [[0], []]}, "none of them empty"),
+        ({"groups": 2}, "lists of ranks"),
+    ],
+)
+def test_an_average_that_makes_no_sense_is_refused_with_what_to_do(bad: Any, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        Averaging(**bad)
+
+
+@pytest.mark.parametrize(
+    ("bad", "part"),
+    [
+        ({"tau": 0}, "tau is 0"),
+        ({"tau": 2.0}, "whole number from 1"),
+        ({"alpha": 0.0}, "alpha is 0"),
+        ({"alpha": 1.5}, r"at most 2 / \(1 \+ workers\)"),
+        ({"alpha": math.nan}, "alpha is nan"),
+        ({"weights": "wp"}, "choose one of fixed, dynamic, missed, clipped, known"),
+        ({"momentum": 0.9}, "choose one of keep, fade, reset"),
+        ({"reading": "both"}, "choose one of growth, fall"),
+        ({"thresholds": (0.0, 0.4)}, "stalls early training"),
+        ({"thresholds": (0.4, 0.1)}, "0 < low < high"),
+        ({"thresholds": (0.1,)}, "two scores"),
+        ({"coefficients": ()}, "newest first and heaviest"),
+        ({"coefficients": (0.1, 0.9)}, "newest first and heaviest"),
+        ({"coefficients": (0.5, -0.5)}, "numbers above 0"),
+        ({"warm_up": -1}, "warm_up is -1"),
+        ({"power": 0.0}, "power is 0"),
+        ({"radius": 0.0}, "radius is 0"),
+        ({"overlap": 1.0}, "from 0 to below 1"),
+        ({"overlap": -0.1}, "overlap is -0.1"),
+    ],
+)
+def test_an_elastic_average_that_makes_no_sense_is_refused_with_what_to_do(bad: Any, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        ElasticAverage(**bad)
+
+
+def test_an_alpha_beyond_the_fleet_s_bound_is_refused_when_the_fleet_is_known() -> None:
+    ElasticAverage(alpha=0.4).check(4)
+    with pytest.raises(ValueError, match=r"stable for 0 < alpha <= 0\.2222"):
+        ElasticAverage(alpha=0.4).check(8)
+
+
+def test_settings_are_values() -> None:
+    assert Averaging(outer=Outer(lr=0.5)) == Averaging(outer=Outer(lr=0.5))
+    assert ElasticAverage(tau=2) != ElasticAverage(tau=4)

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import csv
+import json
+import struct
+
+import pytest
+from page_runs import calm_run, record, run_event, run_with_a_death, run_with_deadlines, step, write
+
+from paceline.observe import read_log
+from paceline.observe.exports import scalars, write_csv, write_perfetto, write_tensorboard
+from paceline.observe.exports import tensorboard as tb
+
+
+def log_of(tmp_path, events):
+    return read_log(write(tmp_path / "run", events))
+
+
+@pytest.fixture(params=[calm_run, run_with_a_death, run_with_deadlines], ids=["calm", "death", "deadlines"])
+def trace(request, tmp_path):
+    path = write_perfetto(log_of(tmp_path, request.param()), tmp_path / "trace.json")
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def ns(event):
+    return round(event["ts"] * 1000), round((event["ts"] + event.get("dur", 0)) * 1000)
+
+
+def test_slices_of_a_track_nest_and_never_cross(trace):
+    tracks: dict[int, list] = {}
+    for event in trace:
+        if event["ph"] == "X":
+            tracks.setdefault(event["tid"], []).append((*ns(event), event["name"]))
+    assert len(tracks) == 4
+    for slices in tracks.values():
+        open_until: list[int] = []
+        for start, stop, name in sorted(slices, key=lambda piece: (piece[0], -piece[1])):
+            while open_until and open_until[-1] <= start:
+                open_until.pop()
+            assert stop >= start
+            assert not open_until or stop <= open_until[-1], name
+            assert bool(open_until) != name.startswith("step ")  # parts lie within a step, steps within nothing
+            open_until.append(stop)
+
+
+def test_times_are_microseconds_from_the_first_step_on(tmp_path):
+    log = log_of(
+        tmp_path,
+        [
+            run_event(1),
+            step(0, (5,), speeds=(10.0,), wall_s=0.75, t=1005.0),
+            step(1, (5,), speeds=(10.0,), wall_s=0.5, t=1006.0),
+        ],
+    )
+    events = json.loads(write_perfetto(log, tmp_path / "t.json").read_text())["traceEvents"]
+    steps = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["cat"] == "step"]
+    assert steps == [("step 0", 0.0, 750_000.0), ("step 1", 1_250_000.0, 500_000.0)]
+
+
+def test_every_track_has_a_name_and_counters_hold_share_speed_and_loss(trace):
+    named = {event["tid"] for event in trace if event["name"] == "thread_name"}
+    assert named == {event["tid"] for event in trace if event["ph"] == "X"}
+    counters = {event["name"] for event in trace if event["ph"] == "C"}
+    assert counters == {"share", "samples/s", "loss"}
+    assert all(isinstance(v, (int, float)) for e in trace if e["ph"] == "C" for v in e["args"].values())
+
+
+def test_arrows_lead_from_the_late_worker_into_the_waits_for_it(tmp_path):
+    log = log_of(tmp_path, [run_event(), *(step(k, (64,) * 4, speeds=(500.0, 500.0, 500.0, 100.0)) for k in range(3))])
+    events = json.loads(write_perfetto(log, tmp_path / "t.json").read_text())["traceEvents"]
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert len(starts) == 3 * 3
+    assert {e["tid"] for e in starts.values()} == {4}
+    assert {e["tid"] for e in ends.values()} == {1, 2, 3}
+    for flow, kind in ((starts, "compute"), (ends, "waiting")):
+        for arrow in flow.values():
+            around = [e for e in events if e["ph"] == "X" and e["tid"] == arrow["tid"] and e["cat"] == kind]
+            assert any(ns(e)[0] <= ns(arrow)[0] < ns(e)[1] for e in around)
+
+
+def test_a_run_without_steps_is_an_empty_trace(tmp_path):
+    events = json.loads(write_perfetto(log_of(tmp_path, [run_event()]), tmp_path / "t.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events] == ["process_name"]
+
+
+def test_a_run_too_long_for_the_viewer_leaves_its_last_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.observe.exports.perfetto.MOST_ROWS", 40)
+    events = json.loads(write_perfetto(log_of(tmp_path, calm_run(40)), tmp_path / "t.json").read_text())["traceEvents"]
+    assert {e["name"] for e in events if e.get("cat") == "step"} == {f"step {k}" for k in range(30, 40)}
+
+
+def test_the_table_holds_a_line_a_step_and_worker_and_reads_back(tmp_path):
+    log = log_of(tmp_path, run_with_a_death(3, 2))
+    with write_csv(log, tmp_path / "a.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * 4 + 2 * 3
+    last = rows[-1]
+    assert (last["step"], last["worker"], last["samples"], last["deadline_s"]) == ("4", "3", "28", "")
+    assert float(last["seconds"]) == log.records[-1].seconds[-1]
+
+
+def test_a_machine_called_like_a_formula_stays_text_in_a_spreadsheet(tmp_path):
+    log = log_of(tmp_path, [run_event(workers=[{"rank": 0, "device": '=cmd()\n,"x"'}]), step(0, (5,))])
+    with write_csv(log, tmp_path / "a.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert row["machine"] == '\'=cmd()\n,"x"'
+
+
+def fields(data):
+    """Protocol buffers, just enough to read back what was written: (field, value) pairs."""
+    found, at = [], 0
+
+    def varint():
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = data[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while at < len(data):
+        key = varint()
+        kind = key & 7
+        if kind == 0:
+            value = varint()
+        else:
+            size = {1: 8, 5: 4}.get(kind) or varint()
+            value, at = data[at : at + size], at + size
+        found.append((key >> 3, value))
+    return found
+
+
+def frames(data):
+    at = 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        assert struct.unpack_from("<I", data, at + 8)[0] == tb._masked(data[at : at + 8])
+        body = data[at + 12 : at + 12 + length]
+        assert struct.unpack_from("<I", data, at + 12 + length)[0] == tb._masked(body)
+        yield dict(fields(body)), body
+        at += 16 + length
+
+
+def test_tensorboard_reads_every_figure_at_its_step(tmp_path):
+    events = [*calm_run(5)[:-1], {"event": "evaluate", "t": 1500.0, "step": 4, "result": {"correct": 30, "count": 40}}]
+    file = write_tensorboard(log_of(tmp_path, events), tmp_path / "tb")
+    assert file.name.startswith("events.out.tfevents.")
+    first, *rest = [event for event, _ in frames(file.read_bytes())]
+    assert first[3] == b"brain.Event:2"
+    found = {}
+    for event in rest:
+        for _, value in fields(event[5]):
+            pair = dict(fields(value))
+            found[pair[1].decode(), event.get(2, 0)] = struct.unpack("<f", pair[2])[0]
+    assert found["loss", 3] == pytest.approx(0.5)
+    assert found["share/worker 3", 0] == 23
+    assert found["evaluate/accuracy", 4] == 0.75
+    assert len([1 for name, _ in found if name == "loss"]) == 5
+
+
+def test_the_checksum_is_castagnolis():
+    assert tb.crc32c(b"123456789") == 0xE3069283
+    assert tb.crc32c(b"\x00" * 32) == 0x8A9136AA
+
+
+def test_scalars_are_finite_numbers_with_what_was_not_measured_left_out():
+    told = scalars(
+        record(0, (5, 5), speeds=(10.0, 5.0), loss=None, sums={"correct": 7, "bad": float("nan")}, wall_s=2.0)
+    )
+    assert told["speed/samples_per_s"] == 5.0
+    assert told["compute_s/worker 1"] == 1.0
+    assert told["sum/correct"] == 7.0
+    assert {"loss", "sum/bad", "time/deadline_s"}.isdisjoint(told)

@@ -1,0 +1,200 @@
+"""The pages in a real browser: what a person sees, and that the browser has nothing to complain about."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from browser_rig import browser, complaints, until
+from page_runs import calm_run, run_event, run_with_a_death, run_with_deadlines, step, write
+
+from paceline.observe import read_log
+from paceline.observe.page import report_page
+
+pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
+pytest.importorskip("starlette", reason="the live page needs starlette (extra view)")
+
+from paceline.observe.server import LivePage
+
+pytestmark = pytest.mark.browser
+
+PLOTS = "document.querySelectorAll('.plot.js-plotly-plot').length"
+TEXT = "document.body.innerText"
+
+
+@pytest.fixture(scope="module")
+def opened():
+    with browser() as driver:
+        yield driver
+
+
+@pytest.fixture
+def window(opened):
+    """The window, empty, and with nothing in its console from the test before."""
+    opened.get("about:blank")
+    opened.get_log("browser")
+    return opened
+
+
+@pytest.fixture
+def page(tmp_path):
+    """A live page of a run of 20 steps that goes on."""
+    live = LivePage(write(tmp_path / "run", calm_run(20)[:-1]))
+    yield live
+    live.close()
+
+
+def append(page, *events):
+    with (page.live.path / "events.jsonl").open("a") as log:
+        log.write("".join(json.dumps(event) + "\n" for event in events))
+
+
+def open_report(window, tmp_path, events):
+    file = tmp_path / "report.html"
+    file.write_text(report_page(read_log(write(tmp_path / "run", events))), encoding="utf-8")
+    window.get(file.as_uri())
+    until(window, "document.documentElement.dataset.drawn === 'yes'")
+
+
+def colour(window, selector, what):
+    return window.execute_script(f"return getComputedStyle(document.querySelector('{selector}')).{what}")
+
+
+@pytest.mark.parametrize(
+    "events", [calm_run(), run_with_a_death(), run_with_deadlines()], ids=["calm", "death", "late"]
+)
+def test_every_picture_of_the_report_is_drawn_and_the_browser_complains_of_nothing(window, tmp_path, events):
+    open_report(window, tmp_path, events)
+    assert window.execute_script(f"return {PLOTS}") == window.execute_script(
+        "return document.querySelectorAll('figure').length"
+    )
+    assert "How fast?" in window.execute_script(f"return {TEXT}")
+    assert complaints(window) == []
+
+
+def test_a_report_of_a_run_without_steps_opens_without_complaint(window, tmp_path):
+    open_report(window, tmp_path, [run_event()])
+    assert "No steps were recorded" in window.execute_script(f"return {TEXT}")
+    assert complaints(window) == []
+
+
+def test_names_with_html_in_them_run_no_script_and_are_read_as_they_are(window, tmp_path):
+    bad = "<img src=x onerror='window.caught=1'><b>bold</b>"
+    machines = [{"rank": r, "device": bad} for r in range(4)]
+    open_report(
+        window, tmp_path, [run_event(name=bad, workers=machines), *(step(k, sums={bad: 1.0}) for k in range(30))]
+    )
+    assert bad in window.execute_script("return document.querySelector('h1').innerText")
+    assert window.execute_script("return [window.caught, document.querySelectorAll('img, .plot b').length]") == [
+        None,
+        0,
+    ]
+    assert "<b>bold</b>" in window.execute_script("return document.querySelector('#timeline .ytick text').textContent")
+
+
+def test_light_dark_and_print_each_have_their_own_colours(window, tmp_path):
+    open_report(window, tmp_path, calm_run())
+    seen = {}
+    for scheme, medium in (("light", ""), ("dark", ""), ("dark", "print")):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": medium, "features": features})
+        seen[scheme, medium] = [colour(window, "body", "backgroundColor"), colour(window, "#speed .xtick text", "fill")]
+    window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+    assert seen["light", ""] == ["rgb(255, 255, 255)", "rgb(27, 31, 36)"]
+    assert seen["dark", ""] == ["rgb(15, 20, 25)", "rgb(230, 237, 243)"]
+    assert seen["dark", "print"] == seen["light", ""]
+
+
+def test_the_live_page_shows_a_death_the_new_shares_and_the_end_and_survives_a_reload(window, page):
+    window.get(page.url)
+    until(window, f"{TEXT}.includes('step 20')")
+    death = run_with_a_death(before=20, after=20)
+    append(page, *death[21:-1])
+    until(window, f"{TEXT}.includes('worker 2 was killed by signal 9')")
+    until(window, f"{TEXT}.includes('Worker 2 left after step 19')")
+    window.execute_script("document.querySelector('#shares').scrollIntoView()")
+    until(window, "document.querySelector('#shares .plot').data?.[2].y.at(-1) === 0")
+    window.refresh()
+    until(window, f"{TEXT}.includes('step 40') && {TEXT}.includes('Worker 2 left after step 19')")
+    append(page, death[-1])
+    until(window, "document.getElementById('link').textContent === 'ended'")
+    until(window, f"{TEXT}.includes('finished')")
+    assert complaints(window) == []
+
+
+def test_a_step_is_on_the_screen_within_a_second(window, page):
+    window.get(page.url)
+    until(window, f"{TEXT}.includes('step 20')")
+    took = []
+    for k in range(20, 25):
+        append(page, step(k))
+        started = time.monotonic()
+        until(window, f"{TEXT}.includes('step {k + 1}')")
+        took.append(time.monotonic() - started)
+    assert max(took) < 1.5  # a second, and the browser's driver looks only every tenth of one
+    assert sorted(took)[2] < 1.0
+
+
+def test_a_server_that_goes_away_is_said_so_and_found_again(window, page):
+    window.get(page.url)
+    until(window, f"{TEXT}.includes('step 20')")
+    port = int(page.url.rstrip("/").rpartition(":")[2])
+    page.close()
+    until(window, f"{TEXT}.includes('connection lost')")
+    again = LivePage(page.live.path, port=port)
+    try:
+        until(window, "document.getElementById('link').textContent !== 'connection lost; trying again'")
+        append(page, step(20))
+        until(window, f"{TEXT}.includes('step 21')")
+    finally:
+        again.close()
+
+
+@pytest.mark.fleet
+def test_a_real_run_with_a_killed_worker_is_seen_to_die_and_who_died_is_named(window, tmp_path):
+    script = Path(__file__).parents[2] / "examples" / "digits.py"
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.cli",
+        "run",
+        "-q",
+        "-n",
+        "4",
+        "--emulate",
+        "1,1,2,4",
+        "--runs",
+        str(tmp_path),
+    ]
+    run = subprocess.Popen(
+        [*command, str(script), "--epochs", "200"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        folder = _eventually(lambda: next(iter(tmp_path.glob("*/events.jsonl")), None)).parent
+        page = LivePage(folder)
+        window.get(page.url)
+        until(window, f"{TEXT}.includes('samples/s') && {PLOTS} > 2", seconds=60)
+        os.kill(page.live.run["workers"][2]["pid"], signal.SIGKILL)
+        until(window, "document.getElementById('link').textContent === 'ended'", seconds=30)
+        said = until(window, f"{TEXT}.includes('error: ') && {TEXT}")
+        assert "worker 2" in said
+        assert "SIGKILL" in said
+        assert complaints(window) == []
+        page.close()
+    finally:
+        run.kill()
+        run.wait()
+
+
+def _eventually(found, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return value
