@@ -1,7 +1,7 @@
 """Small sums by way of the leader: two messages a worker instead of a ring's many.
 
 Gloo's ring has every worker send some ``4 (n - 1)`` messages, each after the one before it, which for a few kilobytes
-is all waiting: 5 ms for 4 workers on two cores, where this takes 0.6. Every worker sends its tensor to the leader, which
+is all waiting: 5 ms for 4 workers on two cores, where this takes 0.6. Every worker sends its tensor to the leader; it
 adds them up in the order of ranks and sends the sum back, so everybody has the same bits.
 """
 
