@@ -13,6 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.combine.averaging_settings import Averaging, ElasticAverage
+    from paceline.combine.outer import Outer
     from paceline.errors import CallMismatch, FleetError, MisuseError, NonFiniteGradients, PacelineError, WorkerLost
     from paceline.fleet import Fleet, join
     from paceline.loop import Steps
@@ -24,8 +26,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Adaptive",
+    "Averaging",
     "CallMismatch",
     "Cutoff",
+    "ElasticAverage",
     "Epoch",
     "Equal",
     "Fixed",
@@ -35,6 +39,7 @@ __all__ = [
     "Joint",
     "MisuseError",
     "NonFiniteGradients",
+    "Outer",
     "PacelineError",
     "Plan",
     "Step",
@@ -45,6 +50,8 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "combine.averaging_settings": ("Averaging", "ElasticAverage"),
+    "combine.outer": ("Outer",),
     "errors": ("CallMismatch", "FleetError", "MisuseError", "NonFiniteGradients", "PacelineError", "WorkerLost"),
     "fleet": ("Fleet", "join"),
     "loop": ("Steps",),

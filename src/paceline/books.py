@@ -53,6 +53,8 @@ class Books:
         self.finished = False
         self.plan: Plan | None = None
         self.full_shares: tuple[int, ...] = ()
+        self.learn: Callable[[StepRecord], None] | None = None
+        """Hears of every record: a forecast that learns while the run goes on."""
         self._transport, self._history, self._observe = transport, history, observe
         self._unit, self._avoid_singles = unit, avoid_singles
         self._compare = False
@@ -190,6 +192,24 @@ class Books:
 
     def note(self, record: StepRecord) -> None:
         self._observe("step", vars(record))
+        if self.learn is not None:
+            self.learn(record)
+
+    # -- for rounds between local steps ------------------------------------------------------------------------------
+
+    def plan_for(self, step: int) -> Plan:
+        """A plan for one global batch."""
+        return self._ask(step, self.dealing.epoch, self.settings.global_batch, False)
+
+    def observe(self, record: StepRecord) -> None:
+        """A round of parameters is over."""
+        self._history.append(record)
+        if self._transport.size > 1:
+            self.pacer.observe(record)
+        self.note(record)
+
+    def next_epoch(self) -> None:
+        self._open_epoch(self.dealing.epoch + 1)
 
     def _open_epoch(self, epoch: int) -> None:
         """Open an epoch or, beyond the last, finish."""

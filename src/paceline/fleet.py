@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,14 +14,18 @@ import numpy as np
 import torch
 
 from paceline import checkpoint, devices, evaluating, machines, replicas
-from paceline.combine import NAMES as COMBINES
 from paceline.combine import Gradients
+from paceline.combine.averaging_settings import Averaging, ElasticAverage
 from paceline.combine.scaling import give_back, take_over
+from paceline.combine.second_order import needs_graph
 from paceline.combine.varying import VaryingCount
+from paceline.combining import check_combine, failures_from_env, make_combine
 from paceline.dealing import make_dealing
 from paceline.endings import end_with_one_line
 from paceline.errors import FleetError, MisuseError
 from paceline.feed import Source
+from paceline.feed.overlap import overlapped
+from paceline.local import LocalSteps
 from paceline.loop import Steps, may_set_deadlines
 from paceline.memory import Guard
 from paceline.pace import Pacer
@@ -45,7 +50,7 @@ logger = logging.getLogger("paceline")
 def join(
     pace: str | Pacer = "adaptive",
     *,
-    combine: str = "gradients",
+    combine: str | Averaging | ElasticAverage = "gradients",
     device: str | torch.device | None = None,
     seed: int = 0,
     nonfinite: str = "stop",
@@ -58,7 +63,8 @@ def join(
     Args:
         pace: who does how many samples: "equal", "epoch", "adaptive", "fixed:1,1,2" or an object such as
             `paceline.Fixed`. PACELINE_PACE overrides it, and the run says so.
-        combine: how the work merges: "gradients".
+        combine: how the work merges: "gradients" (every step), "average" or "elastic-average" (parameters, now and
+            then), or an object such as `paceline.Averaging`. PACELINE_COMBINE overrides it, and the run says so.
         device: where this worker computes; a GPU of its own where there is one, unless given.
         seed: of the shuffle and of everything random in the loop; the same on every worker.
         nonfinite: "stop" (an error that names the worker) or "skip" the update when gradients are NaN or infinite.
@@ -75,7 +81,7 @@ class Fleet:
     def __init__(
         self,
         pace: str | Pacer,
-        combine: str,
+        combine: str | Averaging | ElasticAverage,
         *,
         device: str | torch.device | None,
         seed: int,
@@ -87,9 +93,7 @@ class Fleet:
         asked, overridden = pace, os.environ.get("PACELINE_PACE")
         self.pacer = make_pacer(overridden or pace)
         other_combine = os.environ.get("PACELINE_COMBINE")
-        combine = other_combine or combine
-        if combine not in COMBINES:
-            raise ValueError(f"unknown combine {combine!r}; known: {', '.join(COMBINES)}")
+        self.combine = make_combine(other_combine or combine)
         if nonfinite not in ("stop", "skip"):
             raise ValueError(f'nonfinite must be "stop" or "skip", got {nonfinite!r}')
         self.device = devices.choose(device)
@@ -103,19 +107,22 @@ class Fleet:
             end_with_one_line(error)
             raise
         try:
-            self._set_up(combine, name, run_dir, quiet)
+            self._set_up(name, run_dir, quiet)
             if overridden:
                 self._note("info", f"pace is {self.pacer.name!r} as PACELINE_PACE says, not {_pace_name(asked)!r}")
             if other_combine:
-                self._note("info", f"combine is {combine!r} as PACELINE_COMBINE says")
+                self._note("info", f"combine is {other_combine!r} as PACELINE_COMBINE says")
         except BaseException as error:
             self._transport.close(failure=error)
             if isinstance(error, FleetError):
                 end_with_one_line(error)
             raise
 
-    def _set_up(self, combine: str, name: str | None, run_dir: str | Path | None, quiet: bool) -> None:
+    def _set_up(self, name: str | None, run_dir: str | Path | None, quiet: bool) -> None:
         self.pacer.check(self.size)
+        check_combine(self.combine, self.pacer, self.size)
+        self._learner = self._make_learner()
+        self._failures = failures_from_env(self.seed)
         self.machine = machines.from_env(self.rank)
         self._models: list[torch.nn.Module] = []
         self._tracked: dict[str, Any] = {}
@@ -126,8 +133,9 @@ class Fleet:
         self._overlap = True
         self._steps: Steps | None = None
         self._resume: dict[str, Any] | None = None
+        combine = self.combine if isinstance(self.combine, str) else self.combine.name
         settings = {"pace": self.pacer.name, "combine": combine, "seed": self.seed, "nonfinite": self.nonfinite}
-        must_agree(self._transport, "paceline.join()", settings)
+        must_agree(self._transport, "paceline.join()", {**settings, "combine": repr(self.combine)})
         emulated = self.machine.describe() if self.machine else None
         self._witness = Witness(
             self._transport,
@@ -138,6 +146,14 @@ class Fleet:
             device=self.device,
             emulated=emulated,
         )
+
+    def _make_learner(self) -> Any:
+        """The leader's, when the pacer's forecast learns while the run goes on."""
+        if not self.is_leader or not getattr(getattr(self.pacer, "forecast", None), "learns", False):
+            return None
+        from paceline.learning.background import Learner  # takes a while to import, and few runs need it
+
+        return Learner.for_pacer(self.pacer)
 
     # -- who is here -----------------------------------------------------------------------------------------------
 
@@ -182,6 +198,8 @@ class Fleet:
             give_back(self._scaler)
         for attached in (*self._hooks, *self._guards):
             attached.remove()
+        if self._learner is not None:
+            self._learner.close()
         try:
             self._transport.close(failure=error)
         except FleetError as lost:
@@ -337,7 +355,18 @@ class Fleet:
         ahead: list[list[int]],
     ) -> Steps:
         compiled = any(is_compiled(model) for model in self._models)
-        return Steps(
+        local: dict[str, Any] = {}
+        if not isinstance(self.combine, str):
+            local = {"combine": self.combine, "models": self._models, "failures": self._failures, "lengths": ()}
+            part = getattr(self.combine, "overlap", 0.0) if isinstance(self.combine, ElasticAverage) else 0.0
+            if part:
+                if order is not None or source.length is None:
+                    raise ValueError("an overlap deals the dataset in an order of its own: leave order= out")
+                mixed: Any = overlapped(source.length, workers=self.size, part=part, seed=self.seed)
+                order, local["lengths"] = mixed
+        kind: Any = LocalSteps if local else Steps
+        steps: Steps = kind(
+            **local,
             transport=self._transport,
             pacer=self.pacer,
             gradients=gradients,
@@ -365,10 +394,16 @@ class Fleet:
             snapshot=self._replica,
             restore=lambda state: checkpoint.restore(Path("a peer's state"), state, self._tracked, self._models),
         )
+        steps.learn_with(self._learner.after if self._learner is not None else None)
+        return steps
 
     def _gradients(self, auto: bool) -> Gradients:
-        gradients = Gradients(self._transport, self._models, overlap=self._overlap and not auto)
+        alone = not isinstance(self.combine, str)  # a local step's gradient is this worker's own
+        transport = Alone() if alone else self._transport
+        gradients = Gradients(transport, self._models, overlap=self._overlap and not auto)
         gradients.next_scaler = self._scaler
+        optimizers = [thing for thing in self._tracked.values() if isinstance(thing, torch.optim.Optimizer)]
+        gradients.keep_graph = transport.size == 1 and any(needs_graph(optimizer) for optimizer in optimizers)
         gradients.whole = auto
         return gradients
 
@@ -391,6 +426,14 @@ class Fleet:
         ``score(*batch)`` returns a dict of sums over the batch; the result has those names and "count". The models
         are in evaluation mode and no gradients are kept. All workers call it.
         """
+        with self._meeting("fleet.evaluate()"):
+            return self._evaluate(score, data, batch_size)
+
+    def _meeting(self, label: str) -> AbstractContextManager[Any]:
+        """All workers at one point of the training, with the parameters that are to be shown."""
+        return self._steps.meet(label) if self._steps is not None else nullcontext()
+
+    def _evaluate(self, score: Callable[..., Any], data: Any, batch_size: int | None) -> dict[str, Any]:
         source = Source(data, device=self.device, seed=self.seed)
         try:
             if source.length is None:
@@ -415,26 +458,33 @@ class Fleet:
 
     def agree(self, flag: bool) -> bool:
         """True on every worker when any of them says True: for stopping together. All workers call it."""
-        return any(self._transport.gather("fleet.agree()", bool(flag)))
+        with self._meeting("fleet.agree()"):
+            return any(self._transport.gather("fleet.agree()", bool(flag)))
 
     def save(self, path: str | Path, *, extra: Any = None) -> None:
         """Write everything that is needed to go on: models, tracked objects, the data's position, the pace.
 
         All workers call it, the leader writes. ``extra`` is yours: plain values and tensors.
         """
-        path, problem = Path(path), None
-        if self.is_leader:
-            try:
-                checkpoint.write(path, self._content(extra))
-            except OSError as error:
-                problem = ["OSError", f"cannot write {path}: {error.strerror or error}"]
-            except ValueError as error:
-                problem = ["ValueError", f"fleet.save: {error}"]
-        problem = self._transport.gather("fleet.save()", problem)[0]
+        path = Path(path)
+        with self._meeting("fleet.save()"):
+            problem = self._transport.gather("fleet.save()", self._write(path, extra))[0]
         if problem:
             kind, text = problem
             raise OSError(text) if kind == "OSError" else ValueError(text)
         self._witness.event("save", {"step": self._steps.index if self._steps else 0, "path": str(path)})
+
+    def _write(self, path: Path, extra: Any) -> list[str] | None:
+        """The leader writes the checkpoint; returns what went wrong."""
+        if not self.is_leader:
+            return None
+        try:
+            checkpoint.write(path, self._content(extra))
+        except OSError as error:
+            return ["OSError", f"cannot write {path}: {error.strerror or error}"]
+        except ValueError as error:
+            return ["ValueError", f"fleet.save: {error}"]
+        return None
 
     def _replica(self) -> dict[str, Any]:
         """What makes this worker's replica: its models and everything tracked."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -215,6 +216,11 @@ class Steps:
         return self._next
 
     @property
+    def rounds(self) -> int:
+        """Shared updates so far."""
+        return self._next
+
+    @property
     def progress(self) -> float:
         return self._progress
 
@@ -222,6 +228,14 @@ class Steps:
     def full_shares(self) -> tuple[int, ...]:
         """The shares of the last step of a whole global batch; empty before the first."""
         return self._books.full_shares
+
+    def meet(self, label: str) -> AbstractContextManager[Any]:
+        """Everybody comes to this call, with equal parameters: a step's commit has seen to that."""
+        return nullcontext()
+
+    def learn_with(self, learn: Callable[[StepRecord], None] | None) -> None:
+        """Who hears of every record."""
+        self._books.learn = learn
 
     # -- far behind --------------------------------------------------------------------------------------------------
 

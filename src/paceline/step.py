@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from paceline.combine import second_order
 from paceline.dealing import MicroBatch
 from paceline.errors import MisuseError
 from paceline.feed import seed_micro_batch
@@ -40,6 +41,8 @@ class Step:
         self.applied = False
         """After commit: whether the parameters were updated."""
         self.record: StepRecord | None = None
+        self.round = steps.rounds
+        """Shared updates before this step: with gradients, one a step; with averages, one a round."""
         self.turn = turn
         self._steps = steps
         self._gradients = steps.gradients
@@ -198,7 +201,7 @@ class Step:
                 torch.nn.utils.clip_grad_norm_(self._gradients.buckets.parameters, clip_norm)
             with scaled_rates(optimizers, self._gradients.lr_factor(self._after().weight)):
                 for optimizer in optimizers:
-                    optimizer.step()
+                    second_order.step(optimizer) if second_order.needs_graph(optimizer) else optimizer.step()
         self._committed = True
         self._steps.commit(self, updated)
 

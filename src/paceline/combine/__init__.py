@@ -3,6 +3,6 @@
 from paceline.combine.gradients import Gradients
 from paceline.combine.header import Header
 
-NAMES = ("gradients",)
+NAMES = ("gradients", "average", "elastic-average")
 
 __all__ = ["NAMES", "Gradients", "Header"]

@@ -82,7 +82,7 @@ class Buckets:
 
     # -- during the step -------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, *, last: bool, whole: bool = False) -> None:
+    def backward(self, loss: torch.Tensor, *, last: bool, whole: bool = False, keep_graph: bool = False) -> None:
         """Add the gradient of ``loss``. ``last`` says that nothing more comes in this step.
 
         With ``whole`` a backward that fails half-way (out of memory) leaves the sum as it was.
@@ -97,7 +97,7 @@ class Buckets:
         self._pass += 1
         self._inside, self._last = True, last
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward(create_graph=keep_graph)  # type: ignore[no-untyped-call]
         finally:
             self._inside = False
         self._note_versions()

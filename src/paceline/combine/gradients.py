@@ -56,6 +56,8 @@ class Gradients:
     def __init__(self, transport: Transport, models: Sequence[torch.nn.Module], *, overlap: bool = True) -> None:
         self._transport = transport
         self.overlap = overlap
+        self.keep_graph = False
+        """Whether gradients keep their graph, for an optimiser that needs second derivatives."""
         self.whole = False
         """Whether a micro-batch's gradient joins the sum whole or not at all, at the price of memory for one more."""
         self._alone = transport.size == 1
@@ -139,7 +141,9 @@ class Gradients:
         if not self._begun:
             self._notice_freezing()
             self._begin_work()
-        self.buckets.backward(self._scaled(loss, weight), last=last and self.overlap, whole=self.whole)
+        self.buckets.backward(
+            self._scaled(loss, weight), last=last and self.overlap, whole=self.whole, keep_graph=self.keep_graph
+        )
 
     def _begin_work(self) -> None:
         self._begun = True

@@ -1,0 +1,230 @@
+"""How parameters merge in a round of the averages: what each worker says of itself, and what comes of it.
+
+A round has two sums. The first carries a small table of facts, a row a worker, from which everybody works out the same
+weights; the second carries every worker's weighted update. So all hold the same bits afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.combine.averaging_settings import Averaging, ElasticAverage
+from paceline.combine.outer import OuterSGD
+from paceline.combine.sketch import SIZE, sketch
+from paceline.combine.weights import Work, log_contraction, over_members, spread
+from paceline.transport import Transport
+
+Table = NDArray[np.float64]
+FACTS = ("steps", "samples", "log_contraction", "momentum", "distance", "present")
+"""What a worker's row begins with; a sketch of its update may follow."""
+STEPS, SAMPLES, CONTRACTION, MOMENTUM, DISTANCE, PRESENT = range(len(FACTS))
+
+
+class Merging(Protocol):
+    """A way to merge parameters."""
+
+    columns: int
+    """Of the table of facts."""
+    decays: bool
+    """Whether it wants to know how far weight decay has pulled."""
+
+    def row(self, *, steps: int, samples: int, contraction: float, momentum: float, present: bool) -> list[float]: ...
+
+    def merge(self, table: Table, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """After the table's sum: exchange the updates and set the parameters."""
+
+    def shown(self) -> Any:
+        """A context in which the parameters are those to evaluate and save."""
+
+    def rebase(self) -> None:
+        """The parameters were set from outside, on every worker alike."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Averages:
+    """Updates since a common start, averaged with the weights of `paceline.combine.weights`."""
+
+    def __init__(self, settings: Averaging, parameters: Sequence[torch.nn.Parameter], transport: Transport) -> None:
+        self._settings, self._parameters, self._transport = settings, list(parameters), transport
+        self._outer = OuterSGD(settings.outer) if settings.outer is not None else None
+        self.decays = settings.weights in ("wp", "mse")
+        self.columns = len(FACTS) + (SIZE if settings.weights == "mse" else 0)
+        self.rounds = 0
+        self.rebase()
+
+    def rebase(self) -> None:
+        self._start = copies(self._parameters)
+
+    def row(self, *, steps: int, samples: int, contraction: float, momentum: float, present: bool) -> list[float]:
+        own = [float(steps), float(samples), contraction, momentum, 0.0, float(present)]
+        if self.columns == len(own):
+            return own
+        update = torch._foreach_sub([p.detach() for p in self._parameters], self._start)
+        return [*own, *sketch(update, seed=self.rounds).tolist()]
+
+    @torch.no_grad()
+    def merge(self, table: Table, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        present = table[:, PRESENT] > 0
+        coefficients = self._coefficients(np.where(present[:, None], table, 0.0))
+        rank = self._transport.rank
+        weight = float(coefficients[rank]) if present[rank] else 0.0
+        update = torch._foreach_mul(torch._foreach_sub([p.detach() for p in self._parameters], self._start), weight)
+        total = summed(self._transport, update)
+        self.rounds += 1
+        if self._outer is None:
+            torch._foreach_add_(self._start, total)
+        else:
+            self._outer.step(self._start, total)
+        if present[rank]:
+            torch._foreach_copy_([p.data for p in self._parameters], self._start)
+
+    def _coefficients(self, table: Table) -> NDArray[np.float64]:
+        """Each worker's part in the round; with groups, the members of one share its part."""
+        groups = self._settings.groups
+        rows = table if groups is None else np.stack([_group_row(table[list(group)]) for group in groups])
+        facts: dict[str, Any] = {
+            "steps": rows[:, STEPS],
+            "samples": rows[:, SAMPLES],
+            "log_contraction": rows[:, CONTRACTION],
+            "momentum": float(rows[:, MOMENTUM].max(initial=0.0)),
+        }
+        work = Work(**facts)
+        if self._settings.weights == "mse":
+            distance, noise = spread(rows[:, len(FACTS) :], work)
+            work = Work(**facts, distance=distance, noise=noise)
+        mixture = self._settings.mix(work)
+        return (mixture if groups is None else over_members(mixture, groups)).coefficients
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        yield  # after a round all replicas are equal
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rounds": self.rounds, "outer": None if self._outer is None else self._outer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rounds = int(state["rounds"])
+        if self._outer is not None and state["outer"] is not None:
+            self._outer.load_state_dict(state["outer"])
+        self.rebase()
+
+
+class Springs:
+    """Every worker tied to a replicated centre (EASGD), with the weights of `paceline.combine.elastic_weights`."""
+
+    decays = False
+    columns = len(FACTS)
+
+    def __init__(
+        self, settings: ElasticAverage, parameters: Sequence[torch.nn.Parameter], transport: Transport
+    ) -> None:
+        self._settings, self._parameters, self._transport = settings, list(parameters), transport
+        self._memory = settings.memory(transport.size)
+        self.rounds = 0
+        self.rebase()
+
+    def rebase(self) -> None:
+        self.centre = copies(self._parameters)
+
+    def row(self, *, steps: int, samples: int, contraction: float, momentum: float, present: bool) -> list[float]:
+        norms = torch._foreach_norm(torch._foreach_sub([p.detach() for p in self._parameters], self.centre))
+        distance = math.sqrt(sum(float(norm) ** 2 for norm in norms))
+        return [float(steps), float(samples), contraction, momentum, distance, float(present)]
+
+    @torch.no_grad()
+    def merge(self, table: Table, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        exchange = self._settings.weigh(self._memory, table[:, DISTANCE], table[:, PRESENT] > 0)
+        rank = self._transport.rank
+        pull, push = float(exchange.pull[rank]), float(exchange.push[rank])
+        own = [p.data for p in self._parameters]
+        apart = torch._foreach_sub(own, self.centre)
+        total = summed(self._transport, torch._foreach_mul(apart, push))
+        torch._foreach_add_(own, apart, alpha=-pull)
+        torch._foreach_add_(self.centre, total)
+        self.rounds += 1
+        self._fade(optimizers, float(self._settings.momentum_kept(exchange.pull, self._transport.size)[rank]))
+
+    def _fade(self, optimizers: Sequence[torch.optim.Optimizer], kept: float) -> None:
+        """After a hard pull the momentum points where the worker no longer is."""
+        if kept == 1.0:
+            return
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                for name in ("momentum_buffer", "exp_avg"):
+                    if isinstance(state.get(name), torch.Tensor):
+                        state[name].mul_(kept)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        own = copies(self._parameters)
+        torch._foreach_copy_([p.data for p in self._parameters], self.centre)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_([p.data for p in self._parameters], own)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rounds": self.rounds, "memory": self._memory.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The parameters are the centre's: that is what was saved, and every worker starts from it."""
+        self.rounds = int(state["rounds"])
+        if len(state["memory"]["missed"]) == self._transport.size:
+            self._memory.load_state_dict(state["memory"])
+        self.rebase()
+
+
+def make_merging(
+    settings: Averaging | ElasticAverage, parameters: Sequence[torch.nn.Parameter], transport: Transport
+) -> Averages | Springs:
+    kind: Any = Averages if isinstance(settings, Averaging) else Springs
+    made: Averages | Springs = kind(settings, parameters, transport)
+    return made
+
+
+def decay_of(optimizers: Sequence[torch.optim.Optimizer], weight_decay: float | None) -> float:
+    """``log(1 - eta * lambda)`` of the step these optimisers are about to make: their means over parameter groups."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [float(group["lr"]) for group in groups]
+    decays = [float(group.get("weight_decay", 0.0)) if weight_decay is None else weight_decay for group in groups]
+    return log_contraction(sum(rates) / len(rates), sum(decays) / len(decays)) if groups else 0.0
+
+
+def momentum_of(optimizers: Sequence[torch.optim.Optimizer]) -> float:
+    """The local SGD's momentum, for the weights that correct for it; 0 for other optimisers."""
+    return max((float(g.get("momentum", 0.0)) for o in optimizers for g in o.param_groups), default=0.0)
+
+
+def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def summed(transport: Transport, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The fleet's sums of these tensors, sent as one flat tensor for each kind of number."""
+    kinds = dict.fromkeys(tensor.dtype for tensor in tensors)
+    flats = {kind: torch.cat([t.reshape(-1) for t in tensors if t.dtype == kind]) for kind in kinds}
+    for pending in [transport.sum(flat) for flat in flats.values()]:
+        pending.wait()
+    offsets, sums = dict.fromkeys(kinds, 0), []
+    for tensor in tensors:
+        begin = offsets[tensor.dtype]
+        offsets[tensor.dtype] = begin + tensor.numel()
+        sums.append(flats[tensor.dtype][begin : begin + tensor.numel()].view(tensor.shape))
+    return sums
+
+
+def _group_row(members: Table) -> Table:
+    """What a group did: its members step together, so their steps are one another's and their samples add up."""
+    row: Table = members.mean(axis=0)
+    row[SAMPLES] = members[:, SAMPLES].sum()
+    return row
