@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from paceline.errors import FleetError
+from paceline.machines.link import link_from_env
 from paceline.transport.network import Store, break_off, dist, gloo_device, open_sockets
 from paceline.transport.presence import CALLS, ROUNDS, Presence
 from paceline.transport.star import StarSum, is_small
@@ -63,6 +64,9 @@ class Fixed:
         self._slots: dict[str, int] = {}
         self._spent: list[str] = []
         self._stars = 0
+        self._link = link_from_env()
+        self._summed = threading.local()
+        """Bytes that this thread has started to sum in the present round, for an emulated link."""
         self._group: Any = None
         self._sockets: frozenset[int] = frozenset()
         self._noticed = threading.Event()
@@ -83,8 +87,11 @@ class Fixed:
     def round(self, label: str, *, aside: bool = False) -> Iterator[None]:
         lane = ROUNDS if aside else CALLS
         self._presence.enter(label, lane=lane)
+        self._summed.bytes = 0
         try:
             yield
+            if self._link is not None:
+                time.sleep(self._link.seconds(self._summed.bytes, workers=self.size))
             if self.backend == "nccl":  # its waits only order streams: the true one is here, where it is watched
                 torch.cuda.current_stream(self._device).synchronize()
                 if self._presence.failure:
@@ -93,6 +100,7 @@ class Fixed:
             self._presence.leave(lane=lane)
 
     def sum(self, tensor: torch.Tensor) -> _Sum:
+        self._summed.bytes = getattr(self._summed, "bytes", 0) + tensor.numel() * tensor.element_size()
         if self.backend == "gloo" and is_small(tensor, self.size):
             self._stars += 1
             return _Sum(StarSum(self._group, tensor, rank=self.rank, size=self.size, number=self._stars), self)
