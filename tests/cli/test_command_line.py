@@ -41,7 +41,7 @@ def test_the_version_is_printed(shell: Shell) -> None:
         (["--emulate", "1", "--sample-ms", "0", "train.py"], "sample_ms is 0"),
         (["--pace", "frantic", "train.py"], "--pace: "),
         (["-n", "3", "--pace", "fixed:1,2", "train.py"], "--pace: "),
-        (["--combine", "blend", "train.py"], "unknown combine 'blend'; known: gradients"),
+        (["--combine", "blend", "train.py"], "unknown combine 'blend'; known: gradients, average, elastic-average"),
         (["--runs", "train.py/runs", "train.py"], "cannot make a run folder"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,15 @@ def test_a_wrong_request_is_one_line(shell: Shell, args: list[str], part: str) -
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_without_plotly_the_demo_says_how_to_get_pictures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"event": "run", "name": "demo"}\n')
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    said = command.report_lines(tmp_path)
+    assert said.startswith("No pictures: the page is drawn by Plotly")
+    assert said.endswith(f"pip install 'paceline[view]'. Then: paceline report {tmp_path} --html")
+    assert not (tmp_path / "report.html").exists()
+
+
 @pytest.mark.fleet
 def test_the_demo_trains_twice_and_compares(shell: Shell) -> None:
     process = shell.start("demo", "--emulate", "1,3", "--epochs", "2", "--sample-ms", "0.6")
@@ -87,6 +97,8 @@ def test_the_demo_trains_twice_and_compares(shell: Shell) -> None:
     assert rows["plain torch DDP"][-1] == f"{plain['accuracy']:.1%}"
     assert "of what these 2 machines can do together" in err
     assert f"paceline report runs/{folder.name}" in out
+    assert out.splitlines()[-1] == f"runs/{folder.name}/report.html"
+    assert "of what these 2 machines can do together" in (folder / "report.html").read_text()
 
 
 @pytest.mark.fleet

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+import urllib.request
 
 import pytest
 from shells import Shell, alive, wait_for
@@ -252,3 +253,37 @@ def test_ctrl_c_prints_the_verdict_of_what_was_done(shell: Shell) -> None:
     assert "run folder: " in err
     assert "samples/s" in err
     assert "Traceback" not in err
+
+
+def test_a_watched_run_has_a_live_page_that_ends_with_it(shell: Shell) -> None:
+    shell.script(LOGGING + "while not os.path.exists('seen'): time.sleep(0.02)")
+    launcher = shell.start("run", "--watch", "-n", "2", "train.py")
+    assert launcher.stderr is not None
+    said = launcher.stderr.readline()
+    found = re.fullmatch(r"paceline: live page at (http://127\.0\.0\.1:\d+/)\n", said)
+    assert found is not None, said
+    metrics = ""
+
+    def shown() -> bool:
+        nonlocal metrics
+        metrics = urllib.request.urlopen(f"{found[1]}metrics", timeout=5).read().decode()
+        return re.search(r"^paceline_step\S* 20", metrics, re.MULTILINE) is not None
+
+    wait_for(shown)
+    (shell.folder / "seen").touch()
+    _, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == 0, err
+    assert "run folder: " in err
+    with pytest.raises(OSError):
+        urllib.request.urlopen(found[1], timeout=2)
+
+
+@pytest.mark.parametrize("missing", ["plotly", "starlette", "uvicorn"])
+def test_what_the_live_page_lacks_is_said_before_anything_starts(shell: Shell, missing: str) -> None:
+    shell.script("open('started', 'w')")
+    (shell.folder / f"{missing}.py").write_text("raise ImportError('not here')")
+    done = shell.run("run", "--watch", "-n", "2", "train.py", PYTHONPATH=str(shell.folder))
+    assert done.returncode == 2
+    assert re.fullmatch(r"paceline: --watch: .*pip install 'paceline\[view\]'\n", done.stderr), done.stderr
+    assert not (shell.folder / "started").exists()
+    assert not (shell.folder / "runs").exists()

@@ -107,3 +107,111 @@ def test_the_numbers_survive_json_and_carry_the_machines(make_record, run_event)
     assert data["over_equal"] == pytest.approx(judged.over_equal)
     assert data["workers"][3]["machine"] == "cpu, emulated 4x"
     assert data["text"] == judged.text
+
+
+def joint_run(make_record, steps=40):
+    """Deadlines of 0.2 s. Worker 3 is stuck in every eighth step, until well into the next one but one."""
+    records = []
+    for k in range(steps):
+        begins, stuck, ends = (k % 8 == place for place in (4, 5, 6))
+        samples = (100, 100 - 20 * (k % 2), 50, 0 if stuck else 12 if ends else 20)
+        fields = {
+            "planned": (120, 120, 60, 30),
+            "deadline_s": 0.2,
+            "wall_s": 0.21,
+            "round_s": 0.01,
+            "micro_batches": tuple(-(-n // 5) for n in samples),
+            "slowest_s": tuple(5 / speed if n else 0.0 for n, speed in zip(samples, SPEEDS)),
+            "unfinished_s": (0.0, 0.0, 0.0, 0.2 if stuck else 0.04 if begins else 0.0),
+            "behind": (0, 0, 0, int(stuck)),
+            "late_s": (0.0, 0.0, 0.0, 0.3 if ends else 0.0),
+        }
+        records.append(make_record(k, SPEEDS, samples, **fields))
+    return records
+
+
+def test_a_run_with_deadlines_is_told_who_was_late_and_what_waiting_would_have_cost(make_record, run_event):
+    judged = verdict(joint_run(make_record), run=run_event | {"pace": "joint"})
+    lines = judged.text.splitlines()
+    assert "machines, stuck 5 % of the time, can do together" in lines[0]
+    assert lines[1] == (
+        "5 of 35 rounds with a deadline closed without one worker: worker 3 (cpu, emulated 4x) in 5 "
+        "(stuck 5 times, each for about 295 ms)."  # 300, but the first one began during warm-up
+    )
+    assert lines[2] == (
+        "By an estimate, waiting for everybody would have taken 1.13 times as long, mostly for worker 3 "
+        "(cpu, emulated 4x), equal shares 2.7 times."
+    )  # 256 samples at 1,375/s, 0.01 s and 5/35 of 0.295 s are 0.24 s, against 0.21 s
+    assert lines[3].startswith("About 1 % of the work was cut off and done again. A step counted 25")
+    assert "give or take" in lines[3]
+    assert judged.held_back_by is None
+    assert "adaptive" not in judged.text
+
+
+def test_deadlines_that_gained_nothing_are_told_so(make_record, run_event):
+    records = run_of(make_record, (96, 96, 48, 24), deadline_s=0.2, unfinished_s=(0.0,) * 4)
+    text = verdict(records, run=run_event | {"pace": "joint"}).text
+    assert "35 of 35 rounds had a deadline, and everybody had something done by then." in text
+    assert "Waiting for everybody would have taken as long, by an estimate." in text
+    assert "cut off" not in text
+    assert "give or take" not in text
+
+
+def test_deadlines_that_lose_work_are_told_that_waiting_is_better(make_record, run_event):
+    records = run_of(
+        make_record, (96, 96, 48, 0), planned=(96, 96, 48, 24), wait_for=3, deadline_s=None, wall_s=0.3,
+        seconds=(0.192, 0.192, 0.192, 0.18), unfinished_s=(0.0, 0.0, 0.0, 0.012), micro_batches=(12, 12, 12, 0),
+    )  # fmt: skip
+    whole = run_of(make_record, (96, 96, 48, 24), steps=8, micro_batches=(12, 12, 12, 12))
+    text = verdict([*whole, *records], run=run_event | {"pace": "cutoff"}).text
+    assert "40 of 40 rounds with a deadline closed without one worker: worker 3 (cpu, emulated 4x) in 40." in text
+    assert 'pace="joint" counts what is finished' in text
+
+
+def test_adaptive_shares_under_stalls_are_told_that_a_deadline_does_not_wait(make_record, run_event):
+    def step(k):
+        stall = 1.1 if k % 10 == 9 else 0.0
+        samples = (96, 96, 48, 24)
+        seconds = (0.192, 0.192, 0.192 + stall, 0.192)
+        slowest = (0.016, 0.016, 0.016 + stall, 0.016)
+        more = {"seconds": seconds, "slowest_s": slowest, "micro_batches": (12, 12, 12, 12), "wall_s": 0.2 + stall}
+        return make_record(k, SPEEDS, samples, **more)
+
+    judged = verdict([step(k) for k in range(55)], run=run_event)
+    assert judged.held_back_by == 2
+    assert "stuck 9 % of the time" in judged.text  # a quarter of 5 times 1.1 s in 15.5 s
+    assert (
+        "Worker 2 (cpu, emulated 2x) held everybody up in 10 % of the steps, each time for about 1 s, and the others "
+        'spent 35 % of the time waiting for it. pace="joint" does not wait for it: up to 1,200 samples/s are in reach.'
+    ) in judged.text
+
+
+def test_adaptive_workers_that_take_turns_are_told_so_too(make_record, run_event):
+    speeds = [(100.0, 50.0, 100.0), (50.0, 100.0, 100.0), (100.0, 100.0, 50.0)]
+    records = [make_record(k, speeds[k % 3], (32, 32, 32), micro_batches=(4, 4, 4)) for k in range(40)]
+    text = verdict(records, run=run_event).text
+    assert "In 100 % of the steps one held the others up, each time for about 320 ms." in text
+    assert 'pace="joint" does not wait for anybody: up to 250 samples/s are in reach.' in text
+
+
+def test_joint_without_deadlines_is_not_sent_to_adaptive(make_record, run_event):
+    text = verdict(run_of(make_record, (64, 64, 64, 64)), run=run_event | {"pace": "joint"}).text
+    assert "Worker 3 (cpu, emulated 4x) held the fleet back" in text
+    assert "pace=" not in text
+
+
+def test_of_many_late_workers_the_worst_are_named(make_record):
+    size = 8
+    records = []
+    for k in range(20):
+        samples = tuple(0 if k % 2 and rank >= 2 else 10 for rank in range(size))
+        late = tuple(0.1 if n == 0 else 0.0 for n in samples)
+        records.append(
+            make_record(
+                k, (100.0,) * size, samples, planned=(10,) * size, deadline_s=0.1, wall_s=0.1, unfinished_s=late
+            )
+        )
+    text = verdict(records).text
+    assert "closed without somebody: worker 2 in 8" in text
+    assert " and 3 more." in text
+    assert "worker 5 in" not in text

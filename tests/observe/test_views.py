@@ -155,11 +155,88 @@ def test_a_worker_without_a_share_is_said_to_sit_out(make_record, run_event):
     assert lines[7].rstrip().endswith("sits out")
 
 
-def test_a_large_fleet_is_cut_to_the_screen(make_record, run_event):
-    record = make_record(0, (100.0,) * 63 + (10.0,), (10,) * 64)
-    text = drawn([run_event, {"event": "step", "t": 1.0, **vars(record)}], height=24)
-    assert len(text.splitlines()) < 24
-    assert "and 48 more (worker 63 waited for)" in text
+def big_fleet(make_record, run_event, size, **more):
+    record = make_record(0, (100.0,) * (size - 1) + (10.0,), (10,) * size, **more)
+    return [run_event, {"event": "step", "t": 1.0, **vars(record)}]
+
+
+def test_a_fleet_that_does_not_fit_the_screen_is_shown_in_groups_and_nobody_is_left_out(make_record, run_event):
+    lines = drawn(big_fleet(make_record, run_event, 64), height=24).splitlines()
+    assert len(lines) < 24
+    assert [line.split()[0] for line in lines[3:]] == [f"{k}-{k + 3}" for k in range(0, 64, 4)]
+    assert lines[-1].rstrip().endswith("68 %  63 waited for")
+    assert lines[-1].split()[1] == "40"  # four shares of 10
+    assert "310" in lines[-1]  # and three times 100 samples/s and one of 10
+
+
+@pytest.mark.parametrize(("size", "shown"), [(64, 64), (65, 33), (200, 50)])
+def test_up_to_64_workers_have_rows_of_their_own_where_there_is_room(make_record, run_event, size, shown):
+    height = 100 if size < 100 else 70
+    lines = drawn(big_fleet(make_record, run_event, size), height=height).splitlines()
+    assert len(lines) == 3 + shown
+
+
+def late_step(make_record, k, *, samples=(93, 93, 0, 23), behind=(0, 0, 3, 0)):
+    stuck = tuple(0.0 if n else 0.19 for n in samples)
+    return make_record(
+        k, SPEEDS, samples, planned=(120, 120, 60, 30), deadline_s=0.19, unfinished_s=stuck, behind=behind,
+        micro_batches=(6, 6, 0, 2), wall_s=0.2, epoch=k // 38, loss=0.4123,
+    )  # fmt: skip
+
+
+def with_deadlines(make_record, run_event, **more):
+    """The same loop under joint; worker 2 comes late in the last step."""
+    yield from feed(make_record, run_event | {"pace": "joint"}, steps=39)
+    yield {"event": "step", "t": 1020.0, **vars(late_step(make_record, 39, **more))}
+
+
+def test_a_late_worker_says_how_far_it_is_behind_and_the_step_its_deadline_and_count(make_record, run_event):
+    lines = drawn(with_deadlines(make_record, run_event)).splitlines()
+    assert lines[2].rstrip() == "209 of 256 samples in the step · deadline 190 ms"
+    assert lines[4].split() == ["worker", "machine", "share", "samples/s", "waiting"]
+    assert lines[7].rstrip().endswith("-  late, 3 rounds behind")
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(("behind", "mark"), [(0, "late"), (1, "late, 1 round behind")])
+def test_a_worker_that_has_just_missed_a_round_is_late(make_record, run_event, behind, mark):
+    lines = drawn(with_deadlines(make_record, run_event, behind=(0, 0, behind, 0))).splitlines()
+    assert lines[7].rstrip().endswith(f"-  {mark}")
+
+
+def test_columns_stay_where_they_are_when_a_worker_is_late_and_when_it_is_back(make_record, run_event):
+    events = list(with_deadlines(make_record, run_event))
+    on_time = late_step(make_record, 40, samples=(93, 93, 47, 23), behind=(0, 0, 0, 0))
+    late, back = drawn(events), drawn([*events, {"event": "step", "t": 1021.0, **vars(on_time)}])
+    assert "late" not in back
+    heads = [text.splitlines()[4] for text in (late, back)]
+    assert heads[0] == heads[1]
+
+
+def test_plain_lines_name_the_late_worker_or_count_them(make_record, run_event):
+    def last_line(**more):
+        out = io.StringIO()
+        view = PlainView(out)
+        for event in with_deadlines(make_record, run_event, **more):
+            view.show(event)
+        view.close()
+        return out.getvalue().splitlines()[-1]
+
+    assert "  209 of 256 samples in the step  deadline 190 ms  worker 2 late, 3 rounds behind  loss" in last_line()
+    both = last_line(samples=(93, 93, 0, 0), behind=(0, 0, 3, 4))
+    assert "  2 workers late (worker 3: 4 rounds behind)  loss" in both
+
+
+def test_a_group_says_how_many_of_it_are_late(make_record, run_event):
+    size = 100
+    samples = tuple(0 if rank in (17, 18) else 10 for rank in range(size))
+    behind = tuple(2 if rank == 18 else 0 for rank in range(size))
+    late = {"deadline_s": 0.1, "unfinished_s": tuple(0.0 if n else 0.1 for n in samples), "behind": behind}
+    record = make_record(0, (100.0,) * size, samples, planned=(10,) * size, wall_s=0.1, **late)
+    lines = drawn([run_event, {"event": "step", "t": 1.0, **vars(record)}], height=40).splitlines()
+    (marked,) = [line for line in lines if "late" in line]
+    assert marked.split()[0] == "16-19"
+    assert marked.rstrip().endswith("2 late, by 2 rounds")
 
 
 def test_a_terminal_without_unicode_gets_plain_characters(make_record, run_event):
@@ -195,6 +272,7 @@ def test_the_live_view_prints_notes_above_the_table_and_leaves_the_last_state(ma
     assert "warning: memory is short" in text
     assert text.rindex("warning: memory is short") < text.rindex("step 40/113")
     assert text.endswith("\x1b[?25h")  # the cursor is back
+    assert "\x1b[2J" not in text  # drawn in place: a cleared screen flickers
 
 
 def test_what_the_process_prints_appears_above_the_live_table(make_record, run_event, monkeypatch):

@@ -189,6 +189,7 @@ class Show:
             f"{plain.samples[0]} samples a step.\nTo read its verdict again:",
         )
         self._console.print(f"paceline report {_short(self.run_dir)}", soft_wrap=True)
+        self._console.print(report_lines(self.run_dir), soft_wrap=True, markup=False)
 
 
 def table(results: dict[str, Result], fleet: Sequence[Machine]) -> Table:
@@ -229,6 +230,19 @@ def paceline_result(run_dir: Path) -> Result:
         tuple(record.total for record in log.records),
         last["correct"] / last["count"],
     )
+
+
+def report_lines(run_dir: Path) -> str:
+    """Write the report of the Paceline run and say where it is; without Plotly, how to get one."""
+    from paceline.observe import read_log
+    from paceline.observe.page import write_report
+
+    try:
+        return f"To see it, open this in a browser:\n{_short(write_report(read_log(run_dir)))}"
+    except ValueError as error:
+        return f"No pictures: {error}. Then: paceline report {_short(run_dir)} --html"
+    except OSError as error:
+        return f"No pictures: the report cannot be written ({error.strerror or error})."
 
 
 def _short(path: Path) -> str:

@@ -160,6 +160,13 @@ def _workers(judged: Verdict) -> Table:
         "waiting": lambda w: percent_cell(w.waiting),
         "last in": lambda w: percent_cell(w.last),
     }
+    if judged.figures.deadlines:
+        del columns["last in"]  # nobody was waited for
+        columns["missed"] = lambda w: f"{w.missed:,}"
+    if any(worker.stuck for worker in judged.figures.workers):
+        columns["stuck"] = lambda w: percent_cell(w.stuck)
+    if any(worker.cut for worker in judged.figures.workers):
+        columns["cut off"] = lambda w: percent_cell(w.cut)
     if any(worker.sat_out for worker in judged.figures.workers):
         columns["sat out"] = lambda w: f"{w.sat_out:,}"
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

@@ -8,11 +8,14 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from paceline.cli.complain import refuse
+
+if TYPE_CHECKING:
+    from paceline.observe.server import LivePage
 
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script (with -m: a module's name).")]
 Arguments = Annotated[
@@ -31,10 +34,18 @@ Emulate = Annotated[
 SampleMs = Annotated[float, typer.Option(help="With --emulate: the reference machine's milliseconds a sample.")]
 Pace = Annotated[str | None, typer.Option(metavar="NAME", help="Who does how much; overrides the script's own.")]
 Combine = Annotated[str | None, typer.Option(metavar="NAME", help="How work merges; overrides the script's own.")]
+Fail = Annotated[
+    str | None,
+    typer.Option(
+        "--failures", metavar="LIST", help="With averages: emulate lost:P, frozen:PxR, restart:PxR (R rounds)."
+    ),
+]
+Network = Annotated[str | None, typer.Option(metavar="LINK", help="Pad rounds to a link such as 100mbit,20ms.")]
 Name = Annotated[str | None, typer.Option(help="Name of the run. Default: the script's.")]
 Runs = Annotated[Path, typer.Option(help="Folder in which the run's own folder is made.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the emulated jitter; the script finds it in PACELINE_SEED.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No view and no verdict: only what the script prints.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Serve a live page of the run meanwhile, on this computer.")]
 Module = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")]
 
 
@@ -47,10 +58,13 @@ def run(
     sample_ms: SampleMs = 2.0,
     pace: Pace = None,
     combine: Combine = None,
+    failures: Fail = None,
+    network: Network = None,
     name: Name = None,
     runs: Runs = Path("runs"),
     seed: Seed = None,
     quiet: Quiet = False,
+    watch: Watch = False,
     module: Module = False,
 ) -> None:
     """Start a training script on every worker of a fleet, on this computer."""
@@ -59,8 +73,10 @@ def run(
         device_list = _devices(devices)
         workers = _workers(n, device_list, emulate, sample_ms)
         _check_names(pace, combine, workers)
+        _check_emulated(failures, network)
         run_name = name or (script if module else Path(script).stem)
         run_dir = _run_dir(runs, run_name)
+        page = _live_page(run_dir) if watch else None
     except ValueError as error:
         refuse(str(error))
     settings = {
@@ -70,6 +86,8 @@ def run(
         "PACELINE_COMBINE": combine,
         "PACELINE_EMULATE": emulate,
         "PACELINE_SAMPLE_MS": f"{sample_ms:g}" if emulate else None,
+        "PACELINE_FAILURES": failures,
+        "PACELINE_NETWORK": network,
         "PACELINE_SEED": None if seed is None else str(seed),
     }
     given = {key: value for key, value in settings.items() if value is not None}
@@ -77,13 +95,33 @@ def run(
 
     from paceline.cli.launch import Order, launch
 
-    leave_with(launch(Order(command, workers, given, run_dir, devices=tuple(device_list), quiet=quiet)))
+    code = launch(Order(command, workers, given, run_dir, devices=tuple(device_list), quiet=quiet))
+    if page is not None:
+        page.close()
+    leave_with(code)
 
 
 def _run_dir(runs: Path, name: str) -> Path:
     from paceline.observe import new_run_dir
 
     return new_run_dir(runs, name).resolve()
+
+
+def _live_page(run_dir: Path) -> LivePage:
+    """The run's live page, being served; its folder may still be empty. Raises ValueError when something is missing."""
+    from paceline.cli.watching import forget
+    from paceline.observe.server import LivePage
+
+    try:
+        page = LivePage(run_dir)
+    except ImportError as error:
+        forget(run_dir)
+        raise ValueError(f"--watch: the live page needs {error.name}: pip install 'paceline[view]'") from None
+    except ValueError as error:
+        forget(run_dir)
+        raise ValueError(f"--watch: {error}") from None
+    typer.echo(f"paceline: live page at {page.url}", err=True)
+    return page
 
 
 def leave_with(code: int) -> NoReturn:
@@ -143,6 +181,23 @@ def _count(text: str) -> int:
     if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
         raise ValueError(f"-n is the number of workers, a whole number from 1, not {text!r}")
     return int(text)
+
+
+def _check_emulated(failures: str | None, network: str | None) -> None:
+    if failures is not None:
+        from paceline.machines.failures import parse_failures
+
+        try:
+            parse_failures(failures)
+        except ValueError as error:
+            raise ValueError(f"--failures: {error}") from None
+    if network is not None:
+        from paceline.machines.link import parse_link
+
+        try:
+            parse_link(network)
+        except ValueError as error:
+            raise ValueError(f"--network: {error}") from None
 
 
 def _check_names(pace: str | None, combine: str | None, workers: int) -> None:

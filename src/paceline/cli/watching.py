@@ -53,7 +53,7 @@ class Watching:
         try:
             log = read_log(self._run_dir)
         except ValueError:
-            _forget(self._run_dir)
+            forget(self._run_dir)
             return None
         if not self._quiet:
             if log.records:
@@ -98,7 +98,7 @@ def _silence(stream: TextIO) -> None:
     os.close(null)
 
 
-def _forget(run_dir: Path) -> None:
+def forget(run_dir: Path) -> None:
     """Remove the folder of a run that nobody recorded, and the folder of runs if that leaves it empty."""
     for folder in (run_dir, run_dir.parent):
         try:

@@ -1,14 +1,8 @@
 """What step records say about speed: pure sums over records, with no words and no clock.
 
-For step k with samples n_i and own seconds t_i of worker i, wall seconds W:
-
-- own speed v_i = n_i / t_i; a worker that sat out keeps the speed it last showed (or first shows later)
-- limit L = sum_i v_i: what the fleet would do if nobody ever waited and the round were free
-- equal shares would take max_i (N / n) / v_i, and balanced ones N / L, plus the step's other time W - max_i t_i
-- a worker waits max_j t_j - t_i; the wait is charged to the worker with the longest t
-
-Over many steps samples and seconds are summed before they are divided: the fleet's limit is sum N_k / sum (N_k / L_k),
-so it stays right when machines drift.
+The formulas of a single step are in `paceline.observe.steptimes`, what was lost to stalls and deadlines in `lateness`.
+Over many steps samples and seconds are summed before they are divided: the limit is sum N_k / sum T_k, with T_k the
+seconds of step k at best, so it stays right when machines drift.
 """
 
 from __future__ import annotations
@@ -16,8 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
+
+from paceline.observe.lateness import Lost, lost_time, usual_s
+from paceline.observe.steptimes import Speeds, Times, step_times
+from paceline.observe.stretches import Stretch, bounded, stretches
 from paceline.records import StepRecord
+
+HELD = 0.10
+"""Of a step, the wait of the others from which the last worker held them up."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class WorkerFigures:
     seconds: float = 0.0
     """Own compute."""
     speed: float = 0.0
-    """Own samples a second while computing; when it did nothing here, what it last showed, or 0."""
+    """Own samples a second, time stuck included; when it did nothing here, what it last showed, or 0."""
     share: float = 0.0
     """Of all samples."""
     waiting: float = 0.0
@@ -43,6 +46,21 @@ class WorkerFigures:
     micro_batches: int = 0
     shortfall: float = 0.0
     """Emulated: seconds the host was too slow by, over the seconds the machine should have taken."""
+    missed: int = 0
+    """Rounds that closed without anything from it."""
+    stuck: float = 0.0
+    """Of the steps it took part in, the part it was at a standstill inside a micro-batch."""
+    stalls: int = 0
+    stall_s: float = 0.0
+    """Seconds of such a standstill, on average."""
+    cut: float = 0.0
+    """Of the steps it took part in, work that was cut off and done again."""
+    held: float = 0.0
+    """Of all steps, those in which the others waited for it more than a tenth of the step."""
+    held_s: float = 0.0
+    """Seconds they waited then, on average."""
+    would_hold: float = 0.0
+    """Of what waiting for everybody would have cost besides, the part that is due to this worker; an estimate."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +73,32 @@ class Figures:
     """Wall seconds inside the steps."""
     samples_per_s: float = 0.0
     limit: float = 0.0
-    """Samples a second: the sum of the workers' own speeds; 0 when no worker was timed."""
+    """Samples a second: what the workers' own speeds allow, time stuck included; 0 when no worker was timed."""
     of_limit: float = 0.0
     equal: float = 0.0
     """Samples a second with equal shares on the same record."""
     balanced: float = 0.0
     """Samples a second with shares in proportion to speed and the same other time."""
     work: float = 0.0
-    """Of the time, what the average worker computed. ``work + waiting + round + rest`` is 1."""
+    """Of the time, what the average worker computed. ``work + stuck + cut + waiting + round + rest`` is 1."""
+    stuck: float = 0.0
+    """Of the time, what the average worker was at a standstill inside a micro-batch."""
+    cut: float = 0.0
+    """Of the time, what the average worker did that a deadline cut off."""
     waiting: float = 0.0
     round: float = 0.0
     rest: float = 0.0
     """The update, and whatever else happens between the last gradient and the end of the commit."""
+    deadlines: int = 0
+    """Rounds that could close without everybody."""
+    closed_without: int = 0
+    """Of these, the ones that had nothing from a worker with work to do."""
+    patient: float = 0.0
+    """Samples a second had every round waited for everybody; an estimate, and 0 without deadlines."""
+    count: float = 0.0
+    """Samples of a step, on average; as ``spread`` without the last step of an epoch, which takes what is left."""
+    spread: float = 0.0
+    """Standard deviation of that count over its mean."""
     workers: tuple[WorkerFigures, ...] = ()
 
 
@@ -76,28 +108,24 @@ class _Sums:
     timed: int = 0
     """Of these, the samples whose seconds are known."""
     seconds: float = 0.0
+    stuck_s: float = 0.0
+    """At a standstill, outside of ``seconds``."""
+    inside_s: float = 0.0
+    """At a standstill, as a part of ``seconds``."""
+    cut_s: float = 0.0
+    stalls: int = 0
+    stall_s: float = 0.0
+    missed: int = 0
     waited_s: float = 0.0
     wall_s: float = 0.0
     last: int = 0
     blamed_s: float = 0.0
+    held: int = 0
+    held_s: float = 0.0
+    would_hold_s: float = 0.0
     sat_out: int = 0
     micro_batches: int = 0
     shortfall_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class _StepTimes:
-    """One step in seconds: as it was, and as it would have been."""
-
-    wall: float
-    slowest: float
-    round: float
-    ideal: float
-    equal: float
-
-    @property
-    def other(self) -> float:
-        return max(0.0, self.wall - self.slowest)
 
 
 def own_speeds(records: Iterable[StepRecord], known: Mapping[int, float] | None = None) -> dict[int, float]:
@@ -110,104 +138,162 @@ def own_speeds(records: Iterable[StepRecord], known: Mapping[int, float] | None 
     return speeds
 
 
+def _first_speeds(records: Iterable[StepRecord]) -> dict[int, float]:
+    """Samples a second that each worker showed first."""
+    speeds: dict[int, float] = {}
+    complete: tuple[int, ...] = ()
+    for record in records:
+        if record.workers != complete:
+            speeds = {**own_speeds((record,)), **speeds}
+            complete = record.workers if speeds.keys() >= set(record.workers) else ()
+    return speeds
+
+
 def summarise(records: Sequence[StepRecord], *, known: Mapping[int, float] | None = None) -> Figures:
     """Figures over these records. ``known`` are speeds shown before them (`own_speeds`).
 
     Steps without any timing are left out, unless there are no others.
     """
-    records = [r for r in records if any(map(_positive, r.seconds))] or list(records)
-    speeds = {**own_speeds(reversed(records)), **(known or {})}
+    records = [r for r in records if any(map(_positive, (*r.seconds, *r.unfinished_s)))] or list(records)
+    batch, usual = _mean([record.total for record in records if bounded(record)]), usual_s(records)
+    speeds = Speeds({**_first_speeds(records), **(known or {})})
     sums: dict[int, _Sums] = {}
-    times = []
-    for record in records:
-        speeds = own_speeds((record,), speeds)
-        step = _step_times(record, speeds)
-        times.append(step)
-        _charge(record, step, sums)
-    return _figures(records, times, sums, speeds)
+    whole = _Whole()
+    for stretch in stretches(records):
+        lost = lost_time(stretch, usual)
+        times = step_times(stretch, lost, speeds, batch=batch)
+        whole.add(stretch, times)
+        for rank, worker in enumerate(stretch.workers):
+            _charge(rank, stretch, lost, times, sums.setdefault(worker, _Sums()))
+        _blame(stretch, times, sums)
+    return _figures(records, whole, sums, speeds.newest)
 
 
 def _positive(value: float) -> bool:
     return math.isfinite(value) and value > 0
 
 
-def _step_times(record: StepRecord, speeds: Mapping[int, float]) -> _StepTimes:
-    slowest = max((s for s in record.seconds if _positive(s)), default=0.0)
-    round_s = record.round_s if _positive(record.round_s) else 0.0
-    wall = record.wall_s if _positive(record.wall_s) else slowest + round_s
-    here = [speeds[worker] for worker in record.workers if worker in speeds]
-    equal_share = record.total / len(record.workers)
-    return _StepTimes(
-        wall=wall,
-        slowest=min(slowest, wall),
-        round=min(round_s, max(0.0, wall - slowest)),
-        ideal=record.total / sum(here) if here else 0.0,
-        equal=equal_share / min(here) if here else 0.0,
-    )
+@dataclass
+class _Whole:
+    """Seconds of all steps together."""
+
+    wall: float = 0.0
+    round: float = 0.0
+    other: float = 0.0
+    ideal: float = 0.0
+    equal: float = 0.0
+    waited: float = 0.0
+    work: float = 0.0
+    stuck: float = 0.0
+    cut: float = 0.0
+    deadlines: int = 0
+    closed_without: int = 0
+
+    def add(self, stretch: Stretch, times: Times) -> None:
+        for name in ("wall", "round", "other", "ideal", "equal", "waited"):
+            setattr(self, name, getattr(self, name) + float(getattr(times, name).sum()))
+        self.work += times.mean(times.work)
+        self.stuck += times.mean(times.stuck)
+        self.cut += times.mean(times.cut)
+        self.deadlines += int(stretch.bounded.sum())
+        self.closed_without += int(stretch.missed.any(axis=1).sum())
 
 
-def _charge(record: StepRecord, step: _StepTimes, sums: dict[int, _Sums]) -> None:
-    """Add the step to each worker's sums; the waiting goes to the account of the one who was last."""
-    took_part = []
-    for rank, (worker, samples, seconds) in enumerate(zip(record.workers, record.samples, record.seconds)):
-        mine = sums.setdefault(worker, _Sums())
-        mine.samples += samples
-        mine.sat_out += samples == 0
-        if samples == 0 or not _positive(seconds):
-            continue
-        waited = max(0.0, step.slowest - seconds)
-        mine.timed += samples
-        mine.seconds += seconds
-        mine.waited_s += waited
-        mine.wall_s += step.wall
-        mine.micro_batches += int(_at(record.micro_batches, rank))
-        mine.shortfall_s += max(0.0, _at(record.shortfall_s, rank))
-        took_part.append((waited, mine))
-    if len(took_part) > 1:
-        last = min(took_part, key=lambda pair: pair[0])[1]
-        last.last += 1
-        last.blamed_s += sum(waited for waited, _ in took_part) / (len(took_part) - 1)
+def _charge(rank: int, stretch: Stretch, lost: Lost, times: Times, mine: _Sums) -> None:
+    """Add the stretch to a worker's sums."""
+    samples, seconds, took_part = stretch.samples[:, rank], stretch.seconds[:, rank], times.took_part[:, rank]
+    told, missed = (samples > 0) & (seconds > 0), stretch.missed[:, rank]
+    stall = lost.stall_s[:, rank]
+    mine.samples += int(samples.sum())
+    mine.timed += int(samples[told].sum())
+    mine.seconds += float(seconds[told].sum())
+    mine.micro_batches += int(stretch.micro_batches[told, rank].sum())
+    mine.shortfall_s += float(stretch.shortfall_s[told, rank].sum())
+    mine.missed += int(missed.sum())
+    mine.sat_out += int(((samples == 0) & ~missed).sum())
+    mine.stalls += int((stall > 0).sum())
+    mine.stall_s += float(stall.sum())
+    mine.stuck_s += float(lost.stuck_s[:, rank].sum())
+    mine.inside_s += float(lost.inside_s[:, rank].sum())
+    mine.cut_s += float(lost.cut_s[:, rank].sum())
+    mine.waited_s += float(times.waiting[:, rank].sum())
+    mine.wall_s += float(times.wall[took_part].sum())
+    mine.would_hold_s += float(times.longer[times.last == rank].sum())
 
 
-def _at(values: Sequence[float], index: int) -> float:
-    return values[index] if index < len(values) and math.isfinite(values[index]) else 0
+def _blame(stretch: Stretch, times: Times, sums: Mapping[int, _Sums]) -> None:
+    """The waiting goes to the account of the one who was last, in rounds that waited for everybody."""
+    waiting, count = times.waiting, times.took_part.sum(axis=1)
+    last = np.where(times.took_part, waiting, np.inf).argmin(axis=1)
+    others_s = waiting.sum(axis=1) / np.maximum(1, count - 1)
+    counts = (count > 1) & ~stretch.bounded
+    for rank, worker in enumerate(stretch.workers):
+        here = counts & (last == rank)
+        held = here & (others_s > HELD * times.wall)
+        sums[worker].last += int(here.sum())
+        sums[worker].blamed_s += float(others_s[here].sum())
+        sums[worker].held += int(held.sum())
+        sums[worker].held_s += float(others_s[held].sum())
 
 
 def _figures(
-    records: Sequence[StepRecord], times: Sequence[_StepTimes], sums: Mapping[int, _Sums], speeds: Mapping[int, float]
+    records: Sequence[StepRecord], whole: _Whole, sums: Mapping[int, _Sums], speeds: Mapping[int, float]
 ) -> Figures:
     samples = sum(record.total for record in records)
-    wall = sum(step.wall for step in times)
-    ideal = sum(step.ideal for step in times)
-    other = sum(step.other for step in times)
-    work = sum(_mean_seconds(record, step) for record, step in zip(records, times))
-    round_s = sum(step.round for step in times)
+    wall, other = whole.wall, whole.other
+    count, spread = _count(records)
+    would_hold_s = sum(each.would_hold_s for each in sums.values())
     return Figures(
         steps=len(records),
         samples=samples,
         seconds=wall,
         samples_per_s=_over(samples, wall),
-        limit=_over(samples, ideal),
-        of_limit=_over(ideal, wall),
-        equal=_over(samples, sum(step.equal for step in times) + other) if ideal else 0.0,
-        balanced=_over(samples, ideal + other) if ideal else 0.0,
-        work=_over(work, wall),
-        waiting=_over(wall - other - work, wall),
-        round=_over(round_s, wall),
-        rest=_over(other - round_s, wall),
+        limit=_over(samples, whole.ideal),
+        of_limit=_over(whole.ideal, wall),
+        equal=_over(samples, whole.equal + other) if whole.ideal else 0.0,
+        balanced=_over(samples, whole.ideal + other) if whole.ideal else 0.0,
+        work=_over(whole.work, wall),
+        stuck=_over(whole.stuck, wall),
+        cut=_over(whole.cut, wall),
+        waiting=_over(wall - other - whole.work - whole.stuck - whole.cut, wall),
+        round=_over(whole.round, wall),
+        rest=_over(other - whole.round, wall),
+        deadlines=whole.deadlines,
+        closed_without=whole.closed_without,
+        patient=_over(samples, whole.waited + other) if whole.deadlines else 0.0,
+        count=count,
+        spread=spread,
         workers=tuple(
-            _worker(worker, sums[worker], speed=speeds.get(worker, 0.0), samples=samples, steps=len(records), wall=wall)
+            _worker(
+                worker,
+                sums[worker],
+                speed=speeds.get(worker, 0.0),
+                samples=samples,
+                steps=len(records),
+                wall=wall,
+                would_hold_s=would_hold_s,
+            )
             for worker in sorted(sums)
         ),
     )
 
 
-def _worker(worker: int, sums: _Sums, *, speed: float, samples: int, steps: int, wall: float) -> WorkerFigures:
+def _count(records: Sequence[StepRecord]) -> tuple[float, float]:
+    """Mean and relative spread of the steps' counts, without those that end an epoch (or the records)."""
+    counts = [record.total for record, after in pairwise(records) if record.epoch == after.epoch]
+    mean = _mean(counts)
+    squares = sum((count - mean) ** 2 for count in counts)
+    return mean, _over(math.sqrt(_over(squares, len(counts))), mean)
+
+
+def _worker(
+    worker: int, sums: _Sums, *, speed: float, samples: int, steps: int, wall: float, would_hold_s: float
+) -> WorkerFigures:
     return WorkerFigures(
         worker=worker,
         samples=sums.samples,
         seconds=sums.seconds,
-        speed=_over(sums.timed, sums.seconds) or speed,
+        speed=_over(sums.timed, sums.seconds + sums.stuck_s) or speed,
         share=_over(sums.samples, samples),
         waiting=_over(sums.waited_s, sums.wall_s),
         last=_over(sums.last, steps),
@@ -215,13 +301,19 @@ def _worker(worker: int, sums: _Sums, *, speed: float, samples: int, steps: int,
         sat_out=sums.sat_out,
         micro_batches=sums.micro_batches,
         shortfall=_over(sums.shortfall_s, sums.seconds - sums.shortfall_s),
+        missed=sums.missed,
+        stuck=_over(sums.stuck_s + sums.inside_s, sums.wall_s),
+        stalls=sums.stalls,
+        stall_s=_over(sums.stall_s, sums.stalls),
+        cut=_over(sums.cut_s, sums.wall_s),
+        held=_over(sums.held, steps),
+        held_s=_over(sums.held_s, sums.held),
+        would_hold=_over(sums.would_hold_s, would_hold_s),
     )
 
 
-def _mean_seconds(record: StepRecord, step: _StepTimes) -> float:
-    """Own seconds of the average worker that took part, no longer than the step itself."""
-    own = [min(s, step.slowest) for n, s in zip(record.samples, record.seconds) if n > 0 and _positive(s)]
-    return sum(own) / len(own) if own else step.slowest
+def _mean(values: Sequence[float]) -> float:
+    return _over(sum(values), len(values))
 
 
 def _over(part: float, whole: float) -> float:

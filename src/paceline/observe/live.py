@@ -15,8 +15,18 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
+from paceline.observe.grouping import Line, lines
 from paceline.observe.plain import run_line
-from paceline.observe.progress import Progress, Row, Snapshot, describe, left_text, loss_text, of
+from paceline.observe.progress import (
+    Progress,
+    Snapshot,
+    count_text,
+    deadline_text,
+    describe,
+    left_text,
+    loss_text,
+    of,
+)
 from paceline.observe.view import is_terminal
 from paceline.observe.words import duration, number, percent, percent_cell
 
@@ -33,8 +43,10 @@ SILENCE_S = 5.0
 """Seconds without a step after which the view says so."""
 MOST_EVENTS = 10_000
 """Events kept while the terminal is held up."""
+MARK_WIDTH, GROUP_WIDTH, LATE_WIDTH = 10, 14, 22
+"""Cells for the mark of a worker, of a group, and with deadlines: fixed, so that columns stay where they are."""
 EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
-COLOURS = {"waited for": "bold yellow", "slowest": "dim", "sits out": "dim italic"}
+COLOURS = {"late": "bold yellow", "waited for": "bold yellow", "slowest": "dim", "sits out": "dim italic"}
 LEVELS = {"warning": "yellow", "error": "red"}
 
 
@@ -105,7 +117,7 @@ class LiveView:
 
 
 def table(now: Snapshot, *, console: Console, silence_s: float = 0.0) -> RenderableType:
-    """The header, a bar for the whole run, and a row for each worker (the first ones of a large fleet).
+    """The header, a bar for the whole run, and a row for each worker (in a large fleet, for each group of them).
 
     ``silence_s``: seconds since the last step; said aloud when it is long, so that a stuck fleet does not look alive.
     """
@@ -114,14 +126,16 @@ def table(now: Snapshot, *, console: Console, silence_s: float = 0.0) -> Rendera
     ascii_only = console.options.ascii_only
     if now.step is None:
         return _text([(f"{now.name}: waiting for the first step", "dim")])
-    most = max(3, console.height - 8)
+    most = max(3, console.height - 8 - now.deadlines)
     silence = [f"no step for {duration(silence_s)}"] if silence_s > SILENCE_S and now.step != now.steps else []
     parts: list[RenderableType] = [_header(now, ascii_only=ascii_only), _speeds(now, silence, ascii_only=ascii_only)]
+    if now.deadlines:
+        parts.append(_joined([(count_text(now), ""), (deadline_text(now), "")], ascii_only=ascii_only))
     if now.steps:
         parts.append(_rail(now.step, now.steps, width=min(console.width - 1, 100), ascii_only=ascii_only))
-    parts.append(_rows(now.rows[:most], width=console.width, ascii_only=ascii_only))
-    if len(now.rows) > most:
-        parts.append(_text([(_hidden(now.rows[most:]), "dim")]))
+    shown = lines(now.rows, most=most)
+    mark = LATE_WIDTH if now.deadlines else MARK_WIDTH if len(shown) == len(now.rows) else GROUP_WIDTH
+    parts.append(_rows(shown, width=console.width, mark_width=mark, ascii_only=ascii_only))
     return Group(*parts)
 
 
@@ -141,26 +155,27 @@ def _speeds(now: Snapshot, silence: list[str], *, ascii_only: bool) -> Text:
     return _joined(said, ascii_only=ascii_only)
 
 
-def _rows(rows: tuple[Row, ...], *, width: int, ascii_only: bool) -> Table:
+def _rows(rows: list[Line], *, width: int, mark_width: int, ascii_only: bool) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     bar_width = 8 if width < 100 else 24
+    machine_width = max(8, width - 39 - mark_width - bar_width)
     grid.add_column("worker", min_width=6)
-    grid.add_column("machine", no_wrap=True, overflow="ellipsis", max_width=max(8, width - 49 - bar_width))  # it yields
+    grid.add_column("machine", no_wrap=True, overflow="ellipsis", max_width=machine_width)  # it yields
     grid.add_column("share", justify="right", min_width=5)
     grid.add_column("", no_wrap=True, min_width=bar_width)
     grid.add_column("samples/s", justify="right", min_width=9)
     grid.add_column("waiting", justify="right", min_width=7)
-    grid.add_column("", no_wrap=True, min_width=10)
+    grid.add_column("", no_wrap=True, min_width=mark_width)
     most = max((row.samples for row in rows), default=0)
     for row in rows:
         bar = _bar(row.samples, most, width=bar_width, ascii_only=ascii_only)
         speed = number(row.speed) if row.speed else "-"
-        colour = COLOURS.get(row.mark, "")
+        colour = COLOURS.get(row.kind, "")
         grid.add_row(
-            str(row.worker), Text(row.machine), str(row.samples), Text(bar, style="green"), speed,
+            row.label, Text(row.machine), str(row.samples), Text(bar, style="green"), speed,
             percent_cell(row.waiting) if row.samples else "-", Text(row.mark, style=colour),
         )  # fmt: skip
     return grid
@@ -180,11 +195,6 @@ def _bar(part: float, whole: float, *, width: int, ascii_only: bool) -> str:
     if ascii_only:
         return ("#" * full).ljust(width)
     return ("█" * full + EIGHTHS[rest]).ljust(width)
-
-
-def _hidden(rows: tuple[Row, ...]) -> str:
-    marked = [f"worker {row.worker} {row.mark}" for row in rows if row.mark in ("waited for", "slowest")]
-    return f"and {len(rows)} more" + (f" ({marked[0]})" if marked else "")
 
 
 def _joined(said: list[tuple[str, str]], *, ascii_only: bool) -> Text:

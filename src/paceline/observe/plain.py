@@ -6,7 +6,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from paceline.observe.progress import Progress, Snapshot, describe, left_text, loss_text, of
+from paceline.observe.progress import (
+    Progress,
+    Snapshot,
+    count_text,
+    deadline_text,
+    describe,
+    left_text,
+    loss_text,
+    of,
+    rounds_behind,
+)
 from paceline.observe.words import number, percent
 
 SHORTEST_S, LONGEST_S = 2.0, 30.0
@@ -78,12 +88,27 @@ def run_line(event: Mapping[str, Any]) -> str:
 
 
 def step_line(now: Snapshot) -> str:
-    """``step 40/113  epoch 2/3  1,204 samples/s (93 % of limit)  shares 93 93 47 23  loss 0.412  12 s left``."""
+    """``step 40/113  epoch 2/3  1,204 samples/s (93 % of limit)  shares 93 93 47 23  loss 0.412  12 s left``.
+
+    With deadlines also ``121 of 128 samples  deadline 106 ms  worker 2 late, 3 rounds behind``.
+    """
     said = [f"step {of(now.step, now.steps)}", f"epoch {of(now.epoch, now.epochs)}"]
     limit = f" ({percent(now.of_limit)} of limit)" if now.limit else ""
     said.append(f"{number(now.samples_per_s)} samples/s{limit}")
     more = f" and {len(now.rows) - MOST_SHARES} more" if len(now.rows) > MOST_SHARES else ""
     said.append("shares " + " ".join(str(row.samples) for row in now.rows[:MOST_SHARES]) + more)
+    said += [text for text in (count_text(now), deadline_text(now), late_text(now)) if text]
     said += [f"loss {loss_text(now.loss)}"] if now.loss is not None else []
     said += [left_text(now)] if now.left_s is not None else []
     return "  ".join(said)
+
+
+def late_text(now: Snapshot) -> str:
+    """Who is late; of many, how many and who is furthest behind."""
+    if not now.late:
+        return ""
+    worst = max(now.late, key=lambda row: row.behind)
+    if len(now.late) == 1:
+        return f"worker {worst.worker} {worst.mark}"
+    furthest = f" (worker {worst.worker}: {rounds_behind(worst.behind)})" if worst.behind else ""
+    return f"{len(now.late)} workers late{furthest}"

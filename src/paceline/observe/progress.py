@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.observe.figures import Figures, own_speeds, summarise
 from paceline.observe.reading import parse_step
+from paceline.observe.stretches import missed
 from paceline.observe.words import duration, machines, number
 from paceline.records import StepRecord
 
@@ -31,7 +32,11 @@ class Row:
     """Own samples a second; 0 when unknown."""
     waiting: float
     mark: str
-    """``waited for``, ``slowest``, ``sits out`` or nothing."""
+    """``late, 3 rounds behind``, ``waited for``, ``slowest``, ``sits out`` or nothing."""
+    late: bool = False
+    """The newest round closed without anything from it."""
+    behind: int = 0
+    """Earlier rounds that it had yet to take over then."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,17 @@ class Snapshot:
     loss: float | None = None
     left_s: float | None = None
     rows: tuple[Row, ...] = ()
+    deadlines: bool = False
+    """Whether any of the last steps could close without everybody."""
+    deadline_s: float | None = None
+    """Of the newest step."""
+    count: int = 0
+    """Samples that the newest step counted."""
+    global_batch: int | None = None
+
+    @property
+    def late(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.late)
 
 
 class Progress:
@@ -95,6 +111,10 @@ class Progress:
             loss=newest.loss,
             left_s=None if steps is None else self._left(steps - newest.step - 1),
             rows=_rows(newest, figures, machines(self._run)),
+            deadlines=figures.deadlines > 0,
+            deadline_s=newest.deadline_s,
+            count=newest.total,
+            global_batch=_whole(self._loop.get("global_batch")),
         )
 
     def _absorb(self) -> None:
@@ -134,14 +154,16 @@ def _rows(newest: StepRecord, figures: Figures, names: Mapping[int, str]) -> tup
             speed=by_worker[worker].speed if worker in by_worker else 0.0,
             waiting=by_worker[worker].waiting if worker in by_worker else 0.0,
             mark=marks.get(worker, ""),
+            late=missed(newest, rank),
+            behind=_behind(newest, rank),
         )
-        for worker, samples in zip(newest.workers, newest.samples)
+        for rank, (worker, samples) in enumerate(zip(newest.workers, newest.samples))
     )
 
 
 def _marks(newest: StepRecord, figures: Figures) -> dict[int, str]:
-    """``waited for`` is news and comes with the blame; ``slowest`` is a fact about the machine and stays put."""
-    marks = {worker: "sits out" for worker, samples in zip(newest.workers, newest.samples) if samples == 0}
+    """``late`` and ``waited for`` are news; ``slowest`` is a fact about the machine and stays put."""
+    marks = {worker: _absent(newest, rank) for rank, worker in enumerate(newest.workers) if newest.samples[rank] == 0}
     busy = [w for w in figures.workers if w.samples and w.worker not in marks and w.worker in newest.workers]
     if len(busy) < 2:
         return marks
@@ -151,6 +173,18 @@ def _marks(newest: StepRecord, figures: Figures) -> dict[int, str]:
     elif 0 < slowest.speed < max(w.speed for w in busy) / 1.25:
         marks[slowest.worker] = "slowest"
     return marks
+
+
+def _absent(newest: StepRecord, rank: int) -> str:
+    """Why the newest step has nothing from this worker."""
+    if not missed(newest, rank):
+        return "sits out"
+    behind = _behind(newest, rank)
+    return f"late, {rounds_behind(behind)}" if behind else "late"
+
+
+def _behind(newest: StepRecord, rank: int) -> int:
+    return newest.behind[rank] if rank < len(newest.behind) else 0
 
 
 def describe(event: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -180,6 +214,24 @@ def loss_text(loss: float) -> str:
 def left_text(snapshot: Snapshot) -> str:
     """``12 s left``, or nothing."""
     return "" if snapshot.left_s is None else f"{duration(math.ceil(snapshot.left_s))} left"
+
+
+def rounds_behind(rounds: int) -> str:
+    """``3 rounds behind``."""
+    return f"{rounds} round{'' if rounds == 1 else 's'} behind"
+
+
+def count_text(snapshot: Snapshot) -> str:
+    """``121 of 128 samples in the step``: the newest step's count against the batch. Nothing without deadlines: then
+    the two are the same."""
+    batch = "" if snapshot.global_batch is None else f" of {snapshot.global_batch:,}"
+    return f"{snapshot.count:,}{batch} samples in the step" if snapshot.deadlines else ""
+
+
+def deadline_text(snapshot: Snapshot) -> str:
+    """``deadline 106 ms``, or nothing."""
+    seconds = snapshot.deadline_s
+    return "" if seconds is None or not math.isfinite(seconds) else f"deadline {duration(seconds)}"
 
 
 def of(part: int | None, whole: int | None) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.deadline_words import deadline_sentences, with_deadlines
 from paceline.observe.figures import Figures, WorkerFigures, own_speeds, summarise
 from paceline.observe.reading import RunLog
 from paceline.observe.words import duration, machines, number, percent, times
@@ -44,7 +46,10 @@ class Verdict:
 
     @property
     def held_back_by(self) -> int | None:
-        """The worker behind most of the waiting; None when shares are balanced or all took turns."""
+        """The worker behind most of the waiting; None when shares are balanced, all took turns, or a deadline spared
+        them the wait."""
+        if with_deadlines(self.figures):
+            return None
         culprit = max(self.figures.workers, key=lambda w: w.blamed, default=None)
         blame = sum(w.blamed for w in self.figures.workers)
         named = culprit is not None and blame > BALANCED and culprit.blamed > blame / 2
@@ -91,7 +96,12 @@ def _sentences(v: Verdict) -> list[str]:
         return ["No steps were recorded, so there is nothing to judge."]
     if not v.figures.samples_per_s:
         return [f"{_steps(v.figures.steps)}, but no samples or no times in the record: there is nothing to judge."]
-    said = [_speed(v), _equal_shares(v), _who(v), _where(v), _shortfall(v), _skipped(v)]
+    if with_deadlines(v.figures):
+        name = partial(_name, v, first=False)
+        middle = [*deadline_sentences(v.figures, v.pace, name), _idle(v).strip()]
+    else:
+        middle = [_equal_shares(v), _who(v)]
+    said = [_speed(v), *middle, _where(v), _shortfall(v), _skipped(v)]
     return [sentence for sentence in said if sentence]
 
 
@@ -103,7 +113,8 @@ def _speed(v: Verdict) -> str:
     speed = f"{few}{number(f.samples_per_s)} samples/s"
     if count == 1:
         return f"{speed} on one machine, {percent(f.of_limit)} of its own compute speed ({number(f.limit)})."
-    return f"{speed}, {percent(f.of_limit)} of what these {count} machines can do together ({number(f.limit)})."
+    stuck = f", stuck {percent(f.stuck)} of the time," if f.stuck >= 0.01 else ""
+    return f"{speed}, {percent(f.of_limit)} of what these {count} machines{stuck} can do together ({number(f.limit)})."
 
 
 def _equal_shares(v: Verdict) -> str:
@@ -136,7 +147,7 @@ def _who(v: Verdict) -> str:
         return f"{_held_back(v, culprit, busy)}{idle}"
     if v.figures.waiting > BALANCED:
         turns = f"they took turns at being last, and waited {percent(v.figures.waiting)} of the time"
-        return f"No single worker held the fleet back: {turns}.{idle}"
+        return f"No single worker held the fleet back: {turns}.{_anybody(v)}{idle}"
     longest = percent(max(worker.waiting for worker in busy))
     slowest, fastest = min(busy, key=lambda w: w.speed), max(busy, key=lambda w: w.speed)
     if slowest.speed > 0 and fastest.speed / slowest.speed > UNLIKE:
@@ -150,21 +161,40 @@ def _who(v: Verdict) -> str:
 
 def _held_back(v: Verdict, culprit: WorkerFigures, busy: Sequence[WorkerFigures]) -> str:
     others = "the other" if len(busy) == 2 else "the others"
-    often = "every step" if culprit.last == 1 else f"{percent(culprit.last)} of the steps"
-    said = (
-        f"{_name(v, culprit)} held the fleet back: it was last in {often}, "
-        f"and {others} spent {percent(culprit.blamed)} of the time waiting for it."
-    )
+    spent = f"and {others} spent {percent(culprit.blamed)} of the time waiting for it."
     steps = v.figures.steps - culprit.sat_out
     if v.pace != "equal" and 0 < culprit.micro_batches <= 2 * steps:
-        said += " It does one or two micro-batches a step: a smaller micro_batch would let its share fit."
-    elif v.pace not in ("", "equal", "adaptive"):
-        said += ' pace="adaptive" would follow its speed step by step.'
-    return said
+        advice = " It does one or two micro-batches a step: a smaller micro_batch would let its share fit."
+    elif v.pace == "adaptive" and culprit.held:
+        held = f"in {percent(culprit.held)} of the steps, each time for about {duration(culprit.held_s)}"
+        return f"{_name(v, culprit)} held everybody up {held}, {spent}{_joint(v, 'it')}"
+    else:
+        named = v.pace not in ("", "equal", "adaptive", "joint")
+        advice = ' pace="adaptive" would follow its speed step by step.' if named else ""
+    often = "every step" if culprit.last == 1 else f"{percent(culprit.last)} of the steps"
+    return f"{_name(v, culprit)} held the fleet back: it was last in {often}, {spent}{advice}"
+
+
+def _anybody(v: Verdict) -> str:
+    """How often somebody, now this one and now that one, held the others up."""
+    held = sum(worker.held for worker in v.figures.workers)
+    if v.pace != "adaptive" or not held:
+        return ""
+    each = sum(worker.held * worker.held_s for worker in v.figures.workers) / held
+    said = f" In {percent(held)} of the steps one held the others up, each time for about {duration(each)}."
+    return said + _joint(v, "anybody")
+
+
+def _joint(v: Verdict, whom: str) -> str:
+    """Shares that follow speed do not help against a machine whose speed nobody can foresee: a deadline does."""
+    f = v.figures
+    if f.balanced < f.samples_per_s * (1 + NOTABLE):
+        return ""
+    return f' pace="joint" does not wait for {whom}: up to {number(f.balanced)} samples/s are in reach.'
 
 
 def _idle(v: Verdict) -> str:
-    idle = [worker for worker in v.figures.workers if not worker.samples]
+    idle = [worker for worker in v.figures.workers if not worker.samples and not worker.missed]
     if not idle:
         return ""
     who = _name(v, idle[0]) if len(idle) == 1 else f"{len(idle)} workers"
@@ -174,10 +204,12 @@ def _idle(v: Verdict) -> str:
 def _where(v: Verdict) -> str:
     """Where the time went, when the limit is far; and what to do about the parts that weigh."""
     f, said = v.figures, []
-    if 0 < f.of_limit < 1 - NOTABLE and f.waiting < NOTABLE:
+    if 0 < f.of_limit < 1 - NOTABLE and (f.waiting < NOTABLE or with_deadlines(f)):
+        stuck = f"{percent(f.stuck)} stuck, " if f.stuck >= 0.005 else ""
+        cut = f"{percent(f.cut)} work cut off, " if f.cut >= 0.005 else ""
         wait = f"{percent(f.waiting)} waiting, " if len(f.workers) > 1 else ""
         rest = f"{percent(f.round)} the round and {percent(f.rest)} the update and the rest"
-        said.append(f"Of a step's time {percent(f.work)} was work, {wait}{rest}.")
+        said.append(f"Of a step's time {percent(f.work)} was work, {stuck}{cut}{wait}{rest}.")
     if f.round > NOTABLE:
         cost = f"{percent(f.round)} of the time ({duration(f.round * f.seconds / f.steps)} a step)"
         said.append(f"The round took {cost}: a larger global_batch needs fewer of them.")

@@ -24,9 +24,12 @@ import torch
 
 from paceline.errors import FleetError
 from paceline.machines.link import link_from_env
+from paceline.transport.alone import Alone
+from paceline.transport.base import Transport
 from paceline.transport.network import Store, break_off, dist, gloo_device, open_sockets
 from paceline.transport.presence import CALLS, ROUNDS, Presence
 from paceline.transport.star import StarSum, is_small
+from paceline.transport.subgroup import Subgroup
 
 logger = logging.getLogger("paceline")
 
@@ -65,10 +68,11 @@ class Fixed:
         self._spent: list[str] = []
         self._stars = 0
         self._link = link_from_env()
-        self._summed = threading.local()
-        """Bytes that this thread has started to sum in the present round, for an emulated link."""
+        self._summed = 0
+        """Bytes whose sum was started since the last round ended: gradients start before their round is entered."""
         self._group: Any = None
         self._sockets: frozenset[int] = frozenset()
+        self._subgroups: dict[tuple[int, ...], Transport] = {}
         self._noticed = threading.Event()
         self._names = [f"worker {rank}" for rank in range(self.size)]
         self._board: Store = dist.PrefixStore(f"board{joined}", _clone(root))
@@ -79,7 +83,27 @@ class Fixed:
         self._name_workers(facts)
         self.backend = backend or _choose_backend(facts)
         with self.round("forming the group"):
-            self._form_group()
+            self._group = self._form_group(f"group/{self.generation}", self.rank, self.size)
+
+    def subgroup(self, ranks: Sequence[int]) -> Transport:
+        """A transport among these workers, this one included. All workers call it, each for its own group."""
+        members = tuple(ranks)
+        with self.round("forming the groups"):
+            if members not in self._subgroups:
+                self._subgroups[members] = self._make_subgroup(members) if len(members) > 1 else Alone()
+        return self._subgroups[members]
+
+    def _make_subgroup(self, members: tuple[int, ...]) -> Subgroup:
+        name = f"group/{self.generation}/{'-'.join(map(str, members))}"
+        engine = self._form_group(name, members.index(self.rank), len(members))
+        return Subgroup(
+            self,
+            members,
+            engine,
+            device=self._device,
+            presence=self._presence,
+            pending=lambda work: _Sum(work, self),
+        )
 
     # -- sums ------------------------------------------------------------------------------------------------------
 
@@ -87,11 +111,9 @@ class Fixed:
     def round(self, label: str, *, aside: bool = False) -> Iterator[None]:
         lane = ROUNDS if aside else CALLS
         self._presence.enter(label, lane=lane)
-        self._summed.bytes = 0
         try:
             yield
-            if self._link is not None:
-                time.sleep(self._link.seconds(self._summed.bytes, workers=self.size))
+            self._cross_link()
             if self.backend == "nccl":  # its waits only order streams: the true one is here, where it is watched
                 torch.cuda.current_stream(self._device).synchronize()
                 if self._presence.failure:
@@ -100,11 +122,20 @@ class Fixed:
             self._presence.leave(lane=lane)
 
     def sum(self, tensor: torch.Tensor) -> _Sum:
-        self._summed.bytes = getattr(self._summed, "bytes", 0) + tensor.numel() * tensor.element_size()
+        self._summed += tensor.numel() * tensor.element_size()
+        return self._started(self._start_sum, tensor)
+
+    def _started(self, start: Callable[..., Any], *args: Any) -> _Sum:
+        try:
+            return _Sum(start(*args), self)
+        except RuntimeError as error:  # on a connection that broke, even the start fails
+            raise self.failed(error) from None
+
+    def _start_sum(self, tensor: torch.Tensor) -> Any:
         if self.backend == "gloo" and is_small(tensor, self.size):
             self._stars += 1
-            return _Sum(StarSum(self._group, tensor, rank=self.rank, size=self.size, number=self._stars), self)
-        return _Sum(self._group.allreduce([tensor], _sum_options()), self)
+            return StarSum(self._group, tensor, rank=self.rank, size=self.size, number=self._stars)
+        return self._group.allreduce([tensor], _sum_options())
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         options = dist.BroadcastOptions()
@@ -119,11 +150,17 @@ class Fixed:
             if part.data_ptr() != tensor.data_ptr():
                 tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
+    def _cross_link(self) -> None:
+        """Take as long as an emulated link would for what this round has summed."""
+        data, self._summed = self._summed, 0
+        if self._link is not None:
+            time.sleep(self._link.seconds(data, workers=self.size))
+
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        _Sum(self._group.send([tensor], to, tag), self).wait()
+        self._started(self._group.send, [tensor], to, tag).wait()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        _Sum(self._group.recv([tensor], source, tag), self).wait()
+        self._started(self._group.recv, [tensor], source, tag).wait()
 
     @property
     def calls(self) -> int:
@@ -234,6 +271,8 @@ class Fixed:
                 self._presence.await_acknowledgements(HEARING_S)
             self._break_off()
         self._presence.stop()
+        for subgroup in self._subgroups.values():
+            subgroup.close()
         self._group = None
 
     def _say_goodbye(self) -> None:
@@ -270,22 +309,23 @@ class Fixed:
             where = fact["device"] if len(hosts) == 1 else f"{fact['host']}, {fact['device']}"
             self._names[rank] = f"worker {rank} ({where})"
 
-    def _form_group(self) -> None:
-        prefix = dist.PrefixStore(f"group/{self.generation}", self._store)
-        before = open_sockets()
+    def _form_group(self, name: str, rank: int, size: int) -> Any:
+        """An engine for so many workers, all of whom come here."""
+        prefix = dist.PrefixStore(name, self._store)
         if self.backend == "nccl":
             torch.cuda.set_device(self._device)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = ENGINE_TIMEOUT
-            self._group = dist.ProcessGroupNCCL(prefix, self.rank, self.size, options)
-            return
+            return dist.ProcessGroupNCCL(prefix, rank, size, options)
+        before = open_sockets()
         gloo, where = gloo_device(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         options = dist.ProcessGroupGloo._Options()
         options._devices = [gloo]
         options._timeout = ENGINE_TIMEOUT
-        self._group = dist.ProcessGroupGloo(prefix, self.rank, self.size, options)
-        self._sockets = open_sockets() - before
-        logger.info("worker %d of %d reaches the others over gloo, %s", self.rank, self.size, where)
+        group = dist.ProcessGroupGloo(prefix, rank, size, options)
+        self._sockets |= open_sockets() - before
+        logger.info("worker %d of %d reaches the others over gloo, %s", rank, size, where)
+        return group
 
 
 class _Sum:

@@ -27,7 +27,7 @@ def tiles(v: Verdict, tried: WhatIf, stuck: Mapping[int, float] | None = None) -
     if not v.figures.samples_per_s:
         return []
     stuck = {worker: part for worker, part in (stuck or {}).items() if part > 0}
-    return [_how_fast(v), _how_far(v, stuck), _who(v, stuck), _change(v, tried)]
+    return [_how_fast(v), _how_far(v), _who(v, stuck), _change(v, tried)]
 
 
 def _how_fast(v: Verdict) -> Tile:
@@ -41,14 +41,14 @@ def _how_fast(v: Verdict) -> Tile:
     return Tile("How fast?", f"{number(f.samples_per_s)} samples/s", ", ".join(part for part in (gain, each) if part))
 
 
-def _how_far(v: Verdict, stuck: Mapping[int, float]) -> Tile:
+def _how_far(v: Verdict) -> Tile:
     f = v.figures
     if not f.limit:
         return Tile("How far from the limit?", "not known", "the workers' own times are not in the record")
-    late = sum(stuck.values()) / max(1, len(f.workers))
     lost = {
-        "late micro-batches": late,
-        "waiting": max(0.0, f.waiting - late),
+        "stalls": f.stuck,
+        "work cut off": f.cut,
+        "waiting": f.waiting,
         "the round": f.round,
         "update and the rest": f.rest,
     }

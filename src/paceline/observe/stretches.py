@@ -1,0 +1,95 @@
+"""Records as arrays: stretches of steps with the same workers, one row a step, one column a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.records import StepRecord
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+MOST_STEPS = 8192
+"""A longer stretch is cut, so that a long run needs little memory at a time."""
+
+
+def bounded(record: StepRecord) -> bool:
+    """Whether its round could close without everybody."""
+    return record.deadline_s is not None or record.wait_for is not None
+
+
+def missed(record: StepRecord, rank: int) -> bool:
+    """Whether the round closed without anything from this worker, who had work to do."""
+    return bounded(record) and record.samples[rank] == 0 and record.planned[rank] > 0
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Numbers that are missing or make no sense are 0."""
+
+    workers: tuple[int, ...]
+    planned: Floats
+    samples: Floats
+    seconds: Floats
+    micro_batches: Floats
+    slowest_s: Floats
+    unfinished_s: Floats
+    behind: Floats
+    late_s: Floats
+    shortfall_s: Floats
+    wall_s: Floats
+    """A number a step, as are those below."""
+    round_s: Floats
+    deadline_s: Floats
+    bounded: Mask
+
+    @property
+    def missed(self) -> Mask:
+        mask: Mask = self.bounded[:, None] & (self.samples == 0) & (self.planned > 0)
+        return mask
+
+
+def stretches(records: Sequence[StepRecord]) -> Iterator[Stretch]:
+    start = 0
+    for stop in range(1, len(records) + 1):
+        if stop == len(records) or stop - start == MOST_STEPS or records[stop].workers != records[start].workers:
+            yield _stretch(records[start:stop])
+            start = stop
+
+
+def _stretch(records: Sequence[StepRecord]) -> Stretch:
+    size = len(records[0].workers)
+
+    def table(of: Callable[[StepRecord], Sequence[float]]) -> Floats:
+        rows = [of(record) for record in records]
+        if any(len(row) != size for row in rows):
+            rows = [[*row[:size], *([0.0] * (size - len(row)))] for row in rows]
+        return _sound(np.array(rows, dtype=np.float64))
+
+    def column(of: Callable[[StepRecord], float | None]) -> Floats:
+        return _sound(np.array([of(record) or 0.0 for record in records], dtype=np.float64))
+
+    return Stretch(
+        workers=records[0].workers,
+        planned=table(lambda r: r.planned),
+        samples=table(lambda r: r.samples),
+        seconds=table(lambda r: r.seconds),
+        micro_batches=table(lambda r: r.micro_batches),
+        slowest_s=table(lambda r: r.slowest_s),
+        unfinished_s=table(lambda r: r.unfinished_s),
+        behind=table(lambda r: r.behind),
+        late_s=table(lambda r: r.late_s),
+        shortfall_s=table(lambda r: r.shortfall_s),
+        wall_s=column(lambda r: r.wall_s),
+        round_s=column(lambda r: r.round_s),
+        deadline_s=column(lambda r: r.deadline_s),
+        bounded=np.array([bounded(record) for record in records]),
+    )
+
+
+def _sound(values: Floats) -> Floats:
+    return np.where(np.isfinite(values) & (values > 0), values, 0.0)
