@@ -51,6 +51,12 @@ class Beside:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
+    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These were made here and are used by the user's stream: the same the other way round."""
+        for tensor in tensors if self._stream is not None else ():
+            if tensor.device.type == "cuda":
+                tensor.record_stream(torch.cuda.current_stream(self._device))
+
     def keep(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """These belong to the user's stream and are used here: their memory is not to be given away meanwhile."""
         for tensor in tensors if self._stream is not None else ():

@@ -52,7 +52,6 @@ class Books:
         """Steps of the open epoch that are over."""
         self.finished = False
         self.plan: Plan | None = None
-        self.full_shares: tuple[int, ...] = ()
         self.learn: Callable[[StepRecord], None] | None = None
         """Hears of every record: a forecast that learns while the run goes on."""
         self._transport, self._history, self._observe = transport, history, observe
@@ -74,8 +73,6 @@ class Books:
         if self._avoid_singles:
             plan = self._without_singles(plan, last)
         shares = self.dealing.deal(plan.samples)
-        if sum(shares) >= self.settings.global_batch:
-            self.full_shares = shares
         left = self.dealing.remaining
         turn = Turn(
             plan=plan,
@@ -105,14 +102,16 @@ class Books:
         if (epoch_step + 1) * batch >= length:
             return left, True
         owed = (epoch_step + 1) * batch - (length - left)
-        return min(left, max(round(batch * (1 - LEEWAY)), min(round(batch * (1 + LEEWAY)), owed))), False
+        return min(left, max(1, round(batch * (1 - LEEWAY)), min(round(batch * (1 + LEEWAY)), owed))), False
 
     def _not_too_far_ahead(self, plan: Plan) -> Plan:
-        """However fast all are, an epoch keeps its number of steps, give or take one."""
+        """However fast all are, an epoch keeps its number of steps, give or take one: so much is left for every later
+        step but one that it can do its least, half a batch. In mid-epoch that binds nobody."""
         length, left, batch = self.dealing.length, self.dealing.remaining, self.settings.global_batch
         if length is None or left is None:
             return plan
-        most = round((self.epoch_step + 1 + LEEWAY) * batch) - (length - left)
+        later = max(0, -(-length // batch) - 2 - self.epoch_step)
+        most = max(plan.expects or 1, left - later * max(1, round(batch * (1 - LEEWAY))))
         return for_all(plan, most) if plan.total > most else plan
 
     def _without_singles(self, plan: Plan, last: bool) -> Plan:
@@ -169,7 +168,7 @@ class Books:
 
     def close(self, turn: Turn, header: Header, record: StepRecord) -> StepRecord:
         """The round is over: count what it says. Returns the record, completed."""
-        if turn.began is None:
+        if turn.bounded:  # the user's loop may be anywhere, and save
             turn.before = self.state_dict()
         counted = [sum(stop - start for start, stop in ranges) for ranges in turn.ranges] or [0] * len(record.samples)
         rest = tuple(all_ - before for all_, before in zip(record.samples, counted, strict=True))

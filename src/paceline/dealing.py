@@ -64,8 +64,9 @@ class Dealing(Protocol):
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
         """Begin a step with these shares; returns the shares really dealt."""
 
-    def take_up(self, share: int) -> None:
-        """This worker begins to work on its share of the step that was dealt last; 0: it has none, or came too late."""
+    def take_up(self, share: int, *, done: int = 0) -> None:
+        """This worker begins to work on its share of the step that was dealt last; 0: it has none, or came too late.
+        ``done``: of what was dealt to it, it has done so many before, which no commit has counted yet."""
 
     def take(self, largest: int | None = None) -> MicroBatch | None:
         """The next micro-batch of this worker's share, or None when the share is done. ``largest``: the time left
@@ -166,8 +167,9 @@ class FromFeed:
         ahead = [more + share if more else 0 for more, share in zip(self._ahead, samples, strict=True)]
         return self._feed.deal(samples, ahead=ahead)
 
-    def take_up(self, share: int) -> None:
+    def take_up(self, share: int, *, done: int = 0) -> None:
         queue = Ranges(self._feed.queue(self._rank))
+        queue.take_front(done)
         self._pieces_epoch = self._feed.epoch
         self._pieces = deque(self._cut(queue.take_front(share)))
         if self._source.ahead and share:
@@ -280,7 +282,7 @@ class FromStream:
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
         return tuple(samples)
 
-    def take_up(self, share: int) -> None:
+    def take_up(self, share: int, *, done: int = 0) -> None:
         self._share = share
 
     def take(self, largest: int | None = None) -> MicroBatch | None:

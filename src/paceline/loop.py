@@ -89,8 +89,8 @@ class Steps:
         self._transport, self._nonfinite = transport, nonfinite
         self._observe, self._repair = observe, repair
         self._tracked, self._snapshot, self._restore = tracked, snapshot, restore
-        self._asked: list[int] = []
-        """Workers that were promised a copy of this one's state after the last step."""
+        self._asked: dict[int, int] = {}
+        """Workers that were promised a copy of this one's state, and after which step."""
         self._giving: list[threading.Thread] = []
         self._books = Books(
             transport=transport,
@@ -110,6 +110,8 @@ class Steps:
         self._progress = 0.0
         self._agreed_epoch = -1
         self._step: Step | None = None
+        self.full_shares: tuple[int, ...] = ()
+        """The shares of the last step of a whole global batch that this worker's loop began; empty before the first."""
         self._late_s = self._commit_s = self._landed = 0.0
         self._checked: set[int] = set()
 
@@ -153,11 +155,13 @@ class Steps:
         if self._closed:
             raise MisuseError("this loop has ended: a later fleet.steps took its place, or the fleet was left")
         self._give_copies()
-        if self._proxy is not None and self._proxy.far_behind:
+        if self._proxy is not None:
             self._take_copy(self._proxy)
         began = time.perf_counter()
         self._transport.doing(f"step {self._next}", begun=self._next + 1)
         turn = self._turns.get(self._next) or self._open_here()
+        if turn.dealt >= self.settings.global_batch:
+            self.full_shares = turn.plan.samples
         own_print = self._fingerprint(turn)
         with self._books.changed:
             missed = turn.closed
@@ -224,13 +228,9 @@ class Steps:
     def progress(self) -> float:
         return self._progress
 
-    @property
-    def full_shares(self) -> tuple[int, ...]:
-        """The shares of the last step of a whole global batch; empty before the first."""
-        return self._books.full_shares
-
     def meet(self, label: str) -> AbstractContextManager[Any]:
         """Everybody comes to this call, with equal parameters: a step's commit has seen to that."""
+        self._decline_copies()  # who waits for one must come here too, on its own way
         return nullcontext()
 
     def learn_with(self, learn: Callable[[StepRecord], None] | None) -> None:
@@ -240,12 +240,15 @@ class Steps:
     # -- far behind --------------------------------------------------------------------------------------------------
 
     def _take_copy(self, proxy: Proxy) -> None:
-        """Take over a peer's state, and with it the peer's place in the training."""
+        """Take over a peer's state where one was promised, and with it the peer's place in the training."""
         with self._books.changed:
-            self._books.changed.wait_for(lambda: proxy.error or (proxy.copied is not None and proxy.copied.here))
+            self._books.changed.wait_for(lambda: proxy.error or proxy.copied is None or proxy.copied.here)
             copy, proxy.copied = proxy.copied, None
-        if copy is None or copy.error is not None:
-            raise (copy.error if copy is not None else proxy.error) or AssertionError("no copy came")
+        error = proxy.error or (copy.error if copy is not None else None)
+        if error is not None:
+            raise error
+        if copy is None:
+            return
         state = checkpoint.unpack(copy.data, device=self.device)
         self._restore(state)
         self.gradients.load_state_dict(state["gradients"])
@@ -253,14 +256,18 @@ class Steps:
         self._transport.calls = state["calls"]
         skipped = copy.index + 1 - self._next
         self._next, self.finished, self._progress = copy.index + 1, state["finished"], state["progress"]
-        self._turns = {index: turn for index, turn in self._turns.items() if index >= self._next}
+        self.full_shares = tuple(state["full_shares"])
+        with self._books.changed:
+            for index in [index for index in self._turns if index < self._next]:
+                self._note_requests(self._turns.pop(index))
+        self._decline_copies()
         text = f"worker {self._transport.rank} was {skipped} steps behind and took over a peer's state"
         self._observe("note", {"level": "warning", "text": text})
 
-    def _note_requests(self, header: Header) -> None:
-        """Who asked for a copy in this round, if this worker is to give it."""
-        if peer_to_copy(header) == self._transport.rank:
-            self._asked = np.flatnonzero(header.column("wants_state")).tolist()
+    def _note_requests(self, turn: Turn) -> None:
+        """Who asked for a copy in this turn's round, if this worker is to give it."""
+        if turn.header is not None and peer_to_copy(turn.header) == self._transport.rank:
+            self._asked |= dict.fromkeys(np.flatnonzero(turn.header.column("wants_state")).tolist(), turn.index)
 
     def _give_copies(self) -> None:
         """At the end of a step, the user's own code after it included: send the state to those who were promised it."""
@@ -272,13 +279,20 @@ class Steps:
             "calls": self._transport.calls,
             "finished": self.finished,
             "progress": self._progress,
+            "full_shares": list(self.full_shares),
         }
-        data = checkpoint.pack(state)
-        for rank in self._asked:
-            target, args = give, (self._transport, data, rank, self._next - 1)
+        self._answer_requests(checkpoint.pack(state))
+
+    def _decline_copies(self) -> None:
+        """This worker has no state that fits: those who asked go on by themselves, or ask again."""
+        self._answer_requests(torch.empty(0, dtype=torch.uint8))
+
+    def _answer_requests(self, data: torch.Tensor) -> None:
+        for rank, index in self._asked.items():
+            target, args = give, (self._transport, data, rank, index)
             self._giving.append(threading.Thread(target=target, args=args, name="paceline-give", daemon=True))
             self._giving[-1].start()
-        self._asked = []
+        self._asked = {}
 
     # -- work under a deadline ---------------------------------------------------------------------------------------
 
@@ -298,28 +312,39 @@ class Steps:
             return not turn.closed
 
     def check(self, turn: Turn) -> bool:
-        """Before a backward: False when it would be for nothing."""
+        """Before a backward, and before it joins: False when it would be for nothing."""
         with self._books.changed:
             if turn.open:
                 self.gradients.check_aside()
             return turn.open
 
-    def finished_one(self, turn: Turn, done: Work, began: float) -> None:
+    def add_figures(self, turn: Turn, figures: dict[str, Any]) -> None:
+        """Figures of ``step.add`` that belong to no micro-batch."""
+        with self._books.changed:
+            turn.work.add(Work(added=figures))
+
+    def finished_one(self, turn: Turn, done: Work, aside: Aside | None, began: float) -> None:
         """The loop is done with a micro-batch that it took at ``began``: it counts once the device is done with it too.
         A device is given one more to do meanwhile, and no more than that."""
-        aside = self.gradients.set_aside()
+        self.check(turn)
+        aside = aside or self.gradients.no_gradient()
         self._beside.keep(aside[0])
         self._flight.append(Flight(done, aside, Mark(self.device), began))
         self._land(turn, leave=1 if self.device.type == "cuda" else 0)
+        with self._books.changed:
+            self.gradients.show()
 
     def _land(self, turn: Turn, *, leave: int) -> None:
         """Wait for all but the last so many micro-batches under way."""
-        while len(self._flight) > leave:
-            flight = self._flight[0]
+        while (flight := self._first_of_more_than(leave)) is not None:
             flight.mark.wait()
             with self._books.changed:
                 if self._flight and self._flight[0] is flight:  # the proxy may have counted it
                     self._count_first(turn)
+
+    def _first_of_more_than(self, leave: int) -> Flight | None:
+        with self._books.changed:  # the proxy may take it in between
+            return self._flight[0] if len(self._flight) > leave else None
 
     def _count_landed(self, turn: Turn) -> None:
         """For the proxy, which closes the turn: count what the device has done; the rest never counts."""
@@ -334,7 +359,10 @@ class Steps:
             done.seconds = now - max(began, self._landed) if turn.work.samples else now - began
             self.paces.append(done.slowest_s / done.samples)
         self._landed = now
-        turn.busy_since = self._flight[0].began if self._flight else None
+        if self._flight:
+            turn.busy_since = self._flight[0].began
+        elif turn.busy_since is None or turn.busy_since <= began:  # else the loop is in the next one
+            turn.busy_since = now
         if not turn.open:
             self._late_s = max(self._late_s, now - (turn.until or turn.opened))
             return
@@ -345,20 +373,24 @@ class Steps:
     def more(self, turn: Turn) -> bool:
         """The share is done: whether another lap has more."""
         assert self._proxy is not None
-        return not turn.closed and turn.last and self._proxy.idle(turn, gone=False)
+        if turn.closed or not turn.last:
+            return False
+        self._land(turn, leave=0)  # else what is dealt again might still come in
+        return self._proxy.idle(turn, gone=False)
 
     # -- the round -------------------------------------------------------------------------------------------------
 
     def exchange(self, step: Step, clip_norm: float | None) -> bool:
         """Run the step's round; True when there is a gradient to apply, which then is in ``p.grad``."""
         turn = step.turn
+        here = True
         if turn.bounded:
-            self._await_round(turn)
+            here = self._await_round(turn)
         else:
             self._run_round(turn)
         header = turn.header
         assert header is not None
-        apply = self._may_apply(step, header) and not (turn.bounded and turn.total is None)
+        apply = self._may_apply(step, header) and here
         if apply:
             self.gradients.mean(header, clip_norm)
         if not turn.bounded:
@@ -376,8 +408,8 @@ class Steps:
         self._round_s = max(0.0, waited - float(header.column("seconds").max() - turn.work.seconds))
         turn.header = header
 
-    def _await_round(self, turn: Turn) -> None:
-        """A round that the proxy runs; it may be over long since."""
+    def _await_round(self, turn: Turn) -> bool:
+        """A round that the proxy runs; it may be over long since. False: a peer's state is taken over instead."""
         assert self._proxy is not None
         self._land(turn, leave=0)
         if turn.open and turn.began is not None:
@@ -389,10 +421,16 @@ class Steps:
         if not turn.over and self._proxy.error is not None:
             raise self._proxy.error
         assert turn.header is not None
-        self.gradients.drop()
+        self.gradients.show()
         self._beside.rejoin()
-        if turn.total is not None:  # else a peer's state is taken over before the next step
-            self.gradients.adopt(turn.total, turn.header)
+        self._note_requests(turn)
+        total = turn.total
+        if total is None:
+            self._decline_copies()
+            return False
+        self._beside.lend([*total.flats, total.statistics])
+        self.gradients.adopt(total, turn.header)
+        return True
 
     def _write_header(self, turn: Turn, counts: bool, finite: bool) -> Header:
         header, work = Header(self.gradients.layout), turn.work if counts else Work()
@@ -490,7 +528,6 @@ class Steps:
             self._close_books(turn, header, step.began)
         elif self._proxy is not None:
             self._proxy.taken_over(turn)
-            self._note_requests(header)
         self._turns.pop(turn.index, None)
         step.record, step.ends_epoch = turn.record, turn.ends_epoch  # a stream's end shows only now
         self.finished, self._progress = turn.finishes, turn.progress
@@ -605,7 +642,7 @@ class Steps:
             for thread in self._giving:
                 thread.join(timeout=30.0)
         if self._proxy is not None:
-            self._proxy.stop()
+            self._proxy.stop_together() if orderly and not self.finished else self._proxy.stop()
             if orderly:
                 self._proxy.join()
         if orderly and self._step is not None and not self._step.committed:

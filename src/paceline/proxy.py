@@ -19,6 +19,7 @@ from paceline.beside import Beside
 from paceline.books import Books
 from paceline.combine import Gradients, Header
 from paceline.combine.gradients import Sum
+from paceline.errors import FleetError
 from paceline.pace.shares import proportional
 from paceline.records import StepRecord
 from paceline.transport import Transport
@@ -58,12 +59,18 @@ class Proxy:
         self._header, self._record, self._opened = header, record, opened
         self.error: BaseException | None = None
         self.copied: Copy | None = None
-        """A peer's state, on its way or here: the user's loop takes it over instead of the turns before it."""
+        """A peer's state, on its way or here: the user's loop takes it over instead of the turns up to it."""
         self._copyable = copyable
         self._wanting = False
         self._kept: list[Turn] = []
         """Turns that are over and that the user's loop has yet to take over."""
         self._stopping = False
+        self._entered = 0
+        """Rounds and laps that this worker has gone into."""
+        self._last_to_enter: int | None = None
+        """Once it is stopping: the last of them that it may go into; None while the workers agree on it."""
+        self._loop = transport.calls
+        """Tells this loop's signals from those of an earlier one with the same steps."""
         self._turn: Turn | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-proxy", daemon=True)
 
@@ -79,7 +86,7 @@ class Proxy:
 
     def begun(self, turn: Turn) -> None:
         """The user's loop has begun an open turn: the clock runs for everybody."""
-        self._transport.signal(_begun(turn))
+        self._transport.signal(self._name("begun", turn))
 
     def idle(self, turn: Turn, *, gone: bool) -> bool:
         """The user's loop has nothing more to do in this turn. True when another lap has more for it, which cannot be
@@ -87,8 +94,9 @@ class Proxy:
         with self._books.changed:
             turn.idle, turn.gone, turn.out, turn.busy_since = True, gone, False, None
             self._books.changed.notify_all()
-        if turn.plan.wait_for is not None and self._transport.tally(_arrived(turn)) == turn.plan.wait_for:
-            self._transport.signal(_complete(turn))
+        wait_for = turn.plan.wait_for
+        if wait_for is not None and self._transport.tally(self._name("arrived", turn)) == wait_for:
+            self._transport.signal(self._name("complete", turn))
         with self._books.changed:
             self._books.changed.wait_for(lambda: turn.over or turn.extra or self.error)
             return self._take_extra(turn)
@@ -102,10 +110,23 @@ class Proxy:
         turn.idle, turn.extra = False, 0
         return True
 
+    def stop_together(self) -> None:
+        """End the threads of all workers after the same round: whoever waits in one is not left alone there. All
+        workers call it."""
+        self._stop(last=None)
+        try:
+            entered = self._transport.gather("the end of the loop", self._entered)
+        except FleetError:  # whatever comes next says so too
+            entered = [0]
+        self._stop(last=max(entered))
+
     def stop(self) -> None:
         """End the thread. A round it is in ends by itself, or by the transport's failure."""
+        self._stop(last=0)
+
+    def _stop(self, *, last: int | None) -> None:
         with self._books.changed:
-            self._stopping = True
+            self._stopping, self._last_to_enter = True, last
             self._books.changed.notify_all()
 
     def join(self) -> None:
@@ -117,9 +138,11 @@ class Proxy:
     def _run(self) -> None:
         try:
             while (turn := self._next()) is not None:
-                if self._await_begin(turn):
-                    with self._beside.work():
-                        self._close(turn)
+                self._await_begin(turn)
+                with self._beside.work():
+                    self._close(turn)
+        except _Left:
+            return
         except BaseException as error:
             with self._books.changed:
                 self.error = error
@@ -135,19 +158,25 @@ class Proxy:
                     or (self._turn is not None and self._turn.bounded and not self._turn.over)
                 )
             )
-            return None if self._stopping or self._books.finished else self._turn
+            mine = self._turn is not None and self._turn.bounded and not self._turn.over
+            return self._turn if mine and not self._books.finished else None
 
-    def _await_begin(self, turn: Turn) -> bool:
-        """Wait until somebody's loop has begun the step, here or elsewhere; False: the thread should end."""
-        self._listen(_begun(turn), lambda: turn.began is not None)
-        if self._stopping:
-            return False
+    def _await_begin(self, turn: Turn) -> None:
+        """Wait until somebody's loop has begun the step, here or elsewhere."""
+        self._listen(self._name("begun", turn), lambda: turn.began is not None)
         with self._books.changed:
             turn.run(time.perf_counter())
         if self._transport.rank == 0:
-            for old in (_begun, _arrived, _complete):
-                self._transport.forget(old(turn, -3))
-        return True
+            for old in ("begun", "arrived", "complete"):
+                self._transport.forget(self._name(old, turn, ago=3))
+
+    def _enter(self) -> None:
+        """Before a round or a lap: end the thread instead when the loop was left and nobody is in it."""
+        with self._books.changed:
+            self._books.changed.wait_for(lambda: not self._stopping or self._last_to_enter is not None)
+            if self._last_to_enter is not None and self._entered >= self._last_to_enter:
+                raise _Left
+            self._entered += 1
 
     def _close(self, turn: Turn) -> None:
         if turn.plan.deadline_s is None:
@@ -157,6 +186,7 @@ class Proxy:
         while turn.last and self._lap(turn):
             pass
         self._make_room()
+        self._enter()
         header, mine = self._seal(turn)
         entered = time.perf_counter()
         self._gradients.exchange_aside(mine, header, f"the round of step {turn.index}")
@@ -165,6 +195,9 @@ class Proxy:
             turn.header, turn.total = header, mine
             self._keep(turn)
             self._books.note(self._books.close(turn, header, record))
+        if turn.ends_epoch and not self._books.finished:
+            self._agree_on_order()
+        with self._books.changed:
             turn.over = True
             if self._books.plan is not None and not self._books.finished:  # else the leader hands a plan round
                 self._turn = self._books.open(self._books.plan)
@@ -180,7 +213,8 @@ class Proxy:
 
     def _await_count(self, turn: Turn) -> None:
         """P3's cut-off: wait until so many workers have done their share."""
-        self._listen(_complete(turn), lambda: False)
+        with self._transport.round(f"the arrivals of step {turn.index}", aside=True):  # it is watched: some may be lost
+            self._listen(self._name("complete", turn), lambda: False)
 
     def _listen(self, name: str, here: Callable[[], bool]) -> None:
         """Wait until this worker itself knows, or another has said ``name``."""
@@ -192,6 +226,28 @@ class Proxy:
             if self._transport.heard(name):
                 return
             pause = min(1.3 * pause, longest)
+
+    def _agree_on_order(self) -> None:
+        """A new epoch's custom order must be the same on every worker, or samples would be lost and doubled in
+        silence."""
+        digest = self._books.dealing.order_digest()
+        if digest is None:
+            return
+        self._enter()
+        said = torch.zeros(self._transport.size, dtype=torch.float64)
+        said[self._transport.rank] = int(digest[:12], 16)  # 48 bits travel exactly
+        epoch = self._books.dealing.epoch
+        with self._transport.round(f"agreeing on order({epoch})", aside=True):
+            self._transport.sum(said).wait()
+        others = np.flatnonzero(said.numpy() != said[0].item()).tolist()
+        if others:
+            raise ValueError(
+                f"workers disagree in order({epoch}): workers {others} have another order than worker 0; it must "
+                "depend on the epoch alone"
+            )
+
+    def _name(self, what: str, turn: Turn, ago: int = 0) -> str:
+        return f"{what}/{self._loop}/{turn.index - ago}"
 
     def _seal(self, turn: Turn) -> tuple[Header, Sum]:
         """Nothing joins any more: what this worker brings to the round."""
@@ -214,14 +270,23 @@ class Proxy:
                 self._books.changed.notify_all()
 
     def _keep(self, turn: Turn) -> None:
+        self._kept.append(turn)
         if turn.header is not None and self._wanting:
-            turn.total = None  # the copy holds it already
             giver = peer_to_copy(turn.header)
             if giver is not None:
                 self._wanting = False
-                self.copied = Copy(self._transport, giver, turn.index, self._books.changed)
-            return
-        self._kept.append(turn)
+                self.copied = Copy(self._transport, giver, turn.index, self._came)
+
+    def _came(self, copy: Copy) -> None:
+        """A copy is here, so the turns up to it are not needed; or its giver declined, and they are."""
+        with self._books.changed:
+            copy.here = True
+            if copy.declined:
+                self.copied = None
+            for turn in [turn for turn in self._kept if turn.index <= copy.index and not copy.declined]:
+                turn.total = None
+                self._kept.remove(turn)
+            self._books.changed.notify_all()
 
     def _make_room(self) -> None:
         """What a late loop has yet to take over is bounded: beyond that a copy of a peer's state replaces it or, where
@@ -232,24 +297,17 @@ class Proxy:
             if not self._copyable():
                 self._books.changed.wait_for(lambda: self._stopping or self._kept_bytes() <= MOST_BYTES)
                 return
-            for turn in self._kept:
-                turn.total = None
-            self._kept.clear()
             self._wanting, self.copied = True, None
 
     def _kept_bytes(self) -> int:
         return sum(turn.total.bytes for turn in self._kept if turn.total is not None)
-
-    @property
-    def far_behind(self) -> bool:
-        """Whether the user's loop must take over a peer's state before it goes on."""
-        return self._wanting or self.copied is not None
 
     # -- laps ------------------------------------------------------------------------------------------------------
 
     def _lap(self, turn: Turn) -> bool:
         """In an epoch's last step everything is to be finished: what late workers left is dealt again to those that are
         done, as often as it takes, instead of a tiny step of its own. False when nothing is left."""
+        self._enter()
         size, rank = self._transport.size, self._transport.rank
         said = torch.zeros(3, size, dtype=torch.float64)
         with self._books.changed:
@@ -279,31 +337,34 @@ class Proxy:
 class Copy:
     """A peer's state after a step, being received on a thread of its own."""
 
-    def __init__(self, transport: Transport, giver: int, index: int, changed: threading.Condition) -> None:
+    def __init__(self, transport: Transport, giver: int, index: int, came: Callable[[Copy], None]) -> None:
         self.index, self.here = index, False
         """The step that the state follows, and whether it has arrived."""
+        self.declined = False
+        """The giver cannot give it."""
         self.error: BaseException | None = None
         self.data = torch.empty(0, dtype=torch.uint8)
-        self._transport, self._giver, self._changed = transport, giver, changed
+        self._transport, self._giver, self._came = transport, giver, came
         threading.Thread(target=self._receive, name="paceline-copy", daemon=True).start()
 
     def _receive(self) -> None:
         size = torch.zeros(1, dtype=torch.int64)
         try:
             self._transport.receive(size, self._giver, 2 * self.index)
+            self.declined = int(size) == 0
             self.data = torch.empty(int(size), dtype=torch.uint8)
-            self._transport.receive(self.data, self._giver, 2 * self.index + 1)
+            if not self.declined:
+                self._transport.receive(self.data, self._giver, 2 * self.index + 1)
         except BaseException as error:
             self.error = error
-        with self._changed:
-            self.here = True
-            self._changed.notify_all()
+        self._came(self)
 
 
 def give(transport: Transport, data: torch.Tensor, to: int, index: int) -> None:
-    """The other end of a `Copy`."""
+    """The other end of a `Copy`; no data: it is declined."""
     transport.send(torch.tensor([data.numel()], dtype=torch.int64), to, 2 * index)
-    transport.send(data, to, 2 * index + 1)
+    if data.numel():
+        transport.send(data, to, 2 * index + 1)
 
 
 def peer_to_copy(header: Header) -> int | None:
@@ -319,13 +380,5 @@ def _lap_seconds(turn: Turn, shares: np.ndarray[tuple[int, ...], np.dtype[np.int
     return turn.patience * PATIENT * whole * max(float((shares / first).max()), 0.05)
 
 
-def _begun(turn: Turn, ago: int = 0) -> str:
-    return f"begun/{turn.index + ago}"
-
-
-def _arrived(turn: Turn, ago: int = 0) -> str:
-    return f"arrived/{turn.index + ago}"
-
-
-def _complete(turn: Turn, ago: int = 0) -> str:
-    return f"complete/{turn.index + ago}"
+class _Left(Exception):
+    """The loop was left."""

@@ -129,7 +129,7 @@ class History:
         return len(self._records)
 
     def __iter__(self) -> Iterator[StepRecord]:
-        return iter(self._records)
+        return iter(tuple(self._records))  # another thread may append meanwhile
 
     def __getitem__(self, index: int) -> StepRecord:
         return self._records[index]

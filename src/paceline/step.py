@@ -23,6 +23,7 @@ from paceline.records import StepRecord
 from paceline.turn import Turn, Work
 
 if TYPE_CHECKING:
+    from paceline.combine.gradients import Aside
     from paceline.loop import Steps
 
 
@@ -56,7 +57,9 @@ class Step:
         self._work_began = 0.0
         self._idle_s = 0.0
         self._finished: Work | None = None
-        """Under a deadline: a micro-batch whose backward is done, until the loop comes back for more."""
+        self._aside: Aside | None = None
+        """Under a deadline: a micro-batch whose backward is done, and its gradients, until the loop comes back for
+        more."""
 
     def __repr__(self) -> str:
         return f"<Step {self.index} of epoch {self.epoch}: {self.share} samples here>"
@@ -97,11 +100,11 @@ class Step:
             )
         figures = {} if self._void else self._pending
         if self._finished is None:
-            self.turn.work.add(Work(added=figures))
+            self._steps.add_figures(self.turn, figures)
         else:
             self._finished.added = figures
-            self._steps.finished_one(self.turn, self._finished, self._opened)
-        self._finished = None
+            self._steps.finished_one(self.turn, self._finished, self._aside, self._opened)
+        self._finished = self._aside = None
         self._pending = {}
         self._void = False
 
@@ -127,7 +130,7 @@ class Step:
             if not self.turn.bounded:
                 self._gradients.backward(loss, weight, last=micro.last)
             elif self._steps.check(self.turn):
-                self._gradients.backward_aside(loss, weight)
+                self._aside = self._gradients.backward_aside(loss, weight)
         except OutOfMemory:
             if not self._steps.auto or not self._steps.shrink(micro.samples, again=True):
                 raise

@@ -101,7 +101,7 @@ class Turn:
     finishes: bool = False
     """Nothing is left of the whole training."""
     before: dict[str, Any] | None = None
-    """The books' state before this step, kept when the user's thread had not begun it."""
+    """The books' state before this step, for a loop that has yet to take it over."""
 
     def start(self, began: float) -> None:
         """This worker's loop begins it, or begins it anew after it was left half done."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,17 +49,21 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             step.commit(optimizer)
             local += 1
             rounds.append(step.round)
-            if step.ends_epoch or (case.get("every") and step.index % case["every"] == 0):
+            due = case.get("every") and step.index % case["every"] == 0
+            if step.ends_epoch or due or step.index == case.get("at"):
                 hit = fleet.evaluate(lambda x, y, n: {"hit": (model(x).argmax(1) == y).sum()}, data)
                 evaluations.append([hit["hit"], hit["count"]])
             if case.get("save") and step.ends_epoch and step.epoch == 0:
                 fleet.save(case["save"], extra={"epoch": step.epoch})
+            if case.get("leave_after") == step.index:
+                break
         return {
             "parameters": torch.cat([p.detach().flatten() for p in model.state_dict().values()]).tolist(),
             "evaluations": evaluations,
             "rounds": rounds,
             "local": local,
             "extra": extra,
+            "waited": [record.round_s for record in fleet.history],
             "records": [
                 {"epoch": r.epoch, "ranges": r.ranges, "samples": r.samples, "sums": dict(r.sums)}
                 for r in fleet.history
@@ -64,16 +71,100 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-def overlap_counts(case: dict[str, Any]) -> list[int]:
-    """Which samples this worker saw in one epoch."""
+def samples_seen(case: dict[str, Any]) -> list[int]:
+    """Which samples this worker was given, in one epoch or more."""
     seen: list[int] = []
-    with paceline.join("equal", combine=paceline.ElasticAverage(overlap=case["overlap"]), quiet=True) as fleet:
+    with paceline.join("equal", combine=make(case), quiet=True) as fleet:
         model = fleet.model(nn.Linear(1, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
         data = torch.utils.data.TensorDataset(torch.arange(case["length"], dtype=torch.float32).unsqueeze(1))
-        for step in fleet.steps(data, global_batch=8, micro_batch=4):
+        for step in fleet.steps(data, global_batch=8, micro_batch=4, epochs=case.get("epochs", 1)):
             for (x,) in step:
                 seen += [int(value) for value in x.flatten()]
                 step.backward(model(x).mean())
             step.commit(optimizer)
+            if case.get("every") and step.index % case["every"] == 0:
+                fleet.agree(False)
     return seen
+
+
+def line_data(length: int) -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(length, 2, generator=generator, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(x, x @ torch.tensor([1.0, -2.0], dtype=torch.float64) + 0.5)
+
+
+def line(case: dict[str, Any]) -> dict[str, Any]:
+    """Least squares with plain SGD from zero, in the dataset's own order: small enough to be worked out by hand."""
+    with paceline.join("equal", combine=make(case), quiet=True, device="cpu") as fleet:
+        model = nn.Linear(2, 1, bias=False).double()
+        nn.init.zeros_(model.weight)
+        model = fleet.model(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=case["lr"])
+        data, seen = line_data(case["length"]), []
+        for step in fleet.steps(data, global_batch=case["global_batch"], micro_batch=3, shuffle=False):
+            for x, y in step:
+                step.backward(((model(x).squeeze(1) - y) ** 2).mean() / 2)
+            step.commit(optimizer)
+            seen.append([step.loss, sum(step.record.samples), step.share])
+            time.sleep(case.get("sleep", 0.0))
+        return {
+            "weight": model.weight.flatten().tolist(),
+            "ranges": [record.ranges for record in fleet.history],
+            "seen": seen,
+        }
+
+
+def group_facts(case: dict[str, Any]) -> list[Any]:
+    """What the members of this worker's group say of themselves, and the sum of their squares, small and large."""
+    from paceline.transport import Fixed
+
+    transport = Fixed(torch.device("cpu"))
+    mine = next(group for group in case["groups"] if transport.rank in group)
+    group = transport.subgroup(mine)
+    small = torch.full((3,), float(transport.rank) ** 2)
+    large = torch.full((case["large"],), float(transport.rank) ** 2)
+    with group.round("two sums"):
+        for pending in [group.sum(small), group.sum(large)]:
+            pending.wait()
+    said = group.gather("names", {"name": f"worker {transport.rank}" * (transport.rank + 1)})
+    again = transport.subgroup(mine)
+    result = [group.rank, group.size, said, small.tolist(), [float(large.min()), float(large.max())], again is group]
+    transport.close()
+    return result
+
+
+def a_member_fails(case: dict[str, Any]) -> None:
+    """Worker 1, of the group of 0 and 1, is killed or makes a call by itself."""
+    combine = paceline.Averaging(every_steps=1000, groups=[[0, 1], [2]])
+    with paceline.join("equal", combine=combine, quiet=True, device="cpu") as fleet:
+        model = fleet.model(nn.Linear(2, 1).double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in fleet.steps(line_data(60_000), global_batch=6, micro_batch=2):
+            for x, y in step:
+                step.backward(((model(x).squeeze(1) - y) ** 2).mean())
+            step.commit(optimizer)
+            time.sleep(0.005)
+            if step.index == 5 and fleet.rank == 0:
+                (Path(case["folder"]) / "begun").write_text(str(os.getpid()))
+            if step.index == 8 and fleet.rank == 1 and case["how"] == "agrees alone":
+                fleet.agree(True)
+            if step.index == 8 and fleet.rank == 1 and case["how"] == "bad gradient":
+                model.weight.data.fill_(float("nan"))
+
+
+def meets(case: dict[str, Any]) -> list[float]:
+    """Each worker asks the others to come after a number of local steps of its own; then all leave."""
+    with paceline.join("equal", combine=make(case), quiet=True, device="cpu") as fleet:
+        model = fleet.model(nn.Linear(2, 1, bias=False).double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in fleet.steps(line_data(case["length"]), global_batch=8, micro_batch=4):
+            for x, y in step:
+                step.backward(((model(x).squeeze(1) - y) ** 2).mean())
+            step.commit(optimizer)
+            time.sleep(case.get("sleep", 0.0))
+            if step.index == case["at"][fleet.rank]:
+                fleet.agree(False)
+                met: list[float] = model.weight.flatten().tolist()
+                return met
+    return []

@@ -63,7 +63,7 @@ def test_batch_norms_statistics_are_merged_too(tmp_path: Path) -> None:
 
 
 def test_evaluation_asked_for_at_unlike_moments_waits_for_everybody_and_nothing_hangs(tmp_path: Path) -> None:
-    case = CASE | {"settings": {"period_s": 0.1}, "every": 4, "epochs": 1}
+    case = CASE | {"settings": {"period_s": 0.1}, "at": 2, "epochs": 1}
     env = {"PACELINE_EMULATE": "1,3", "PACELINE_SAMPLE_MS": "2"}
     told = run("averaging_cases.py:train", 2, tmp_path, args=case, env=env)
     assert told[0]["parameters"] == told[1]["parameters"]
@@ -107,8 +107,38 @@ def test_one_worker_alone_trains_as_without_an_average(tmp_path: Path) -> None:
 
 
 def test_an_overlap_counts_the_common_part_once_for_every_worker(tmp_path: Path) -> None:
-    told = run("averaging_cases.py:overlap_counts", 3, tmp_path, args={"overlap": 0.25, "length": 80})
+    case = {"combine": "elastic-average", "settings": {"overlap": 0.25}, "length": 80}
+    told = run("averaging_cases.py:samples_seen", 3, tmp_path, args=case)
     counts = Counter(sample for worker in told for sample in worker)
     assert sorted(Counter(counts.values()).items()) == [(1, 60), (3, 20)]
     common = {sample for sample, count in counts.items() if count == 3}
     assert all(common <= set(worker) for worker in told), "everybody saw the common part"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_left_of_an_epoch_does_not_lie_with_a_worker_that_waits(overlap: bool, tmp_path: Path) -> None:
+    """Worker 1 waits after one step of four samples, and worker 0 needs all others to get there."""
+    case = {"combine": "average", "settings": {"every_steps": 1, "overlap": overlap}, "length": 60, "at": [12, 0]}
+    told = run("averaging_cases.py:meets", 2, tmp_path, args=case)
+    assert told[0] == told[1] != []
+
+
+@pytest.mark.parametrize("groups", [None, [[0, 2], [1]]])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("every", [{"every_steps": 3}, {"period_s": 0.05}])
+def test_every_sample_is_really_given_to_one_worker(
+    every: dict[str, Any], overlap: bool, groups: list[list[int]] | None, tmp_path: Path
+) -> None:
+    settings = every | {"overlap": overlap, "groups": groups}
+    case = {"combine": "average", "settings": settings, "length": 203, "epochs": 2}
+    case |= {"every": 4} if "every_steps" in every else {}
+    env = {"PACELINE_NETWORK": "1gbit,10ms", "PACELINE_EMULATE": "1,2,1", "PACELINE_SAMPLE_MS": "1"}
+    told = run("averaging_cases.py:samples_seen", 3, tmp_path, args=case, env=env)
+    assert Counter(sample for worker in told for sample in worker) == Counter(2 * list(range(203)))
+
+
+def test_a_worker_may_wait_for_long_periods_of_others(tmp_path: Path) -> None:
+    """It is not taken for one that was left behind: the others step on, and come when their period is over."""
+    case = {"combine": "average", "settings": {"period_s": 2.5}, "length": 8000, "at": [250, 6], "sleep": 0.01}
+    told = run("averaging_cases.py:meets", 2, tmp_path, args=case)
+    assert told[0] == told[1] != []

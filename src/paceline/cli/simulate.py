@@ -6,7 +6,9 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,6 +38,15 @@ Model = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A model of `paceline learn`: adds P3's deep forecast.")
 ]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with plots (needs the extra 'view').")]
+Link = Annotated[
+    str | None,
+    typer.Option("--network", metavar="LINK", help="When averaging pays on links such as 100mbit,30ms (one way)."),
+]
+Parameters = Annotated[str | None, typer.Option(metavar="N", help="With --network: the model's size, such as 25M.")]
+Megabytes = Annotated[float | None, typer.Option(metavar="MB", help="With --network: the same in megabytes.")]
+Batch = Annotated[
+    int | None, typer.Option(metavar="N", help="With --network: the global batch; a run's own, or 32 a worker.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as one line of JSON.")]
 
 
@@ -49,20 +60,30 @@ def simulate(
     overhead_ms: OverheadMs = 0.0,
     warm_up: WarmUp = 0,
     model: Model = None,
+    network: Link = None,
+    parameters: Parameters = None,
+    megabytes: Megabytes = None,
+    batch: Batch = None,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the rules of pace on recorded or made-up machines: throughput, waiting and wasted work, no processes."""
+    from paceline.simulate.plot import page
     from paceline.simulate.table import figures, table
 
     try:
+        _check_network(network, parameters, megabytes, batch, overhead_ms, model, scenario)
         source, seconds = _seconds(trace, run, scenario, workers, steps, seed)
+        if network is not None:
+            asked = Asked(network, parameters, megabytes, batch, run, warm_up)
+            _simulate_network(source, seconds, asked, html, as_json)
+            return
         settings = {"overhead_s": overhead_ms / 1000, "warm_up": warm_up, "seed": seed}
         with _progress(seconds.size) as progress:
             outcomes = _contest(seconds, scenario == STUCK, model, progress, **settings)
         rows = figures(outcomes)
         if html is not None:
-            _write_page(html, source, outcomes)
+            _write_page(html, page(_title(source), outcomes))
     except ValueError as error:
         refuse(f"simulate: {error}")
     size = {"source": source, "steps": len(seconds), "workers": seconds.shape[1]}
@@ -78,6 +99,91 @@ def simulate(
     console.print(table(rows))
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What --network and the options that go with it say."""
+
+    link: str
+    parameters: str | None
+    megabytes: float | None
+    batch: int | None
+    run: Path | None
+    warm_up: int
+
+
+def _check_network(
+    network: str | None,
+    parameters: str | None,
+    megabytes: float | None,
+    batch: int | None,
+    overhead_ms: float,
+    model: Path | None,
+    scenario: str | None,
+) -> None:
+    """Options that make no sense together."""
+    if network is None:
+        for name, value in (("--parameters", parameters), ("--megabytes", megabytes), ("--batch", batch)):
+            if value is not None:
+                raise ValueError(f"{name} goes with --network, such as --network 100mbit,30ms")
+        return
+    if overhead_ms:
+        raise ValueError("--overhead-ms and --network exclude each other: the link says what a round costs")
+    if model is not None:
+        raise ValueError("--model is for cut-offs, and --network compares rounds at every step with averages")
+    if scenario == STUCK:
+        raise ValueError(f"--network needs seconds a step, and scenario {STUCK!r} is played by micro-batches")
+
+
+def _simulate_network(source: str, seconds: Floats, asked: Asked, html: Path | None, as_json: bool) -> None:
+    """When averaging pays: a table, and sentences that say from which period on the network no longer matters."""
+    from paceline.machines.link import parse_link
+    from paceline.simulate import network_table as words
+    from paceline.simulate.network import compare_network, enough
+    from paceline.simulate.traffic import Network
+
+    link, size = parse_link(asked.link), words.model_bytes(asked.parameters, asked.megabytes)
+    share = _equal_share(asked.batch, asked.run, seconds.shape[1])
+    with _progress(seconds.size) as progress:
+        outcomes = compare_network(
+            seconds, link, model_bytes=size, share=share, warm_up=asked.warm_up, progress=progress
+        )
+    period = enough(seconds, link, model_bytes=size, warm_up=asked.warm_up)
+    said = words.verdict(outcomes, Network(link, seconds.shape[1], size), period)
+    if html is not None:
+        _write_page(html, words.page(_title(source), outcomes, [*said, words.NOT_MODELLED]))
+    rows, told = words.figures(outcomes), {"steps": len(seconds), "workers": seconds.shape[1]}
+    if as_json:
+        network = {"network": asked.link, "model_bytes": size, "equal_share": share, "warm_up": asked.warm_up}
+        says = {"enough": period and asdict(period), "verdict": said, "not_modelled": words.NOT_MODELLED}
+        typer.echo(json.dumps({"source": source, **told, **network, "rules": rows, **says}))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    title = f"{source}: {len(seconds):,} steps, {seconds.shape[1]:,} workers, {share:,} samples an equal share\n"
+    console.print(title, markup=False)
+    console.print(words.table(rows))
+    console.print("\n" + "\n".join([*said, words.NOT_MODELLED]), markup=False)
+
+
+def _equal_share(batch: int | None, run: Path | None, workers: int) -> int:
+    """Samples of an equal share of the global batch."""
+    from paceline.simulate.network import SHARE
+
+    if run is not None:
+        from paceline.observe import read_log
+
+        log = read_log(run)
+        if log.run.get("combine", "gradients") != "gradients":
+            raise ValueError("--network needs seconds a step, and this run's log has a line a round: it was averaged")
+        batch = batch if batch is not None else int(median(record.total for record in log.records))
+    if batch is None:
+        return SHARE
+    if batch < workers:
+        raise ValueError(f"--batch is the global batch, at least one sample for each of {workers} workers, not {batch}")
+    return round(batch / workers)
+
+
 def _contest(
     seconds: Floats, stuck: bool, model: Path | None, progress: Progress | None, **settings: Any
 ) -> list[Outcome]:
@@ -90,10 +196,11 @@ def _contest(
     return compare_stuck(seconds, progress=progress, **settings)
 
 
-def _write_page(file: Path, source: str, outcomes: list[Outcome]) -> None:
-    from paceline.simulate.plot import page
+def _title(source: str) -> str:
+    return f"paceline simulate: {source}"
 
-    text = page(f"paceline simulate: {source}", outcomes)
+
+def _write_page(file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -24,12 +24,15 @@ BUCKET_BYTES = 25 << 20
 class Slot:
     """One parameter's place."""
 
-    __slots__ = ("bucket", "grad", "home", "parameter", "seen", "version")
+    __slots__ = ("bucket", "grad", "home", "parameter", "seen", "shown", "version")
 
     def __init__(self, parameter: torch.nn.Parameter, bucket: Bucket | None, home: torch.Tensor | None) -> None:
         self.parameter, self.bucket, self.home = parameter, bucket, home
         self.grad: torch.Tensor | None = None
         """Where this step's gradient adds up; None until the first one comes."""
+        self.shown: torch.Tensor | None = None
+        """What stands in ``p.grad`` until the next backward, and nobody else may change: the sum or, under a deadline,
+        the gradient of the micro-batch before it joins the sum."""
         self.version = 0
         self.seen = -1
         """The backward pass in which the last gradient came."""
@@ -103,46 +106,42 @@ class Buckets:
         self._note_versions()
 
     def _backward_whole(self, loss: torch.Tensor) -> None:
-        try:
-            self.backward_aside(loss)
-            self.join(self.set_aside())
-        finally:
-            self.drop()
+        self.join(self.backward_aside(loss))
+        self.show()
 
-    def backward_aside(self, loss: torch.Tensor) -> None:
-        """Leave the gradient of ``loss`` in ``p.grad``, beside the sum: `set_aside` takes it, `drop` forgets it."""
+    def backward_aside(self, loss: torch.Tensor) -> list[torch.Tensor | None]:
+        """The gradients of ``loss``, beside the sum. They stay in ``p.grad`` until `show`."""
         for parameter in self.parameters:
             parameter.grad = None
         self._inside = self._aside = True
         try:
             loss.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self.show()
+            raise
         finally:
             self._inside = self._aside = False
-
-    def set_aside(self) -> list[torch.Tensor | None]:
-        """Take a micro-batch's gradients, which stand in ``p.grad``."""
-        aside = [slot.parameter.grad for slot in self.slots]
-        self.drop()
-        return aside
+        for slot in self.slots:
+            slot.shown = slot.parameter.grad
+        self._note_versions()
+        return [slot.shown for slot in self.slots]
 
     @torch.no_grad()
     def join(self, aside: Sequence[torch.Tensor | None]) -> None:
-        """Add a whole micro-batch's gradients to the sum."""
+        """Add a whole micro-batch's gradients to the sum. Any thread may: ``p.grad`` is left alone, for the user's
+        thread may be in the middle of the next backward."""
         for slot, grad in zip(self.slots, aside, strict=True):
-            if grad is None:
-                continue
-            if slot.grad is not None:
+            if grad is not None and slot.grad is not None:
                 slot.grad.add_(grad)
-                continue
-            slot.parameter.grad = grad
-            self._adopt(slot, slot.parameter)
-        self.drop()
+            elif grad is not None:
+                slot.grad = self._at_home(slot, grad)
         self._note_versions()
 
-    def drop(self) -> None:
-        """What stands aside is forgotten; the sum shows in ``p.grad``."""
+    def show(self) -> None:
+        """The sum shows in ``p.grad``."""
         for slot in self.slots:
-            slot.parameter.grad = slot.grad
+            slot.parameter.grad = slot.shown = slot.grad
+        self._note_versions()
 
     def seal(self) -> list[torch.Tensor]:
         """The sum as it is, with zeros where no gradient came, not yet started."""
@@ -151,8 +150,8 @@ class Buckets:
 
     def _note_versions(self) -> None:
         for slot in self.slots:
-            if slot.grad is not None:
-                slot.version = slot.grad._version
+            if slot.shown is not None:
+                slot.version = slot.shown._version
 
     def _came(self, slot: Slot, parameter: torch.nn.Parameter) -> None:
         """Autograd has put or added to ``parameter.grad``."""
@@ -178,14 +177,14 @@ class Buckets:
     def _adopt(self, slot: Slot, parameter: torch.nn.Parameter) -> None:
         grad = parameter.grad
         assert grad is not None
-        if grad is slot.grad:
-            return
+        if grad is not slot.grad:
+            parameter.grad = slot.grad = slot.shown = self._at_home(slot, grad)
+
+    def _at_home(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
+        """A parameter's first gradient of the step, in its place."""
         if grad.is_sparse:
             raise ValueError("sparse gradients are not supported: build the embedding with sparse=False")
-        if slot.home is not None:
-            slot.home.copy_(grad.detach())
-            parameter.grad = slot.home
-        slot.grad = parameter.grad
+        return grad if slot.home is None else slot.home.copy_(grad.detach())
 
     def _start_ready(self) -> None:
         while self._started < len(self.buckets) and self.buckets[self._started].awaited == 0:
@@ -236,16 +235,17 @@ class Buckets:
         self._overlap = not self._twice and self._pass > 0
         self._started = 0
         for slot in self.slots:
-            slot.parameter.grad = slot.grad = None
+            slot.parameter.grad = slot.grad = slot.shown = None
         for bucket in self.buckets:
             bucket.awaited, bucket.started = len(bucket.slots), False
 
     def check_untouched(self) -> None:
         """Raise MisuseError when somebody cleared or changed gradients since the last backward of this step."""
         for slot in self.slots:
-            if slot.grad is None or (slot.bucket and slot.bucket.started):  # a running sum changes it, by its own right
+            running = slot.bucket is not None and slot.bucket.started  # a running sum changes it, by its own right
+            if slot.shown is None or running:
                 continue
-            if slot.parameter.grad is not slot.grad or slot.grad._version != slot.version:
+            if slot.parameter.grad is not slot.shown or slot.shown._version != slot.version:
                 raise MisuseError(
                     "gradients were cleared or changed in the middle of a step (optimizer.zero_grad(), clipping, "
                     "or p.grad = ...): step.commit clips and zeroes; for code of your own call step.combine() first"

@@ -155,13 +155,18 @@ class Gradients:
 
     # -- work under a deadline: a micro-batch joins the sum whole or not at all, and any thread may close it ---------
 
-    def backward_aside(self, loss: torch.Tensor, weight: Any) -> None:
-        """The gradient of a micro-batch's mean loss, kept aside until `join` or `drop`."""
+    def backward_aside(self, loss: torch.Tensor, weight: Any) -> Aside:
+        """The gradient of a micro-batch's mean loss, beside the sum until `join`."""
         if not self._begun:
             self._begin_work()
-        self.buckets.backward_aside(self._scaled(loss, weight))
-        if all(parameter.grad is None for parameter in self.buckets.parameters):
+        grads = self.buckets.backward_aside(self._scaled(loss, weight))
+        if all(grad is None for grad in grads):
             raise MisuseError(_REACHED_NOTHING)
+        return grads, self._statistics.look()
+
+    def no_gradient(self) -> Aside:
+        """Of a micro-batch that was left out."""
+        return [None] * len(self.buckets.slots), self._statistics.look()
 
     def check_aside(self) -> None:
         """Raise MisuseError when somebody touched what is not theirs since the last micro-batch."""
@@ -173,18 +178,14 @@ class Gradients:
         self.buckets.check_untouched()
         self._check_unchanged()
 
-    def set_aside(self) -> Aside:
-        """Take what a micro-batch's backward left."""
-        return self.buckets.set_aside(), self._statistics.look()
-
     def join(self, aside: Aside) -> None:
         """A micro-batch is finished: its gradient and its statistics count."""
         grads, look = aside
         self.buckets.join(grads)
         self._statistics.note(look)
 
-    def drop(self) -> None:
-        self.buckets.drop()
+    def show(self) -> None:
+        self.buckets.show()
 
     def close(self, samples: int) -> Sum:
         """What this worker has finished, ready to be summed."""
@@ -334,6 +335,7 @@ class Gradients:
         """By what the learning rate of an update from so much weight is scaled."""
         return 1.0 if self.varying is None else self.varying.factor(weight / self._weight_per_sample)
 
+    @torch.no_grad()
     def _measure(self) -> float:
         tensors = self.buckets.tensors()
         if not tensors:

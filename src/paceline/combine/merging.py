@@ -69,24 +69,49 @@ class Averages:
         own = [float(steps), float(samples), contraction, momentum, 0.0, float(present)]
         if self.columns == len(own):
             return own
-        update = torch._foreach_sub([p.detach() for p in self._parameters], self._start)
-        return [*own, *sketch(update, seed=self.rounds).tolist()]
+        return [*own, *sketch(self.update(), seed=self.rounds).tolist()]
 
     @torch.no_grad()
     def merge(self, table: Table, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        total = self.exchange(table, self.update())
+        self._move_start(total)
+        if table[self._transport.rank, PRESENT] > 0:
+            torch._foreach_copy_([p.data for p in self._parameters], self._start)
+
+    # -- a round beside local work: the update as it was, its exchange on any thread, and what comes of it -------------
+
+    @torch.no_grad()
+    def update(self) -> list[torch.Tensor]:
+        """How far this worker has come from the common start."""
+        return list(torch._foreach_sub([p.detach() for p in self._parameters], self._start))
+
+    @torch.no_grad()
+    def exchange(self, table: Table, update: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """After the table's sum: the fleet's weighted mean of the updates."""
         present = table[:, PRESENT] > 0
         coefficients = self._coefficients(np.where(present[:, None], table, 0.0))
         rank = self._transport.rank
         weight = float(coefficients[rank]) if present[rank] else 0.0
-        update = torch._foreach_mul(torch._foreach_sub([p.detach() for p in self._parameters], self._start), weight)
-        total = summed(self._transport, update)
+        return summed(self._transport, torch._foreach_mul(list(update), weight))
+
+    @torch.no_grad()
+    def land(self, total: Sequence[torch.Tensor], update: Sequence[torch.Tensor]) -> None:
+        """A round is over that ``update`` was this worker's part in; what it has done since stands on top.
+
+        ``x <- x + (average - update)``, written as the new start plus the way gone since, so that workers that have not
+        moved since hold the same bits.
+        """
+        own = [p.data for p in self._parameters]
+        since = torch._foreach_sub(torch._foreach_sub(own, self._start), list(update))
+        self._move_start(total)
+        torch._foreach_copy_(own, torch._foreach_add(self._start, since))
+
+    def _move_start(self, total: Sequence[torch.Tensor]) -> None:
         self.rounds += 1
         if self._outer is None:
-            torch._foreach_add_(self._start, total)
+            torch._foreach_add_(self._start, list(total))
         else:
             self._outer.step(self._start, total)
-        if present[rank]:
-            torch._foreach_copy_([p.data for p in self._parameters], self._start)
 
     def _coefficients(self, table: Table) -> NDArray[np.float64]:
         """Each worker's part in the round; with groups, the members of one share its part."""

@@ -92,10 +92,13 @@ def _whole_shares(step: int, plan: Plan, own: Floats, late: NDArray[np.bool_], r
     )
 
 
-def shares(seconds: Floats, pacer: Pacer, *, overhead_s: float = 0.0, tick: Tick = _nothing) -> Outcome:
+def shares(
+    seconds: Floats, pacer: Pacer, *, overhead_s: float = 0.0, share: int = SHARE, tick: Tick = _nothing
+) -> Outcome:
     """A pacer of real runs, with its records: the plan for step k is made from the records up to k - 2.
 
-    The second step is the exception, as in a run: it waits for the first one's record.
+    The second step is the exception, as in a run: it waits for the first one's record. ``share`` is the samples of an
+    equal share.
     """
     steps, size = seconds.shape
     workers, pending = tuple(range(size)), None
@@ -105,8 +108,8 @@ def shares(seconds: Floats, pacer: Pacer, *, overhead_s: float = 0.0, tick: Tick
         if pending is not None and step == 1:
             pacer.observe(pending)
             pending = None
-        plan = pacer.plan(Ask(step=step, total=SHARE * size, workers=workers, epoch=step // EPOCH))
-        busy[step] = own * np.fromiter(plan.samples, dtype=np.float64, count=size) / SHARE
+        plan = pacer.plan(Ask(step=step, total=share * size, workers=workers, epoch=step // EPOCH))
+        busy[step] = own * np.fromiter(plan.samples, dtype=np.float64, count=size) / share
         if pending is not None:
             pacer.observe(pending)
         pending = StepRecord(

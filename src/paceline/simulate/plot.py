@@ -19,18 +19,24 @@ SHOWN = ("naive", "adaptive", "joint", "clairvoyant cut-off", "limit")
 
 def page(title: str, outcomes: Sequence[Outcome]) -> str:
     """One self-contained page of HTML: plotly is embedded, nothing is fetched."""
-    figures = [_bars(outcomes), _lines(outcomes), _counts(outcomes)]
-    io = _plotly("plotly.io")
+    return document(title, [_bars(outcomes), _lines(outcomes), _counts(outcomes)])
+
+
+def document(title: str, figures: Sequence[Any], *, words: Sequence[str] = ()) -> str:
+    """Plotly's figures below a title and paragraphs of plain words."""
+    io = plotly("plotly.io")
     parts = [
         io.to_html(figure, full_html=False, include_plotlyjs=number == 0, config={"displaylogo": False})
         for number, figure in enumerate(figures)
     ]
     head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title></head>'
     style = '<body style="font-family: system-ui, sans-serif; max-width: 70rem; margin: 2rem auto">'
-    return f"{head}{style}<h1>{escape(title)}</h1>{''.join(parts)}</body></html>"
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in words)
+    return f"{head}{style}<h1>{escape(title)}</h1>{said}{''.join(parts)}</body></html>"
 
 
-def _plotly(module: str) -> Any:
+def plotly(module: str) -> Any:
+    """The module, or a ValueError that names the extra."""
     try:
         return import_module(module)
     except ImportError:
@@ -41,7 +47,7 @@ def _bars(outcomes: Sequence[Outcome]) -> Any:
     naive, limit = outcomes[0].throughput, outcomes[-1].throughput
     over = [outcome.throughput / naive for outcome in outcomes]
     labels = [f"{outcome.throughput / limit:.0%} of the limit" for outcome in outcomes]
-    go = _plotly("plotly.graph_objects")
+    go = plotly("plotly.graph_objects")
     figure = go.Figure(go.Bar(x=over, y=[outcome.name for outcome in outcomes], orientation="h", text=labels))
     return figure.update_layout(
         title="Throughput over naive", yaxis={"autorange": "reversed"}, height=140 + 28 * len(outcomes)
@@ -50,7 +56,7 @@ def _bars(outcomes: Sequence[Outcome]) -> Any:
 
 def _lines(outcomes: Sequence[Outcome]) -> Any:
     """Work done over time: the steeper, the faster."""
-    go = _plotly("plotly.graph_objects")
+    go = plotly("plotly.graph_objects")
     figure = go.Figure()
     for outcome in outcomes:
         time_s, work = np.cumsum(outcome.seconds), np.cumsum(outcome.shares)
@@ -62,7 +68,7 @@ def _lines(outcomes: Sequence[Outcome]) -> Any:
 
 def _counts(outcomes: Sequence[Outcome]) -> Any:
     """How much the step's count varies, for the rules whose batch is not fixed."""
-    go = _plotly("plotly.graph_objects")
+    go = plotly("plotly.graph_objects")
     figure = go.Figure()
     for outcome in outcomes:
         if outcome.count_cv > 1e-9:

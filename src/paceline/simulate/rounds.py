@@ -12,7 +12,7 @@ little is asked of later ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from paceline.pace.fitting import fit_all, ladder
 from paceline.records import Plan, StepRecord
 from paceline.simulate.outcome import Outcome
 from paceline.simulate.play import EPOCH, MICRO_BATCHES, SHARE
+from paceline.simulate.steering import goal, opened
 
 Floats = NDArray[np.float64]
 Noise = Callable[[np.random.Generator, tuple[int, ...]], Floats]
@@ -29,8 +30,6 @@ Noise = Callable[[np.random.Generator, tuple[int, ...]], Floats]
 
 NOISE = 0.05
 """Spread (natural log) of micro-batches within a step."""
-OWED = 0.5
-"""Of the global batch: the most by which a step is asked for more or less, to make up for earlier ones."""
 
 
 def within_step(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
@@ -68,35 +67,39 @@ def play(
     name: str = "",
     overhead_s: float = 0.0,
     cut_to_fit: bool = True,
+    share: int = SHARE,
     micro_batches: int = MICRO_BATCHES,
     noise: Noise = within_step,
     seed: int = 0,
     tick: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Play a pacer whose plans may have deadlines; ``micro_batches`` is how many make an equal share."""
+    """Play a pacer whose plans may have deadlines; ``micro_batches`` make an equal share of ``share`` samples."""
     steps, size = seconds.shape
-    workers, batch, micro = tuple(range(size)), SHARE * size, SHARE // micro_batches
+    workers, batch, micro = tuple(range(size)), share * size, share // micro_batches
     sizes: Sequence[int] = ladder(micro) if cut_to_fit else (micro,)
     fleet = _Fleet(size, sizes, noise, np.random.default_rng((seed, 1)))
-    figures, pending, owed, asked = np.zeros((4, steps)), None, 0, 0
+    figures, counted = np.zeros((4, steps)), 0
     pacer.check(size)
+
+    def ask(step: int, done: int) -> Plan:
+        total = goal(step, done=done, batch=batch)
+        return replace(pacer.plan(Ask(step=step, total=total, workers=workers, epoch=step // EPOCH)), expects=total)
+
+    plan = ask(0, 0)
     for step, own in enumerate(seconds):
-        if pending is not None and step == 1:
-            pacer.observe(pending)
-            owed, asked, pending = owed + asked - pending.total, 0, None
-        total = int(np.clip(batch + owed, (1 - OWED) * batch, (1 + OWED) * batch))
-        plan = pacer.plan(Ask(step=step, total=total, workers=workers, epoch=step // EPOCH))
-        if pending is not None:
-            pacer.observe(pending)
-            owed += asked - pending.total
-        owed -= total - batch
-        done, closed_s = fleet.step(own / SHARE, plan)
-        pending, asked = _record(step, plan, done, closed_s, overhead_s), total
-        figures[:, step] = _figures(pending, done, closed_s, size)
+        plan = opened(plan, done=counted, batch=batch)
+        hoped = counted + min(plan.expects or 0, plan.total)
+        after = ask(step + 1, hoped) if step else None
+        done, closed_s = fleet.step(own / share, plan)
+        record = _record(step, plan, done, closed_s, overhead_s)
+        counted += record.total
+        pacer.observe(record)
+        figures[:, step] = _figures(record, done, closed_s, size)
         fleet.leave(done, closed_s + overhead_s)
+        plan = after or ask(step + 1, counted)  # the second plan waits for the first record, as in a run
         tick()
     shares, closed, waiting, wasted = figures
-    return Outcome(name or pacer.name, size, shares / SHARE, closed + overhead_s, waiting, wasted)
+    return Outcome(name or pacer.name, size, shares / share, closed + overhead_s, waiting, wasted)
 
 
 class _Fleet:

@@ -81,6 +81,8 @@ class Fixed:
         self._presence = Presence(beats, aside, self.rank, self.size, names=self._names, on_failure=self._unblock)
         facts = self.gather("join", _facts(device))
         self._name_workers(facts)
+        self._alike = len({fact["device"].split(":")[0] for fact in facts}) == 1
+        """Whether all compute on one kind of device, so that all choose the same way for a sum."""
         self.backend = backend or _choose_backend(facts)
         with self.round("forming the group"):
             self._group = self._form_group(f"group/{self.generation}", self.rank, self.size)
@@ -132,7 +134,7 @@ class Fixed:
             raise self.failed(error) from None
 
     def _start_sum(self, tensor: torch.Tensor) -> Any:
-        if self.backend == "gloo" and is_small(tensor, self.size):
+        if self.backend == "gloo" and self._alike and is_small(tensor, self.size):
             self._stars += 1
             return StarSum(self._group, tensor, rank=self.rank, size=self.size, number=self._stars)
         return self._group.allreduce([tensor], _sum_options())

@@ -37,8 +37,8 @@ NAG_S = (5.0, 15.0, 30.0)
 ERRORS: dict[str, type[FleetError]] = {"lost": WorkerLost, "mismatch": CallMismatch, "fleet": FleetError}
 
 
-CALLS, ROUNDS = "calls", "rounds"
-"""The two sequences of collective calls: the user's thread's, and rounds with a deadline."""
+CALLS, ROUNDS, GROUP = "calls", "rounds", "group"
+"""The sequences of collective calls: the user's thread's, rounds on a thread of their own, and a group's own sums."""
 
 
 class Spot(NamedTuple):
@@ -100,9 +100,11 @@ class Presence:
         on_failure: Callable[[], None],
     ) -> None:
         self.failure: FleetError | None = None
+        self.group: tuple[int, ...] = ()
+        """The workers that share this one's sequence of group calls."""
         self._store, self._launcher, self._rank, self._size, self._names = store, launcher, rank, size, names
         self._on_failure = on_failure
-        self._places = {lane: _Place(0, "", None) for lane in (CALLS, ROUNDS)}
+        self._places = {lane: _Place(0, "", None) for lane in (CALLS, ROUNDS, GROUP)}
         self._begun = 0
         self._nagged = 0
         self._doing = "starting"
@@ -123,6 +125,8 @@ class Presence:
         """Begin collective call number N; from now on this worker waits for the others."""
         place = _Place(self._places[lane].call + 1, label, time.monotonic())
         self._places[lane] = place
+        if self.failure:  # found while this worker was busy: nobody may be there to wait for
+            raise self.failure
         return place.call
 
     def leave(self, *, lane: str = CALLS) -> None:
@@ -204,6 +208,7 @@ class Presence:
         lane, since = self._longest_wait()
         if since is None or time.monotonic() - since < PATIENCE_S:
             self._seen, self._nagged = {}, 0
+            self._hear()
             return
         found = self._look(self._seen, SILENT_S)
         if found:
@@ -213,6 +218,13 @@ class Presence:
         if waited > (NAG_S[self._nagged] if self._nagged < len(NAG_S) else NAG_S[-1] + 60 * (self._nagged - 2)):
             self._nagged += 1
             logger.warning("%s: waiting for %s", self._places[lane].label, self._whom(lane) or "the network")
+
+    def _hear(self) -> None:
+        """Of a failure that others found while this worker works by itself, before whoever holds the store is gone."""
+        if self._store.check(["failure"]):
+            self.publish("fleet", "")
+            if self._longest_wait()[1] is not None:
+                self._on_failure()
 
     def _longest_wait(self) -> tuple[str, float | None]:
         waits = [(place.since, lane) for lane, place in self._places.items() if place.since is not None]
@@ -243,7 +255,17 @@ class Presence:
         silent = [rank for rank, (_, at) in seen.items() if rank != self._rank and now - at > silent_s]
         if silent:
             return self.publish("lost", self._lost_text(seen, silent))
+        if self._places[GROUP].since is not None:
+            return self._look_for_strays(seen, self._places[GROUP])
         return self._look_for_mismatch(seen, at) if at.since is not None else None
+
+    def _look_for_strays(self, seen: Seen, at: _Place) -> FleetError | None:
+        # A member of my group that left out our call and waits in one of the whole fleet, to which I come only later.
+        spots = {rank: seen[rank][0].spots for rank in self.group if rank in seen and rank != self._rank}
+        gone = {rank: spot[CALLS] for rank, spot in spots.items() if spot[GROUP].call < at.call}
+        mine = self._places[CALLS].call
+        astray = {rank: spot.label for rank, spot in gone.items() if spot.waiting and spot.call > mine}
+        return self.mismatch({self._rank: at.label, **astray}) if astray else None
 
     def _look_for_mismatch(self, seen: Seen, at: _Place) -> FleetError | None:
         # A worker that waits in another call under the number of mine: neither wait can ever end.
@@ -281,6 +303,8 @@ class Presence:
         """The workers that are not yet in my call, and what they do."""
         beats = {rank: self._seen[rank][0] if rank in self._seen else None for rank in range(self._size)}
         mine = self._places[lane].call
+        if lane == GROUP:
+            beats = {rank: beat for rank, beat in beats.items() if rank in self.group}
         behind = [(rank, beat) for rank, beat in beats.items() if beat is None or beat.spots[lane].call < mine]
         return "; ".join(f"{self._names[rank]} ({beat.doing if beat else 'not started'})" for rank, beat in behind)
 

@@ -1,0 +1,374 @@
+"""Rounds of parameters between local steps (``combine="average"`` and ``"elastic-average"``).
+
+Between two rounds lies a **period**: so many local steps, or so many seconds, in which a fast worker makes more steps
+than a slow one and nobody waits. What a worker was dealt for a period and did not do stays in its queue, so every
+sample of the epoch still counts exactly once.
+
+A round may run beside the local steps that follow it (``overlap``). They go on with what is left of what was dealt, and
+when the round is over its update lands between two of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.combine import Header
+from paceline.combine.averaging_settings import Averaging, ElasticAverage
+from paceline.combine.header import Layout
+from paceline.combine.merging import Averages, copies, make_merging, momentum_of
+from paceline.combine.statistics import RunningStatistics
+from paceline.dealing import Dealing
+from paceline.errors import FleetError, MisuseError
+from paceline.groups import check_fits, groups_of, over_group
+from paceline.loop import Steps
+from paceline.machines.failures import Failures, Trouble
+from paceline.period import Ints, Period, above, by_the_clock
+from paceline.records import Plan, Range, StepRecord
+from paceline.rounds import Round
+from paceline.transport import Transport
+
+LEAVING_S = 5.0
+"""How long the end of a failed training waits for a round's thread."""
+AHEAD = 2
+"""Periods' worth of samples dealt at once when rounds run beside local steps: one, and one for while its round runs."""
+
+
+class Averaged(Steps):
+    """A loop whose workers merge parameters now and then: its periods, and the rounds that end them."""
+
+    def __init__(
+        self,
+        *,
+        combine: Averaging | ElasticAverage,
+        models: Sequence[torch.nn.Module],
+        failures: Failures | None,
+        lengths: Sequence[int],
+        **loop: Any,
+    ) -> None:
+        """``lengths``: how much of an epoch each worker claims when it opens; empty: it is dealt as it goes."""
+        transport: Transport = loop["transport"]
+        self._groups = groups_of(combine, transport.size)
+        self._members = next(group for group in self._groups if transport.rank in group)
+        self._member = self._members.index(transport.rank)
+        self._overlaps = isinstance(combine, Averaging) and combine.overlap and transport.size > 1
+        grouped = len(self._groups) < transport.size
+        check_fits(transport, loop["dealing"], failures, grouped=grouped, overlaps=self._overlaps)
+        if grouped:
+            loop["gradients"] = over_group(loop["gradients"], transport, self._members, models)
+        super().__init__(**loop)
+        self.combine = combine
+        self._feed: Dealing = loop["dealing"]
+        self._merging = make_merging(combine, self.gradients.everything, self._transport)
+        self._statistics = RunningStatistics(models)
+        self._layout = Layout(self._transport.size, 0, len(self._statistics))
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self._period: Period | None = None
+        self._under_way: Round | None = None
+        """A round that runs beside the local steps."""
+        self._round = 0
+        self._arrived = 0.0
+        """When the last round was over, for this worker."""
+        self._call = 0.0
+        """What this worker waits to do together with the others, as a number; 0: nothing."""
+        self._together = np.zeros(self._transport.size)
+        self._lengths = tuple(lengths)
+        self._speeds = np.zeros(self._transport.size)
+        """Samples a second of each worker's own work in the last period it worked in."""
+        self._rates = np.zeros(self._transport.size)
+        """The same, waiting for the others of its group included."""
+        self._failures = failures
+        self._initial = copies(self.gradients.everything) if failures else []
+        self._stale: list[torch.Tensor] = []
+        self._plan: Plan | None = None
+
+    @property
+    def rounds(self) -> int:
+        """Shared updates so far."""
+        return self._round
+
+    # -- periods -------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> Period:
+        """Deal a period. Everybody works out the same shares from what the last round said."""
+        self._plan = self._plan or self._hand_round_plan()
+        if self._lengths and self._feed.remaining == self._feed.length:
+            self._feed.deal(self._lengths)  # an epoch opens: everybody claims its own part and the common one
+        nothing = (0,) * len(self._members)
+        period = Period(began=time.perf_counter(), shares=(), windows=nothing, batches=nothing, member=self._member)
+        self._deal(period, None)
+        self._statistics.begin()
+        self._return_from_outage()
+        return period
+
+    def _deal(self, period: Period, floors: Ints | None) -> None:
+        """Deal to all, ``floors`` at least, and let the period go on with what this worker's group was dealt."""
+        wanted, batches = self._wanted()
+        wanted = np.where(self._waiting(), 0, wanted)
+        if floors is not None:
+            wanted = above(np.where(self._waiting(), 0, floors), wanted, self._feed.remaining)
+        period.shares = self._feed.deal(tuple(wanted.tolist()))
+        period.windows = tuple(period.shares[member] for member in self._members)
+        period.batches = tuple(int(batches[member]) for member in self._members)
+
+    def _waiting(self) -> NDArray[np.bool_]:
+        """Who waits for the others to come to the same call. What is left of an epoch must not lie with them: those
+        that are waited for may need it to get there."""
+        waiting = self._together > 0
+        return waiting & (not waiting.all() and not self._lengths)
+
+    def _wanted(self) -> tuple[Ints, Ints]:
+        """Samples to deal to each worker, and its samples of one local step."""
+        size = self._transport.size
+        equal = max(1, self.settings.global_batch // size)
+        if isinstance(self.combine, Averaging) and self.combine.period_s is not None:
+            shares, batches = by_the_clock(
+                self._groups, batch=equal, speeds=self._speeds, rates=self._rates, period_s=self.combine.period_s
+            )
+        else:
+            assert self._plan is not None
+            # With a common part everybody has as much, and is to finish it at the same time.
+            batches = np.full(size, equal) if self._lengths else np.maximum(1, np.asarray(self._plan.samples))
+            shares = batches * self._steps_a_period()
+        return shares * (AHEAD if self._overlaps else 1), batches
+
+    def _steps_a_period(self) -> int:
+        settings = self.combine
+        return settings.tau if isinstance(settings, ElasticAverage) else settings.every_steps or 1
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    def _depart(self) -> None:
+        """End the period by a round. One beside local steps is only begun here: `_arrive` takes it over."""
+        period = self._period
+        assert period is not None
+        round = self._write_round(period)
+        if not self._overlaps:
+            self._exchange(round)
+            self._close_round(round, time.perf_counter() - round.entered)
+            return
+        assert isinstance(self._merging, Averages)
+        round.update = self._merging.update()
+        self._finish_kernels()
+        self._under_way, self._period = round, period.followed(time.perf_counter())
+        round.run_beside(self._exchange)
+
+    def _arrive(self) -> None:
+        """Wait for the round under way. Its update lands under what was done since it began."""
+        round, waited = self._under_way, time.perf_counter()
+        assert round is not None
+        assert isinstance(self._merging, Averages)
+        round.wait()
+        self._under_way = None
+        self._merging.land(round.total, round.update)
+        self._close_round(round, time.perf_counter() - waited)
+
+    def _write_round(self, period: Period) -> Round:
+        self._statistics.note()
+        table = torch.zeros(self._transport.size, self._merging.columns + 2, dtype=torch.float64)
+        row = self._merging.row(
+            steps=period.steps,
+            samples=period.samples,
+            contraction=period.contraction,
+            momentum=momentum_of(self._optimizers),
+            present=self._trouble().exchanges,
+        )
+        table[self._transport.rank] = torch.tensor([self._call, period.wall_s, *row])
+        header, statistics = self._write_period(period), self._statistics.payload(period.samples)
+        return Round(period, header=header, table=table, statistics=statistics)
+
+    def _write_period(self, period: Period) -> Header:
+        header = Header(self._layout)
+        header.write(
+            self._transport.rank,
+            samples=period.samples,
+            weight=period.weight,
+            loss=period.loss,
+            seconds=period.seconds,
+            micro_batches=period.micro_batches,
+            slowest_s=period.slowest_s,
+            ended=False,
+        )
+        for name, value in period.added.items():
+            header.add(self._transport.slot(name), value)
+        if self._transport.rank == 0:
+            header.write_plan(self._books.plan_for(self._round + 1))
+        if self._member == 0:  # batch norm's layers have counted the whole group's micro-batches on each member
+            header.counters[:] = self._statistics.moved
+        return header
+
+    def _exchange(self, round: Round) -> None:
+        """The sums of a round; on any thread."""
+        wires = self.device if self._transport.backend == "nccl" else torch.device("cpu")
+        table, header = round.table.to(wires), round.header.tensor(wires)
+        with self._transport.round(f"the round after {self._round} rounds", aside=self._overlaps):
+            parts = [table, header, *([round.statistics] if len(self._statistics) else [])]
+            for pending in [self._transport.sum(part) for part in parts]:
+                pending.wait()
+            round.table, facts = table.cpu(), table[:, 2:].cpu().numpy()
+            round.header.receive(header)
+            if isinstance(self._merging, Averages) and self._overlaps:
+                round.total = self._merging.exchange(facts, round.update)
+                self._finish_kernels()
+            else:
+                self._merging.merge(facts, self._optimizers)
+
+    def _finish_kernels(self) -> None:
+        """What this thread has asked of the device is done: another thread goes on with it."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _close_round(self, round: Round, waited_s: float) -> None:
+        """A round is over: everybody counts what it says. ``waited_s``: what this worker waited for it."""
+        period, header, walls = round.period, round.header, round.table[:, 1].numpy()
+        self._finish_statistics(round)
+        ended = time.perf_counter()
+        samples, seconds = header.column("samples").astype(int), header.column("seconds")
+        weight = float(header.column("weight").sum())
+        ranges: tuple[tuple[Range, ...], ...] = self._feed.commit(tuple(samples.tolist()), False)
+        late_s = 0.0 if self._overlaps else max(0.0, float(walls.max()) - period.wall_s)
+        record = StepRecord(
+            step=self._round,
+            epoch=self._feed.epoch,
+            generation=self._transport.generation,
+            workers=self._transport.workers,
+            planned=period.shares,
+            samples=tuple(samples.tolist()),
+            seconds=tuple(seconds.tolist()),
+            micro_batches=tuple(int(n) for n in header.column("micro_batches")),
+            slowest_s=tuple(header.column("slowest_s").tolist()),
+            wall_s=ended - max(period.began, self._arrived),
+            round_s=max(0.0, waited_s - late_s),
+            weight=weight,
+            loss=float(header.column("loss").sum()) / weight if weight else None,
+            sums={self._transport.slot_name(slot): value for slot, value in header.sums().items()},
+            ranges=ranges,
+        )
+        self._speeds = np.where(seconds > 0, samples / np.maximum(seconds, 1e-9), self._speeds)
+        self._rates = np.where(walls > 0, samples / np.maximum(walls, 1e-9), self._rates)
+        self._books.observe(record)
+        self._plan = header.read_plan()
+        self._together = round.table[:, 0].numpy()
+        self._round += 1
+        self._arrived = ended
+        self._go_on(np.asarray(period.shares) - samples)
+
+    def _go_on(self, left: Ints) -> None:
+        """After a round: the next period, the next epoch, or the end. ``left``: what each worker was dealt and had not
+        done when the round began. It may be at work on it, beside the round, and keeps it."""
+        if self._feed.remaining == 0:
+            self._period = None
+            self._books.next_epoch()
+        elif self._overlaps:
+            assert self._period is not None
+            self._deal(self._period, left)
+        else:
+            self._period = None
+        self.finished, self._progress = self._books.finished, self._books.progress
+        if self.finished:
+            self._show_for_good()
+
+    def _finish_statistics(self, round: Round) -> None:
+        """Batch norm's running statistics: their mean by samples, as in every round."""
+        if len(self._statistics):
+            samples = float(round.header.column("samples").sum())
+            self._statistics.merge(round.statistics, samples, round.header.counters.tolist())
+            self.gradients.statistics_were_set()
+
+    def _show_for_good(self) -> None:
+        """The training is over: everybody holds what is to be evaluated and saved."""
+        with self._merging.shown():
+            final = copies(self.gradients.everything)
+        for parameter, value in zip(self.gradients.everything, final, strict=True):
+            parameter.data.copy_(value)
+
+    # -- together ------------------------------------------------------------------------------------------------------
+
+    def meet(self, label: str) -> AbstractContextManager[Any]:
+        """Run rounds until everybody has come to the same call; in the context the parameters are those to show."""
+        if self.begun and not self.finished and self._transport.size > 1:
+            self._call = float(int.from_bytes(blake2b(label.encode(), digest_size=6).digest(), "big"))
+            self._transport.doing(label)
+            self._run_rounds_until_met()
+            self._call = 0.0
+            if len(set(self._together[self._together > 0].tolist())) > 1:
+                raise MisuseError(f"not every worker called {label}: some are in another call, which cannot end")
+        return self._merging.shown()
+
+    def _run_rounds_until_met(self) -> None:
+        """In the round to which all bring a call nobody has done anything since it began, and all end up equal."""
+        if self._under_way is not None:
+            self._arrive()
+        while not self.finished:
+            self._period = self._period or self._open()
+            self._depart()
+            if self._under_way is not None:
+                self._arrive()
+            if (self._together > 0).all():
+                break
+
+    def await_proxy(self) -> None:
+        super().await_proxy()
+        if self._under_way is not None:
+            with suppress(FleetError):  # it was raised before
+                self._under_way.wait(LEAVING_S)
+
+    def close(self, *, orderly: bool = True) -> None:
+        if orderly and self._overlaps and not self._closed:
+            self.meet("the end of the loop")  # else a round would wait for a worker that has left
+        super().close(orderly=orderly)
+
+    # -- emulated failures --------------------------------------------------------------------------------------------
+
+    def _trouble(self) -> Trouble:
+        return (
+            Trouble() if self._failures is None else self._failures.at(worker=self._transport.rank, round=self._round)
+        )
+
+    @torch.no_grad()
+    def _return_from_outage(self) -> None:
+        if self._failures is None:
+            return
+        trouble = self._trouble()
+        if trouble.returns_with is not None:
+            source = self._initial if trouble.returns_with == "initial" or not self._stale else self._stale
+            for parameter, value in zip(self.gradients.everything, source, strict=True):
+                parameter.data.copy_(value)
+        if trouble.exchanges:
+            self._stale = copies(self.gradients.everything)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **self._books.state_dict(),
+            "step": self._next,
+            "round": self._round,
+            "gradients": self.gradients.state_dict(),
+            "merging": self._merging.state_dict(),
+            "speeds": self._speeds.tolist(),
+            "rates": self._rates.tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._next, self._round = state["step"], state.get("round", 0)
+        if "merging" in state:
+            self._merging.load_state_dict(state["merging"])
+            if len(state["speeds"]) == self._transport.size:
+                self._speeds = np.array(state["speeds"])
+                self._rates = np.array(state.get("rates", state["speeds"]))
+        else:
+            self._merging.rebase()
+        self._statistics.rebase()
+
+    @property
+    def index(self) -> int:
+        return self._next

@@ -1,0 +1,121 @@
+"""A period: what the workers of one group may do between two rounds of parameters, and what they have done of it.
+
+A group makes its local steps together, a worker without a group by itself. How many samples every member has done is a
+matter of counting steps, so nobody in a group has to ask whether another one has something left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.pace.shares import proportional
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Groups = Sequence[Sequence[int]]
+
+GENEROUS = 1.4
+"""What is dealt for a period over what a worker did in the last one, so that nobody runs out."""
+FIRST_STEPS = 4
+"""Local steps dealt for the first period by the clock, while nobody's speed is known."""
+
+
+@dataclass
+class Period:
+    """What this worker and its group have done since the last round was begun."""
+
+    began: float
+    shares: tuple[int, ...]
+    """Samples dealt to each worker of the fleet."""
+    windows: tuple[int, ...]
+    """Samples that each member of this worker's group may do."""
+    batches: tuple[int, ...]
+    """Samples of each member in one local step."""
+    member: int
+    """This worker's place in its group."""
+    done: list[int] = field(default_factory=list)
+    """Samples that each member has done."""
+    steps: int = 0
+    micro_batches: int = 0
+    weight: float = 0.0
+    loss: float = 0.0
+    seconds: float = 0.0
+    """Of this worker's own work in its local steps."""
+    wall_s: float = 0.0
+    """Of the local steps, waiting for the others of the group included."""
+    slowest_s: float = 0.0
+    contraction: float = 0.0
+    over: bool = False
+    """The group's first member said that its time is up."""
+    added: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.done = self.done or [0] * len(self.windows)
+
+    @property
+    def samples(self) -> int:
+        return self.done[self.member]
+
+    def parts(self) -> tuple[int, ...]:
+        """What each member does in the next local step; nothing but zeros when nothing is left.
+
+        >>> Period(began=0.0, shares=(4, 3), windows=(4, 3), batches=(3, 1), member=0, done=[3, 1]).parts()
+        (1, 1)
+        """
+        rooms = (window - done for window, done in zip(self.windows, self.done, strict=True))
+        return tuple(min(batch, room) for batch, room in zip(self.batches, rooms, strict=True))
+
+    @property
+    def exhausted(self) -> bool:
+        return not any(self.parts())
+
+    def count(self, parts: Sequence[int]) -> None:
+        """One more local step."""
+        self.steps += 1
+        self.done = [done + part for done, part in zip(self.done, parts, strict=True)]
+
+    def followed(self, now: float) -> Period:
+        """The period after this one while its round is under way: with what is left of what was dealt."""
+        left = tuple(window - done for window, done in zip(self.windows, self.done, strict=True))
+        return Period(began=now, shares=self.shares, windows=left, batches=self.batches, member=self.member)
+
+
+def by_the_clock(groups: Groups, *, batch: int, speeds: Floats, rates: Floats, period_s: float) -> tuple[Ints, Ints]:
+    """Samples to deal to each worker for a period of so many seconds, and for one local step.
+
+    ``batch`` is one worker's part of the global batch if all had the same; a group's local step has as many times that
+    as it has members, divided in proportion to their ``speeds`` (samples a second of their own work; 0: not known).
+    ``rates`` are samples a second in local steps, waiting for the group included.
+
+    >>> one, three = np.array([10.0, 10, 10]), np.array([3.0, 1, 2])
+    >>> [part.tolist() for part in by_the_clock([[0, 1], [2]], batch=4, speeds=three, rates=one, period_s=2.0)]
+    [[42, 14, 28], [6, 2, 4]]
+    """
+    batches, shares = np.full(len(speeds), batch), np.zeros(len(speeds), dtype=np.int64)
+    for group in groups:
+        members, whole = list(group), batch * len(group)
+        if (speeds[members] > 0).all():
+            batches[members] = proportional(speeds[members], whole, minimum=1)
+        rate = float(rates[members].sum())
+        steps = max(1, math.ceil(GENEROUS * rate * period_s / whole)) if rate > 0 else FIRST_STEPS
+        shares[members] = steps * batches[members]
+    return shares, batches
+
+
+def above(floors: Ints, wanted: Ints, remaining: int | None) -> Ints:
+    """Shares of at least ``floors`` and otherwise as wanted, cut in proportion where the epoch has less left.
+
+    What a worker was dealt and may be working on right now is its floor: nobody else can be dealt it.
+
+    >>> above(np.array([3, 0]), np.array([5, 4]), 6).tolist()
+    [4, 2]
+    """
+    more = np.maximum(wanted - floors, 0)
+    room = int(more.sum()) if remaining is None else remaining - int(floors.sum())
+    assert room >= 0, "more was dealt than there is"
+    return floors + (more if more.sum() <= room else proportional(more, room, maximum=more.tolist()))

@@ -1,0 +1,112 @@
+"""Some workers of a fleet with sums of their own: what a group of `paceline.Averaging` combines its gradients over.
+
+A group's sums run on an engine of its own, beside the whole fleet's, and are counted apart, for unlike groups make
+unlike numbers of them. Who is waited for is watched by the fleet's `Presence`, and named like everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paceline.transport.base import Pending, Transport
+from paceline.transport.presence import GROUP, Presence
+from paceline.transport.star import StarSum, is_small
+
+
+class Subgroup:
+    """The transport of one group: sums and facts go to its members; everything else is the fleet's."""
+
+    name = "subgroup"
+
+    def __init__(
+        self,
+        fleet: Transport,
+        ranks: Sequence[int],
+        engine: Any,
+        *,
+        device: torch.device,
+        presence: Presence,
+        pending: Callable[[Any], Pending],
+    ) -> None:
+        """``engine``: the members' process group, in the order of ``ranks``. ``pending`` watches over its works."""
+        self._fleet, self._engine, self._presence, self._pending = fleet, engine, presence, pending
+        self._wires = device if fleet.backend == "nccl" else torch.device("cpu")
+        self.backend, self.generation = fleet.backend, fleet.generation
+        self.rank, self.size = list(ranks).index(fleet.rank), len(ranks)
+        self.workers = tuple(fleet.workers[rank] for rank in ranks)
+        self.calls = 0
+        self._stars = 0
+        presence.group = tuple(ranks)
+
+    @contextmanager
+    def round(self, label: str, *, aside: bool = False) -> Iterator[None]:
+        self._presence.enter(label, lane=GROUP)
+        try:
+            yield
+            if self.backend == "nccl":  # its waits only order streams: the true one is here, where it is watched
+                torch.cuda.current_stream(self._wires).synchronize()
+        finally:
+            self._presence.leave(lane=GROUP)
+
+    def sum(self, tensor: torch.Tensor) -> Pending:
+        if self.backend == "gloo" and is_small(tensor, self.size):
+            self._stars += 1
+            star = StarSum(self._engine, tensor, rank=self.rank, size=self.size, number=self._stars)
+            return self._pending(star)
+        return self._pending(self._engine.allreduce([tensor]))
+
+    def gather(self, label: str, value: Any) -> list[Any]:
+        """Two sums: how long everybody's JSON is, and the JSON, each in a row of its own."""
+        said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self._wires)
+        lengths[self.rank] = len(said)
+        with self.round(label):
+            self.sum(lengths).wait()
+            rows = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8, device=self._wires)
+            rows[self.rank, : len(said)] = said.to(self._wires)
+            self.sum(rows).wait()
+        sizes = lengths.tolist()
+        return [json.loads(bytes(row[:size])) for row, size in zip(rows.cpu().tolist(), sizes, strict=True)]
+
+    def close(self, *, failure: BaseException | None = None) -> None:
+        """Let go of the engine; the fleet's transport closes its connections."""
+        self._engine = None
+
+    # -- the fleet's ---------------------------------------------------------------------------------------------------
+
+    def slot(self, name: str) -> int:
+        return self._fleet.slot(name)
+
+    def slot_name(self, slot: int) -> str:
+        return self._fleet.slot_name(slot)
+
+    def doing(self, what: str, *, begun: int | None = None) -> None:
+        self._fleet.doing(what, begun=begun)
+
+    def signal(self, name: str) -> None:
+        self._fleet.signal(name)
+
+    def tally(self, name: str) -> int:
+        return self._fleet.tally(name)
+
+    def heard(self, name: str) -> bool:
+        return self._fleet.heard(name)
+
+    def forget(self, name: str) -> None:
+        self._fleet.forget(name)
+
+    # -- not a group's business ----------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        raise AssertionError("parameters are handed out by the whole fleet's leader")
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        raise AssertionError("a group only sums")
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        raise AssertionError("a group only sums")

@@ -1,0 +1,106 @@
+"""Small sums by way of the leader: right, the same bits everywhere, and lost connections come out as named errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.errors import WorkerLost
+from paceline.transport.fixed import Fixed
+from paceline.transport.star import MOST_BYTES, StarSum, is_small
+
+
+def together(size: int, work: Callable[[int, Any], Any]) -> list[Any]:
+    """Run ``work(rank, group)`` on threads that are joined by Gloo over loopback."""
+    store, results = dist.HashStore(), [None] * size
+
+    def one(rank: int) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=20)
+        results[rank] = work(rank, dist.ProcessGroupGloo(store, rank, size, options))
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_everybody_has_the_sum_in_the_order_of_ranks_bit_for_bit(size: int) -> None:
+    parts = [
+        torch.randn(101, dtype=torch.float32, generator=torch.Generator().manual_seed(rank)) for rank in range(size)
+    ]
+
+    def work(rank: int, group: Any) -> torch.Tensor:
+        mine = parts[rank].clone()
+        StarSum(group, mine, rank=rank, size=size, number=1).wait()
+        return mine
+
+    expected = parts[0].clone()
+    for part in parts[1:]:
+        expected += part
+    assert all(torch.equal(result, expected) for result in together(size, work))
+
+
+def test_sums_that_are_under_way_at_once_are_not_mixed_up_whatever_their_sizes() -> None:
+    def work(rank: int, group: Any) -> list[list[float]]:
+        mine = [torch.full((length,), float(rank + 10 * length)) for length in (1, 7, 3)]
+        under_way = [StarSum(group, part, rank=rank, size=3, number=n) for n, part in enumerate(mine)]
+        for one in under_way:
+            one.wait()
+        return [part.tolist() for part in mine]
+
+    expected = [[3.0 + 30 * length] * length for length in (1, 7, 3)]
+    assert together(3, work) == [expected] * 3
+
+
+def test_large_tensors_and_those_of_a_device_go_another_way() -> None:
+    row = torch.empty(MOST_BYTES // 4, dtype=torch.float32)
+    assert is_small(row, 2)
+    assert not is_small(row, 3), "the leader would receive more"
+    assert not is_small(torch.empty(1, device="meta"), 2)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_where_devices_are_unlike_everybody_goes_the_way_that_all_can(alike: bool) -> None:
+    went: list[str] = []
+
+    def went_by(way: str) -> Callable[..., Any]:
+        return lambda *_: went.append(way)
+
+    transport = Fixed.__new__(Fixed)
+    transport.backend, transport.rank, transport.size, transport._alike = "gloo", 1, 2, alike
+    transport._stars = transport._summed = 0
+    transport._group = SimpleNamespace(send=went_by("star"), allreduce=went_by("ring"))
+    transport.sum(torch.zeros(3))
+    assert went == ["star" if alike else "ring"], (
+        "a GPU's tensor cannot go by the star, and the others must not wait there"
+    )
+
+
+@pytest.mark.parametrize("call", ["sum", "send", "receive"])
+def test_a_connection_that_is_broken_already_is_a_named_error_too(call: str) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    transport = Fixed.__new__(Fixed)
+    transport.backend, transport.rank, transport.size = "gloo", 0, 2
+    transport._alike = True
+    transport._stars, transport._noticed = 0, threading.Event()
+    transport._summed = 0
+    transport._group = SimpleNamespace(send=broken, recv=broken, allreduce=broken)
+    lost = WorkerLost("worker 1 (cpu) was killed")
+    transport._presence = SimpleNamespace(failure=None, diagnose=lambda error: lost)  # type: ignore[assignment]
+    args = () if call == "sum" else (1, 7)
+    with pytest.raises(WorkerLost, match="worker 1"):
+        getattr(transport, call)(torch.zeros(3), *args)
