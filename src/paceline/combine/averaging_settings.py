@@ -50,7 +50,7 @@ class Averaging:
     """Ranks in groups, as ``[[0, 1], [2, 3]]``: gradients are combined at every step inside a group, updates are
     averaged between groups (P2's combined form). None: everybody by itself."""
     overlap: bool = False
-    """Local work goes on while a round is under way; its update lands between two local steps, as soon as it is over."""
+    """Local work goes on while a round is under way; its update lands between two local steps, once it is over."""
 
     name: ClassVar[str] = "average"
 

@@ -102,6 +102,7 @@ class Fixed:
             self,
             members,
             engine,
+            alike=self._alike,
             device=self._device,
             presence=self._presence,
             pending=lambda work: _Sum(work, self),

@@ -30,10 +30,13 @@ class Subgroup:
         engine: Any,
         *,
         device: torch.device,
+        alike: bool,
         presence: Presence,
         pending: Callable[[Any], Pending],
     ) -> None:
-        """``engine``: the members' process group, in the order of ``ranks``. ``pending`` watches over its works."""
+        """``engine``: the members' process group, in the order of ``ranks``. ``alike``: all hold their tensors on one
+        kind of device. ``pending`` watches over the engine's works."""
+        self._alike = alike
         self._fleet, self._engine, self._presence, self._pending = fleet, engine, presence, pending
         self._wires = device if fleet.backend == "nccl" else torch.device("cpu")
         self.backend, self.generation = fleet.backend, fleet.generation
@@ -54,7 +57,7 @@ class Subgroup:
             self._presence.leave(lane=GROUP)
 
     def sum(self, tensor: torch.Tensor) -> Pending:
-        if self.backend == "gloo" and is_small(tensor, self.size):
+        if self.backend == "gloo" and self._alike and is_small(tensor, self.size):
             self._stars += 1
             star = StarSum(self._engine, tensor, rank=self.rank, size=self.size, number=self._stars)
             return self._pending(star)
