@@ -31,7 +31,7 @@ browser:
 	  echo "No chromium and chromedriver here: the tests in a browser are SKIPPED."
 
 test: check browser
-	$(BIN)/python -m pytest -m "fleet or browser"
+	$(BIN)/python -m pytest -m "fleet or browser" -n 2
 
 bench: $(STAMP)
 	@for file in benchmarks/[a-z]*.py; do quick=; \

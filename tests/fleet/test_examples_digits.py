@@ -36,7 +36,7 @@ def test_digits_trains_the_same_alone_under_torchrun_and_under_paceline_run(tmp_
     alone, _ = start(tmp_path, DIGITS, *wanted)
     torchrun, said = start(tmp_path, *TORCHRUN, DIGITS, *wanted)
     launched, _ = start(tmp_path, *PACELINE, DIGITS, *wanted)
-    assert "of what these 2 machines can do together" in said
+    assert "of what these 2 machines" in said
     for epochs in (alone, torchrun, launched):
         assert len(epochs) == 4
         assert epochs[-1][1] > 85
