@@ -50,6 +50,9 @@ INLINE = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 """What the report may do: all it needs is in its one file."""
 
 
+MISSING = "the live page needs starlette and uvicorn: pip install 'paceline[view]'"
+
+
 def make_app(live: LiveRun, publisher: Publisher, *, token: str | None, log: Path | None) -> Starlette:
     """The pages of one run. ``log``: its file on this machine; None when the run is followed through another server."""
     try:
@@ -57,7 +60,7 @@ def make_app(live: LiveRun, publisher: Publisher, *, token: str | None, log: Pat
         from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
         from starlette.routing import Route
     except ImportError:
-        raise ValueError("the live page needs starlette and uvicorn: pip install 'paceline[view]'") from None
+        raise ValueError(MISSING) from None
     plotly = plotly_js()
     query = f"?token={token}" if token else ""
     making = asyncio.Lock()
@@ -209,8 +212,10 @@ class LivePage:
 
 
 def _server(app: Starlette) -> Any:
-    import uvicorn
-
+    try:
+        import uvicorn
+    except ImportError:
+        raise ValueError(MISSING) from None
     # A page that stays open would hold the end up: a second is enough to say goodbye.
     return uvicorn.Server(
         uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
