@@ -60,7 +60,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     with paceline.join(seed=options.seed) as fleet:
         model = fleet.model(network())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         steps = fleet.steps(
             train, global_batch=options.global_batch, micro_batch=options.micro_batch, epochs=options.epochs
         )
