@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.books import LEEWAY, Books
+from paceline.books import Books
+from paceline.pace.steering import LEEWAY
 from paceline.records import History, Plan
 
 BATCH = 64

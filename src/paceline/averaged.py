@@ -368,7 +368,3 @@ class Averaged(Steps):
         else:
             self._merging.rebase()
         self._statistics.rebase()
-
-    @property
-    def index(self) -> int:
-        return self._next

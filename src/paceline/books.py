@@ -13,19 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from paceline.combine import Header
 from paceline.dealing import Dealing
 from paceline.pace import Ask, Pacer
-from paceline.pace.shares import proportional
+from paceline.pace.steering import for_all, goal, least, made_for, without_singles
 from paceline.records import History, Plan, StepRecord
 from paceline.settings import LoopSettings
 from paceline.transport import Transport
 from paceline.turn import Turn
-
-LEEWAY = 0.5
-"""A step makes up for what earlier deadlines left owing, or did too much, by this part of the global batch at most."""
 
 
 class Books:
@@ -101,8 +96,7 @@ class Books:
             return batch, False
         if (epoch_step + 1) * batch >= length:
             return left, True
-        owed = (epoch_step + 1) * batch - (length - left)
-        return min(left, max(1, round(batch * (1 - LEEWAY)), min(round(batch * (1 + LEEWAY)), owed))), False
+        return min(left, goal(epoch_step, done=length - left, batch=batch)), False
 
     def _not_too_far_ahead(self, plan: Plan) -> Plan:
         """However fast all are, an epoch keeps its number of steps, give or take one: so much is left for every later
@@ -111,7 +105,7 @@ class Books:
         if length is None or left is None:
             return plan
         later = max(0, -(-length // batch) - 2 - self.epoch_step)
-        most = max(plan.expects or 1, left - later * max(1, round(batch * (1 - LEEWAY))))
+        most = max(plan.expects or 1, left - later * least(batch))
         return for_all(plan, most) if plan.total > most else plan
 
     def _without_singles(self, plan: Plan, last: bool) -> Plan:
@@ -170,13 +164,10 @@ class Books:
         """The round is over: count what it says. Returns the record, completed."""
         if turn.bounded:  # the user's loop may be anywhere, and save
             turn.before = self.state_dict()
-        counted = [sum(stop - start for start, stop in ranges) for ranges in turn.ranges] or [0] * len(record.samples)
-        rest = tuple(all_ - before for all_, before in zip(record.samples, counted, strict=True))
+        rest = tuple(all_ - before for all_, before in zip(record.samples, turn.counted, strict=True))
         ranges = joined(turn.ranges, self.dealing.commit(rest, bool(header.column("ended").all())))
         record = replace(record, ranges=ranges)
-        self._history.append(record)
-        if self._transport.size > 1:  # a worker alone has nothing to divide
-            self.pacer.observe(record)
+        self._remember(record)
         self.index += 1
         self.epoch_step += 1
         self.plan = header.read_plan()
@@ -202,10 +193,13 @@ class Books:
 
     def observe(self, record: StepRecord) -> None:
         """A round of parameters is over."""
-        self._history.append(record)
-        if self._transport.size > 1:
-            self.pacer.observe(record)
+        self._remember(record)
         self.note(record)
+
+    def _remember(self, record: StepRecord) -> None:
+        self._history.append(record)
+        if self._transport.size > 1:  # a worker alone has nothing to divide
+            self.pacer.observe(record)
 
     def next_epoch(self) -> None:
         self._open_epoch(self.dealing.epoch + 1)
@@ -258,47 +252,3 @@ def joined(before: tuple[tuple[Any, ...], ...], more: tuple[tuple[Any, ...], ...
     (((0, 2), (2, 3)), ((5, 6),))
     """
     return tuple(a + b for a, b in zip(before, more, strict=True)) if before else more
-
-
-def made_for(plan: Plan, expected: int) -> Plan:
-    """The plan, made to expect so many samples: when it was made, the step before it was still to be done, and may have
-    done more or less than was hoped.
-
-    >>> plan = made_for(Plan(generation=0, step=0, samples=(9, 3), deadline_s=1.0, expects=8), 12)
-    >>> plan.samples, plan.deadline_s, plan.expects
-    ((14, 4), 1.5, 12)
-    """
-    if plan.expects is None or plan.expects == expected or not plan.expects:
-        return plan
-    scale = expected / plan.expects
-    return replace(_scaled(plan, round(plan.total * scale), scale), expects=expected)
-
-
-def for_all(plan: Plan, left: int) -> Plan:
-    """The plan with so many samples dealt in all, and no less time for them.
-
-    >>> for_all(Plan(generation=0, step=0, samples=(6, 2), deadline_s=1.0), 12).deadline_s
-    1.5
-    """
-    if plan.total == left or not plan.total:
-        return plan
-    return _scaled(plan, left, max(1.0, left / plan.total))
-
-
-def _scaled(plan: Plan, total: int, times: float) -> Plan:
-    samples = tuple(proportional(np.asarray(plan.samples, dtype=float), total).tolist())
-    deadline_s = None if plan.deadline_s is None else plan.deadline_s * times
-    return replace(plan, samples=samples, deadline_s=deadline_s)
-
-
-def without_singles(plan: Plan) -> Plan:
-    """Move shares of one sample to the largest share: batch norm cannot train on a single one.
-
-    >>> without_singles(Plan(generation=0, step=0, samples=(7, 1, 4))).samples
-    (8, 0, 4)
-    """
-    if plan.total < 2 or 1 not in plan.samples:
-        return plan
-    samples = [0 if share == 1 else share for share in plan.samples]
-    samples[int(np.argmax(samples))] += plan.total - sum(samples)
-    return replace(plan, samples=tuple(samples))

@@ -7,7 +7,7 @@ import os
 from paceline.combine import NAMES
 from paceline.combine.averaging_settings import Averaging, ElasticAverage
 from paceline.machines.failures import Failures, parse_failures
-from paceline.pace import Pacer
+from paceline.pace import Pacer, may_set_deadlines
 
 Combine = str | Averaging | ElasticAverage
 """``"gradients"``, or the settings of an average."""
@@ -35,7 +35,7 @@ def check_combine(combine: Combine, pacer: Pacer, workers: int) -> None:
     if isinstance(combine, str):
         return
     combine.check(workers)
-    if getattr(pacer, "deadlines", False):
+    if may_set_deadlines(pacer):
         raise ValueError(
             f"pace {pacer.name!r} sets deadlines for rounds of gradients, and combine {combine.name!r} has none: take "
             "pace adaptive or equal"

@@ -26,9 +26,9 @@ from paceline.errors import FleetError, MisuseError
 from paceline.feed import Source
 from paceline.feed.overlap import overlapped
 from paceline.local import LocalSteps
-from paceline.loop import Steps, may_set_deadlines
+from paceline.loop import Steps
 from paceline.memory import Guard
-from paceline.pace import Pacer
+from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace import make as make_pacer
 from paceline.pace.shares import proportional
 from paceline.records import History

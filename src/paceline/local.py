@@ -36,8 +36,7 @@ class LocalSteps(Averaged):
     """In the last local step, for the others of the group."""
 
     def _begin(self) -> Step:
-        if self._closed:
-            raise MisuseError("this loop has ended: a later fleet.steps took its place, or the fleet was left")
+        self._require_open()
         # Steps begun are not told: a worker that waits for the others' round has not been passed by them.
         self._transport.doing(f"local step {self._next}")
         epoch = self._feed.epoch

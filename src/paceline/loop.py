@@ -26,7 +26,7 @@ from paceline.combine.gradients import Aside
 from paceline.combine.scaling import is_active
 from paceline.dealing import Dealing
 from paceline.errors import MisuseError, NonFiniteGradients
-from paceline.pace import Pacer
+from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace.fitting import RECENT, fit, ladder, recent_pace
 from paceline.proxy import Proxy, give, peer_to_copy
 from paceline.records import History, Plan, StepRecord
@@ -152,8 +152,7 @@ class Steps:
             self._transport.doing("after the last step")
 
     def _begin(self) -> Step:
-        if self._closed:
-            raise MisuseError("this loop has ended: a later fleet.steps took its place, or the fleet was left")
+        self._require_open()
         self._give_copies()
         if self._proxy is not None:
             self._take_copy(self._proxy)
@@ -204,6 +203,10 @@ class Steps:
         self._agreed_epoch = self.dealing.epoch
         if (digest := self.dealing.order_digest()) is not None:
             must_agree(self._transport, f"order({self.dealing.epoch})", {"the order's digest": digest})
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise MisuseError("this loop has ended: a later fleet.steps took its place, or the fleet was left")
 
     def _require_committed(self) -> None:
         if self._step is not None and not self._step.committed:
@@ -410,16 +413,17 @@ class Steps:
 
     def _await_round(self, turn: Turn) -> bool:
         """A round that the proxy runs; it may be over long since. False: a peer's state is taken over instead."""
-        assert self._proxy is not None
+        proxy = self._proxy
+        assert proxy is not None
         self._land(turn, leave=0)
         if turn.open and turn.began is not None:
             self.check(turn)
         if not turn.over:
-            self._proxy.idle(turn, gone=True)
+            proxy.idle(turn, gone=True)
         with self._books.changed:
-            self._books.changed.wait_for(lambda: turn.over or self._proxy is None or self._proxy.error)
-        if not turn.over and self._proxy.error is not None:
-            raise self._proxy.error
+            self._books.changed.wait_for(lambda: turn.over or proxy.error)
+        if not turn.over and proxy.error is not None:
+            raise proxy.error
         assert turn.header is not None
         self.gradients.show()
         self._beside.rejoin()
@@ -650,11 +654,6 @@ class Steps:
             self._warn_all(text)
         self.dealing.close()
         self.gradients.detach()
-
-
-def may_set_deadlines(pacer: Pacer) -> bool:
-    """Whether the pacer's plans may close rounds without everybody."""
-    return bool(getattr(pacer, "deadlines", False))
 
 
 def _has_gradient(header: Header) -> bool:

@@ -318,7 +318,7 @@ class Proxy:
             self._transport.sum(said).wait()
         done, idle = said[0].numpy().astype(int), said[1].numpy() > 0
         with self._books.changed:
-            before = np.array([sum(b - a for a, b in part) for part in turn.ranges] or [0] * size)
+            before = np.array(turn.counted)
             left = (self._books.dealing.remaining or 0) - int((done - before).sum())
             if left == 0 or bool(said[2].all()):
                 return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from paceline.feed import total as samples_in
 from paceline.records import Plan, Range, StepRecord
 
 if TYPE_CHECKING:
@@ -116,6 +117,11 @@ class Turn:
     @property
     def index(self) -> int:
         return self.plan.step
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """Samples of each worker that counted in the laps that are over."""
+        return tuple(samples_in(ranges) for ranges in self.ranges) or (0,) * len(self.shares)
 
     @property
     def bounded(self) -> bool:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.books import Books
+from paceline.pace.steering import goal, made_for
 from paceline.records import History, Plan
-from paceline.simulate.steering import goal, opened
 
 BATCH, LENGTH = 256, 256 * 10**6
 
@@ -34,6 +34,11 @@ def books(step: int, done: int) -> Books:
     )
     books.epoch_step = step
     return books
+
+
+def opened(plan: Plan, *, done: int, batch: int) -> Plan:
+    """As the simulator opens a step."""
+    return made_for(plan, goal(plan.step, done=done, batch=batch))
 
 
 PLANS = st.builds(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.pace.adaptive import Adaptive
-from paceline.pace.base import Ask, Pacer
+from paceline.pace.base import Ask, Pacer, may_set_deadlines
 from paceline.pace.cutoff import Cutoff
 from paceline.pace.epoch import Epoch
 from paceline.pace.equal import Equal
 from paceline.pace.fixed import Fixed
 from paceline.pace.joint import Joint
 
-__all__ = ["Adaptive", "Ask", "Cutoff", "Epoch", "Equal", "Fixed", "Joint", "Pacer", "make"]
+__all__ = ["Adaptive", "Ask", "Cutoff", "Epoch", "Equal", "Fixed", "Joint", "Pacer", "make", "may_set_deadlines"]
 
 _BY_NAME: dict[str, Callable[[], Pacer]] = {
     "equal": Equal,

@@ -50,3 +50,8 @@ class Pacer(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def may_set_deadlines(pacer: Pacer) -> bool:
+    """Whether the pacer's plans may close rounds without everybody."""
+    return bool(getattr(pacer, "deadlines", False))

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from paceline.pace import Ask, Pacer
 from paceline.pace.fitting import fit_all, ladder
+from paceline.pace.steering import goal, made_for
 from paceline.records import Plan, StepRecord
 from paceline.simulate.outcome import Outcome
 from paceline.simulate.play import EPOCH, MICRO_BATCHES, SHARE
-from paceline.simulate.steering import goal, opened
 
 Floats = NDArray[np.float64]
 Noise = Callable[[np.random.Generator, tuple[int, ...]], Floats]
@@ -87,7 +87,7 @@ def play(
 
     plan = ask(0, 0)
     for step, own in enumerate(seconds):
-        plan = opened(plan, done=counted, batch=batch)
+        plan = made_for(plan, goal(plan.step, done=counted, batch=batch))
         hoped = counted + min(plan.expects or 0, plan.total)
         after = ask(step + 1, hoped) if step else None
         done, closed_s = fleet.step(own / share, plan)
