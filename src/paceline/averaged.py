@@ -196,8 +196,7 @@ class Averaged(Steps):
             slowest_s=period.slowest_s,
             ended=False,
         )
-        for name, value in period.added.items():
-            header.add(self._transport.slot(name), value)
+        self._add_figures(header, period.added)
         if self._transport.rank == 0:
             header.write_plan(self._books.plan_for(self._round + 1))
         if self._member == 0:  # batch norm's layers have counted the whole group's micro-batches on each member
@@ -231,24 +230,18 @@ class Averaged(Steps):
         self._finish_statistics(round)
         ended = time.perf_counter()
         samples, seconds = header.column("samples").astype(int), header.column("seconds")
-        weight = float(header.column("weight").sum())
         ranges: tuple[tuple[Range, ...], ...] = self._feed.commit(tuple(samples.tolist()), False)
         late_s = 0.0 if self._overlaps else max(0.0, float(walls.max()) - period.wall_s)
         record = StepRecord(
+            **self._said(header),
             step=self._round,
             epoch=self._feed.epoch,
             generation=self._transport.generation,
             workers=self._transport.workers,
             planned=period.shares,
-            samples=tuple(samples.tolist()),
-            seconds=tuple(seconds.tolist()),
-            micro_batches=tuple(int(n) for n in header.column("micro_batches")),
             slowest_s=tuple(header.column("slowest_s").tolist()),
             wall_s=ended - max(period.began, self._arrived),
             round_s=max(0.0, waited_s - late_s),
-            weight=weight,
-            loss=float(header.column("loss").sum()) / weight if weight else None,
-            sums={self._transport.slot_name(slot): value for slot, value in header.sums().items()},
             ranges=ranges,
         )
         self._speeds = np.where(seconds > 0, samples / np.maximum(seconds, 1e-9), self._speeds)

@@ -123,8 +123,7 @@ class LocalSteps(Averaged):
             nonfinite=not finite and not overflow,
             ended=self._say() if self._member == 0 else 0,
         )
-        for name, value in work.added.items():
-            header.add(self._transport.slot(name), float(value))
+        self._add_figures(header, work.added)
         return header
 
     def _say(self) -> int:
@@ -138,20 +137,14 @@ class LocalSteps(Averaged):
         return OVER * over + LANDED * landed
 
     def _local_record(self, turn: Turn, header: Header) -> StepRecord:
-        weight = float(header.column("weight").sum())
         return StepRecord(
+            **self._said(header),
             step=turn.index,
             epoch=turn.epoch,
             generation=self._transport.generation,
             workers=self._members,
             planned=turn.shares,
-            samples=tuple(int(count) for count in header.column("samples")),
-            seconds=tuple(header.column("seconds").tolist()),
-            micro_batches=tuple(int(count) for count in header.column("micro_batches")),
-            weight=weight,
-            loss=float(header.column("loss").sum()) / weight if weight else None,
             grad_norm=self.gradients.known_norm,
-            sums={self._transport.slot_name(slot): value for slot, value in header.sums().items()},
         )
 
     def _nonfinite_text(self, step: Step, header: Header, workers: list[int]) -> str:

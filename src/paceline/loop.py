@@ -459,11 +459,27 @@ class Steps:
             fingerprint=turn.fingerprint,
         )
         self._late_s = 0.0
-        for name, value in work.added.items():
-            header.add(self._transport.slot(name), float(value))
+        self._add_figures(header, work.added)
         if turn.next_plan is not None:
             header.write_plan(turn.next_plan)
         return header
+
+    def _add_figures(self, header: Header, added: Mapping[str, Any]) -> None:
+        """Figures of ``step.add``, under the numbers that the fleet knows their names by."""
+        for name, value in added.items():
+            header.add(self._transport.slot(name), float(value))
+
+    def _said(self, header: Header) -> dict[str, Any]:
+        """What a summed header says of everybody's work, in a record's words."""
+        weight = float(header.column("weight").sum())
+        return {
+            "samples": _ints(header.column("samples")),
+            "seconds": tuple(header.column("seconds").tolist()),
+            "micro_batches": _ints(header.column("micro_batches")),
+            "weight": weight,
+            "loss": float(header.column("loss").sum()) / weight if weight else None,
+            "sums": {self._transport.slot_name(slot): value for slot, value in header.sums().items()},
+        }
 
     def _may_apply(self, step: Step, header: Header) -> bool:
         bad = np.flatnonzero(header.column("nonfinite"))
@@ -484,17 +500,14 @@ class Steps:
         return f"{said}: stopped before the update. {skip}; a GradScaler must be tracked with fleet.track(scaler=...)"
 
     def _record(self, turn: Turn, header: Header) -> StepRecord:
-        weight = float(header.column("weight").sum())
         bounded = turn.bounded
         return StepRecord(
+            **self._said(header),
             step=turn.index,
             epoch=turn.epoch,
             generation=self._transport.generation,
             workers=self._transport.workers,
             planned=turn.shares,
-            samples=_ints(header.column("samples")),
-            seconds=tuple(header.column("seconds").tolist()),
-            micro_batches=_ints(header.column("micro_batches")),
             slowest_s=tuple(header.column("slowest_s").tolist()),
             unfinished_s=tuple(header.column("unfinished_s").tolist()) if bounded else (),
             behind=_ints(header.column("behind")) if bounded else (),
@@ -503,10 +516,7 @@ class Steps:
             deadline_s=turn.plan.deadline_s,
             wait_for=turn.plan.wait_for,
             round_s=self._round_s,
-            weight=weight,
-            loss=float(header.column("loss").sum()) / weight if weight else None,
             applied=_has_gradient(header),
-            sums={self._transport.slot_name(slot): value for slot, value in header.sums().items()},
             shortfall_s=tuple(header.column("shortfall_s").tolist()) if self.machine else (),
         )
 
