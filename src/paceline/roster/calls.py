@@ -1,0 +1,128 @@
+"""Where the members are in the program, from their beats: calls that can never meet, and who is waited for.
+
+Every collective call is numbered in one sequence, the same on every worker. Two members that wait in the same call
+under unlike names wait for ever; so does one that waits in a call which another has passed by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from paceline.roster.generation import Facts
+
+CALLS = "calls"
+"""The sequence of the user's own thread; the only one in which workers can be unlike."""
+STEADY = 2
+"""Beats in a row that must say the same before it counts: two beats are never of the same moment."""
+NAG_S = (5.0, 15.0, 30.0)
+"""When a waiting worker is told for whom; then once a minute."""
+
+
+class Spot(NamedTuple):
+    """Where a worker is in one sequence of calls."""
+
+    call: int
+    """Number of the call it is in or, when not waiting, was in last."""
+    label: str
+    waiting: bool
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a worker says of itself, five times a second."""
+
+    generation: int = 0
+    doing: str = "starting"
+    begun: int = 0
+    """Steps that the user's thread has begun."""
+    spots: Mapping[str, Spot] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> Beat:
+        spots = {str(lane): Spot(int(at[0]), str(at[1]), bool(at[2])) for lane, at in said["spots"].items()}
+        return cls(int(said["generation"]), str(said["doing"]), int(said["begun"]), spots)
+
+    def waits(self) -> dict[str, Spot]:
+        return {lane: spot for lane, spot in self.spots.items() if spot.waiting}
+
+
+@dataclass
+class Heard:
+    """A worker's last beat, and how long its waits have been the same."""
+
+    beat: Beat = field(default_factory=Beat)
+    steady: int = 0
+    since: float = 0.0
+    """Seconds, on the roster's clock, when the present waits were first heard of."""
+    nagged: int = 0
+
+    def note(self, beat: Beat, now: float) -> None:
+        same = beat.waits() == self.beat.waits() and beat.generation == self.beat.generation
+        self.steady = self.steady + 1 if same else 1
+        if not same:
+            self.since, self.nagged = now, 0
+        self.beat = beat
+
+    def nag_is_due(self, now: float) -> bool:
+        """Whether this worker has waited long enough to be told, again, for whom."""
+        due = NAG_S[self.nagged] if self.nagged < len(NAG_S) else NAG_S[-1] + 60.0 * (self.nagged - len(NAG_S) + 1)
+        return bool(self.beat.waits()) and now - self.since > due
+
+
+def mismatch(heard: Mapping[int, Heard], names: Mapping[int, str]) -> str | None:
+    """A sentence that names members of one generation whose calls can never meet; None when all is well."""
+    spots = {id: one.beat.spots[CALLS] for id, one in heard.items() if CALLS in one.beat.spots}
+    waiting = {id: spot for id, spot in spots.items() if spot.waiting and heard[id].steady >= STEADY}
+    for id, at in waiting.items():
+        labels = {other: spot.label for other, spot in waiting.items() if spot.call == at.call}
+        if len(set(labels.values())) > 1:
+            return _sentence(labels, names)
+        passed = {
+            other: f"step {heard[other].beat.begun - 1} without it"
+            for other, spot in spots.items()
+            if spot.call < at.call and heard[other].beat.begun > heard[id].beat.begun
+        }
+        if passed:
+            return _sentence({id: at.label, **passed}, names)
+    return None
+
+
+def waited_for(id: int, heard: Mapping[int, Heard]) -> tuple[str, str]:
+    """The call in which this member waits, and the members that are not in it yet with what they do."""
+    lane, at = min(heard[id].beat.waits().items())
+    behind = [
+        f"worker {other} ({one.beat.doing})"
+        for other, one in heard.items()
+        if other != id and (lane not in one.beat.spots or one.beat.spots[lane].call < at.call)
+    ]
+    return at.label, ", ".join(behind)
+
+
+def name_workers(facts: Mapping[int, Facts]) -> dict[int, str]:
+    """How each is called in sentences: with its device, and its host when there are several.
+
+    >>> name_workers({0: {"device": "cpu", "host": "a"}, 3: {"device": "cuda:0", "host": "a"}})
+    {0: 'worker 0 (cpu)', 3: 'worker 3 (cuda:0)'}
+    """
+    alone = len({said.get("host") for said in facts.values()}) == 1
+    names = {}
+    for id, said in facts.items():
+        device = str(said.get("device") or said.get("name") or "?")
+        names[id] = f"worker {id} ({device})" if alone else f"worker {id} ({said.get('host')}, {device})"
+    return names
+
+
+def _sentence(labels: Mapping[int, str], names: Mapping[int, str]) -> str:
+    callers: dict[str, list[int]] = {}
+    for id in sorted(labels):
+        callers.setdefault(labels[id], []).append(id)
+    said = [f"{_list(ids, names)} called {label}" for label, ids in callers.items()]
+    return f"{', but '.join(said)}: every worker must make the same calls in the same order"
+
+
+def _list(ids: list[int], names: Mapping[int, str]) -> str:
+    if len(ids) == 1:
+        return names[ids[0]]
+    return "workers " + ", ".join(str(id) for id in ids[:-1]) + f" and {ids[-1]}"

@@ -1,0 +1,93 @@
+"""The roster's end of one connection: bytes in and out without ever blocking, everything bounded."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from paceline.roster import wire
+from paceline.roster.calls import Beat, Heard
+from paceline.roster.patience import Patience
+from paceline.roster.silence import Silence
+
+MAX_UNSENT = 16 * 1024 * 1024
+"""Bytes that may wait for a worker that does not read; beyond that its connection is closed."""
+CHUNK = 64 * 1024
+
+
+class Closed(Exception):
+    """The other end has closed; ``cut``: nothing was heard of it, the path is dead."""
+
+    def __init__(self, *, cut: bool = False) -> None:
+        super().__init__("cut" if cut else "closed")
+        self.cut = cut
+
+
+class Connection:
+    """One worker, or somebody who has yet to prove to be one."""
+
+    def __init__(self, sock: socket.socket, peer: str, now: float) -> None:
+        self.socket, self.peer, self.opened = sock, peer, now
+        self.challenge = wire.challenge()
+        self.proven = False
+        self.worker: int | None = None
+        self.session = ""
+        self.process: tuple[int, str] = (0, "")
+        """Pid and computer."""
+        self.last_heard = self.last_beat = now
+        self.heard = Heard()
+        self.patience = Patience()
+        self.silence: Silence | None = None
+        self.given_up = False
+        """It was silent for too long; should it be heard again, that is news."""
+        self._lines = wire.Lines(wire.MAX_FIRST_LINE)
+        self._unsent = bytearray()
+        sock.setblocking(False)
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def prove(self) -> None:
+        self.proven = True
+        self._lines.limit = wire.MAX_LINE
+
+    def read(self) -> list[dict[str, Any]]:
+        """The messages that have come; raises `Closed` or `wire.Garbled`."""
+        try:
+            data = self.socket.recv(CHUNK)
+        except BlockingIOError:
+            return []
+        except TimeoutError:
+            raise Closed(cut=True) from None
+        except OSError as error:
+            raise Closed(cut=not isinstance(error, ConnectionError)) from None
+        if not data:
+            raise Closed
+        return self._lines.feed(data)
+
+    def send(self, message: wire.Message) -> None:
+        self._unsent += wire.encode(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes now. A broken connection shows when it is read next."""
+        try:
+            while self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent.clear()
+
+    @property
+    def backlog(self) -> int:
+        return len(self._unsent)
+
+    def note_beat(self, beat: Beat, now: float) -> None:
+        if not self.given_up:
+            self.patience.note(now - self.last_beat)
+        self.last_beat = now
+        self.heard.note(beat, now)
+
+    def close(self) -> None:
+        self.socket.close()

@@ -1,0 +1,111 @@
+"""A worker at the roster's door: connect, prove and be proven to, say who one is, and be let in or not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from contextlib import suppress
+from typing import Any
+
+from paceline.roster import wire
+
+ANSWER_S = 5.0
+"""How long the roster may take for each answer at the door."""
+
+
+_OPEN: weakref.WeakSet[Door] = weakref.WeakSet()
+
+
+class Rejected(Exception):
+    """The roster said no. ``kind``: token, full, busy, ended, failed, garbled."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Door:
+    """A connection over which the roster has let this worker in."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.id = -1
+        self.running = False
+        self._lines = wire.Lines(wire.MAX_ANSWER)
+        self._early: list[dict[str, Any]] = []
+        _OPEN.add(self)
+
+    def read(self) -> list[dict[str, Any]]:
+        """The messages that have come; waits for at least some bytes."""
+        early, self._early = self._early, []
+        if early:
+            return early
+        data = self.socket.recv(64 * 1024)
+        if not data:
+            raise EOFError("it closed the connection")
+        return self._lines.feed(data)
+
+    def answer(self) -> dict[str, Any]:
+        """The next message; what came with it is kept for `read`."""
+        while not self._early:
+            data = self.socket.recv(64 * 1024)
+            if not data:
+                raise EOFError("it closed the connection")
+            self._early = self._lines.feed(data)
+        first, *self._early = self._early
+        if "refused" in first:
+            raise Rejected(str(first["refused"]), str(first.get("text", "")))
+        return first
+
+    @property
+    def early(self) -> bool:
+        """Whether messages lie here that the socket will not announce."""
+        return bool(self._early)
+
+    def break_off(self) -> None:
+        """End the connection, from any thread: whoever reads it wakes, and closes it."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def _close_in_child() -> None:
+    """A forked child (a data loader's) must not hold its parent's connection open: its end is how a death is known."""
+    for door in list(_OPEN):
+        door.socket.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def knock(address: tuple[str, int], *, token: str, hello: wire.Message) -> Door:
+    """Be let in. Raises `Rejected`, OSError or EOFError when nobody answers, `wire.Garbled` when it is no roster."""
+    sock = socket.create_connection(address, timeout=ANSWER_S)
+    door = Door(sock)
+    try:
+        wire.tune(sock)
+        _prove(door, token)
+        sock.sendall(wire.encode({"hello": hello}))
+        welcome = door.answer()
+        door.id, door.running = int(welcome["welcome"]), bool(welcome["running"])
+        return door
+    except (KeyError, TypeError):
+        door.close()
+        raise wire.Garbled("it is not a roster") from None
+    except BaseException:
+        door.close()
+        raise
+
+
+def _prove(door: Door, token: str) -> None:
+    first = door.answer()
+    if first.get("paceline") != wire.VERSION:
+        raise wire.Garbled(f"it is not a roster of version {wire.VERSION}")
+    theirs, mine = str(first["challenge"]), wire.challenge()
+    door.socket.sendall(wire.encode({"challenge": mine, "proof": wire.proof(token, "worker", theirs, mine)}))
+    if not wire.proven(door.answer()["proof"], wire.proof(token, "roster", theirs, mine)):
+        raise Rejected("token", "whoever answers there does not know this run's token: it is not this run's roster")

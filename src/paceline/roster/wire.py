@@ -1,0 +1,111 @@
+"""How roster and workers speak: one JSON object a line, after each has proven to the other that it knows the token.
+
+The roster sends a random challenge; the worker answers with one of its own and a proof, the roster with its proof:
+
+    proof = HMAC-SHA256(token, role | roster's challenge | worker's challenge)
+
+The token itself never travels. What follows the proofs is neither secret nor signed: on a network that is not
+trusted, fence the port.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+VERSION = 1
+MAX_LINE = 64 * 1024
+"""Bytes of a line that a worker may send."""
+MAX_FIRST_LINE = 1024
+"""The same before it has proven that it knows the token."""
+MAX_ANSWER = 8 * 1024 * 1024
+"""Bytes of a line that the roster may send: a generation holds every member's facts."""
+MAX_FACTS = 4 * 1024
+DEAD_PATH_MS = 15_000
+"""Unacknowledged by the other's kernel for so long, a connection is broken."""
+
+Message = Mapping[str, Any]
+
+
+class Garbled(ValueError):
+    """What came is not a message."""
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """The message in a line.
+
+    >>> decode(b'{"ack": 3}')
+    {'ack': 3}
+    """
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        raise Garbled("not JSON") from None
+    if not isinstance(message, dict):
+        raise Garbled("not a JSON object")
+    return message
+
+
+class Lines:
+    """Bytes in, messages out, with a bound on what an unfinished line may hold."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """The messages that ``data`` completes."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > self.limit or any(len(line) > self.limit for line in lines):
+            raise Garbled(f"a line of more than {self.limit} bytes")
+        return [decode(line) for line in lines]
+
+
+def challenge() -> str:
+    return secrets.token_hex(16)
+
+
+def proof(token: str, role: str, roster_challenge: str, worker_challenge: str) -> str:
+    """What only one who knows ``token`` can say. ``role`` keeps one side's proof from serving as the other's."""
+    said = "|".join(("paceline", str(VERSION), role, roster_challenge, worker_challenge))
+    return hmac.new(token.encode(), said.encode(), hashlib.sha256).hexdigest()
+
+
+def proven(said: object, expected: str) -> bool:
+    return isinstance(said, str) and hmac.compare_digest(said.encode(), expected.encode())
+
+
+def tune(connection: socket.socket) -> None:
+    """Small messages leave at once, and a dead path is noticed by the kernel."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", DEAD_PATH_MS),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``.
+
+    >>> parse_address("10.0.0.5:7070"), parse_address("[::1]:7070")
+    (('10.0.0.5', 7070), ('::1', 7070))
+    """
+    host, colon, port = address.strip().rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"the roster's address is {address!r}; write HOST:PORT, for example 10.0.0.5:7070")
+    return host, int(port)

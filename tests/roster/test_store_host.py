@@ -1,0 +1,86 @@
+"""The torch store beside the roster: what strangers send to its port must not end the process that hosts it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from paceline.roster import storing
+from paceline.roster.knock import Door
+
+HOST = """
+import sys, threading
+from paceline.roster.storing import StoreHost
+
+host = StoreHost("127.0.0.1")
+host.start()
+print(host.port, flush=True)
+sys.stdin.read()
+"""
+TORCH_GREETING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little")
+"""With these bytes the store takes a connection for a worker's."""
+
+
+def send(port: int, data: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger, suppress(ConnectionError):
+        stranger.sendall(data)
+
+
+@pytest.mark.fleet
+def test_garbage_on_the_stores_port_does_not_end_its_host() -> None:
+    chance = random.Random(0)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as host:
+        assert host.stdout is not None
+        port = int(host.stdout.readline())
+        for _ in range(100):
+            send(port, chance.randbytes(chance.randrange(300)))
+            send(port, TORCH_GREETING + bytes([chance.randrange(20)]) + chance.randbytes(chance.randrange(200)))
+            send(port, TORCH_GREETING + b"\x01" + (2 ** chance.randrange(63)).to_bytes(8, "little") + b"key")
+        assert usable(port)
+        assert host.poll() is None
+        host.kill()
+
+
+def usable(port: int) -> bool:
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store.set("key", "value")
+    return bool(store.get("key") == b"value")
+
+
+def test_a_store_that_was_never_started_gives_its_port_back() -> None:
+    host = storing.StoreHost("127.0.0.1")
+    host.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", host.port), timeout=5)
+
+
+def _descriptor(door: Door, told: Any) -> None:
+    told.put(door.socket.fileno())
+
+
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="no fork here")
+def test_a_forked_child_does_not_hold_its_parents_connection_open() -> None:
+    ours, theirs = socket.socketpair()
+    door = Door(ours)
+    context = multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+    child = context.Process(target=_descriptor, args=(door, told))
+    child.start()
+    assert told.get() == -1
+    assert door.socket.fileno() >= 0
+    child.join(10)
+    door.close()
+    theirs.close()
