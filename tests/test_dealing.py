@@ -117,7 +117,7 @@ class Count(IterableDataset[torch.Tensor]):
 
 
 def from_stream(length: int, micro_batch: int) -> FromStream:
-    return FromStream(Source(Count(length), device=CPU, seed=0), rank=0, micro_batch=micro_batch)
+    return FromStream(Source(Count(length), device=CPU, seed=0), identity=0, micro_batch=micro_batch)
 
 
 @given(length=st.integers(0, 30), share=st.integers(1, 12), micro_batch=st.integers(1, 12))
@@ -166,3 +166,57 @@ def test_a_stream_can_draw_less_from_now_on_but_gives_nothing_back(again: bool) 
     micro = dealing.take()
     assert micro is not None
     assert micro.samples == (4 if again else 2)
+
+
+def taken(dealing: Any) -> list[int]:
+    found: list[int] = []
+    while (micro := dealing.take()) is not None:
+        found += values(micro)
+    return found
+
+
+def test_a_worker_lost_in_mid_step_costs_the_others_nothing_they_did_and_its_samples_come_again() -> None:
+    workers = [from_feed(30, workers=3, rank=rank, micro_batch=2) for rank in range(3)]
+    for rank, dealing in enumerate(workers):
+        dealing.take_up(dealing.deal([4, 4, 4])[rank])
+    survivors = [workers[0], workers[2]]
+    first = [survivors[0].take(), survivors[1].take()]
+    for rank, dealing in enumerate(survivors):
+        dealing.reform([0, 2], rank=rank, ahead=[0, 0])
+    rest = [taken(dealing) for dealing in survivors]  # pieces in hand stay
+    assert [values(micro) + more for micro, more in zip(first, rest, strict=True)] == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert [dealing.commit([4, 2], ended=False) for dealing in survivors] == [(((0, 4),), ((8, 10),))] * 2
+    assert [dealing.remaining for dealing in survivors] == [24, 24]
+    for rank, dealing in enumerate(survivors):
+        dealing.take_up(dealing.deal([5, 2])[rank])
+    assert [taken(dealing) for dealing in survivors] == [[4, 5, 6, 7, 12], [10, 11]]
+
+
+def test_a_newcomer_takes_over_a_peers_dealing_and_deals_as_it_does() -> None:
+    peer = from_feed(20, workers=2, rank=1, micro_batch=4)
+    peer.commit(peer.deal([3, 4]), ended=False)
+    peer.deal([2, 2])
+    peer.reform([1, None, None], rank=0, ahead=[0, 4, 0])
+    newcomer = from_feed(20, workers=1, micro_batch=4)
+    newcomer.take_up(*newcomer.deal([5]))
+    newcomer.take_over(peer.state_dict(), rank=1, ahead=[0, 4, 0])
+    assert newcomer.left == 0
+    assert newcomer.deal([3, 3, 3]) == peer.deal([3, 3, 3]) == (3, 3, 3)
+    assert newcomer.state_dict() == peer.state_dict()
+    newcomer.take_up(3)
+    assert taken(newcomer) == [8, 11, 12]  # the peer held 9 and 10, and took 7 of what the lost one held
+
+
+def test_a_stream_goes_on_as_it_was_when_members_change_and_a_newcomer_opens_the_same_epoch() -> None:
+    dealing = from_stream(10, 4)
+    dealing.open(3)
+    dealing.take_up(*dealing.deal([6]))
+    before = dealing.take()
+    dealing.reform([1, None], rank=0, ahead=[0, 0])
+    after = dealing.take()
+    assert before is not None
+    assert after is not None
+    assert before.batch.tolist() + after.batch.tolist() == list(range(6))
+    newcomer = from_stream(10, 4)
+    newcomer.take_over(dealing.state_dict(), rank=1, ahead=[0, 0])
+    assert newcomer.epoch == 3

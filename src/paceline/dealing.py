@@ -86,6 +86,13 @@ class Dealing(Protocol):
 
     def close(self) -> None: ...
 
+    def reform(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
+        """The members changed: the new rank r was rank ``kept[r]``, or is new where that is None. This worker has
+        ``rank`` now; ``ahead`` is what each worker's loader likes to hold. What it has in hand of its share stays."""
+
+    def take_over(self, state: Mapping[str, Any], *, rank: int, ahead: Sequence[int]) -> None:
+        """A newcomer goes on from a peer's ``state_dict`` as it is, claims included: the peer has reformed already."""
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -243,6 +250,19 @@ class FromFeed:
     def close(self) -> None:
         self._source.close()
 
+    def reform(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
+        self._feed.reform(kept)
+        self._place(rank, ahead)
+
+    def take_over(self, state: Mapping[str, Any], *, rank: int, ahead: Sequence[int]) -> None:
+        self._feed.load_state_dict(state, workers=len(state["queues"]))
+        self._place(rank, ahead)
+        self._pieces.clear()
+
+    def _place(self, rank: int, ahead: Sequence[int]) -> None:
+        assert 0 <= rank < self._feed.workers == len(ahead), (rank, self._feed.workers, ahead)
+        self._rank, self._ahead = rank, ahead
+
     def state_dict(self) -> dict[str, Any]:
         return self._feed.state_dict()
 
@@ -253,17 +273,18 @@ class FromFeed:
 class FromStream:
     """Micro-batches of an iterable dataset: each worker draws from its own stream, and the epoch ends with the last.
 
-    Exactly-once is not promised here: nobody knows what the streams hold.
+    Exactly-once is not promised here: nobody knows what the streams hold. ``identity`` keys the noise of this worker's
+    micro-batches; unlike a rank, nobody else ever has it.
     """
 
     length = None
     next_length = None
 
-    def __init__(self, source: Source, *, rank: int, micro_batch: int) -> None:
+    def __init__(self, source: Source, *, identity: int, micro_batch: int) -> None:
         self.micro_batch, self.smallest = micro_batch, 1
         self.epoch = 0
         self.ended = False
-        self._source, self._rank = source, rank
+        self._source, self._identity = source, identity
         self._share = self._drawn = 0
         self._all_ended = False
         source.restart(0)
@@ -294,7 +315,7 @@ class FromStream:
         batch, samples = drawn
         position, self._drawn = self._drawn, self._drawn + samples
         self._share -= samples
-        return MicroBatch(batch, samples, self.epoch, (self._rank << 40) + position, last=False)  # no shared noise
+        return MicroBatch(batch, samples, self.epoch, (self._identity << 40) + position, last=False)  # no shared noise
 
     @property
     def left(self) -> int:
@@ -317,6 +338,12 @@ class FromStream:
     def close(self) -> None:
         self._source.close()
 
+    def reform(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
+        """A stream is its worker's own, whatever the others do."""
+
+    def take_over(self, state: Mapping[str, Any], *, rank: int, ahead: Sequence[int]) -> None:
+        self.load_state_dict(state)
+
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch}
 
@@ -333,12 +360,14 @@ def make_dealing(
     rank: int,
     size: int,
     ahead: Sequence[int],
+    identity: int | None = None,
 ) -> Dealing:
-    """The dealing for this kind of data. ``ahead``: samples that each worker's loader likes to hold."""
+    """The dealing for this kind of data. ``ahead``: samples that each worker's loader likes to hold; ``identity``: this
+    worker's number for good (None: its rank)."""
     if source.length is None:
         if order is not None:
             raise ValueError("order= needs a dataset with a length: an iterable dataset has its own order")
-        return FromStream(source, rank=rank, micro_batch=settings.micro_batch)
+        return FromStream(source, identity=rank if identity is None else identity, micro_batch=settings.micro_batch)
     feed = Feed(
         source.length,
         workers=size,

@@ -1,6 +1,7 @@
 """A forecast tied to workers, not to columns."""
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -76,15 +77,14 @@ def test_the_state_survives_json(make: type) -> None:
 
 
 def test_a_forecast_that_can_move_its_columns_is_told_who_went_where() -> None:
-    moves: list[list[int]] = []
+    moves: list[tuple[list[int], list[float]]] = []
 
     class Moving(Smoothed):
-        def rearrange(self, sources: list[int]) -> None:
-            moves.append(sources)
-            assert self._mean is not None
-            self._mean, self._variance = np.append(self._mean, 1.0)[sources], np.append(self._variance, 0.1)[sources]
+        def rearrange(self, sources: Sequence[int], seconds: np.ndarray) -> None:
+            moves.append((list(sources), seconds.tolist()))
+            super().rearrange(sources, seconds)
 
     followed = Followed(Moving())
     told(followed, (0, 1), [1.0, 2.0])
     told(followed, (1, 6), [2.0, 1.0])
-    assert moves == [[1, -1]]
+    assert moves == [([1, -1], [2.0, 1.0])]

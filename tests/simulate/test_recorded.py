@@ -46,10 +46,17 @@ def test_counts_that_deadlines_made_vary_do_not_move_the_batch() -> None:
     assert np.allclose(equal_share_seconds(steps), 1.0)
 
 
+def test_of_a_run_whose_workers_changed_the_longest_stretch_is_taken_and_said_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = [record(k, (4, 4), (1.0, 1.0)) for k in range(2)]
+    after = [record(k, (4, 2, 2), (2.0, 1.0, 1.0), workers=(0, 2, 1)) for k in range(2, 7)]
+    assert equal_share_seconds(before + after).shape == (5, 3)
+    assert "steps 2 to 6 (5 of 7)" in caplog.text
+
+
 def test_a_run_that_cannot_be_simulated_is_refused() -> None:
     with pytest.raises(ValueError, match="no steps"):
         equal_share_seconds([])
-    with pytest.raises(ValueError, match="changed at step 1"):
-        equal_share_seconds([record(0, (1, 1), (1.0, 1.0)), record(1, (1, 1), (1.0, 1.0), workers=(0, 2))])
     with pytest.raises(ValueError, match="worker 1 was never measured"):
         equal_share_seconds([record(0, (2, 0), (1.0, 0.0))])

@@ -22,7 +22,7 @@ def books(step: int, done: int) -> Books:
         remaining=LENGTH - done, length=LENGTH, epoch=0, progress=0.0, deal=lambda samples: tuple(samples)
     )
     books = Books(
-        transport=SimpleNamespace(rank=1, size=3, generation=0),  # type: ignore[arg-type]
+        transport=SimpleNamespace(rank=1, size=3, generation=0, workers=(0, 1, 2), elastic=False),  # type: ignore[arg-type]
         pacer=None,  # type: ignore[arg-type]
         dealing=dealing,
         settings=SimpleNamespace(global_batch=BATCH, epochs=1),  # type: ignore[arg-type]

@@ -135,6 +135,26 @@ class Feed:
         queue = self._queue_of(worker)
         self._pool.put_back(queue.take_front(queue.total))
 
+    def reform(self, kept: Sequence[int | None]) -> None:
+        """The members changed: the new rank r was rank ``kept[r]``, or is new where that is None.
+
+        Who stays keeps its queue as it is, so this may happen in the middle of a step: what it has done is still the
+        head of its queue. A newcomer's queue is empty, and what those claimed that are gone goes back to the pool.
+
+        >>> feed = Feed(10, workers=2, shuffle=False)
+        >>> dealt = feed.deal([3, 2])
+        >>> feed.reform([1, None])
+        >>> feed.queue(0), feed.queue(1), feed.deal([2, 4]), feed.queue(1)
+        (((3, 5),), (), (2, 4), ((0, 3), (5, 6)))
+        """
+        stays = {old for old in kept if old is not None}
+        if not kept or len(stays) + list(kept).count(None) != len(kept):
+            raise ValueError(f"a new fleet has at least one worker and nobody in it twice, not {list(kept)}")
+        queues = [Ranges() if old is None else self._queue_of(old) for old in kept]
+        gone = [queue for old, queue in enumerate(self._queues) if old not in stays]
+        self._pool.put_back(part for queue in gone for part in queue.ranges)
+        self._queues = queues
+
     def indices(self, ranges: Sequence[Range]) -> NDArray[np.int64]:
         """The dataset indices at these positions of the open epoch."""
         if any(start < 0 or stop > self._draws for start, stop in ranges):
@@ -160,8 +180,8 @@ class Feed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, workers: int | None = None) -> None:
-        """Go on from a saved state, whose seed is taken over. In a fleet of another size than the one that saved,
-        all claims go back to the pool and are dealt anew.
+        """Go on from a saved state, whose seed is taken over. In a fleet of another size than the one that saved
+        (``workers``; None: this feed's), all claims go back to the pool and are dealt anew.
         """
         self._check_state(state)
         self.seed = state["seed"]
@@ -202,7 +222,8 @@ class Feed:
     def _look_up(self, epoch: int) -> int:
         """Prepare the epoch's order; returns how many draws it has."""
         if self._order is None:
-            self._permutation = KeyedPermutation(self._dataset_length, key(self.seed, epoch))
+            if self._shuffle:
+                self._permutation = KeyedPermutation(self._dataset_length, key(self.seed, epoch))
             return self._dataset_length
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = (epoch, _checked_order(self._order(epoch), epoch, self._dataset_length))

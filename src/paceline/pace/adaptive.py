@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.pace.base import Ask
 from paceline.pace.cost import Belief
-from paceline.pace.forecasting import Forecasting, caps, floors
+from paceline.pace.forecasting import Forecasting, by_identity, caps, floors, made_to_hold
 from paceline.pace.probing import Probes
 from paceline.pace.shares import Ints, fill, level
 from paceline.records import Plan, StepRecord
@@ -29,6 +29,9 @@ class Adaptive(Forecasting):
 
     ``minimum`` and ``maximum`` bound the shares in samples (one number, or one a worker); ``minimum=0`` lets a worker
     too slow to help sit out. ``probe`` is the fraction of time that may be spent on trying such workers again.
+
+    In a fleet whose members change, the i-th bound is that of worker i, and one beyond the list has the loosest of
+    them; where so many have left that the maximums hold less than the step, they are raised in proportion.
     """
 
     name = "adaptive"
@@ -49,6 +52,8 @@ class Adaptive(Forecasting):
             raise ValueError(f"dead_band and probe are fractions from 0 to below 1, not {dead_band} and {probe}")
         self.every, self.dead_band, self.probe = every, dead_band, probe
         self.minimum, self.maximum = _bound("minimum", minimum), None if maximum is None else _bound("maximum", maximum)
+        if self.maximum is not None and _crossed(self.minimum, self.maximum):
+            raise ValueError(f"minimum {self.minimum} is above maximum {self.maximum}")
         self._probes = Probes(budget=probe)
         self._held: Belief | None = None
         self._total = 0
@@ -60,8 +65,15 @@ class Adaptive(Forecasting):
                 raise ValueError(
                     f"{name} has {len(bound)} numbers for {workers} workers: give one for each, or one for all"
                 )
-        if self.maximum is not None and np.any(np.asarray(self.minimum) > np.asarray(self.maximum)):
-            raise ValueError(f"minimum {self.minimum} is above maximum {self.maximum}")
+
+    def floors(self, ask: Ask) -> Ints:
+        """Everybody's minimum in samples, as far as the step holds them."""
+        return floors(ask, _bounds_of(self.minimum, ask.workers, min))
+
+    def caps(self, ask: Ask) -> Ints | None:
+        """Everybody's maximum in samples; None when there is none."""
+        high = caps(ask, None if self.maximum is None else _bounds_of(self.maximum, ask.workers, max))
+        return made_to_hold(high, ask) if high is not None and self._costs.misses(ask.workers) else high
 
     def observe(self, record: StepRecord) -> None:
         jumped = self._costs.observe(record)
@@ -76,7 +88,7 @@ class Adaptive(Forecasting):
 
     def plan(self, ask: Ask) -> Plan:
         belief = self._belief(ask.workers)
-        low, high = floors(ask, self.minimum), caps(ask, self.maximum)
+        low, high = self.floors(ask), self.caps(ask)
         high = _within(belief.most, ask, low, high)
         shares = _fill(belief, ask, low, high)
         tried = self._tried(ask, belief, shares, low, high)
@@ -134,6 +146,20 @@ def _bound(name: str, bound: int | Sequence[int]) -> int | tuple[int, ...]:
     if not all(isinstance(value, int) and value >= 0 for value in values):
         raise ValueError(f"{name} must be a whole number of samples, at least 0, or one for each worker, not {bound!r}")
     return bound if isinstance(bound, int) else values
+
+
+def _crossed(minimum: int | tuple[int, ...], maximum: int | tuple[int, ...]) -> bool:
+    """Whether anybody's minimum is above its maximum."""
+    named = max(len(bound) if isinstance(bound, tuple) else 1 for bound in (minimum, maximum))
+    workers = tuple(range(named))
+    return bool(np.any(_bounds_of(minimum, workers, min) > _bounds_of(maximum, workers, max)))
+
+
+def _bounds_of(
+    bound: int | tuple[int, ...], workers: tuple[int, ...], loosest: Callable[[tuple[int, ...]], int]
+) -> Ints:
+    each = [bound] * len(workers) if isinstance(bound, int) else by_identity(bound, workers, beyond=loosest(bound))
+    return np.array(each, dtype=np.int64)
 
 
 def _fill(belief: Belief, ask: Ask, low: Ints, high: Ints | None) -> Ints:

@@ -41,7 +41,8 @@ class Pacer(Protocol):
     name: str
 
     def check(self, workers: int) -> None:
-        """Raise ValueError when the settings make no sense for so many workers."""
+        """Raise ValueError when the settings make no sense for so many workers, always the same ones. A fleet whose
+        members change is not asked: settings that name workers then belong to identities."""
 
     def observe(self, record: StepRecord) -> None: ...
 

@@ -11,7 +11,8 @@ The belief (a, b) of each worker is followed by a Kalman filter, all workers at 
   by compilation or a one-off stall is undone the same way by the next normal time, which a worker always gets: none
   is left out on the word of a single measurement.
 
-A worker that sat out teaches nothing and keeps its belief. One never measured is taken for the median of the others.
+A worker that sat out or left teaches nothing and keeps its belief. One never measured is taken for the median of the
+others, and is never left out unseen.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Belief:
     """The largest part of a step's samples that the worker should be dealt: twice what it was last seen to do, once it
     is known; beyond that the belief would be a guess."""
     doubtful: Mask
-    """True where it rests on one measurement: the first, or one that said the worker had become much slower."""
+    """True where it rests on one measurement, the first, or one that said the worker had become much slower; and where
+    the worker has just joined, so that it rests on the others' alone."""
 
     def seconds(self, samples: NDArray[Any]) -> Floats:
         """``a + b * n``, and 0 for a worker without samples."""
@@ -132,11 +134,18 @@ class Costs:
         workers = self._ledger.present if workers is None else workers
         names = ("a", "b", "measured", "jumped", "part")
         a, b, measured, jumped, part = (self._ledger.look_up(name, workers) for name in names)
-        known = measured > 0
+        known, doubtful = measured > 0, (measured == 1) | (jumped > 0)
         if not known.all():
             a, b = (np.where(known, value, guess) for value, guess in zip((a, b), self._prior()))
+        if workers != self._ledger.present:
+            part = part / np.clip(part[known].sum(), 1e-9, 1.0)  # what the others did is theirs to do now
+            doubtful = doubtful | (~self._ledger.met(workers) & bool(self._ledger.present))
         most = np.where(measured > YOUNG, np.maximum(2 * part, 1 / len(workers)), 1.0)
-        return Belief(workers, a, b, known, most=most, doubtful=(measured == 1) | (jumped > 0))
+        return Belief(workers, a, b, known, most=most, doubtful=doubtful)
+
+    def misses(self, workers: tuple[int, ...]) -> bool:
+        """Whether somebody who was once there is not among these."""
+        return self._ledger.misses(workers)
 
     def forecast_s(self, workers: tuple[int, ...], samples: NDArray[Any]) -> tuple[float, ...] | None:
         """Seconds each worker should take; NaN for one never measured, None when nobody was."""
@@ -152,11 +161,12 @@ class Costs:
         self._ledger.load_state_dict(state)
 
     def _prior(self) -> tuple[float, float]:
-        """A worker never measured is the median of those that were."""
-        known = self._ledger["measured"] > 0
-        if not known.any():
-            return 0.0, 1.0
-        return float(np.median(self._ledger["a"][known])), float(np.median(self._ledger["b"][known]))
+        """A worker never measured is the median of those that were: those present, else those that left."""
+        for column in (self._ledger.__getitem__, self._ledger.everybody):
+            known = column("measured") > 0
+            if known.any():
+                return float(np.median(column("a")[known])), float(np.median(column("b")[known]))
+        return 0.0, 1.0
 
     def _begin(self, first: Mask, n: Floats, t: Floats) -> None:
         """First measurements: scale the prior to meet the time; the ratio a/b stays open."""

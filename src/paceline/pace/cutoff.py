@@ -99,6 +99,7 @@ class Cutoff:
         self._followed = Followed(make(forecast))
         self._share = 0.0
         self._round_s, self._rounds = 0.0, 0
+        self._generation: int | None = None
 
     @property
     def forecast(self) -> Forecast:
@@ -109,21 +110,26 @@ class Cutoff:
 
     def observe(self, record: StepRecord) -> None:
         self._equal.observe(record)
-        self._rounds += 1
-        self._round_s += max(ROUND_RATE, 1 / self._rounds) * (float(column((record.round_s,), 1)[0]) - self._round_s)
+        if self._generation in (None, record.generation):  # the first round of new members may hold their forming
+            self._rounds += 1
+            rate = max(ROUND_RATE, 1 / self._rounds)
+            self._round_s += rate * (float(column((record.round_s,), 1)[0]) - self._round_s)
+        self._generation = record.generation
         if self.static is None:
             self._follow(record)
 
     def _follow(self, record: StepRecord) -> None:
-        """Seconds for the equal share of the first step; who did not count is late, who sat out says nothing."""
+        """Seconds for the equal share of the first step; who did not count is late, who sat out says nothing, nor does
+        who had done nothing when a step without a cut-off lost another worker."""
         count = len(record.workers)
         planned, samples, seconds, unfinished = (
             column(values, count) for values in (record.planned, record.samples, record.seconds, record.unfinished_s)
         )
         counted = (samples > 0) & (seconds > 0)
         closed = float(np.max(seconds, where=counted, initial=0.0))
+        cut = (planned > 0) & (record.wait_for is not None or record.deadline_s is not None)
         per_sample = np.divide(seconds, samples, out=np.zeros(count), where=counted)
-        beyond = np.divide(np.maximum(seconds + unfinished, closed), planned, out=np.zeros(count), where=planned > 0)
+        beyond = np.divide(np.maximum(seconds + unfinished, closed), planned, out=np.zeros(count), where=cut)
         self._share = self._share or float(planned.mean())
         self._followed.observe(record.workers, self._share * np.where(counted, per_sample, beyond), ~counted)
 
@@ -153,12 +159,14 @@ class Cutoff:
             "share": self._share,
             "round_s": self._round_s,
             "rounds": self._rounds,
+            "generation": self._generation,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._equal.load_state_dict(state["equal"])
         self._followed.load_state_dict(state["followed"])
         self._share, self._round_s, self._rounds = float(state["share"]), float(state["round_s"]), int(state["rounds"])
+        self._generation = state.get("generation")
 
     def __repr__(self) -> str:
         if self.static is not None:

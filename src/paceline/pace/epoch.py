@@ -22,7 +22,8 @@ class Epoch(Forecasting):
     ``t_i`` is the worker's mean own-compute seconds a step. Share over time is speed, so the code keeps
     ``v_i = samples / seconds`` over the epoch and sets ``p_i = v_i / sum_j v_j``: the same numbers, and right as well
     when a worker joined or was capped half-way. The very first step measured (compilation, cold caches) counts only
-    until there is another. A worker without a sample in an epoch keeps its last speed; a new one gets the median.
+    until there is another. A worker without a sample in an epoch keeps its last speed, and so does one that left; a new
+    one gets the median until the epoch is over.
     """
 
     name = "epoch"
@@ -38,8 +39,9 @@ class Epoch(Forecasting):
         book.arrange(record.workers)
         if record.epoch != self._epoch:
             self._epoch = record.epoch
-            book["speed"][:] = _speed(book["samples"], book["seconds"], book["speed"])
-            book["samples"][:] = book["seconds"][:] = 0.0
+            samples, seconds, speed = (book.everybody(name) for name in ("samples", "seconds", "speed"))
+            speed[:] = _speed(samples, seconds, speed)
+            samples[:] = seconds[:] = 0.0
         told, samples, seconds = measurements(record)
         cold = told & (book["steps"] == 1)
         for name, values in (("samples", samples), ("seconds", seconds)):

@@ -6,13 +6,16 @@ import math
 from collections.abc import Sequence
 
 from paceline.pace.base import Ask
-from paceline.pace.forecasting import Forecasting, caps, floors
+from paceline.pace.forecasting import Forecasting, by_identity, caps, floors
 from paceline.pace.shares import proportional
 from paceline.records import Plan
 
 
 class Fixed(Forecasting):
-    """Shares in proportion to ``ratios`` of WORK, in rank order: a 2 does twice the samples of a 1, a 0 sits out.
+    """Shares in proportion to ``ratios`` of WORK: a 2 does twice the samples of a 1, a 0 sits out.
+
+    The i-th ratio is that of worker i (in a fleet of fixed size, of rank i), wherever it stands among the others. A
+    worker beyond the list has the mean ratio; where only workers with ratio 0 are left, they share alike.
 
     >>> Fixed([1, 1, 2]).plan(Ask(step=0, total=64, workers=(0, 1, 2))).samples
     (16, 16, 32)
@@ -35,8 +38,9 @@ class Fixed(Forecasting):
             raise ValueError(f"{len(self.ratios)} ratios for {workers} workers: give one for each")
 
     def plan(self, ask: Ask) -> Plan:
-        self.check(len(ask.workers))
-        shares = proportional(self.ratios, ask.total, unit=ask.unit, minimum=floors(ask), maximum=caps(ask))
+        ratios = by_identity(self.ratios, ask.workers, beyond=sum(self.ratios) / len(self.ratios))
+        weights = ratios if any(ratios) else [1.0] * len(ratios)
+        shares = proportional(weights, ask.total, unit=ask.unit, minimum=floors(ask), maximum=caps(ask))
         return self._answer(ask, shares)
 
     def __repr__(self) -> str:

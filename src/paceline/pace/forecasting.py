@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from paceline.pace.base import Ask
 from paceline.pace.cost import Costs
 from paceline.pace.shares import Bound, Ints
 from paceline.records import Plan, StepRecord
+
+T = TypeVar("T")
 
 
 class Forecasting:
@@ -41,6 +43,15 @@ class Forecasting:
         )
 
 
+def by_identity(values: Sequence[T], workers: tuple[int, ...], *, beyond: T) -> list[T]:
+    """Settings given one a worker: worker i has the i-th; one beyond the list has ``beyond``.
+
+    >>> by_identity([1, 1, 2], (2, 0, 7), beyond=9)
+    [2, 1, 9]
+    """
+    return [values[worker] if worker < len(values) else beyond for worker in workers]
+
+
 def floors(ask: Ask, minimum: Bound = 0) -> Ints:
     """Everybody's minimum, in samples (whole units); cut in proportion where the step is too small for all of them.
 
@@ -61,3 +72,11 @@ def caps(ask: Ask, maximum: Bound | None = None) -> Ints | None:
         np.broadcast_to(np.asarray(b, np.int64), len(ask.workers)) for b in (ask.maximum, maximum) if b is not None
     ]
     return np.minimum.reduce(bounds) if bounds else None
+
+
+def made_to_hold(high: Ints, ask: Ask) -> Ints:
+    """The maximums, raised in proportion, to whole units, where they hold less than the step."""
+    if int((high // ask.unit).sum()) >= -(-ask.total // ask.unit):
+        return high
+    raised = -(-high * ask.total // high.sum()) if high.any() else np.full_like(high, ask.total)
+    return -(-raised // ask.unit) * ask.unit

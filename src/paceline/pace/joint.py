@@ -15,7 +15,7 @@ from paceline.pace.cutoff import DRAWS
 from paceline.pace.deadline import solve
 from paceline.pace.forecast import Forecast, OrderStatistics, make
 from paceline.pace.forecast.base import Floats, Mask
-from paceline.pace.forecasting import caps, floors
+from paceline.pace.forecasting import floors
 from paceline.pace.gain import Gain
 from paceline.pace.ledger import Ledger
 from paceline.pace.reading import TYPICAL_RATE, Followed, column
@@ -84,6 +84,7 @@ class Joint:
         self._ledger = Ledger(steps=0.0, speed=0.0, best=np.inf, stuck=0.0, stuck_before=0.0)
         self._stretch = 1.0
         self._observed = 0
+        self._generation: int | None = None
         self._drawn: tuple[tuple[int, ...], Floats | None] | None = None
 
     @property
@@ -104,12 +105,15 @@ class Joint:
         work = _Work(record)
         book = self._ledger
         book.arrange(record.workers)
+        book.everybody("stuck")[len(record.workers) :] = 0.0  # who left comes back afresh
         # Who was dealt nothing may be stuck still; a step without a deadline waited for everybody.
         stuck = np.where(work.planned > 0, work.stuck, book["stuck"]) if record.deadline_s is not None else 0.0
         before, book["stuck_before"][:], book["stuck"][:] = book["stuck_before"] > 0, book["stuck"], stuck
-        if record.deadline_s is not None:
+        # The first step of new members may have lost somebody in the middle, or waited for newcomers: it says nothing.
+        same_members, self._generation = self._generation in (None, record.generation), record.generation
+        if record.deadline_s is not None and same_members:
             self._judge_deadline(record, work, before)
-        elif record.wait_for is None:
+        elif record.wait_for is None and same_members:
             self._judge_waiting(work)
         self._follow(record, work)
         book["steps"][:] += work.told
@@ -174,12 +178,12 @@ class Joint:
         return self._last(ask, pace_s) if ask.last else self._until_deadline(ask, pace_s, stuck, calm.samples)
 
     def _until_deadline(self, ask: Ask, pace_s: Floats, stuck: Mask, least: tuple[int, ...]) -> Plan:
-        most, at_work = _most(ask, caps(ask, self.adaptive.maximum)), self._at_work.of(stuck)
+        most, at_work = _most(ask, self.adaptive.caps(ask)), self._at_work.of(stuck)
         deadline_s = _bounded(solve(pace_s, ask.total, most=most, at_work=at_work) * self._stretch)
         mean_s, best_s = pace_s.mean(axis=0), self._ledger.look_up("best", ask.workers)
         best_s = np.clip(np.minimum(best_s, pace_s.min(axis=0)), mean_s / FASTEST, mean_s)
         shares = GENEROUS * np.maximum(at_work, 1.0) * deadline_s / best_s
-        shares = np.maximum(shares, floors(ask, self.adaptive.minimum))
+        shares = np.maximum(shares, self.adaptive.floors(ask))
         units = np.ceil(np.minimum(shares, most) / ask.unit).astype(np.int64)
         dealt = np.minimum(np.maximum(units, 1) * ask.unit, most.astype(np.int64))
         if dealt.sum() < ask.total:  # a deadline at its bound, or tight maximums
@@ -188,7 +192,7 @@ class Joint:
 
     def _last(self, ask: Ask, pace_s: Floats) -> Plan:
         """The last step of an epoch: just what is left, by speed, and time enough for those that are at work."""
-        speed, high = (1 / pace_s).mean(axis=0), caps(ask, self.adaptive.maximum)
+        speed, high = (1 / pace_s).mean(axis=0), self.adaptive.caps(ask)
         shares = proportional(speed, ask.total, unit=ask.unit, minimum=floors(ask), maximum=high)
         expected_s = float((shares * pace_s.mean(axis=0)).max())
         return self._answer(ask, shares, _bounded(LAST_SLACK * expected_s * self._stretch), pace_s)
@@ -222,6 +226,7 @@ class Joint:
             "workers": self._ledger.state_dict(),
             "stretch": self._stretch,
             "observed": self._observed,
+            "generation": self._generation,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -231,6 +236,7 @@ class Joint:
         self._at_work.load_state_dict(state["at_work"])
         self._ledger.load_state_dict(state["workers"])
         self._stretch, self._observed, self._drawn = float(state["stretch"]), int(state["observed"]), None
+        self._generation = state.get("generation")
 
     def __repr__(self) -> str:
         settings = f"least_gain={self.least_gain}, adaptive={self.adaptive!r}, draws={self.draws}, seed={self.seed}"

@@ -43,6 +43,18 @@ class Ledger:
         """The column of the workers present, in rank order; writing into it changes the ledger."""
         return self._columns[name][: len(self._present)]
 
+    def everybody(self, name: str) -> Floats:
+        """The column with those that left behind those present; writing into it changes the ledger."""
+        return self._columns[name]
+
+    def met(self, workers: tuple[int, ...]) -> NDArray[np.bool_]:
+        """Who of these was ever present, and is remembered."""
+        return self._rows(workers) >= 0
+
+    def misses(self, workers: tuple[int, ...]) -> bool:
+        """Whether somebody who was once present is not among these."""
+        return not set(self._workers) <= set(workers)
+
     def arrange(self, workers: tuple[int, ...]) -> bool:
         """Make ``workers`` the ones present, in this order; True when that changed anything."""
         if workers is self._present or workers == self._present:

@@ -1,8 +1,8 @@
 """Reading a record's numbers, and a forecast tied to the workers it is about.
 
-Forecasts know workers by their column. `Followed` keeps them by stable identity. When workers come or go, a forecast
-that can move its columns (`rearrange`, the deep one's) is told to; any other starts afresh from what was last believed
-of everybody, a newcomer being taken for the median of the others.
+Forecasts know workers by their column. `Followed` keeps them by stable identity: when workers come or go it tells the
+forecast who went where. A worker that returns starts from what was typical of it, a newcomer from the median of the
+others. A newcomer's first two times replace what is believed of it: the first is often slowed by warming up.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.pace.cost import SECONDS_RANGE
 from paceline.pace.forecast.base import Floats, Forecast, Mask, Seen
@@ -18,6 +19,8 @@ from paceline.pace.ledger import Ledger
 
 NO_BOUND = 1e-6
 """Of what is believed: a worker known only to be slower than this part of it is one about which nothing was learned."""
+SETTLING = 2
+"""Times of a newcomer that say all there is to know about it."""
 TYPICAL_RATE = 0.3
 """Weight of the newest step in what is typical of a worker."""
 
@@ -37,7 +40,7 @@ class Followed:
         self.forecast = forecast
         self.workers: tuple[int, ...] = ()
         self._blank = forecast.state_dict()
-        self._ledger = Ledger(typical=0.0)
+        self._ledger = _new_ledger()
 
     def typical(self, workers: tuple[int, ...]) -> Floats:
         """0 for a worker never seen."""
@@ -48,16 +51,20 @@ class Followed:
         told = ~late
         if not self.workers and not told.any():
             return
-        if workers != self.workers:
-            self._regroup(workers)
-        typical = self._ledger["typical"]
-        believed = _filled(np.where(typical > 0, typical, np.where(told, seconds, 0.0)))
+        self._ledger.arrange(workers)
+        typical, settling = self._ledger["typical"], self._ledger["settling"]
+        if not self.workers:
+            settling[:] = 0.0  # they all begin together, so nobody looks slow beside the others
+        anew = told & (settling > 0)
+        believed = _filled(np.where((typical > 0) & ~anew, typical, np.where(told, seconds, 0.0)))
+        self._regroup(workers, believed, anew)
         # One never measured stands at the others' median, so that no forecast starts from a bound that says nothing.
         low = np.where(typical > 0, NO_BOUND * believed, believed)
         bound = late & ((typical > 0) | (seconds > low))
         self.forecast.observe(Seen(np.where(late, np.maximum(seconds, low), seconds), bound))
-        newest = np.where(typical > 0, typical + TYPICAL_RATE * (seconds - typical), seconds)
+        newest = np.where((typical > 0) & ~anew, typical + TYPICAL_RATE * (seconds - typical), seconds)
         np.copyto(typical, newest, where=told)
+        settling -= anew
 
     def draws(self, workers: tuple[int, ...], rows: int, rng: np.random.Generator) -> Floats | None:
         """Joint samples for any workers, in their order; None before anything was observed."""
@@ -66,29 +73,28 @@ class Followed:
         drawn = self.forecast.draw(rows, rng)
         if workers == self.workers:
             return drawn
-        place = {worker: index for index, worker in enumerate(self.workers)}
-        known = [place.get(worker, -1) for worker in workers]
-        return np.concatenate([drawn, np.median(drawn, axis=1, keepdims=True)], axis=1)[:, known]
+        middle = np.median(drawn, axis=1, keepdims=True)
+        typical = self.typical(workers)
+        absent = middle * np.where(typical > 0, typical / middle.mean(), 1.0)
+        known = self._places(workers)
+        return np.where(known < 0, absent, drawn[:, known])
 
     def restart(self) -> None:
         """Forget everything."""
         self.workers = ()
         self.forecast.load_state_dict(self._blank)
-        self._ledger = Ledger(typical=0.0)
+        self._ledger = _new_ledger()
 
-    def _regroup(self, workers: tuple[int, ...]) -> None:
-        self._ledger.arrange(workers)
-        before, self.workers = self.workers, workers
-        if not before:
-            return
-        if rearrange := getattr(self.forecast, "rearrange", None):
-            place = {worker: index for index, worker in enumerate(before)}
-            rearrange([place.get(worker, -1) for worker in workers])
-            return
-        self.forecast.load_state_dict(self._blank)
-        typical = self._ledger["typical"]
-        if (typical > 0).any():
-            self.forecast.observe(Seen.whole(_filled(typical)))
+    def _regroup(self, workers: tuple[int, ...], believed: Floats, anew: Mask) -> None:
+        """Tell the forecast who is where now, and whose column starts anew."""
+        if self.workers and (workers != self.workers or anew.any()):
+            self.forecast.rearrange(np.where(anew, -1, self._places(workers)).tolist(), believed)
+        self.workers = workers
+
+    def _places(self, workers: tuple[int, ...]) -> NDArray[np.intp]:
+        """The forecast's column of each; -1 where it has none."""
+        place = {worker: index for index, worker in enumerate(self.workers)}
+        return np.array([place.get(worker, -1) for worker in workers], dtype=np.intp)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -101,6 +107,10 @@ class Followed:
         self.workers = tuple(int(worker) for worker in state["workers"])
         self.forecast.load_state_dict(state["forecast"])
         self._ledger.load_state_dict(state["typical"])
+
+
+def _new_ledger() -> Ledger:
+    return Ledger(typical=0.0, settling=float(SETTLING))
 
 
 def _filled(values: Floats) -> Floats:

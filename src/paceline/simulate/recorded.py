@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,23 +10,35 @@ from numpy.typing import NDArray
 
 from paceline.records import StepRecord
 
+logger = logging.getLogger("paceline.simulate")
+
 Floats = NDArray[np.float64]
+
+
+def longest_stretch(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """The longest run of steps with the same workers; the later of two."""
+    best, start = (0, 0), 0
+    for stop in range(1, len(records) + 1):
+        if stop == len(records) or records[stop].workers != records[start].workers:
+            best = max(best, (start, stop), key=lambda span: (span[1] - span[0], span[0]))
+            start = stop
+    return records[best[0] : best[1]]
 
 
 def equal_share_seconds(records: Sequence[StepRecord]) -> Floats:
     """Each worker's seconds for an equal share of a full batch: ``seconds / samples * batch / workers``.
 
     Where a worker sat out or was not measured it is as fast as when last measured (before its first time: as then). One
-    that a deadline found stuck took the seconds it was stuck besides, at least. A run whose members changed, or with a
-    worker that never worked, is refused.
+    that a deadline found stuck took the seconds it was stuck besides, at least. Of a run whose members changed the
+    longest stretch with the same ones is taken, and said so. A worker that never worked is refused.
     """
     if not records:
         raise ValueError("the run has no steps")
+    whole, records = records, longest_stretch(records)
+    if len(records) < len(whole):
+        taken = f"steps {records[0].step} to {records[-1].step} ({len(records)} of {len(whole)})"
+        logger.warning("the run's workers came and went: its longest stretch with the same ones is taken, %s", taken)
     workers = records[0].workers
-    if changed := next((record for record in records if record.workers != workers), None):
-        raise ValueError(
-            f"the run's workers changed at step {changed.step}: only a fleet that stays the same is simulated"
-        )
     samples = np.array([record.samples for record in records], dtype=np.float64)
     seconds = np.array([record.seconds for record in records], dtype=np.float64)
     told = (samples > 0) & (seconds > 0) & np.isfinite(seconds)

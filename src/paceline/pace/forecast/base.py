@@ -7,7 +7,7 @@ single number in its place, such as the cut-off itself, would make stragglers lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -59,6 +59,10 @@ class Forecast(Protocol):
         """Joint samples of the next step's seconds, a row each, a column a worker: ``rows`` of them, or a single one
         from a forecast that is sure of itself. Raises ValueError before anything was observed."""
 
+    def rearrange(self, sources: Sequence[int], seconds: Floats) -> None:
+        """The members changed: the new column i was column ``sources[i]``; where that is -1 it starts anew, from
+        ``seconds[i]``. Nothing happens before anything was observed."""
+
     def state_dict(self) -> dict[str, Any]:
         """What was learned, in plain JSON types."""
 
@@ -69,8 +73,18 @@ def same_workers(known: Floats | None, seen: Seen) -> None:
     """Refuse a step of another fleet: these forecasts know workers by their column."""
     if known is not None and known.shape[-1] != len(seen.seconds):
         raise ValueError(
-            f"{len(seen.seconds)} workers in a step after steps of {known.shape[-1]}: start a new forecast"
+            f"{len(seen.seconds)} workers in a step after steps of {known.shape[-1]}: rearrange the forecast first"
         )
+
+
+def moved(columns: Floats, sources: Sequence[int], start: Floats | float) -> Floats:
+    """Columns in their new places; where the source is -1, ``start``.
+
+    >>> moved(np.array([1.0, 2.0]), [1, -1], 9.0).tolist()
+    [2.0, 9.0]
+    """
+    places = np.asarray(sources, dtype=np.intp)
+    return np.where(places < 0, start, columns[..., places])
 
 
 def to_list(state: Floats | None) -> list[float] | None:

@@ -97,16 +97,20 @@ class Deep:
         if len(self._backlog) > BACKLOG:
             self._pass_over(self._backlog.popleft())
 
-    def rearrange(self, sources: Sequence[int]) -> None:
-        """The fleet changed: the new column i was column ``sources[i]``, or is a new worker where that is -1."""
+    def rearrange(self, sources: Sequence[int], seconds: Floats | None = None) -> None:
+        """The fleet changed: the new column i was column ``sources[i]``, or is a new worker where that is -1, taken to
+        have always been at ``seconds[i]`` or, without that, for a typical one until it is seen."""
         self._catch_up()
         if self._past is None:
             return
         wrong = [source for source in sources if not -1 <= source < self._past.workers]
         if wrong or not len(sources):
             raise ValueError(f"columns are known by their place among {self._past.workers}, or -1, not {wrong}")
-        self._past.rearrange(sources)
-        self._smoothed.load_state_dict(_rearranged(self._smoothed.state_dict(), sources))
+        self._past.rearrange(sources, None if seconds is None else np.log(seconds))
+        if seconds is None:
+            self._smoothed.load_state_dict(_rearranged(self._smoothed.state_dict(), sources))
+        else:
+            self._smoothed.rearrange(sources, seconds)
         for contender in self._contenders:
             contender.filter.look(self._past)
         self._segments.append([])

@@ -59,13 +59,14 @@ class Past:
         self.rows = np.concatenate([self.rows[1:], row[None]])
         self.hidden = np.concatenate([self.hidden[1:], late[None]])
 
-    def rearrange(self, sources: Sequence[int]) -> None:
-        """The fleet changed: the new column i was column ``sources[i]``, or is a new worker where that is -1."""
+    def rearrange(self, sources: Sequence[int], logs: Floats | None = None) -> None:
+        """The fleet changed: the new column i was column ``sources[i]``, or is a new worker where that is -1. What is
+        believed of it stands in ``logs``; without that it is a typical one, and fresh."""
         columns = np.asarray(sources, dtype=np.int64)
         new = columns < 0
         rows, hidden, fresh = self.rows[:, columns], self.hidden[:, columns], self.fresh[columns]
-        rows[:, new] = np.median(self.rows, axis=1)[:, None]
-        hidden[:, new], fresh[new] = False, True
+        rows[:, new] = np.median(self.rows, axis=1)[:, None] if logs is None else logs[new]
+        hidden[:, new], fresh[new] = False, logs is None
         self.rows, self.hidden, self.fresh = rows, hidden, fresh
 
     def level(self, memory: int) -> Floats:

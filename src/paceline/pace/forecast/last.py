@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from paceline.pace.forecast.base import Floats, Seen, known, same_workers, to_array, to_list
+from paceline.pace.forecast.base import Floats, Seen, known, moved, same_workers, to_array, to_list
 from paceline.pace.forecast.normal import truncated_draws
 
 LEAST_CHANGE = 0.02
@@ -55,6 +55,10 @@ class LastValue:
         change = max(self._change_2**0.5, LEAST_CHANGE)
         drawn[:, late] = np.exp(truncated_draws(rng, np.log(seconds[late]), change, np.log(self._above[late]), rows))
         return drawn
+
+    def rearrange(self, sources: Sequence[int], seconds: Floats) -> None:
+        if self._seconds is not None:
+            self._seconds, self._above = moved(self._seconds, sources, seconds), moved(self._above, sources, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": to_list(self._seconds), "above": self._above.tolist(), "change_2": self._change_2}

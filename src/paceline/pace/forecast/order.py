@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,11 @@ class OrderStatistics:
             raise ValueError("nothing was observed yet: a forecast needs one step")
         row = self._mean + self._sigma * self._order
         return np.maximum(row, 0.1 * self._mean)[None, :]
+
+    def rearrange(self, sources: Sequence[int], seconds: Floats) -> None:
+        """Nobody is told apart: only how many they are matters."""
+        if self._order is not None:
+            self._order = expected_order(len(sources))
 
     def state_dict(self) -> dict[str, Any]:
         workers = None if self._order is None else len(self._order)

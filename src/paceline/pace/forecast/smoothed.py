@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from paceline.pace.forecast.base import Floats, Seen, known, same_workers, to_array, to_list
+from paceline.pace.forecast.base import Floats, Seen, known, moved, same_workers, to_array, to_list
 from paceline.pace.forecast.normal import truncated_moments
 
 FIRST_SPREAD = 0.1
@@ -56,6 +56,11 @@ class Smoothed:
         drawn = mean + self._sigma() * rng.standard_normal((rows, len(mean)))
         # Times are positive; a draw below a tenth of the mean is noise of a wide belief.
         return np.maximum(drawn, 0.1 * mean)
+
+    def rearrange(self, sources: Sequence[int], seconds: Floats) -> None:
+        if self._mean is not None:
+            self._mean = moved(self._mean, sources, seconds)
+            self._variance = moved(self._variance, sources, (FIRST_SPREAD * seconds) ** 2)
 
     def state_dict(self) -> dict[str, Any]:
         return {"mean": to_list(self._mean), "variance": self._variance.tolist()}

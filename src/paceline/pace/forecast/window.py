@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from paceline.pace.forecast.base import Floats, Mask, Seen, same_workers
+from paceline.pace.forecast.base import Floats, Mask, Seen, moved, same_workers
 
 TAIL = 0.5
 """Where nothing slower was ever seen, x given x > t is taken as ``t * (1 + TAIL * E)`` with E exponential."""
@@ -39,6 +39,10 @@ class Window:
         if not self._rows:
             raise ValueError("nothing was observed yet: a forecast needs one step")
         return np.stack(self._rows)[rng.integers(len(self._rows), size=rows)]
+
+    def rearrange(self, sources: Sequence[int], seconds: Floats) -> None:
+        for step, row in enumerate(self._rows):
+            self._rows[step] = moved(row, sources, seconds)
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": [row.tolist() for row in self._rows], "draws": self._rng.bit_generator.state}
