@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from lone import deep, flat, join, linear, mse, numbers, sgd, training
-from paceline import MisuseError, checkpoint
+from paceline import MisuseError, checkpoint, shelf
 
 
 class Run:
@@ -250,8 +250,36 @@ def test_a_file_that_is_no_checkpoint_of_ours_is_refused(fleet: paceline.Fleet, 
 
 
 def test_a_checkpoint_of_a_newer_version_is_refused(fleet: paceline.Fleet, tmp_path: Path) -> None:
-    torch.save({"paceline_checkpoint": 2}, tmp_path / "newer.pt")
+    torch.save({"paceline_checkpoint": 3}, tmp_path / "newer.pt")
     assert_refused(fleet, tmp_path / "newer.pt", "a newer version of Paceline")
+
+
+def test_a_checkpoint_of_version_1_is_still_read(fleet: paceline.Fleet, saved: Path) -> None:
+    content = torch.load(saved, weights_only=True)
+    assert content["paceline_checkpoint"] == 2
+    del content["steps"]["dataset_length"]  # version 1 had neither this nor a checksum
+    torch.save(content | {"paceline_checkpoint": 1}, saved)
+    model, optimizer = simple(fleet)
+    assert fleet.load(saved) == {"best": 0.5}
+    assert [s.index for s in training(fleet, model, optimizer, numbers(), global_batch=8)] == [3, 4]
+
+
+def test_a_checkpoint_whose_checksum_was_cut_off_is_refused(fleet: paceline.Fleet, saved: Path) -> None:
+    simple(fleet)
+    torch.save(torch.load(saved, weights_only=True), saved)  # whole for torch, and without a seal
+    assert_refused(fleet, saved, "its end, with the checksum, is missing")
+
+
+def test_one_flipped_bit_anywhere_is_refused_and_changes_nothing(fleet: paceline.Fleet, saved: Path) -> None:
+    simple(fleet)
+    whole = saved.read_bytes()
+    for bit in range(3, len(whole) * 8, len(whole) * 8 // 60):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        saved.write_bytes(damaged)
+        assert_refused(fleet, saved, "saved.pt")
+    saved.write_bytes(whole)
+    assert fleet.load(saved) == {"best": 0.5}
 
 
 class Trap:
@@ -277,7 +305,110 @@ def test_code_in_a_checkpoint_is_not_run(fleet: paceline.Fleet, tmp_path: Path) 
 
 def test_a_checkpoint_that_is_not_there_is_named(fleet: paceline.Fleet, tmp_path: Path) -> None:
     assert_refused(fleet, tmp_path / "missing.pt", "cannot read the checkpoint")
-    assert_refused(fleet, tmp_path, "cannot read the checkpoint")
+    assert_refused(fleet, tmp_path, "holds no checkpoint of fleet.autosave")
+
+
+def test_where_a_missing_checkpoint_is_fine_nothing_changes_and_none_comes_back(
+    fleet: paceline.Fleet, tmp_path: Path, saved: Path
+) -> None:
+    model, _ = simple(fleet)
+    before = flat(model)
+    for nothing in (tmp_path / "missing.pt", tmp_path / "missing", tmp_path):
+        assert fleet.load(nothing, missing_ok=True) is None
+    assert torch.equal(flat(model), before)
+    assert fleet.load(saved, missing_ok=True) == {"best": 0.5}
+    saved.write_bytes(b"PK")  # there, and damaged: that is not the same as missing
+    with pytest.raises(ValueError, match="not a whole checkpoint"):
+        fleet.load(saved, missing_ok=True)
+
+
+class Follower:
+    """The transport of worker 1, whose leader is lost so many times while it hands the checkpoint round."""
+
+    rank = 1
+
+    def __init__(self, path: Path, lost: int) -> None:
+        self.path, self.lost, self.broadcasts = path, lost, 0
+
+    def gather(self, label: str, value: Any) -> list[Any]:
+        if callable(value):
+            return [[str(self.path), self.path.stat().st_size, None, []], value()]
+        return [True, value]
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        self.broadcasts += 1
+        if self.broadcasts > self.lost:
+            tensors[0].copy_(torch.frombuffer(bytearray(self.path.read_bytes()), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3, 100])
+def test_a_leader_lost_while_it_hands_the_checkpoint_round_is_followed_by_another(saved: Path, lost: int) -> None:
+    transport: Any = Follower(saved, lost)
+    options: Any = {"device": torch.device("cpu"), "missing_ok": True, "warn": print}
+    if lost == 100:
+        with pytest.raises(ValueError, match="did not reach every worker"):
+            checkpoint.fetch(transport, saved, **options)
+        return
+    found = checkpoint.fetch(transport, saved, **options)
+    assert found is not None
+    assert found.content["extra"] == {"best": 0.5}
+    assert transport.broadcasts == lost + 1
+
+
+# -- a folder ------------------------------------------------------------------------------------------------------
+
+
+def fill(folder: Path, *steps: int) -> None:
+    """Checkpoints of the simplest training under the names that autosave gives; each step is its own extra."""
+    with join(folder.parent) as fleet:
+        simple(fleet)
+        for step in steps:
+            fleet.save(shelf.place(folder, step), extra=step)
+
+
+def test_a_folder_stands_for_its_newest_checkpoint(fleet: paceline.Fleet, tmp_path: Path) -> None:
+    simple(fleet)
+    fill(tmp_path / "kept", 90, 1000, 110)
+    (tmp_path / "kept" / "step-00002000.paceline.bak").write_text("not ours")
+    (tmp_path / "kept" / "step-3000.paceline").write_text("not ours either")
+    assert fleet.load(tmp_path / "kept") == 1000
+
+
+def test_damaged_checkpoints_of_a_folder_are_named_and_the_one_before_is_taken(
+    fleet: paceline.Fleet, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    simple(fleet)
+    fill(tmp_path / "kept", 10, 20, 30)
+    newest, middle = shelf.newest_first(tmp_path / "kept")[:2]
+    newest.write_bytes(newest.read_bytes()[:-1])
+    middle.write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+    assert fleet.load(tmp_path / "kept") == 10
+    assert not (tmp_path / "sprung").exists()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "step-00000030.paceline is not a whole checkpoint" in said[0]
+    assert "step-00000020.paceline is not a whole checkpoint" in said[1]
+    assert all(text.endswith("passed over") for text in said)
+
+
+def test_a_folder_of_damaged_checkpoints_alone_never_starts_anew_in_silence(
+    fleet: paceline.Fleet, tmp_path: Path
+) -> None:
+    simple(fleet)
+    fill(tmp_path / "kept", 10, 20)
+    for file in shelf.newest_first(tmp_path / "kept"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"no checkpoint in .*kept is whole: .*00000020.*; .*00000010"):
+        fleet.load(tmp_path / "kept", missing_ok=True)
+
+
+def test_a_newer_versions_checkpoint_in_a_folder_is_not_passed_over(fleet: paceline.Fleet, tmp_path: Path) -> None:
+    simple(fleet)
+    fill(tmp_path / "kept", 10, 20)
+    newest = shelf.place(tmp_path / "kept", 20)
+    newest.write_bytes(newest.read_bytes().replace(b"paceline checkpoint 2 ", b"paceline checkpoint 3 "))
+    with pytest.raises(ValueError, match=r"step-00000020\.paceline was written by a newer version"):
+        fleet.load(tmp_path / "kept")
 
 
 def test_other_names_than_were_tracked_are_refused_and_listed(fleet: paceline.Fleet, saved: Path) -> None:
@@ -337,6 +468,19 @@ def test_a_loop_over_other_data_is_refused_and_the_right_data_still_resume(tmp_p
             fleet.steps(numbers(), global_batch=8, shuffle=False)
         steps = list(training(fleet, model, optimizer, numbers(), global_batch=8))
         assert [step.index for step in steps] == [3, 4]
+
+
+def test_other_data_are_refused_before_a_weight_changes_and_after_the_last_epoch_too(
+    fleet: paceline.Fleet, tmp_path: Path, saved: Path
+) -> None:
+    simple(fleet)
+    fleet.steps(numbers(39), global_batch=8)
+    assert_refused(fleet, saved, "dataset_length was 40 and is 39 now")
+    with join(tmp_path / "whole") as other:
+        model, optimizer = simple(other)
+        list(training(other, model, optimizer, numbers(), global_batch=8))
+        other.save(saved)
+    assert_refused(fleet, saved, "dataset_length was 40 and is 39 now")
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
