@@ -5,16 +5,20 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from page_runs import calm_run, record, run_event, run_with_a_death, run_with_deadlines, step, write
 
 from paceline.observe import read_log, verdict
 from paceline.observe.page import html as page
 from paceline.observe.page import report_page
 from paceline.observe.page.answers import tiles
+from paceline.observe.page.drawing import small
 from paceline.observe.page.html import tell
 from paceline.observe.page.moments import in_words, last_steps, timeline
 from paceline.observe.page.pictures import changes, pictures, presence, shares, speed
-from paceline.observe.page.whatif import Answer, WhatIf, longest_stretch, what_if
+from paceline.observe.page.whatif import Answer, WhatIf, what_if
+from paceline.simulate.recorded import longest_stretch
 
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 
@@ -201,7 +205,7 @@ def test_what_if_replays_the_longest_stretch_with_the_same_workers(tmp_path):
     log = log_of(tmp_path, run_with_a_death(before=30, after=25))
     assert [r.step for r in longest_stretch(log.records)] == list(range(30))
     assert what_if(log.records).replayed == 30
-    assert "Estimated from 30 of 55 steps" in in_words(what_if(log.records), verdict(log))
+    assert in_words(what_if(log.records), verdict(log)).startswith("Steps 0 to 29, the longest stretch")
 
 
 @pytest.mark.parametrize(("count", "workers"), [(0, 4), (5, 4), (40, 1)])
@@ -231,3 +235,12 @@ def test_without_plotly_the_page_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ValueError, match=r"paceline\[view\]"):
         report_page(log_of(tmp_path, calm_run()))
+
+
+@given(st.lists(st.floats(min_value=-1e12, max_value=1e12), max_size=20))
+def test_small_numbers_are_those_with_four_digits(values):
+    found = small([*values, float("nan"), float("inf")])
+    assert found[-2:] == [None, None]
+    for value, short in zip(values, found):
+        assert short == pytest.approx(value, rel=6e-4, abs=1e-299)
+        assert len(f"{abs(short):.15g}".replace(".", "").split("e")[0].strip("0")) <= 4

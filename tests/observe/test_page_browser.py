@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from browser_rig import browser, complaints, until
+from elastic_runs import after_it, before_the_leaders_death
 from page_runs import calm_run, run_event, run_with_a_death, run_with_deadlines, step, write
 
 from paceline.observe import read_log
@@ -67,7 +68,9 @@ def colour(window, selector, what):
 
 
 @pytest.mark.parametrize(
-    "events", [calm_run(), run_with_a_death(), run_with_deadlines()], ids=["calm", "death", "late"]
+    "events",
+    [calm_run(), run_with_a_death(), run_with_deadlines(), [*before_the_leaders_death(), *after_it()]],
+    ids=["calm", "death", "late", "elastic"],
 )
 def test_every_picture_of_the_report_is_drawn_and_the_browser_complains_of_nothing(window, tmp_path, events):
     open_report(window, tmp_path, events)
@@ -126,6 +129,25 @@ def test_the_live_page_shows_a_death_the_new_shares_and_the_end_and_survives_a_r
     until(window, "document.getElementById('link').textContent === 'ended'")
     until(window, f"{TEXT}.includes('finished')")
     assert complaints(window) == []
+
+
+def test_the_live_page_of_an_elastic_run_shows_who_left_and_who_joined_and_goes_on(window, tmp_path):
+    page = LivePage(write(tmp_path / "run", before_the_leaders_death(), tail='{"event": "step", "st'))
+    try:
+        window.get(page.url)
+        until(window, f"{TEXT}.includes('worker 4 joined at step 60: 4 workers')")
+        until(window, f"{TEXT}.includes('step 81/100')")  # the leader's word alone
+        with (page.live.path / "events.jsonl").open("a") as log:
+            log.write("\n")
+        append(page, *after_it(90))
+        until(window, f"{TEXT}.includes('3 workers go on from step 80') && {TEXT}.includes('step 90/100')")
+        window.execute_script("document.querySelector('#presence').scrollIntoView()")
+        gaps = "document.querySelector('#presence .plot').data?.[0].z.map((row) => row.includes(null))"
+        until(window, f"JSON.stringify({gaps}) === '[true,true,false,false,true]'")
+        until(window, f"{TEXT}.includes('Worker 1 was killed by signal 9 (SIGKILL) at step 20; the others went on')")
+        assert complaints(window) == []
+    finally:
+        page.close()
 
 
 def test_a_step_is_on_the_screen_within_a_second(window, page):

@@ -1,9 +1,14 @@
-"""The audit: did every sample of every epoch count exactly once? Read from the positions in the records."""
+"""The audit: did every sample of every epoch count exactly once? Read from the positions in the records.
+
+A position that no record counted is missing when a higher one was counted, or when the ``steps`` event says how many an
+epoch deals (``dealt``) and it is below that.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +29,7 @@ class EpochAudit:
     twice: int = 0
     """Positions counted more than once."""
     missing: int = 0
-    """Positions below the highest counted one that were not counted; 0 where only a part of the epoch is recorded."""
+    """Positions that were dealt and not counted; 0 where only a part of the epoch is recorded."""
     recorded: bool = True
     """Whether the records hold positions at all: streams have none."""
     whole: bool = True
@@ -36,14 +41,43 @@ class EpochAudit:
         return self.recorded and not self.twice and not self.missing
 
 
+def once(epochs: Sequence[EpochAudit]) -> str:
+    """The audit's outcome for the closing verdict; empty when there is nothing to audit."""
+    told = [epoch for epoch in epochs if epoch.recorded]
+    lost, doubled = sum(epoch.missing for epoch in told), sum(epoch.twice for epoch in told)
+    if lost or doubled:
+        return f"Audit: NOT exact: {_samples(lost)} lost, and {_samples(doubled)} counted more than once."
+    whole = sum(epoch.whole for epoch in told)
+    if whole and len(told) == len(epochs):
+        part = "" if whole == len(told) else "; of the epoch that was not finished, none twice"
+        return f"Audit: every sample counted once, in {whole:,} epoch{'' if whole == 1 else 's'}{part}."
+    return "Audit: no epoch was finished; no sample counted twice so far." if told else ""
+
+
+def _samples(count: int) -> str:
+    return "1 sample was" if count == 1 else f"{count:,} samples were"
+
+
 def audit(log: RunLog) -> list[EpochAudit]:
     """Every epoch of every loop in the log, in order."""
     finished = log.end is not None and log.end.get("reason") == "finished"
-    parts = _epochs(log.records, [int(loop.get("first_step") or 0) for loop in log.loops])
+    starts = [int(loop.get("first_step") or 0) for loop in log.loops]
+    dealt = [loop.get("dealt") for loop in log.loops]
+    parts = _epochs(log.records, starts)
     return [
-        _audit(part, whole=(number > 0 or part[0].step == 0) and (finished or number < len(parts) - 1))
+        _audit(
+            part,
+            whole=(number > 0 or part[0].step == 0) and (finished or number < len(parts) - 1),
+            dealt=_in_force(part[0].step, starts, dealt),
+        )
         for number, part in enumerate(parts)
     ]
+
+
+def _in_force(step: int, starts: Sequence[int], dealt: Sequence[Any]) -> int:
+    """What the loop that this step is of deals in an epoch; 0 when the log does not say."""
+    said = [count for start, count in zip(starts, dealt) if start <= step]
+    return said[-1] if said and isinstance(said[-1], int) else 0
 
 
 def _epochs(records: Sequence[StepRecord], starts: Sequence[int]) -> list[list[StepRecord]]:
@@ -56,7 +90,7 @@ def _epochs(records: Sequence[StepRecord], starts: Sequence[int]) -> list[list[S
     return parts
 
 
-def _audit(records: Sequence[StepRecord], *, whole: bool) -> EpochAudit:
+def _audit(records: Sequence[StepRecord], *, whole: bool, dealt: int) -> EpochAudit:
     counted = sum(record.total for record in records)
     cut_off = [record for record in records if record.planned != record.samples]
     undone = sum(max(0, p - s) for record in cut_off for p, s in zip(record.planned, record.samples))
@@ -64,6 +98,7 @@ def _audit(records: Sequence[StepRecord], *, whole: bool) -> EpochAudit:
     if ranges is None:
         return EpochAudit(records[0].epoch, counted, undone, recorded=False, whole=whole)
     twice, missing = _overlaps(ranges)
+    missing += max(0, dealt - int(ranges[:, 1].max()))
     return EpochAudit(records[0].epoch, counted, undone, twice, missing if whole else 0, whole=whole)
 
 

@@ -71,6 +71,8 @@ class Chronicle:
     """Each worker's place in the arrays, in order of appearance."""
     stride: int = 1
     """Steps a bucket."""
+    tail: int = 0
+    """Steps that stay out of the buckets for a while: the newest of an elastic run may turn out to be void."""
     _full: list[Bucket] = field(default_factory=list)
     _new: list[tuple[StepRecord, float]] = field(default_factory=list)
     _speeds: Floats = field(default_factory=lambda: np.zeros(0))
@@ -91,18 +93,25 @@ class Chronicle:
         for worker in record.workers:
             self.columns.setdefault(worker, len(self.columns))
         self._new.append((record, t))
-        if len(self._new) < self.stride:
+        if len(self._new) < self.stride + self.tail:
             return
-        steps, self._new = self._new, []
+        steps, self._new = self._new[: self.stride], self._new[self.stride :]
         bucket, self._speeds = gather(steps, self.columns, self._speeds)
         self._full.append(bucket)
         if len(self._full) >= self.capacity:
             self._full = [merge(*pair) for pair in zip(self._full[::2], self._full[1::2], strict=True)]
             self.stride *= 2
 
+    def drop(self, count: int) -> None:
+        """So many of the newest steps turned out to be void. Of more than ``tail``, the earlier ones stay."""
+        del self._new[max(0, len(self._new) - count) :]
+
     def buckets(self) -> list[Bucket]:
         """All steps so far, the newest in a bucket that may not be full yet; arrays of one length."""
-        newest = [gather(self._new, self.columns, self._speeds)[0]] if self._new else []
+        newest, speeds = [], self._speeds
+        for start in range(0, len(self._new), self.stride):
+            bucket, speeds = gather(self._new[start : start + self.stride], self.columns, speeds)
+            newest.append(bucket)
         size = len(self.columns)
         return [_widened(bucket, size) for bucket in self._full + newest]
 

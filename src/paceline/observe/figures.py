@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from paceline.observe.lateness import Lost, lost_time, usual_s
 from paceline.observe.steptimes import Speeds, Times, step_times
-from paceline.observe.stretches import Stretch, bounded, stretches
+from paceline.observe.stretches import Floats, Mask, Stretch, bounded, stretches
 from paceline.records import StepRecord
 
 HELD = 0.10
@@ -28,6 +28,8 @@ class WorkerFigures:
     """One worker over the steps looked at. Ratios are between 0 and 1."""
 
     worker: int
+    steps: int = 0
+    """Steps in which it was there."""
     samples: int = 0
     seconds: float = 0.0
     """Own compute."""
@@ -38,7 +40,7 @@ class WorkerFigures:
     waiting: float = 0.0
     """Of the steps it took part in, the part it waited for slower workers."""
     last: float = 0.0
-    """Of all steps, those in which it was the last to finish."""
+    """Of the steps in which it was there, those in which it was the last to finish."""
     blamed: float = 0.0
     """Of all time, what the others waited on average for this worker."""
     sat_out: int = 0
@@ -99,11 +101,16 @@ class Figures:
     """Samples of a step, on average; as ``spread`` without the last step of an epoch, which takes what is left."""
     spread: float = 0.0
     """Standard deviation of that count over its mean."""
+    fewest: int = 0
+    """Workers that were there in a step, at least,"""
+    most: int = 0
+    """and at most."""
     workers: tuple[WorkerFigures, ...] = ()
 
 
 @dataclass
 class _Sums:
+    steps: int = 0
     samples: int = 0
     timed: int = 0
     """Of these, the samples whose seconds are known."""
@@ -163,8 +170,7 @@ def summarise(records: Sequence[StepRecord], *, known: Mapping[int, float] | Non
         lost = lost_time(stretch, usual)
         times = step_times(stretch, lost, speeds, batch=batch)
         whole.add(stretch, times)
-        for rank, worker in enumerate(stretch.workers):
-            _charge(rank, stretch, lost, times, sums.setdefault(worker, _Sums()))
+        _charge(stretch, lost, times, sums)
         _blame(stretch, times, sums)
     return _figures(records, whole, sums, speeds.newest)
 
@@ -188,6 +194,7 @@ class _Whole:
     cut: float = 0.0
     deadlines: int = 0
     closed_without: int = 0
+    sizes: set[int] = field(default_factory=set)
 
     def add(self, stretch: Stretch, times: Times) -> None:
         for name in ("wall", "round", "other", "ideal", "equal", "waited"):
@@ -197,28 +204,37 @@ class _Whole:
         self.cut += times.mean(times.cut)
         self.deadlines += int(stretch.bounded.sum())
         self.closed_without += int(stretch.missed.any(axis=1).sum())
+        self.sizes.add(len(stretch.workers))
 
 
-def _charge(rank: int, stretch: Stretch, lost: Lost, times: Times, mine: _Sums) -> None:
-    """Add the stretch to a worker's sums."""
-    samples, seconds, took_part = stretch.samples[:, rank], stretch.seconds[:, rank], times.took_part[:, rank]
-    told, missed = (samples > 0) & (seconds > 0), stretch.missed[:, rank]
-    stall = lost.stall_s[:, rank]
-    mine.samples += int(samples.sum())
-    mine.timed += int(samples[told].sum())
-    mine.seconds += float(seconds[told].sum())
-    mine.micro_batches += int(stretch.micro_batches[told, rank].sum())
-    mine.shortfall_s += float(stretch.shortfall_s[told, rank].sum())
-    mine.missed += int(missed.sum())
-    mine.sat_out += int(((samples == 0) & ~missed).sum())
-    mine.stalls += int((stall > 0).sum())
-    mine.stall_s += float(stall.sum())
-    mine.stuck_s += float(lost.stuck_s[:, rank].sum())
-    mine.inside_s += float(lost.inside_s[:, rank].sum())
-    mine.cut_s += float(lost.cut_s[:, rank].sum())
-    mine.waited_s += float(times.waiting[:, rank].sum())
-    mine.wall_s += float(times.wall[took_part].sum())
-    mine.would_hold_s += float(times.longer[times.last == rank].sum())
+def _charge(stretch: Stretch, lost: Lost, times: Times, sums: dict[int, _Sums]) -> None:
+    """Add the stretch to its workers' sums."""
+    told = (stretch.samples > 0) & (stretch.seconds > 0)
+    stalled = lost.stall_s > 0
+    columns: dict[str, Floats | Mask] = {
+        "samples": stretch.samples,
+        "timed": np.where(told, stretch.samples, 0.0),
+        "seconds": np.where(told, stretch.seconds, 0.0),
+        "micro_batches": np.where(told, stretch.micro_batches, 0.0),
+        "shortfall_s": np.where(told, stretch.shortfall_s, 0.0),
+        "missed": stretch.missed,
+        "sat_out": (stretch.samples == 0) & ~stretch.missed,
+        "stalls": stalled,
+        "stall_s": lost.stall_s,
+        "stuck_s": lost.stuck_s,
+        "inside_s": lost.inside_s,
+        "cut_s": lost.cut_s,
+        "waited_s": times.waiting,
+        "wall_s": np.where(times.took_part, times.wall[:, None], 0.0),
+        "would_hold_s": np.where(times.last[:, None] == np.arange(len(stretch.workers)), times.longer[:, None], 0.0),
+    }
+    totals = {name: table.sum(axis=0).tolist() for name, table in columns.items()}
+    for rank, worker in enumerate(stretch.workers):
+        mine = sums.setdefault(worker, _Sums())
+        mine.steps += len(stretch.samples)
+        for name, column in totals.items():
+            kind = type(getattr(mine, name))  # counts stay whole numbers
+            setattr(mine, name, getattr(mine, name) + kind(column[rank]))
 
 
 def _blame(stretch: Stretch, times: Times, sums: Mapping[int, _Sums]) -> None:
@@ -227,13 +243,14 @@ def _blame(stretch: Stretch, times: Times, sums: Mapping[int, _Sums]) -> None:
     last = np.where(times.took_part, waiting, np.inf).argmin(axis=1)
     others_s = waiting.sum(axis=1) / np.maximum(1, count - 1)
     counts = (count > 1) & ~stretch.bounded
-    for rank, worker in enumerate(stretch.workers):
+    for rank in np.unique(last[counts]).tolist():
         here = counts & (last == rank)
         held = here & (others_s > HELD * times.wall)
-        sums[worker].last += int(here.sum())
-        sums[worker].blamed_s += float(others_s[here].sum())
-        sums[worker].held += int(held.sum())
-        sums[worker].held_s += float(others_s[held].sum())
+        mine = sums[stretch.workers[rank]]
+        mine.last += int(here.sum())
+        mine.blamed_s += float(others_s[here].sum())
+        mine.held += int(held.sum())
+        mine.held_s += float(others_s[held].sum())
 
 
 def _figures(
@@ -263,6 +280,8 @@ def _figures(
         patient=_over(samples, whole.waited + other) if whole.deadlines else 0.0,
         count=count,
         spread=spread,
+        fewest=min(whole.sizes, default=0),
+        most=max(whole.sizes, default=0),
         workers=tuple(
             _worker(
                 worker,
@@ -291,12 +310,13 @@ def _worker(
 ) -> WorkerFigures:
     return WorkerFigures(
         worker=worker,
+        steps=sums.steps,
         samples=sums.samples,
         seconds=sums.seconds,
         speed=_over(sums.timed, sums.seconds + sums.stuck_s) or speed,
         share=_over(sums.samples, samples),
         waiting=_over(sums.waited_s, sums.wall_s),
-        last=_over(sums.last, steps),
+        last=_over(sums.last, sums.steps),
         blamed=_over(sums.blamed_s, wall),
         sat_out=sums.sat_out,
         micro_batches=sums.micro_batches,

@@ -1,4 +1,4 @@
-"""A fleet in as many lines as there is room for: one a worker, or one a group of neighbouring ranks."""
+"""A fleet in as many lines as there is room for: one a worker, or one a group of neighbours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Line:
     """Of a group, on average."""
     mark: str
     kind: str
-    """What the mark is about: ``late``, ``waited for``, ``slowest``, ``sits out`` or nothing."""
+    """What the mark is about: ``late``, ``left``, ``waited for``, ``slowest``, ``joined``, ``sits out`` or nothing."""
 
 
 def lines(rows: Sequence[Row], *, most: int) -> list[Line]:
@@ -56,11 +56,13 @@ def _line(rows: Sequence[Row]) -> Line:
 def _mark(rows: Sequence[Row]) -> tuple[str, str]:
     """A worker's own mark; of a group, the one that matters most."""
     if len(rows) == 1:
-        return rows[0].mark, "late" if rows[0].late else rows[0].mark
+        return rows[0].mark, "late" if rows[0].late else "left" if rows[0].left else rows[0].mark
     if late := [row for row in rows if row.late]:
         behind = max(row.behind for row in late)
         return f"{len(late)} late" + (f", by {behind} round{'' if behind == 1 else 's'}" if behind else ""), "late"
-    for kind in ("waited for", "slowest"):
+    if gone := [row for row in rows if row.left]:
+        return f"{len(gone)} left", "left"
+    for kind in ("waited for", "slowest", "joined"):
         if named := [row.worker for row in rows if row.mark == kind]:
             return f"{named[0]} {kind}", kind
     out = sum(row.mark == "sits out" for row in rows)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.observe.grouping import Line, lines
-from paceline.observe.plain import run_line
+from paceline.observe.plain import line_of, run_line
 from paceline.observe.progress import (
     Progress,
     Snapshot,
@@ -43,11 +43,19 @@ SILENCE_S = 5.0
 """Seconds without a step after which the view says so."""
 MOST_EVENTS = 10_000
 """Events kept while the terminal is held up."""
-MARK_WIDTH, GROUP_WIDTH, LATE_WIDTH = 10, 14, 22
-"""Cells for the mark of a worker, of a group, and with deadlines: fixed, so that columns stay where they are."""
+MARK_WIDTH, GROUP_WIDTH, LATE_WIDTH, LEFT_WIDTH = 10, 14, 22, 24
+"""Cells for the mark of a worker, of a group, with deadlines, and while somebody who left is shown: fixed, so that
+columns stay where they are."""
 EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
-COLOURS = {"late": "bold yellow", "waited for": "bold yellow", "slowest": "dim", "sits out": "dim italic"}
-LEVELS = {"warning": "yellow", "error": "red"}
+COLOURS = {
+    "late": "bold yellow",
+    "waited for": "bold yellow",
+    "slowest": "dim",
+    "sits out": "dim italic",
+    "joined": "green",
+    "left": "red",
+}
+LEVELS = {"warning": "yellow", "error": "red", "news": "bold"}
 
 
 class LiveView:
@@ -135,6 +143,7 @@ def table(now: Snapshot, *, console: Console, silence_s: float = 0.0) -> Rendera
         parts.append(_rail(now.step, now.steps, width=min(console.width - 1, 100), ascii_only=ascii_only))
     shown = lines(now.rows, most=most)
     mark = LATE_WIDTH if now.deadlines else MARK_WIDTH if len(shown) == len(now.rows) else GROUP_WIDTH
+    mark = max(mark, LEFT_WIDTH) if any(line.kind == "left" for line in shown) else mark
     parts.append(_rows(shown, width=console.width, mark_width=mark, ascii_only=ascii_only))
     return Group(*parts)
 
@@ -173,9 +182,10 @@ def _rows(rows: list[Line], *, width: int, mark_width: int, ascii_only: bool) ->
     for row in rows:
         bar = _bar(row.samples, most, width=bar_width, ascii_only=ascii_only)
         speed = number(row.speed) if row.speed else "-"
+        share = "-" if row.kind == "left" and not row.samples else str(row.samples)
         colour = COLOURS.get(row.kind, "")
         grid.add_row(
-            row.label, Text(row.machine), str(row.samples), Text(bar, style="green"), speed,
+            row.label, Text(row.machine), share, Text(bar, style="green"), speed,
             percent_cell(row.waiting) if row.samples else "-", Text(row.mark, style=colour),
         )  # fmt: skip
     return grid
@@ -213,4 +223,4 @@ def _text(parts: list[tuple[str, str]]) -> Text:
 def _note(level: str, text: str) -> Text:
     from rich.text import Text
 
-    return Text(text if level == "info" else f"{level}: {text}", style=LEVELS.get(level, ""))
+    return Text(line_of(level, text), style=LEVELS.get(level, ""))

@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from paceline.observe.folders import LOG_NAME
+from paceline.observe.reading import ELASTIC_VERSION
 from paceline.records import LOG_VERSION
 
 logger = logging.getLogger("paceline.observe")
@@ -82,7 +83,7 @@ class EventLog:
     def write(self, event: str, /, **fields: Any) -> Event:
         """Put an event on the queue with the time; the values must not change afterwards."""
         if event == "run":
-            fields.setdefault("version", LOG_VERSION)
+            fields.setdefault("version", ELASTIC_VERSION if fields.get("transport") == "elastic" else LOG_VERSION)
         line = {"event": event, "t": time.time(), **fields}
         if self._stop.is_set() or self._queue.qsize() >= MOST_EVENTS:
             self._dropped += 1

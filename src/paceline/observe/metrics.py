@@ -20,7 +20,7 @@ def metrics(live: LiveRun) -> str:
     info = {key: run.get(key, "") for key in ("name", "run_id", "pace", "combine", "transport", "backend")}
 
     def each(figure: str) -> list[Sample]:
-        return [({"worker": row.worker, "machine": row.machine}, float(getattr(row, figure))) for row in now.rows]
+        return [({"worker": row.worker, "machine": row.machine}, float(getattr(row, figure))) for row in now.present]
 
     families: list[tuple[str, str, str, list[Sample]]] = [
         ("run_info", "gauge", "The run; always 1.", [(info, 1.0)]),
@@ -32,11 +32,14 @@ def metrics(live: LiveRun) -> str:
         ("limit_samples_per_second", "gauge", "The sum of the workers' own speeds.", [({}, now.limit or None)]),
         ("of_limit_ratio", "gauge", "Part of the limit that was reached.", [({}, now.of_limit or None)]),
         ("loss", "gauge", "The fleet's weighted mean loss in the newest step.", [({}, now.loss)]),
-        ("workers", "gauge", "Workers in the newest step.", [({}, float(len(now.rows)))]),
+        ("workers", "gauge", "Workers present.", [({}, float(len(now.present)))]),
         ("worker_share_samples", "gauge", "The worker's samples in the newest step.", each("samples")),
         ("worker_samples_per_second", "gauge", "The worker's own speed.", each("speed")),
         ("worker_waiting_ratio", "gauge", "Part of a step the worker waits.", each("waiting")),
     ]  # fmt: skip
+    if live.elastic:
+        told = "Memberships of the fleet since the run's start."
+        families.append(("generations_total", "counter", told, [({}, float(live.generations))]))
     return "".join(_family(f"paceline_{name}", kind, text, samples) for name, kind, text, samples in families)
 
 

@@ -45,8 +45,7 @@ class PlainView:
             if self._due():
                 self._print_step()
         elif (said := describe(event)) is not None:
-            level, text = said
-            self._print(text if level == "info" else f"{level}: {text}")
+            self._print(line_of(*said))
         if kind == "end":
             self.close()
 
@@ -77,6 +76,11 @@ class PlainView:
             pass
 
 
+def line_of(level: str, text: str) -> str:
+    """What is described, with its level where that is worth a word."""
+    return text if level in ("info", "news") else f"{level}: {text}"
+
+
 def run_line(event: Mapping[str, Any]) -> str:
     """``digits: 4 workers, pace adaptive, combine gradients, gloo``."""
     workers = event.get("workers")
@@ -95,8 +99,9 @@ def step_line(now: Snapshot) -> str:
     said = [f"step {of(now.step, now.steps)}", f"epoch {of(now.epoch, now.epochs)}"]
     limit = f" ({percent(now.of_limit)} of limit)" if now.limit else ""
     said.append(f"{number(now.samples_per_s)} samples/s{limit}")
-    more = f" and {len(now.rows) - MOST_SHARES} more" if len(now.rows) > MOST_SHARES else ""
-    said.append("shares " + " ".join(str(row.samples) for row in now.rows[:MOST_SHARES]) + more)
+    here = now.present
+    more = f" and {len(here) - MOST_SHARES} more" if len(here) > MOST_SHARES else ""
+    said.append("shares " + " ".join(str(row.samples) for row in here[:MOST_SHARES]) + more)
     said += [text for text in (count_text(now), deadline_text(now), late_text(now)) if text]
     said += [f"loss {loss_text(now.loss)}"] if now.loss is not None else []
     said += [left_text(now)] if now.left_s is not None else []

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.observe.figures import Figures, own_speeds, summarise
+from paceline.observe.membership import Change, Departure, Standing, Timed, change_text, parse_change
 from paceline.observe.reading import parse_step
 from paceline.observe.stretches import missed
 from paceline.observe.words import duration, machines, number
@@ -18,6 +19,8 @@ WINDOW = 20
 """Steps over which speeds and waiting are taken."""
 BACKLOG = 64
 """Steps kept between two looks: more than the window, so that the speed of a worker seldom used is not missed."""
+SHOWN_S = 20.0
+"""Seconds for which somebody who left is still shown, and somebody who joined is marked."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,13 @@ class Row:
     """Own samples a second; 0 when unknown."""
     waiting: float
     mark: str
-    """``late, 3 rounds behind``, ``waited for``, ``slowest``, ``sits out`` or nothing."""
+    """``late, 3 rounds behind``, ``waited for``, ``slowest``, ``sits out``, ``joined``, ``left: …`` or nothing."""
     late: bool = False
     """The newest round closed without anything from it."""
     behind: int = 0
     """Earlier rounds that it had yet to take over then."""
+    left: bool = False
+    """It is no longer there."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Snapshot:
     loss: float | None = None
     left_s: float | None = None
     rows: tuple[Row, ...] = ()
+    """By identity; those who left a moment ago among them."""
     deadlines: bool = False
     """Whether any of the last steps could close without everybody."""
     deadline_s: float | None = None
@@ -67,6 +73,10 @@ class Snapshot:
     def late(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.late)
 
+    @property
+    def present(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not row.left)
+
 
 class Progress:
     """Takes in events cheaply; the arithmetic waits until somebody looks. One thread at a time."""
@@ -78,13 +88,21 @@ class Progress:
         self._run = run
         self._loop: Mapping[str, Any] = {}
         self._new: deque[Mapping[str, Any]] = deque(maxlen=BACKLOG)
-        self._window: deque[tuple[StepRecord, float]] = deque(maxlen=WINDOW)
+        self._window: deque[Timed] = deque(maxlen=WINDOW)
         self._known: dict[int, float] = {}
+        self._standing = Standing()
+        self._newest_change: Change | None = None
+        self._moved: dict[int, tuple[float, Departure | None]] = {}
+        """When each worker left (and why) or joined last."""
+        self._machines = machines(run)
 
     def take(self, event: Mapping[str, Any]) -> None:
         kind = event.get("event")
         if kind == "step":
             self._new.append(event)
+        elif kind == "generation" and (change := parse_change(event)) is not None:
+            self._absorb()  # it is about what came before
+            self._change(change)
         elif kind == "run":
             self._begin(event)
         elif kind == "steps":
@@ -110,7 +128,7 @@ class Progress:
             of_limit=figures.of_limit,
             loss=newest.loss,
             left_s=None if steps is None else self._left(steps - newest.step - 1),
-            rows=_rows(newest, figures, machines(self._run)),
+            rows=self._rows(newest, figures),
             deadlines=figures.deadlines > 0,
             deadline_s=newest.deadline_s,
             count=newest.total,
@@ -120,11 +138,41 @@ class Progress:
     def _absorb(self) -> None:
         while self._new:
             event = self._new.popleft()
-            if (record := parse_step(event)) is None:
-                continue
-            if len(self._window) == WINDOW:  # what leaves the window is remembered as a speed
-                self._known = own_speeds((self._window[0][0],), self._known)
-            self._window.append((record, float(event.get("t") or math.nan)))
+            if (record := parse_step(event)) is not None and self._stands(record):
+                if len(self._window) == WINDOW:  # what leaves the window is remembered as a speed
+                    self._known = own_speeds((self._window[0][0],), self._known)
+                self._window.append((record, float(event.get("t") or math.nan)))
+
+    def _stands(self, record: StepRecord) -> bool:
+        if not self._standing.late(record):
+            return True
+        return not self._standing.void(record) and (not self._window or record.step > self._window[-1][0].step)
+
+    def _change(self, change: Change) -> None:
+        self._standing.begin(change, self._window)
+        self._newest_change = change
+        self._machines |= machines({}, change.machines)
+        if change.number > 1:  # the first generation is no news
+            self._moved |= dict.fromkeys(change.joined, (change.t, None))
+        self._moved |= {each.worker: (change.t, each) for each in change.left}
+
+    def _rows(self, newest: StepRecord, figures: Figures) -> tuple[Row, ...]:
+        """Those of the newest step, those who came after it, and those who left a moment ago."""
+        now = max((t for t in (self._window[-1][1], *(t for t, _ in self._moved.values())) if t == t), default=0.0)
+        recent = {worker: gone for worker, (t, gone) in self._moved.items() if now - t < SHOWN_S}
+        rows = {row.worker: row for row in _rows(newest, figures, self._machines)}
+        if self._newest_change is not None and self._newest_change.number > newest.generation:
+            here = self._newest_change.workers
+            rows = {worker: rows.get(worker) or self._row(worker) for worker in here}
+        for worker, gone in recent.items():
+            if gone is not None and worker not in rows:
+                rows[worker] = self._row(worker, mark=gone.short, left=True)
+            elif gone is None and worker in rows and not rows[worker].mark:
+                rows[worker] = replace(rows[worker], mark="joined")
+        return tuple(rows[worker] for worker in sorted(rows))
+
+    def _row(self, worker: int, *, mark: str = "", left: bool = False) -> Row:
+        return Row(worker, self._machines.get(worker, ""), 0, 0.0, 0.0, mark, left=left)
 
     def _last_step(self, step: int) -> int | None:
         """One past the last step of the loop. A loop that starts where another ended counts on from there."""
@@ -188,7 +236,10 @@ def _behind(newest: StepRecord, rank: int) -> int:
 
 
 def describe(event: Mapping[str, Any]) -> tuple[str, str] | None:
-    """An event worth a line of its own, as (level, text); None for those that only move the figures."""
+    """An event worth a line of its own, as (level, text); None for those that only move the figures.
+
+    Levels are ``info``, ``news`` (who left, who joined), ``warning`` and whatever a note says.
+    """
     kind = event.get("event")
     if kind == "note":
         return str(event.get("level") or "info"), str(event.get("text") or "")
@@ -198,7 +249,13 @@ def describe(event: Mapping[str, Any]) -> tuple[str, str] | None:
             ", ".join(f"{key} {_figure(value)}" for key, value in result.items()) if isinstance(result, Mapping) else ""
         )
         return "info", f"evaluated after step {event.get('step')}: {figures}"
+    if kind == "generation":
+        change = parse_change(event)
+        moved = change is not None and change.number > 1 and (change.left or change.joined)
+        return ("news", change_text(change)) if change is not None and moved else None
     if kind == "save":
+        if event.get("automatic"):  # every minute or so: no news
+            return None
         return "info", f"saved step {event.get('step')} to {event.get('path')}"
     if kind == "end" and event.get("reason") != "finished":
         text = str(event.get("text") or "")

@@ -15,8 +15,8 @@ logger = logging.getLogger("paceline.observe")
 
 QUICK_S, FULL_S = 0.4, 2.0
 """Seconds between two messages, at least."""
-CALM = 40
-"""Times the cost of a message to wait before the next: making them takes a fortieth of one core."""
+CALM = 50
+"""Times the cost of a message to wait before the next: making one kind of them takes a fiftieth of one core."""
 SLOWEST_QUICK_S = 0.8
 """A step is on the screen within a second, whatever it costs."""
 STILL_HERE_S = 15.0

@@ -17,11 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline.observe.folders import log_file
+from paceline.observe.membership import Change, Standing, Timed, changes, insert, parse_change
+from paceline.observe.words import machines
 from paceline.records import LOG_VERSION, StepRecord
 
 logger = logging.getLogger("paceline.observe")
 
 Event = dict[str, Any]
+
+ELASTIC_VERSION = LOG_VERSION + 1
+"""Version in the logs of elastic runs: there some records are void, and who does not know it counts too much."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,26 @@ class RunLog:
     times: tuple[float, ...] = ()
     """Unix seconds at which each record was logged; NaN where the log does not say."""
     others: tuple[Mapping[str, Any], ...] = ()
-    """Notes, evaluations, saves, and events this version does not know, in order."""
+    """Notes, evaluations, saves, generations, and events this version does not know, in order."""
     end: Mapping[str, Any] | None = None
     """The ``end`` event; None while the run goes on, or when it was killed."""
     unreadable: int = 0
     """Lines that could not be understood, a cut-off last one included."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers could come and go."""
+        return self.run.get("transport") == "elastic"
+
+    @property
+    def changes(self) -> list[Change]:
+        """Who came and who left, in order."""
+        return changes(self.others)
+
+    @property
+    def machines(self) -> dict[int, str]:
+        """Every worker's machine, by identity."""
+        return machines(self.run, (entry for change in self.changes for entry in change.machines))
 
 
 def read_log(path: Path) -> RunLog:
@@ -56,8 +76,8 @@ def read_log(path: Path) -> RunLog:
         advice = "give a run's folder or its events.jsonl"
         raise ValueError(f"no event log at {file} ({error.strerror or error}): {advice}") from error
     log = reader.log(file)
-    if isinstance(version := log.run.get("version"), int) and version > LOG_VERSION:
-        logger.warning("%s was written by a newer Paceline (log version %d, known %d)", file, version, LOG_VERSION)
+    if isinstance(version := log.run.get("version"), int) and version > ELASTIC_VERSION:
+        logger.warning("%s was written by a newer Paceline (log version %d, known %d)", file, version, ELASTIC_VERSION)
     return log
 
 
@@ -118,7 +138,9 @@ def parse_step(event: Mapping[str, Any]) -> StepRecord | None:
     except (TypeError, ValueError, OverflowError):
         return None
     complete = size > 0 and len(record.planned) == len(record.samples) == len(record.seconds) == size
-    numbered = all(isinstance(number, int) for number in (record.step, record.epoch, *record.workers))
+    numbered = all(
+        isinstance(number, int) for number in (record.step, record.epoch, record.generation, *record.workers)
+    )
     return record if complete and numbered and isinstance(record.ranges, tuple) else None
 
 
@@ -148,7 +170,8 @@ class _Reader:
     def _begin(self, run: Event) -> None:
         self._run = run
         self._loops: list[Event] = []
-        self._steps: list[tuple[StepRecord, float]] = []
+        self._steps: list[Timed] = []
+        self._standing = Standing()
         self._others: list[Event] = []
         self._end: Event | None = None
 
@@ -166,13 +189,19 @@ class _Reader:
             self._end = event
         else:
             self._others.append(event)
+            if (change := parse_change(event)) is not None:
+                self._standing.begin(change, self._steps)
 
     def _take_step(self, event: Event) -> None:
         t = event.get("t")
         if (record := parse_step(event)) is None:
             self._unreadable += 1
-        else:
-            self._steps.append((record, float(t) if isinstance(t, (int, float)) else math.nan))
+            return
+        step = (record, float(t) if isinstance(t, (int, float)) else math.nan)
+        if not self._standing.late(record):
+            self._steps.append(step)
+        elif not self._standing.void(record):
+            insert(self._steps, step)
 
     def log(self, path: Path) -> RunLog:
         return RunLog(

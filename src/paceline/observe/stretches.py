@@ -66,6 +66,8 @@ def _stretch(records: Sequence[StepRecord]) -> Stretch:
 
     def table(of: Callable[[StepRecord], Sequence[float]]) -> Floats:
         rows = [of(record) for record in records]
+        if not any(rows):  # most runs leave some of them out
+            return np.zeros((len(rows), size))
         if any(len(row) != size for row in rows):
             rows = [[*row[:size], *([0.0] * (size - len(row)))] for row in rows]
         return _sound(np.array(rows, dtype=np.float64))

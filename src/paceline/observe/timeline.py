@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.records import StepRecord
 
@@ -23,8 +24,9 @@ KINDS = {
 """What a slice can be, in words."""
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
+    """A tuple: there are thousands of them in every message of the live page."""
+
     worker: int
     kind: str
     """One of `KINDS`."""

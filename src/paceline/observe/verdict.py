@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.audit import audit, once
+from paceline.observe.coming_and_going import Move, moves, moves_text
 from paceline.observe.deadline_words import deadline_sentences, with_deadlines
 from paceline.observe.figures import Figures, WorkerFigures, own_speeds, summarise
 from paceline.observe.reading import RunLog
-from paceline.observe.words import duration, machines, number, percent, times
+from paceline.observe.words import duration, machines, number, percent, size, times
 from paceline.records import StepRecord
 
 WARM_UP = 5
@@ -38,13 +40,17 @@ class Verdict:
     """Steps of the whole run whose update was not applied."""
     outside: float = 0.0
     """Of the time from the first of these steps to the last, what passed between steps (evaluation, own code)."""
+    moves: Sequence[Move] = ()
+    """Who left and who joined in the whole run, in order."""
+    audit: str = ""
+    """Of an elastic run: whether every sample counted once, in words."""
 
     @property
     def over_equal(self) -> float:
         """Speed over what equal shares would have given; 0 when unknown."""
         return self.figures.samples_per_s / self.figures.equal if self.figures.equal > 0 else 0.0
 
-    @property
+    @cached_property
     def held_back_by(self) -> int | None:
         """The worker behind most of the waiting; None when shares are balanced, all took turns, or a deadline spared
         them the wait."""
@@ -64,13 +70,21 @@ class Verdict:
         """All numbers as plain JSON types, the text included."""
         own = {"warm_up": self.warm_up, "pace": self.pace, "over_equal": self.over_equal}
         own |= {"held_back_by": self.held_back_by, "skipped_updates": self.skipped_updates, "outside": self.outside}
+        own |= (
+            {"moves": [move.to_json() for move in self.moves], "audit": self.audit} if self.audit or self.moves else {}
+        )
         figures = asdict(self.figures)
         rows = [{**row, "machine": self.machines.get(row["worker"], "")} for row in figures.pop("workers")]
         return {**figures, **own, "workers": rows, "text": self.text}
 
 
-def verdict(source: RunLog | Iterable[StepRecord], *, run: Mapping[str, Any] | None = None) -> Verdict:
-    """Judge a run from its log, or from its records and, when at hand, its ``run`` event."""
+def verdict(
+    source: RunLog | Iterable[StepRecord], *, run: Mapping[str, Any] | None = None, whole: bool = True
+) -> Verdict:
+    """Judge a run from its log, or from its records and, when at hand, its ``run`` event.
+
+    ``whole``: the log holds all records of the run, so that an elastic one can be audited.
+    """
     log = source if isinstance(source, RunLog) else RunLog(path=Path(), records=tuple(source))
     records, info = log.records, run or log.run
     warm_up = min(WARM_UP, len(records) // 4)
@@ -78,9 +92,11 @@ def verdict(source: RunLog | Iterable[StepRecord], *, run: Mapping[str, Any] | N
         figures=summarise(records[warm_up:], known=own_speeds(records[:warm_up])),
         warm_up=warm_up,
         pace=str(info.get("pace") or ""),
-        machines=machines(info),
+        machines=machines(info) if run else log.machines,
         skipped_updates=sum(not record.applied for record in records),
         outside=_outside(records[warm_up:], log.times[warm_up:]),
+        moves=moves(log.changes, records, log.times),
+        audit=once(audit(log)) if whole and log.elastic and records else "",
     )
 
 
@@ -95,26 +111,28 @@ def _sentences(v: Verdict) -> list[str]:
     if not v.figures.steps:
         return ["No steps were recorded, so there is nothing to judge."]
     if not v.figures.samples_per_s:
-        return [f"{_steps(v.figures.steps)}, but no samples or no times in the record: there is nothing to judge."]
+        nothing = f"{_steps(v.figures.steps)}, but no samples or no times in the record: there is nothing to judge."
+        return [sentence for sentence in (nothing, moves_text(v.moves), v.audit) if sentence]
     if with_deadlines(v.figures):
         name = partial(_name, v, first=False)
         middle = [*deadline_sentences(v.figures, v.pace, name), _idle(v).strip()]
     else:
         middle = [_equal_shares(v), _who(v)]
-    said = [_speed(v), *middle, _where(v), _shortfall(v), _skipped(v)]
+    said = [_speed(v), *middle, _where(v), _shortfall(v), _skipped(v), moves_text(v.moves), v.audit]
     return [sentence for sentence in said if sentence]
 
 
 def _speed(v: Verdict) -> str:
-    f, count = v.figures, len(v.figures.workers)
+    f = v.figures
     few = "" if v.warm_up else f"{_steps(f.steps)} only, warm-up included: "
     if not f.limit:
         return f"{few}{number(f.samples_per_s)} samples/s; the workers' own times are not in the record."
     speed = f"{few}{number(f.samples_per_s)} samples/s"
-    if count == 1:
+    if len(f.workers) == 1:
         return f"{speed} on one machine, {percent(f.of_limit)} of its own compute speed ({number(f.limit)})."
     stuck = f", stuck {percent(f.stuck)} of the time," if f.stuck >= 0.01 else ""
-    return f"{speed}, {percent(f.of_limit)} of what these {count} machines{stuck} can do together ({number(f.limit)})."
+    these = f"these {f.most} machines" if f.fewest == f.most else f"the {size(f.fewest, f.most)} machines then there"
+    return f"{speed}, {percent(f.of_limit)} of what {these}{stuck} can do together ({number(f.limit)})."
 
 
 def _equal_shares(v: Verdict) -> str:
@@ -162,7 +180,7 @@ def _who(v: Verdict) -> str:
 def _held_back(v: Verdict, culprit: WorkerFigures, busy: Sequence[WorkerFigures]) -> str:
     others = "the other" if len(busy) == 2 else "the others"
     spent = f"and {others} spent {percent(culprit.blamed)} of the time waiting for it."
-    steps = v.figures.steps - culprit.sat_out
+    steps = culprit.steps - culprit.sat_out
     if v.pace != "equal" and 0 < culprit.micro_batches <= 2 * steps:
         advice = " It does one or two micro-batches a step: a smaller micro_batch would let its share fit."
     elif v.pace == "adaptive" and culprit.held:
@@ -171,7 +189,8 @@ def _held_back(v: Verdict, culprit: WorkerFigures, busy: Sequence[WorkerFigures]
     else:
         named = v.pace not in ("", "equal", "adaptive", "joint")
         advice = ' pace="adaptive" would follow its speed step by step.' if named else ""
-    often = "every step" if culprit.last == 1 else f"{percent(culprit.last)} of the steps"
+    here = "" if culprit.steps == v.figures.steps else " it was there for"
+    often = f"every step{here}" if culprit.last == 1 else f"{percent(culprit.last)} of the steps{here}"
     return f"{_name(v, culprit)} held the fleet back: it was last in {often}, {spent}{advice}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 
@@ -33,6 +33,11 @@ def percent_cell(ratio: float) -> str:
 def times(ratio: float) -> str:
     """A ratio worth a factor: ``times(2.593)`` is ``2.6``."""
     return f"{ratio:.2f}" if ratio < 1.5 else number(float(f"{ratio:.2g}"))
+
+
+def size(fewest: int, most: int) -> str:
+    """How many workers: ``4``, or ``3 to 4`` where they come and go."""
+    return f"{most}" if fewest == most else f"{fewest} to {most}"
 
 
 def duration(seconds: float) -> str:
@@ -64,11 +69,12 @@ def machine(info: Mapping[str, Any] | None) -> str:
     return ", ".join(part for part in (str(info.get("device") or ""), emulated) if part)
 
 
-def machines(run: Mapping[str, Any]) -> dict[int, str]:
-    """Every worker's machine, by rank, from the ``run`` event."""
+def machines(run: Mapping[str, Any], joined: Iterable[Mapping[str, Any]] = ()) -> dict[int, str]:
+    """Every worker's machine, by identity: from the ``run`` event, and of those who ``joined`` later."""
     entries = run.get("workers")
     known = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, (list, tuple)) else []
-    return {int(entry.get("rank", rank)): machine(entry) for rank, entry in enumerate(known)}
+    named = {int(entry.get("id", entry.get("rank", rank))): machine(entry) for rank, entry in enumerate(known)}
+    return named | {int(entry["id"]): machine(entry) for entry in joined}
 
 
 def wrapped(text: str, stream: TextIO) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.observe.reading import RunLog
-from paceline.observe.words import machines
 from paceline.records import StepRecord
 
 OF_THE_STEP = ("step", "epoch", "generation")
@@ -20,7 +19,7 @@ COLUMNS = (*OF_THE_STEP, "t", "worker", "machine", *OF_THE_WORKER, *OF_THE_FLEET
 
 def write_csv(log: RunLog, path: Path) -> Path:
     """Write the table; ``t`` is unix seconds, times are seconds."""
-    named = machines(log.run)
+    named = log.machines
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(COLUMNS)

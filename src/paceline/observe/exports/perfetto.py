@@ -15,7 +15,6 @@ from typing import Any
 from paceline.observe.progress import describe
 from paceline.observe.reading import RunLog
 from paceline.observe.timeline import KINDS, Slice, TimedStep, lay_out
-from paceline.observe.words import machines
 
 Event = dict[str, Any]
 
@@ -53,7 +52,7 @@ def trace_events(log: RunLog) -> Iterator[Event]:
 
 
 def _tracks(log: RunLog, workers: Iterable[int]) -> Iterator[Event]:
-    named = machines(log.run)
+    named = log.machines
     yield _meta("process_name", 0, name=str(log.run.get("name") or "run"))
     for worker in workers:
         known = named.get(worker)

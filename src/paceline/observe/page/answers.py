@@ -65,9 +65,9 @@ def _who(v: Verdict, stuck: Mapping[int, float]) -> Tile:
         return _most_stuck(v, stuck)
     named = next((w for w in f.workers if w.worker == v.held_back_by), None)
     if named is not None:
-        reason = (
-            f"last in {percent(named.last)} of the steps; the others waited {percent(named.blamed)} of the time for it"
-        )
+        here = " it was there for" if named.steps < f.steps else ""
+        often = f"last in {percent(named.last)} of the steps{here}"
+        reason = f"{often}; the others waited {percent(named.blamed)} of the time for it"
         return Tile(question, _name(v, named), reason)
     if f.waiting > BALANCED:
         return Tile(question, "no single worker", f"they took turns, and waited {percent(f.waiting)} of the time")
@@ -99,7 +99,7 @@ def _change(v: Verdict, tried: WhatIf) -> Tile:
         cost = f"the round takes {percent(f.round)} of the time, whatever the batch"
         return Tile(question, "a larger global_batch", cost)
     named = next((w for w in f.workers if w.worker == v.held_back_by), None)
-    if named is not None and 0 < named.micro_batches <= 2 * (f.steps - named.sat_out):
+    if named is not None and 0 < named.micro_batches <= 2 * (named.steps - named.sat_out):
         return Tile(
             question, "a smaller micro_batch", f"{_name(v, named)} does one or two a step: its share cannot fit"
         )

@@ -12,7 +12,7 @@ from paceline.observe.chronicle import CAPACITY
 from paceline.observe.compare import Compared, Comparison
 from paceline.observe.page.drawing import Picture, layout, line, small, text, worker_colours
 from paceline.observe.page.html import asset, data_script, document, escape, frame, plotly_js, table
-from paceline.observe.words import duration, number, percent_cell, times
+from paceline.observe.words import duration, number, percent_cell, size, times
 
 
 def comparison_page(compared: Comparison) -> str:
@@ -63,7 +63,13 @@ def cells(compared: Comparison) -> tuple[list[str], list[list[str]]]:
 
 def _row(run: Compared, *, timed: bool, judged: str | None) -> list[str]:
     figures = run.verdict.figures
-    row = [run.name, run.verdict.pace, str(len(figures.workers)), f"{len(run.log.records):,}", duration(run.seconds)]
+    row = [
+        run.name,
+        run.verdict.pace,
+        size(figures.fewest, figures.most),
+        f"{len(run.log.records):,}",
+        duration(run.seconds),
+    ]
     row += [number(figures.samples_per_s), percent_cell(figures.of_limit), _short(run.last_loss)]
     row += [duration(run.time_to_loss_s) if math.isfinite(run.time_to_loss_s) else "never"] if timed else []
     row += [_short(run.evaluated[1]) if run.evaluated and run.evaluated[0] == judged else ""] if judged else []

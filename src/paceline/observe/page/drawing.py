@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, YELLOW, GREY = "#CC79A7", "#56B4E9", "#F0E442", "#999999"
@@ -75,7 +76,16 @@ def faint(colour: str, part: float = 0.2) -> str:
 
 def small(values: Iterable[float]) -> list[float | None]:
     """Four digits are enough for a picture; what is not a number is a gap."""
-    return [float(f"{value:.4g}") if math.isfinite(value) else None for value in values]
+    given = np.fromiter(values, dtype=np.float64)
+    known = np.isfinite(given)
+    sized = known & (given != 0)
+    beyond = np.floor(np.log10(np.abs(given), out=np.full_like(given, 3.0), where=sized)) - 3  # digits too many
+    power = 10.0 ** np.minimum(np.abs(beyond), 300)
+    rounded = np.where(beyond > 0, np.rint(given / power) * power, np.rint(given * power) / power)
+    listed: list[float | None] = np.where(known, rounded, 0.0).tolist()
+    for place in np.flatnonzero(~known).tolist():
+        listed[place] = None
+    return listed
 
 
 def text(words: str) -> str:

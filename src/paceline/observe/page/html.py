@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.observe.audit import EpochAudit, audit
 from paceline.observe.chronicle import Chronicle
+from paceline.observe.coming_and_going import moves_text
 from paceline.observe.evaluations import evaluations
 from paceline.observe.page.answers import Tile, tiles
 from paceline.observe.page.drawing import Picture
@@ -26,6 +27,8 @@ from paceline.observe.words import number, percent_cell
 
 PAGE = "report.html"
 MOST_NOTES = 200
+NOTE = {"info": "", "news": "news"}
+"""How a note of this level looks; of any other, like a warning."""
 MOST_EPOCHS = 200
 """Rows of a table; the newest are shown."""
 
@@ -64,7 +67,7 @@ def write_report(log: RunLog, path: Path | None = None) -> Path:
 
 def tell(log: RunLog, judged: Verdict) -> Story:
     chronicle = Chronicle.of(log.records, log.times)
-    return Story(chronicle.buckets(), chronicle.workers, judged.machines, evaluations(log.others))
+    return Story(chronicle.buckets(), chronicle.workers, judged.machines, evaluations(log.others), moves=judged.moves)
 
 
 def _blamed(judged: Verdict) -> dict[int, float]:
@@ -124,7 +127,8 @@ def state(log: RunLog) -> tuple[str, str]:
 
 def verdict_part(judged: Verdict, answered: Sequence[Tile], *, moved: str = "") -> str:
     """The verdict, who came and left (``moved``), and the four answers."""
-    said = judged.text.splitlines()
+    told = moves_text(judged.moves)
+    said = [line for line in judged.text.splitlines() if line != told]
     more = "".join(f"<p>{escape(line)}</p>" for line in said[2:])
     more += f"<p class='moved'>{escape(moved)}</p>" if moved else ""
     lead = f"<p class='lead'>{escape(' '.join(said[:2]))}</p>"
@@ -164,14 +168,17 @@ def _figure(place: int, words: int) -> str:
 
 
 def workers_table(judged: Verdict) -> str:
-    head = ("worker", "machine", "samples", "share", "samples/s", "waiting", "last in", "others waited", "sat out")
+    head = ["worker", "machine", "samples", "share", "samples/s", "waiting", "last in", "others waited", "sat out"]
     rows = [
-        (
+        [
             str(w.worker), judged.machines.get(w.worker, ""), f"{w.samples:,}", percent_cell(w.share), number(w.speed),
             percent_cell(w.waiting), percent_cell(w.last), percent_cell(w.blamed), f"{w.sat_out:,}",
-        )
+        ]
         for w in judged.figures.workers
     ]  # fmt: skip
+    if any(w.steps < judged.figures.steps for w in judged.figures.workers):
+        head.append("steps there")
+        rows = [[*row, f"{w.steps:,}"] for row, w in zip(rows, judged.figures.workers)]
     return table("The workers, after warm-up", head, rows, words=2)
 
 
@@ -214,7 +221,7 @@ def notes(events: Iterable[Mapping[str, Any]], end: Mapping[str, Any] | None) ->
     """What else was logged, newest last; warnings stand out."""
     told = [(event, said) for event in [*events, *([end] if end else [])] if (said := describe(event)) is not None]
     lines = "".join(
-        f"<li class='{'warning' if level != 'info' else ''}'><time>{_clock(event.get('t'))}</time> {escape(text)}</li>"
+        f"<li class='{NOTE.get(level, 'warning')}'><time>{_clock(event.get('t'))}</time> {escape(text)}</li>"
         for event, (level, text) in told[-MOST_NOTES:]
     )
     return f"<section id='notes'><h2>Notes</h2><ul>{lines or '<li>none</li>'}</ul></section>"

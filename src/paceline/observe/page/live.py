@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline.observe.chronicle import Chronicle
 from paceline.observe.evaluations import Evaluation, evaluations
+from paceline.observe.membership import Standing, Timed, parse_change
 from paceline.observe.page.answers import tiles
 from paceline.observe.page.drawing import Picture
 from paceline.observe.page.html import (
@@ -45,6 +46,9 @@ RECENT = 300
 MOST_SLICES = 1500
 """Of the timeline, which is drawn anew with every step."""
 MOST_NOTES, MOST_EVALUATIONS = 100, 1000
+MOST_CHANGES = 200
+TAIL = 8
+"""Of an elastic run, the steps that may still turn out to be void: by its rules it is one, so this is plenty."""
 
 
 class LiveRun:
@@ -63,8 +67,14 @@ class LiveRun:
         self.end: Mapping[str, Any] | None = None
         self.newest: StepRecord | None = None
         self.last_t: float | None = None
-        self._chronicle = Chronicle(capacity=BUCKETS)
-        self._recent: deque[tuple[StepRecord, float]] = deque(maxlen=RECENT)
+        self.elastic = run.get("transport") == "elastic"
+        self.generations = 1
+        """Memberships so far."""
+        self._chronicle = Chronicle(capacity=BUCKETS, tail=TAIL if self.elastic else 0)
+        self._recent: deque[Timed] = deque(maxlen=RECENT)
+        self._changes: deque[Mapping[str, Any]] = deque(maxlen=MOST_CHANGES)
+        self._standing = Standing()
+        self._machines = machines(run)
         self._notes: deque[Mapping[str, Any]] = deque(maxlen=MOST_NOTES)
         self._evaluations: deque[Evaluation] = deque(maxlen=MOST_EVALUATIONS)
         self._progress = Progress()
@@ -79,6 +89,8 @@ class LiveRun:
             self._progress.take(event)
             if kind == "step":
                 self._take_step(event)
+            elif kind == "generation":
+                self._take_change(event)
             elif kind == "end":
                 self.end = event
             elif kind not in ("run", "steps"):
@@ -87,7 +99,7 @@ class LiveRun:
 
     def _take_step(self, event: Mapping[str, Any]) -> None:
         record = parse_step(event)
-        if record is None:
+        if record is None or (self._standing.late(record) and not self._stands(record)):
             return
         t = event.get("t")
         self.last_t = float(t) if isinstance(t, (int, float)) else time.time()
@@ -96,6 +108,24 @@ class LiveRun:
         self.samples += record.total
         self._chronicle.add(record, self.last_t)
         self._recent.append((record, self.last_t))
+
+    def _stands(self, record: StepRecord) -> bool:
+        """A record of an earlier generation, which comes late: it stands where it fills a gap."""
+        newest = self._recent[-1][0].step if self._recent else -1
+        return record.step > newest and not self._standing.void(record)
+
+    def _take_change(self, event: Mapping[str, Any]) -> None:
+        self._notes.append(event)
+        if (change := parse_change(event)) is None:
+            return
+        voided = self._standing.begin(change, self._recent)
+        self._chronicle.drop(len(voided))
+        self.steps -= len(voided)
+        self.samples -= sum(record.total for record, _ in voided)
+        self.newest = self._recent[-1][0] if self._recent else None
+        self.generations += change.number > 1
+        self._changes.append(event)
+        self._machines |= machines({}, change.machines)
 
     def snapshot(self) -> Snapshot:
         with self._lock:
@@ -112,8 +142,14 @@ class LiveRun:
         """Everything."""
         with self._lock:
             log = self._log()
-            judged = verdict(log)
-            story = Story(self._chronicle.buckets(), self._chronicle.workers, judged.machines, tuple(self._evaluations))
+            judged = verdict(log, whole=False)
+            story = Story(
+                self._chronicle.buckets(),
+                self._chronicle.workers,
+                judged.machines,
+                tuple(self._evaluations),
+                moves=judged.moves,
+            )
             parts = {
                 "now": now_line(self._progress.snapshot()),
                 "notes": notes(self._notes, self.end),
@@ -140,11 +176,12 @@ class LiveRun:
         size = len(self.newest.workers)
         tail = list(self._recent)[-20:]
         steps = last_steps([record for record, _ in tail], [t for _, t in tail], workers=size, most=MOST_SLICES)
-        return timeline(steps, machines(self.run), {})
+        return timeline(steps, self._machines, {})
 
     def _log(self) -> RunLog:
         records, stamps = tuple(r for r, _ in self._recent), tuple(t for _, t in self._recent)
-        return RunLog(path=self.path, run=self.run, records=records, times=stamps, end=self.end)
+        others = tuple(self._changes)
+        return RunLog(path=self.path, run=self.run, records=records, times=stamps, others=others, end=self.end)
 
 
 def now_line(now: Snapshot) -> str:

@@ -98,7 +98,8 @@ def what_if_picture(tried: WhatIf, judged: Verdict) -> Picture | None:
     if not tried.answers:
         return None
     rows = [(answer.pace, answer.seconds, BLUE) for answer in tried.answers]
-    rows.append((f"this run{f' ({judged.pace})' if judged.pace else ''}", tried.actual_s, ORANGE))
+    this = "this run" if tried.span is None else "as it was"
+    rows.append((f"{this}{f' ({judged.pace})' if judged.pace else ''}", tried.actual_s, ORANGE))
     rows.sort(key=lambda row: -row[1])
     unit, name = (60.0, "minutes") if tried.actual_s >= 120 else (1.0, "seconds")
     data: list[dict[str, Any]] = [
@@ -143,10 +144,14 @@ def in_words(tried: WhatIf, judged: Verdict) -> str:
     """The best choice against this run, how well the replay knows the run, and what it was made of."""
     if not tried.answers:
         return tried.why_not
-    said = []
+    said, this = [], "this run"
+    if tried.span is not None:
+        first, last = tried.span
+        said.append(f"Steps {first} to {last}, the longest stretch with the same workers, are replayed.")
+        this = "this stretch"
     best, own = tried.better_than(judged.pace), tried.of(judged.pace)
     if best is not None:
-        said.append(f"With {best.pace} this run would have taken {_instead(best.seconds, tried.actual_s)}.")
+        said.append(f"With {best.pace} {this} would have taken {_instead(best.seconds, tried.actual_s)}.")
     elif tried.trusted(judged.pace):
         said.append(f"No other pace would have been much faster than {judged.pace or 'this one'}.")
     equal = tried.of("equal")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.observe.chronicle import Bucket
+from paceline.observe.coming_and_going import Move, moves_text
 from paceline.observe.evaluations import MEANS, Evaluation
 from paceline.observe.page.drawing import (
     BLUE,
@@ -33,6 +34,8 @@ from paceline.observe.words import percent
 STATES = {1: ("sat out", "#56B4E9"), 2: ("at work", BLUE), 3: ("late", RED)}
 """Who was there, by number: the highest in a bucket is drawn, but for a worker that was away, 0, which is a gap."""
 MOST_ROWS = 64
+MOST_MARKS = 100
+"""Lines for those who left and joined, the newest: more would hide the picture."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Story:
     """In the order of the buckets' arrays."""
     machines: Mapping[int, str]
     evaluations: Sequence[Evaluation] = ()
+    moves: Sequence[Move] = ()
+    """Who left and who joined, where the log says so."""
 
     @property
     def steps(self) -> list[int]:
@@ -91,9 +96,19 @@ def speed(story: Story) -> Picture:
         said += f" Each point is {story.grain} steps; the band reaches from the slowest of them to the fastest."
     data.append(line(steps, reached, "reached", BLUE))
     ceiling = 1.15 * float(np.nanpercentile([v for v in limit + reached if math.isfinite(v)] or [1.0], 99))
-    frame = layout(y="samples/s")
+    frame = layout(y="samples/s", shapes=_marks(story))
     frame["yaxis"] |= {"range": [0, ceiling]}
+    said += " Dotted lines: somebody left (red), somebody joined (green)." if story.moves else ""
     return Picture("speed", "Speed against the limit", said, data, frame)
+
+
+def _marks(story: Story) -> list[dict[str, Any]]:
+    """A line across the picture where somebody left or joined."""
+    return [
+        {"type": "line", "x0": move.step, "x1": move.step, "y0": 0, "y1": 1, "yref": "paper",
+         "line": {"color": RED if move.left else GREEN, "width": 1.5, "dash": "dot"}}
+        for move in story.moves[-MOST_MARKS:]
+    ]  # fmt: skip
 
 
 def shares(story: Story) -> Picture | None:
@@ -115,7 +130,7 @@ def shares(story: Story) -> Picture | None:
              stackgroup="all", fillcolor=colour, line={"width": 0}, showlegend=not many, hovertemplate="%{y:.1f} %")
         for column, colour in zip(order, colours)
     ]  # fmt: skip
-    frame = layout(y="% of the samples", height=340)
+    frame = layout(y="% of the samples", height=340, shapes=_marks(story))
     frame["yaxis"] |= {"range": [0, 100]}
     if many:
         frame["hovermode"] = "closest"
@@ -167,12 +182,13 @@ def presence(story: Story) -> Picture | None:
     """A strip a worker: at work, sitting out, late, away."""
     if len(story.workers) < 2:
         return None
-    rows = list(enumerate(story.workers))[:MOST_ROWS]
+    rows = sorted(enumerate(story.workers), key=lambda row: row[1])[:MOST_ROWS]
     present, late = story.table(lambda b: b.present), story.table(lambda b: b.late)
     idle = story.table(lambda b: b.idle)
     state = np.where(late > 0, 3, np.where(idle >= np.maximum(present, 1), 1, 2))
     away = present < story.table(lambda b: np.full(len(story.workers), b.steps))
-    z = [[None if away[k, column] else int(state[k, column]) for k in range(len(state))] for column, _ in rows]
+    by_row = np.where(away, 0, state).T[[column for column, _ in rows]].tolist()
+    z = [[value or None for value in row] for row in by_row]
     seen = sorted({value for row in z for value in row if value is not None}) or [2]
     data: list[dict[str, Any]] = [
         {
@@ -197,20 +213,21 @@ def presence(story: Story) -> Picture | None:
 
 
 def changes(story: Story, most: int = 6) -> str:
-    """Who came and who left, in words; empty when nobody did."""
-    table = story.table(lambda b: b.present)
-    told: list[tuple[int, str]] = []
-    for column, worker in enumerate(story.workers):
-        here = [k for k in range(len(table)) if table[k, column] > 0]
-        if here and here[0] > 0:
-            told.append((story.buckets[here[0]].first, f"worker {worker} came at step {story.buckets[here[0]].first}"))
-        if here and here[-1] < len(table) - 1:
-            told.append(
-                (story.buckets[here[-1]].last, f"worker {worker} left after step {story.buckets[here[-1]].last}")
-            )
-    if not told:
+    """Who came and who left, in words; empty when nobody did. From the log's word for it, else from the records."""
+    if story.moves:
+        return moves_text(story.moves, most)
+    if not story.buckets:
         return ""
-    words = [words for _, words in sorted(told)]
+    here = story.table(lambda b: b.present) > 0
+    first, last = here.argmax(axis=0), len(here) - 1 - here[::-1].argmax(axis=0)
+    seen: list[tuple[int, str]] = []
+    for column, worker in enumerate(story.workers):
+        came, left = story.buckets[first[column]].first, story.buckets[last[column]].last
+        seen += [(came, f"worker {worker} came at step {came}")] if first[column] > 0 else []
+        seen += [(left, f"worker {worker} left after step {left}")] if last[column] < len(here) - 1 else []
+    if not seen:
+        return ""
+    words = [words for _, words in sorted(seen)]
     more = f" and {len(words) - most} more changes" if len(words) > most else ""
     said = "; ".join(words[:most]) + more
     return said[0].upper() + said[1:] + "."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ class Answer:
 
     pace: str
     seconds: float
-    """What the steps of the whole run would have taken."""
+    """What the steps would have taken."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,14 @@ class WhatIf:
     answers: tuple[Answer, ...] = ()
     """The fastest first."""
     actual_s: float = 0.0
-    """What the steps of the run took."""
+    """What the steps of the run took; of one whose members changed, those of the longest stretch with the same ones."""
     limit_s: float = 0.0
     """What they would have taken had nobody ever waited; the round and the rest are in it, as in every answer."""
     replayed: int = 0
     steps: int = 0
+    """Steps that the seconds are about; of these so many were ``replayed``."""
+    span: tuple[int, int] | None = None
+    """Workers came or left: the first and last step of the longest stretch with the same ones."""
     why_not: str = ""
     """Why there are no answers, in a sentence; empty when there are."""
 
@@ -79,29 +82,22 @@ class WhatIf:
 
 
 def what_if(records: Sequence[StepRecord]) -> WhatIf:
-    """Replay the longest stretch with the same workers (its last steps, when it is long) and scale to the run."""
-    stretch = longest_stretch(records)
-    size = len(stretch[0].workers) if stretch else 0
+    """Replay the longest stretch with the same workers (its last steps, when it is long) and scale to all of it."""
+    from paceline.simulate.recorded import longest_stretch
+
+    whole = longest_stretch(records)
+    size = len(whole[0].workers) if whole else 0
     if size < 2:
         return WhatIf(why_not="There is nothing to deal out differently: one worker only." if size else "No steps.")
-    stretch = stretch[-max(FEWEST_STEPS, MOST_NUMBERS // size) :]
+    stretch = whole[-max(FEWEST_STEPS, MOST_NUMBERS // size) :]
     if len(stretch) < FEWEST_STEPS:
         return WhatIf(why_not=f"Too short: {len(stretch)} steps with the same workers, {FEWEST_STEPS} are needed.")
     try:
         seconds = _replayed(stretch)
     except ValueError as error:  # the simulator says what the record lacks
         return WhatIf(why_not=f"This record cannot be replayed: {error}.")
-    return _answers(seconds, records, stretch)
-
-
-def longest_stretch(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """The longest run of steps with the same workers; the later of two."""
-    best, start = (0, 0), 0
-    for stop in range(1, len(records) + 1):
-        if stop == len(records) or records[stop].workers != records[start].workers:
-            best = max(best, (start, stop), key=lambda span: (span[1] - span[0], span[0]))
-            start = stop
-    return records[best[0] : best[1]]
+    span = (whole[0].step, whole[-1].step) if len(whole) < len(records) else None
+    return replace(_answers(seconds, whole, stretch), span=span)
 
 
 def _replayed(stretch: Sequence[StepRecord]) -> dict[str, float]:
