@@ -25,7 +25,7 @@ def opened_shares(books: Books, dealing: Any, over: float) -> int:
 
 def make(dealing: Any) -> Books:
     return Books(
-        transport=SimpleNamespace(rank=1, size=2, generation=0),  # type: ignore[arg-type]
+        transport=SimpleNamespace(rank=1, size=2, generation=0, workers=(0, 1), elastic=False),  # type: ignore[arg-type]
         pacer=None,  # type: ignore[arg-type]
         dealing=dealing,
         settings=SimpleNamespace(global_batch=BATCH, epochs=1),  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ def books_of(
     avoid_singles: bool = False,
     order: Callable[[int], list[int]] | None = None,
 ) -> Books:
-    transport = SimpleNamespace(rank=rank, size=size, generation=0, workers=tuple(range(size)))
+    transport = SimpleNamespace(rank=rank, size=size, generation=0, workers=tuple(range(size)), elastic=False)
     feed = Feed(length, workers=size, seed=3, order=order)
     source: Any = SimpleNamespace(ahead=0)
     wanted = LoopSettings(

@@ -198,7 +198,7 @@ class Averaged(Steps):
         )
         self._add_figures(header, period.added)
         if self._transport.rank == 0:
-            header.write_plan(self._books.plan_for(self._round + 1))
+            header.write_plan(self.books.plan_for(self._round + 1))
         if self._member == 0:  # batch norm's layers have counted the whole group's micro-batches on each member
             header.counters[:] = self._statistics.moved
         return header
@@ -246,7 +246,7 @@ class Averaged(Steps):
         )
         self._speeds = np.where(seconds > 0, samples / np.maximum(seconds, 1e-9), self._speeds)
         self._rates = np.where(walls > 0, samples / np.maximum(walls, 1e-9), self._rates)
-        self._books.observe(record)
+        self.books.observe(record)
         self._plan = header.read_plan()
         self._together = round.table[:, 0].numpy()
         self._round += 1
@@ -258,13 +258,13 @@ class Averaged(Steps):
         done when the round began. It may be at work on it, beside the round, and keeps it."""
         if self._feed.remaining == 0:
             self._period = None
-            self._books.next_epoch()
+            self.books.next_epoch()
         elif self._overlaps:
             assert self._period is not None
             self._deal(self._period, left)
         else:
             self._period = None
-        self.finished, self._progress = self._books.finished, self._books.progress
+        self.finished, self._progress = self.books.finished, self.books.progress
         if self.finished:
             self._show_for_good()
 
@@ -293,6 +293,9 @@ class Averaged(Steps):
             self._call = 0.0
             if len(set(self._together[self._together > 0].tolist())) > 1:
                 raise MisuseError(f"not every worker called {label}: some are in another call, which cannot end")
+        return self.shown()
+
+    def shown(self) -> AbstractContextManager[Any]:
         return self._merging.shown()
 
     def _run_rounds_until_met(self) -> None:
@@ -341,7 +344,7 @@ class Averaged(Steps):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            **self._books.state_dict(),
+            **self.books.state_dict(),
             "step": self._next,
             "round": self._round,
             "gradients": self.gradients.state_dict(),

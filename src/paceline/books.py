@@ -7,9 +7,10 @@ and nobody waits for it.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,9 @@ from paceline.records import History, Plan, StepRecord
 from paceline.settings import LoopSettings
 from paceline.transport import Transport
 from paceline.turn import Turn
+
+RECENT_RECORDS = 100
+"""Of the history, handed to a newcomer: its pacer's state knows what came before."""
 
 
 class Books:
@@ -78,12 +82,24 @@ class Books:
             last=last and left is not None and sum(shares) == left,
             compare=self._compare,
             opened=time.perf_counter(),
+            workers=self._transport.workers,
+            generation=self._transport.generation,
             ends_epoch=left is not None and (last or sum(shares) >= left),
             progress=self.progress,
         )
+        self.plan_ahead(turn)
+        return turn
+
+    def plan_ahead(self, turn: Turn) -> None:
+        """The leader: plan the step after the open one, for its round."""
         if self._transport.rank == 0 and len(self._history) > 0:
             turn.next_plan = self._plan_after(turn)
-        return turn
+
+    def follow(self, kept: Sequence[int | None], *, ahead: Sequence[int]) -> None:
+        """Other members are there: by new rank, ``kept`` says who they were. What those who are gone had claimed is
+        dealt again; a plan for the old members is void."""
+        self.dealing.reform(kept, rank=self._transport.rank, ahead=ahead)
+        self.plan = None
 
     def _goal(self, epoch_step: int, left: int | None, length: int | None) -> tuple[int, bool]:
         """How many samples the epoch's step of this number should count, and whether it is the epoch's last.
@@ -171,9 +187,10 @@ class Books:
         self.index += 1
         self.epoch_step += 1
         self.plan = header.read_plan()
-        if self.plan is None and len(self._history) > 1:  # the leader thought that this was the last step
-            self.plan = replace(turn.plan, step=self.index)
-        self._compare = turn.bounded and differ(header)
+        if self.plan is None and len(self._history) > 1 and not self._transport.elastic:
+            self.plan = replace(turn.plan, step=self.index)  # the leader thought that this was the last step
+        # A step for everybody: to compare replicas that differed, or because workers enter or leave after it.
+        self._compare = turn.bounded and (differ(header) or changes(header))
         turn.ends_epoch = self.dealing.remaining == 0
         if turn.ends_epoch:
             self._open_epoch(self.dealing.epoch + 1)
@@ -198,7 +215,7 @@ class Books:
 
     def _remember(self, record: StepRecord) -> None:
         self._history.append(record)
-        if self._transport.size > 1:  # a worker alone has nothing to divide
+        if self._transport.size > 1 or self._transport.elastic:  # a worker alone has nothing to divide
             self.pacer.observe(record)
 
     def next_epoch(self) -> None:
@@ -207,7 +224,9 @@ class Books:
     def _open_epoch(self, epoch: int) -> None:
         """Open an epoch or, beyond the last, finish."""
         self.finished = epoch >= self.settings.epochs
-        self.epoch_step = 0
+        length = self.dealing.length
+        # Steps beyond an epoch's number, because workers were lost in its last ones, are saved in the next.
+        self.epoch_step = 0 if length is None else max(0, self.epoch_step + length // -self.settings.global_batch)
         if not self.finished:
             self.dealing.open(epoch)
 
@@ -217,6 +236,25 @@ class Books:
         return 1.0 if self.finished else (self.dealing.epoch + self.dealing.progress) / self.settings.epochs
 
     # -- state -----------------------------------------------------------------------------------------------------
+
+    def whole_state(self) -> dict[str, Any]:
+        """Everything, for a newcomer among the same members."""
+        recent = json.dumps([record.to_json() for record in self.recent])
+        return {**self.state_dict(), "pacer": self.pacer.state_dict(), "history": recent}
+
+    @property
+    def recent(self) -> list[StepRecord]:
+        """The last records."""
+        return list(self._history)[-RECENT_RECORDS:]
+
+    def take_over(self, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
+        """A peer's `whole_state`: this worker's books are then equal to the peer's."""
+        self.pacer.load_state_dict(state["pacer"])
+        self._history.replace(StepRecord.from_json(record) for record in json.loads(state["history"]))
+        self.index, self.epoch_step, self.plan = state["step"], state["epoch_step"], None
+        self.finished = state["dealing"] is None
+        if state["dealing"] is not None:
+            self.dealing.take_over(state["dealing"], rank=self._transport.rank, ahead=ahead)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -243,6 +281,11 @@ def differ(header: Header) -> bool:
     """Whether the workers that gave a fingerprint of their parameters gave unlike ones."""
     prints = header.column("fingerprint")
     return len(set(prints[prints > 0].tolist())) > 1
+
+
+def changes(header: Header) -> bool:
+    """Whether the fleet is to be formed anew as soon as all are at one place."""
+    return bool(header.column("leaves").any() or header.column("changes").any())
 
 
 def joined(before: tuple[tuple[Any, ...], ...], more: tuple[tuple[Any, ...], ...]) -> tuple[tuple[Any, ...], ...]:

@@ -28,3 +28,15 @@ class CallMismatch(FleetError):
 
 class NonFiniteGradients(FleetError):
     """A worker's gradients were NaN or infinite."""
+
+
+class GenerationOver(PacelineError):
+    """Members changed under a call: it did not happen, and is made again. Never the user's to see."""
+
+    def __init__(self, text: str, *, generation: int = 0) -> None:
+        super().__init__(text)
+        self.generation = generation
+
+
+class Dropped(GenerationOver):
+    """The fleet went on without this worker, which was silent: it enters anew, with a peer's state."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline import checkpoint, devices, evaluating, machines, replicas
+from paceline import checkpoint, devices, evaluating, machines, replicas, sealing
+from paceline.autosave import Autosaver, Schedule
 from paceline.combine import Gradients
 from paceline.combine.averaging_settings import Averaging, ElasticAverage
 from paceline.combine.scaling import give_back, take_over
@@ -27,6 +29,7 @@ from paceline.feed import Source
 from paceline.feed.overlap import overlapped
 from paceline.local import LocalSteps
 from paceline.loop import Steps
+from paceline.members import Members
 from paceline.memory import Guard
 from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace import make as make_pacer
@@ -41,7 +44,8 @@ from paceline.settings import (
     read_settings,
     whole_number,
 )
-from paceline.transport import Alone, Fixed, Transport, launched
+from paceline.signals import leave_on_sigterm
+from paceline.transport import Alone, Fixed, Transport, elastic, launched
 from paceline.witness import Witness
 
 logger = logging.getLogger("paceline")
@@ -100,9 +104,8 @@ class Fleet:
         self.seed = int(seed)
         self.nonfinite = nonfinite
         try:
-            # Rounds with a deadline run beside the user's kernels, which NCCL has not been seen to bear.
-            backend = "gloo" if may_set_deadlines(self.pacer) else None
-            self._transport: Transport = Fixed(self.device, backend=backend) if launched() else Alone()
+            self.machine = machines.from_env(_slot(), around=elastic.asked_for())
+            self._transport = self._make_transport()
         except FleetError as error:
             end_with_one_line(error)
             raise
@@ -118,12 +121,31 @@ class Fleet:
                 end_with_one_line(error)
             raise
 
+    def _make_transport(self) -> Transport:
+        if elastic.asked_for():
+            return elastic.Elastic(self.device, emulated=self.machine.describe() if self.machine else None)
+        # Rounds with a deadline run beside the user's kernels, which NCCL has not been seen to bear.
+        backend = "gloo" if may_set_deadlines(self.pacer) else None
+        return Fixed(self.device, backend=backend) if launched() else Alone()
+
+    @property
+    def _elastic(self) -> elastic.Elastic | None:
+        return self._transport if isinstance(self._transport, elastic.Elastic) else None
+
+    @property
+    def _outside(self) -> bool:
+        """Whether this worker waits to enter a running fleet: until its first step its calls concern itself alone."""
+        return self._elastic is not None and self._elastic.outside
+
     def _set_up(self, name: str | None, run_dir: str | Path | None, quiet: bool) -> None:
-        self.pacer.check(self.size)
+        if self._elastic is None:
+            self.pacer.check(self.size)
         check_combine(self.combine, self.pacer, self.size)
         self._learner = self._make_learner()
         self._failures = failures_from_env(self.seed)
-        self.machine = machines.from_env(self.rank)
+        self._at_the_end = ExitStack()
+        if self._elastic is not None:
+            self._at_the_end.enter_context(leave_on_sigterm(self._elastic))
         self._models: list[torch.nn.Module] = []
         self._tracked: dict[str, Any] = {}
         self._scaler: torch.amp.GradScaler | None = None
@@ -133,6 +155,7 @@ class Fleet:
         self._overlap = True
         self._steps: Steps | None = None
         self._resume: dict[str, Any] | None = None
+        self._autosaver: Autosaver | None = None
         combine = self.combine if isinstance(self.combine, str) else self.combine.name
         settings = {"pace": self.pacer.name, "combine": combine, "seed": self.seed, "nonfinite": self.nonfinite}
         must_agree(self._transport, "paceline.join()", {**settings, "combine": repr(self.combine)})
@@ -167,7 +190,7 @@ class Fleet:
 
     @property
     def is_leader(self) -> bool:
-        return self._transport.rank == 0
+        return self._transport.rank == 0 and not self._outside
 
     @property
     def run_id(self) -> str:
@@ -206,8 +229,11 @@ class Fleet:
             error = lost
             raise
         finally:
+            self._at_the_end.close()
             if self._steps is not None:
                 self._steps.await_proxy()
+            if self._autosaver is not None:
+                self._autosaver.close()
             self._witness.close(error)
             if isinstance(error, FleetError):
                 end_with_one_line(error)
@@ -233,7 +259,7 @@ class Fleet:
             raise MisuseError("fleet.model after fleet.steps: bring every model before the first step")
         module = module.to(self.device)
         replicas.check_same_shape(self._transport, module)
-        if self.size > 1:
+        if self.size > 1 and not self._outside:
             replicas.spread(self._transport, [module])
         self._models.append(module)
         if not is_compiled(module):
@@ -288,7 +314,9 @@ class Fleet:
         """
         if not self._models:
             raise MisuseError("fleet.steps before fleet.model: bring the model first")
-        source = Source(data, device=self.device, seed=self.seed, rank=self.rank)
+        if self._elastic is not None and isinstance(micro_batch, Sequence) and not isinstance(micro_batch, str):
+            raise ValueError('micro_batch is a list, and workers come and go: give one number, or "auto"')
+        source = Source(data, device=self.device, seed=self.seed, rank=self._identity)
         try:
             settings = read_settings(
                 source,
@@ -327,6 +355,7 @@ class Fleet:
         gradients.varying = varying
         try:
             steps = self._new_steps(source, settings, order, whole, gradients, ahead)
+            self._follow_members(steps, ahead=source.ahead * settings.micro_batch, agreed=facts)
             self._go_on(steps)
         except BaseException:
             gradients.detach()
@@ -341,6 +370,7 @@ class Fleet:
                 "epochs": settings.epochs,
                 "steps": len(steps) if source.length is not None else None,
                 "first_step": steps.index,
+                "dealt": None if order is not None else steps.books.dealing.length,
             },
         )
         return steps
@@ -378,6 +408,7 @@ class Fleet:
                 rank=self.rank,
                 size=self.size,
                 ahead=[more for more, _ in ahead],
+                identity=self._identity,
             ),
             settings=settings,
             unit=max(size for _, size in ahead) if (compiled if whole is None else whole) else 1,
@@ -395,7 +426,31 @@ class Fleet:
             restore=lambda state: checkpoint.restore(Path("a peer's state"), state, self._tracked, self._models),
         )
         steps.learn_with(self._learner.after if self._learner is not None else None)
+        steps.dataset_length, steps.at_boundary = source.length, self._at_boundary
         return steps
+
+    @property
+    def _identity(self) -> int:
+        """This worker's number for good; in a fleet of fixed size its rank."""
+        return self._elastic.id if self._elastic is not None else self.rank
+
+    def _follow_members(self, steps: Steps, *, ahead: int, agreed: Mapping[str, Any]) -> None:
+        if self._elastic is None:
+            return
+        shapes = blake2b(repr([replicas.shape_of(model) for model in self._models]).encode(), digest_size=16)
+        steps.members = Members(
+            self._elastic,
+            steps,
+            ahead=ahead,
+            agreed={**agreed, "pace": self.pacer.name, "the models' shapes": shapes.hexdigest()},
+            observe=self._witness.event,
+            before_leaving=lambda: self._save_last(steps),
+        )
+
+    def _save_last(self, steps: Steps) -> None:
+        """This worker leaves: where automatic saving is on and it leads, the others may all be gone soon too."""
+        if self._autosaver is not None and self.is_leader:
+            self._autosaver.boundary(steps.index, last=True)
 
     def _gradients(self, auto: bool) -> Gradients:
         alone = not isinstance(self.combine, str)  # a local step's gradient is this worker's own
@@ -439,15 +494,21 @@ class Fleet:
             if source.length is None:
                 raise ValueError("fleet.evaluate needs a dataset with a length, so that every sample counts once")
             must_agree(self._transport, "fleet.evaluate()", {"dataset length": source.length})
-            shares = proportional(np.asarray(self._speeds(), dtype=float), source.length).tolist()
             own = self._steps.settings.micro_batch if self._steps else 64
             size = whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
             tracked = [thing for thing in self._tracked.values() if isinstance(thing, torch.nn.Module)]
-            with evaluating.evaluation_mode([*self._models, *tracked]):
-                mine = evaluating.own_sums(score, source, shares=shares, rank=self.rank, batch_size=size)
+
+            def mine() -> dict[str, Any]:
+                """This worker's part among those who are there; once more when some are lost meanwhile."""
+                speeds = (0, 1) if self._outside else self._speeds()
+                shares = proportional(np.asarray(speeds, dtype=float), source.length or 0).tolist()
+                with evaluating.evaluation_mode([*self._models, *tracked]):
+                    return evaluating.own_sums(score, source, shares=shares, rank=self.rank, batch_size=size)
+
+            sums = self._transport.gather("the sums of fleet.evaluate()", mine)
         finally:
             source.close()
-        result = evaluating.total(self._transport.gather("the sums of fleet.evaluate()", mine))
+        result = evaluating.total(sums[:1] if self._outside else sums)
         self._witness.event("evaluate", {"step": self._steps.index if self._steps else 0, "result": result})
         return result
 
@@ -468,18 +529,59 @@ class Fleet:
         """
         path = Path(path)
         with self._meeting("fleet.save()"):
-            problem = self._transport.gather("fleet.save()", self._write(path, extra))[0]
+            problem = self._transport.gather("fleet.save()", lambda: self._write(path, extra))[0]
         if problem:
             kind, text = problem
             raise OSError(text) if kind == "OSError" else ValueError(text)
         self._witness.event("save", {"step": self._steps.index if self._steps else 0, "path": str(path)})
 
+    def autosave(
+        self,
+        folder: str | Path,
+        *,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        keep: int = 3,
+        extra: Any = None,
+    ) -> None:
+        """Save into ``folder`` from now on, between steps and beside the training; ``fleet.load(folder)`` goes on.
+
+        All workers call it, the leader of the moment writes. Trouble with the disk warns, and the training goes on.
+
+        Args:
+            every_steps: at every multiple of so many steps.
+            every_s: so many seconds after the last time. With both: whichever comes first.
+            keep: how many checkpoints stay.
+            extra: yours, as in ``fleet.save``; or a function that gives it, called at the time of saving.
+        """
+        autosaver = Autosaver(
+            Path(folder),
+            schedule=Schedule(every_steps=every_steps, every_s=every_s),
+            keep=keep,
+            leads=lambda: self.is_leader,
+            content=lambda: self._shown_content(extra),
+            observe=self._witness.event,
+        )
+        if self._autosaver is not None:
+            self._autosaver.close()
+        self._autosaver = autosaver
+
+    @contextmanager
+    def _shown_content(self, extra: Any) -> Iterator[dict[str, Any]]:
+        with self._steps.shown() if self._steps is not None else nullcontext():
+            yield self._content(extra() if callable(extra) else extra)
+
+    def _at_boundary(self, steps: Steps) -> None:
+        """Between two steps, the user's own code after a commit included."""
+        if self._autosaver is not None and steps is self._steps:
+            self._autosaver.boundary(steps.index, last=steps.finished)
+
     def _write(self, path: Path, extra: Any) -> list[str] | None:
         """The leader writes the checkpoint; returns what went wrong."""
-        if not self.is_leader:
+        if not self.is_leader:  # neither is one that waits to enter
             return None
         try:
-            checkpoint.write(path, self._content(extra))
+            sealing.write(path, self._content(extra))
         except OSError as error:
             return ["OSError", f"cannot write {path}: {error.strerror or error}"]
         except ValueError as error:
@@ -498,25 +600,50 @@ class Fleet:
     def _content(self, extra: Any) -> dict[str, Any]:
         return {
             **self._replica(),
-            "steps": self._steps.state_dict() if self._steps else self._resume,
+            "steps": self._steps_state(),
             "pace": {"name": self.pacer.name, "state": self._pace_state()},
             "seed": self.seed,
             "extra": checkpoint.plain(extra, "extra"),
         }
 
+    def _steps_state(self) -> dict[str, Any] | None:
+        if self._steps is None:
+            return self._resume
+        return {**self._steps.state_dict(), "dataset_length": self._steps.dataset_length}
+
     def _pace_state(self) -> dict[str, Any]:
         return self.pacer.state_dict() if self._steps is None else self._steps.pace_state()
 
-    def load(self, path: str | Path) -> Any:
+    def load(self, path: str | Path, *, missing_ok: bool = False) -> Any:
         """Go on from a checkpoint, at any fleet size; returns its ``extra``. Call it before the first step.
 
-        All workers call it; the leader reads the file and hands it to the others.
+        A folder stands for the newest whole checkpoint that ``fleet.autosave`` left in it. With ``missing_ok`` nothing
+        there means a new training: nothing is changed, and None comes back. All workers call it; the leader reads the
+        file and hands it to the others.
         """
         if self._steps is not None and self._steps.begun and not self._steps.finished:
             raise MisuseError("fleet.load in the middle of a training: call it before the first step")
-        path = Path(path)
-        content = checkpoint.parse(checkpoint.read_on_leader(self._transport, path), path=path, device=self.device)
+        if self._outside:
+            return self._load_outside(Path(path))
+        found = checkpoint.fetch(
+            self._transport, Path(path), device=self.device, missing_ok=missing_ok, warn=self._warn_everywhere
+        )
+        return None if found is None else self._take_over(*found)
+
+    def _load_outside(self, path: Path) -> Any:
+        """A worker that waits to enter gets a peer's state: of the file it needs what is the script's own, if that."""
+        try:
+            found = checkpoint.fetch(
+                Alone(), path, device=self.device, missing_ok=True, warn=lambda text: logger.warning("%s", text)
+            )
+            return None if found is None else self._take_over(*found)
+        except ValueError as error:
+            logger.warning("%s: a peer's state comes instead", error)
+            return None
+
+    def _take_over(self, path: Path, content: dict[str, Any]) -> Any:
         checkpoint.must_match(path, content, self._tracked, self._models)
+        checkpoint.check_length(path, content["steps"], self._steps.dataset_length if self._steps else None)
         self._take_seed(path, content["seed"])
         checkpoint.restore(path, content, self._tracked, self._models)
         if content["pace"]["name"] == self.pacer.name:
@@ -537,9 +664,14 @@ class Fleet:
 
     def _go_on(self, steps: Steps) -> None:
         if self._resume is not None:
+            checkpoint.check_length("the checkpoint", self._resume, steps.dataset_length)
             steps.load_state_dict(self._resume)
             steps.gradients.statistics_were_set()
             self._resume = None
+
+    def _warn_everywhere(self, text: str) -> None:
+        """A warning that every worker has: the leader's is enough."""
+        self._witness.event("note", {"level": "warning", "text": text, "everywhere": True})
 
     def _note(self, level: str, text: str) -> None:
         self._witness.event("note", {"level": level, "text": text})
@@ -551,6 +683,12 @@ def _refuse_ddp(module: torch.nn.Module, inputs: Any) -> None:
             "the fleet's model runs inside DistributedDataParallel, which would wait for gradients of its own: delete "
             "the wrapper, Paceline combines the gradients"
         )
+
+
+def _slot() -> int:
+    """Which of the emulated machines this worker plays."""
+    text = os.environ.get("PACELINE_WORKER" if elastic.asked_for() else "RANK", "0")
+    return int(text) if text.isdigit() else 0
 
 
 def _pace_name(pace: str | Pacer) -> str:

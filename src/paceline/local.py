@@ -37,6 +37,8 @@ class LocalSteps(Averaged):
 
     def _begin(self) -> Step:
         self._require_open()
+        if self._period is None and self._under_way is None:  # right after a round: everything done is counted
+            self.at_boundary(self)
         # Steps begun are not told: a worker that waits for the others' round has not been passed by them.
         self._transport.doing(f"local step {self._next}")
         epoch = self._feed.epoch

@@ -25,7 +25,7 @@ from paceline.combine import Gradients, Header
 from paceline.combine.gradients import Aside
 from paceline.combine.scaling import is_active
 from paceline.dealing import Dealing
-from paceline.errors import MisuseError, NonFiniteGradients
+from paceline.errors import Dropped, MisuseError, NonFiniteGradients
 from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace.fitting import RECENT, fit, ladder, recent_pace
 from paceline.proxy import Proxy, give, peer_to_copy
@@ -38,6 +38,7 @@ from paceline.turn import Turn, Work
 
 if TYPE_CHECKING:
     from paceline.machines import Machine
+    from paceline.members import Members
 
 FINGERPRINT_EVERY = 100
 """Steps between two comparisons of the replicas' parameters."""
@@ -92,7 +93,7 @@ class Steps:
         self._asked: dict[int, int] = {}
         """Workers that were promised a copy of this one's state, and after which step."""
         self._giving: list[threading.Thread] = []
-        self._books = Books(
+        self.books = Books(
             transport=transport,
             pacer=pacer,
             dealing=dealing,
@@ -103,7 +104,13 @@ class Steps:
             first_index=first_index,
             observe=observe,
         )
-        self._proxy = self._make_proxy() if transport.size > 1 and may_set_deadlines(pacer) else None
+        others = transport.size > 1 or transport.elastic
+        self._proxy = self._make_proxy() if others and may_set_deadlines(pacer) else None
+        self.members: Members | None = None
+        """Follows who is there, where workers come and go."""
+        self.at_boundary: Callable[[Steps], None] = lambda steps: None
+        """Called between two steps, and after the last: the state is whole then."""
+        self.dataset_length: int | None = None
         self.finished = self._closed = False
         self._turns: dict[int, Turn] = {}
         self._next = first_index
@@ -125,7 +132,7 @@ class Steps:
             beside=self._beside,
             landed=self._count_landed,
             transport=self._transport,
-            books=self._books,
+            books=self.books,
             gradients=self.gradients,
             header=self._write_header,
             record=self._bounded_record,
@@ -146,6 +153,7 @@ class Steps:
                 self._step = self._begin()
                 yield self._step
                 self._require_committed()
+            self.at_boundary(self)
         finally:
             if self.finished:
                 self._give_copies()
@@ -153,16 +161,19 @@ class Steps:
 
     def _begin(self) -> Step:
         self._require_open()
+        if self.members is not None:
+            self.members.at_boundary()
         self._give_copies()
         if self._proxy is not None:
             self._take_copy(self._proxy)
+        self.at_boundary(self)
         began = time.perf_counter()
         self._transport.doing(f"step {self._next}", begun=self._next + 1)
         turn = self._turns.get(self._next) or self._open_here()
         if turn.dealt >= self.settings.global_batch:
             self.full_shares = turn.plan.samples
         own_print = self._fingerprint(turn)
-        with self._books.changed:
+        with self.books.changed:
             missed = turn.closed
             share = 0 if missed else turn.shares[self._transport.rank]
             self.dealing.take_up(share)
@@ -179,9 +190,9 @@ class Steps:
 
     def _open_here(self) -> Turn:
         """Open a turn on this thread: the first, or one after a round that waited for everybody."""
-        plan = self._books.plan or self._hand_round_plan()
+        plan = self.books.plan or self._hand_round_plan()
         self._check_order()
-        turn = self._books.open(plan)
+        turn = self.books.open(plan)
         self._register(turn)
         if self._proxy is not None:
             self._proxy.watch(turn)
@@ -193,7 +204,10 @@ class Steps:
     def _hand_round_plan(self) -> Plan:
         """The leader hands a plan round: for the first step and, since then there is something to know about the
         machines and equal shares may be very wrong for them, for the second too."""
-        mine = self._books.first_plan().to_json() if self._transport.rank == 0 else None
+
+        def mine() -> dict[str, Any] | None:
+            return self.books.first_plan().to_json() if self._transport.rank == 0 else None
+
         return Plan.from_json(self._transport.gather("the plan of the first steps", mine)[0])
 
     def _check_order(self) -> None:
@@ -211,6 +225,11 @@ class Steps:
     def _require_committed(self) -> None:
         if self._step is not None and not self._step.committed:
             raise MisuseError(f"step {self._step.index} was not committed: call step.commit(optimizer) in every step")
+
+    @property
+    def leaving(self) -> bool:
+        """This worker was asked to leave: it takes no further micro-batch, and what it has left is dealt to others."""
+        return self.members is not None and self.members.leaving
 
     @property
     def begun(self) -> bool:
@@ -236,16 +255,20 @@ class Steps:
         self._decline_copies()  # who waits for one must come here too, on its own way
         return nullcontext()
 
+    def shown(self) -> AbstractContextManager[Any]:
+        """In the context the parameters are those to show and to save."""
+        return nullcontext()
+
     def learn_with(self, learn: Callable[[StepRecord], None] | None) -> None:
         """Who hears of every record."""
-        self._books.learn = learn
+        self.books.learn = learn
 
     # -- far behind --------------------------------------------------------------------------------------------------
 
     def _take_copy(self, proxy: Proxy) -> None:
         """Take over a peer's state where one was promised, and with it the peer's place in the training."""
-        with self._books.changed:
-            self._books.changed.wait_for(lambda: proxy.error or proxy.copied is None or proxy.copied.here)
+        with self.books.changed:
+            self.books.changed.wait_for(lambda: proxy.error or proxy.copied is None or proxy.copied.here)
             copy, proxy.copied = proxy.copied, None
         error = proxy.error or (copy.error if copy is not None else None)
         if error is not None:
@@ -253,19 +276,77 @@ class Steps:
         if copy is None:
             return
         state = checkpoint.unpack(copy.data, device=self.device)
-        self._restore(state)
-        self.gradients.load_state_dict(state["gradients"])
-        self.gradients.statistics_were_set()
-        self._transport.calls = state["calls"]
         skipped = copy.index + 1 - self._next
-        self._next, self.finished, self._progress = copy.index + 1, state["finished"], state["progress"]
-        self.full_shares = tuple(state["full_shares"])
-        with self._books.changed:
+        self._take_place(state)
+        assert self._next == copy.index + 1
+        with self.books.changed:
             for index in [index for index in self._turns if index < self._next]:
                 self._note_requests(self._turns.pop(index))
         self._decline_copies()
         text = f"worker {self._transport.rank} was {skipped} steps behind and took over a peer's state"
         self._observe("note", {"level": "warning", "text": text})
+
+    def _take_place(self, state: Mapping[str, Any]) -> None:
+        """Take over a peer's replica and its place in the training."""
+        self._restore(state)
+        self.gradients.load_state_dict(state["gradients"])
+        self.gradients.statistics_were_set()
+        self._transport.calls = state["calls"]
+        self._next, self.finished, self._progress = state["next"], state["finished"], state["progress"]
+        self.full_shares = tuple(state["full_shares"])
+
+    def _place(self) -> dict[str, Any]:
+        """This worker's replica and its place in the training, at a step boundary."""
+        return {
+            **self._snapshot(),
+            "gradients": self.gradients.state_dict(),
+            "calls": self._transport.calls,
+            "next": self._next,
+            "finished": self.finished,
+            "progress": self._progress,
+            "full_shares": list(self.full_shares),
+        }
+
+    # -- newcomers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def open_turn(self) -> Turn | None:
+        """The step under way, unless its books are closed."""
+        return self._turns.get(self.books.index)
+
+    def whole_state(self) -> dict[str, Any]:
+        """At a step boundary: everything that a newcomer needs to be where this worker is."""
+        with self.books.changed:
+            order = self.dealing.order_digest()
+            books = self.books.whole_state()
+        proxy = self._proxy.place if self._proxy is not None else None
+        epoch = self._agreed_epoch
+        return {
+            **self._place(),
+            "books": books,
+            "agreed_epoch": epoch,
+            "order": order,
+            "seed": self.seed,
+            "proxy": proxy,
+        }
+
+    def take_over(self, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
+        """A peer's `whole_state`: this worker goes on where the peer is."""
+        self._take_place(state)
+        with self.books.changed:
+            self.books.take_over(state["books"], ahead=ahead)
+            if self.dealing.order_digest() != state["order"]:
+                raise ValueError(f"this worker's order({self.dealing.epoch}) is not the fleet's")
+            self._turns.clear()
+            if self._proxy is not None:
+                self._proxy.stop()
+                self._proxy = self._make_proxy()
+                self._proxy.take_place(state["proxy"])
+            self._agreed_epoch, self.seed = state["agreed_epoch"], state["seed"]
+
+    def forget_requests(self) -> None:
+        """Members changed: who waits for a copy has been told, and asks again."""
+        self._asked = {}
 
     def _note_requests(self, turn: Turn) -> None:
         """Who asked for a copy in this turn's round, if this worker is to give it."""
@@ -276,15 +357,7 @@ class Steps:
         """At the end of a step, the user's own code after it included: send the state to those who were promised it."""
         if not self._asked:
             return
-        state = {
-            **self._snapshot(),
-            "gradients": self.gradients.state_dict(),
-            "calls": self._transport.calls,
-            "finished": self.finished,
-            "progress": self._progress,
-            "full_shares": list(self.full_shares),
-        }
-        self._answer_requests(checkpoint.pack(state))
+        self._answer_requests(checkpoint.pack(self._place()))
 
     def _decline_copies(self) -> None:
         """This worker has no state that fits: those who asked go on by themselves, or ask again."""
@@ -310,20 +383,20 @@ class Steps:
 
     def taking(self, turn: Turn, now: float) -> bool:
         """The loop wants a micro-batch: False when the round closed without it."""
-        with self._books.changed:
+        with self.books.changed:
             turn.busy_since = now if turn.open else None
             return not turn.closed
 
     def check(self, turn: Turn) -> bool:
         """Before a backward, and before it joins: False when it would be for nothing."""
-        with self._books.changed:
+        with self.books.changed:
             if turn.open:
                 self.gradients.check_aside()
             return turn.open
 
     def add_figures(self, turn: Turn, figures: dict[str, Any]) -> None:
         """Figures of ``step.add`` that belong to no micro-batch."""
-        with self._books.changed:
+        with self.books.changed:
             turn.work.add(Work(added=figures))
 
     def finished_one(self, turn: Turn, done: Work, aside: Aside | None, began: float) -> None:
@@ -334,19 +407,19 @@ class Steps:
         self._beside.keep(aside[0])
         self._flight.append(Flight(done, aside, Mark(self.device), began))
         self._land(turn, leave=1 if self.device.type == "cuda" else 0)
-        with self._books.changed:
+        with self.books.changed:
             self.gradients.show()
 
     def _land(self, turn: Turn, *, leave: int) -> None:
         """Wait for all but the last so many micro-batches under way."""
         while (flight := self._first_of_more_than(leave)) is not None:
             flight.mark.wait()
-            with self._books.changed:
+            with self.books.changed:
                 if self._flight and self._flight[0] is flight:  # the proxy may have counted it
                     self._count_first(turn)
 
     def _first_of_more_than(self, leave: int) -> Flight | None:
-        with self._books.changed:  # the proxy may take it in between
+        with self.books.changed:  # the proxy may take it in between
             return self._flight[0] if len(self._flight) > leave else None
 
     def _count_landed(self, turn: Turn) -> None:
@@ -379,7 +452,10 @@ class Steps:
         if turn.closed or not turn.last:
             return False
         self._land(turn, leave=0)  # else what is dealt again might still come in
-        return self._proxy.idle(turn, gone=False)
+        try:
+            return self._proxy.idle(turn, gone=False)
+        except Dropped:  # the commit says so
+            return False
 
     # -- the round -------------------------------------------------------------------------------------------------
 
@@ -387,10 +463,14 @@ class Steps:
         """Run the step's round; True when there is a gradient to apply, which then is in ``p.grad``."""
         turn = step.turn
         here = True
-        if turn.bounded:
-            here = self._await_round(turn)
-        else:
-            self._run_round(turn)
+        try:
+            if turn.bounded:
+                here = self._await_round(turn)
+            else:
+                self._run_round(turn)
+        except Dropped as dropped:
+            self._give_up(step, dropped)
+            return False
         header = turn.header
         assert header is not None
         apply = self._may_apply(step, header) and here
@@ -403,13 +483,32 @@ class Steps:
 
     def _run_round(self, turn: Turn) -> None:
         """A round that waits for everybody, on this thread."""
+        if self.members is not None:
+            self.members.keep_up()
         finite = self.gradients.finish()
-        header = self._write_header(turn, True, finite)
         entered = time.perf_counter()
-        self.gradients.exchange(header, turn.work.samples, f"the round of step {turn.index}")
+        header = self._write_header(turn, True, finite)
+        while not self.gradients.exchange(header, turn.work.samples, f"the round of step {turn.index}"):
+            header = self._write_header(turn, True, finite)
         waited = time.perf_counter() - entered
         self._round_s = max(0.0, waited - float(header.column("seconds").max() - turn.work.seconds))
         turn.header = header
+
+    def _give_up(self, step: Step, dropped: Dropped) -> None:
+        """The fleet went on without this worker: its step does not count, and the next begins with a peer's state."""
+        turn, nobody = step.turn, (0,) * len(step.turn.shares)
+        turn.void = True
+        step.record = turn.record = StepRecord(
+            step=turn.index,
+            epoch=turn.epoch,
+            generation=turn.generation,
+            workers=turn.workers,
+            planned=turn.shares,
+            samples=nobody,
+            seconds=tuple(map(float, nobody)),
+            applied=False,
+        )
+        self._observe("note", {"level": "warning", "text": f"step {turn.index}: {dropped}; it enters anew"})
 
     def _await_round(self, turn: Turn) -> bool:
         """A round that the proxy runs; it may be over long since. False: a peer's state is taken over instead."""
@@ -420,8 +519,8 @@ class Steps:
             self.check(turn)
         if not turn.over:
             proxy.idle(turn, gone=True)
-        with self._books.changed:
-            self._books.changed.wait_for(lambda: turn.over or proxy.error)
+        with self.books.changed:
+            self.books.changed.wait_for(lambda: turn.over or proxy.error)
         if not turn.over and proxy.error is not None:
             raise proxy.error
         assert turn.header is not None
@@ -457,6 +556,7 @@ class Steps:
             nonfinite=not finite and not overflow,
             ended=self.dealing.ended or turn.shares[self._transport.rank] == 0,
             fingerprint=turn.fingerprint,
+            **(self.members.intentions() if self.members is not None else {}),
         )
         self._late_s = 0.0
         self._add_figures(header, work.added)
@@ -505,8 +605,8 @@ class Steps:
             **self._said(header),
             step=turn.index,
             epoch=turn.epoch,
-            generation=self._transport.generation,
-            workers=self._transport.workers,
+            generation=turn.generation,
+            workers=turn.workers,
             planned=turn.shares,
             slowest_s=tuple(header.column("slowest_s").tolist()),
             unfinished_s=tuple(header.column("unfinished_s").tolist()) if bounded else (),
@@ -535,7 +635,13 @@ class Steps:
         the update was under way."""
         turn = step.turn
         header = turn.header
+        if turn.void:
+            self.gradients.clear(overflow=False)
+            self._turns.clear()
+            return
         assert header is not None
+        if self.members is not None:
+            self.members.closed(turn, header)
         self.gradients.clear(overflow=bool(header.column("overflow").any()))
         self._next += 1
         if not turn.bounded:
@@ -552,11 +658,11 @@ class Steps:
 
     def _close_books(self, turn: Turn, header: Header, began: float) -> None:
         assert turn.record is not None
-        with self._books.changed:
-            record = self._books.close(turn, header, replace(turn.record, wall_s=time.perf_counter() - began))
+        with self.books.changed:
+            record = self.books.close(turn, header, replace(turn.record, wall_s=time.perf_counter() - began))
             turn.over = turn.closed = True
-            self._books.changed.notify_all()
-        self._books.note(record)
+            self.books.changed.notify_all()
+        self.books.note(record)
 
     def grad_norm(self, step: Step) -> float:
         if step is not self._step or step.record is None:
@@ -627,19 +733,19 @@ class Steps:
 
     def state_dict(self) -> dict[str, Any]:
         """The state that belongs to the parameters as they are on this worker, however far the fleet has gone on."""
-        with self._books.changed:
+        with self.books.changed:
             turn = self._turns.get(self._next)
-            books = turn.before if turn is not None and turn.before is not None else self._books.state_dict()
+            books = turn.before if turn is not None and turn.before is not None else self.books.state_dict()
             return {**books, "gradients": self.gradients.state_dict()}
 
     def pace_state(self) -> dict[str, Any]:
-        with self._books.changed:
-            return self._books.pacer.state_dict()
+        with self.books.changed:
+            return self.books.pacer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.gradients.load_state_dict(state["gradients"])
-        self._books.load_state_dict(state)
-        self._next, self.finished, self._progress = self._books.index, self._books.finished, self._books.progress
+        self.books.load_state_dict(state)
+        self._next, self.finished, self._progress = self.books.index, self.books.finished, self.books.progress
 
     def await_proxy(self) -> None:
         """Once the transport is closed: the process must not end under the proxy's thread."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -18,11 +18,11 @@ import torch
 from paceline.beside import Beside
 from paceline.books import Books
 from paceline.combine import Gradients, Header
-from paceline.combine.gradients import Sum
-from paceline.errors import FleetError
+from paceline.combine.gradients import Sum, recovered, sum_aside
+from paceline.errors import FleetError, GenerationOver
 from paceline.pace.shares import proportional
 from paceline.records import StepRecord
-from paceline.transport import Transport
+from paceline.transport import Elastic, Transport
 from paceline.turn import Turn
 
 LISTEN_S = (0.001, 0.01)
@@ -163,12 +163,23 @@ class Proxy:
 
     def _await_begin(self, turn: Turn) -> None:
         """Wait until somebody's loop has begun the step, here or elsewhere."""
-        self._listen(self._name("begun", turn), lambda: turn.began is not None)
+        while not self._hear(self._name("begun", turn), lambda: turn.began is not None):
+            if turn.began is not None:  # it was said to others than those who are there now
+                self.begun(turn)
         with self._books.changed:
             turn.run(time.perf_counter())
         if self._transport.rank == 0:
             for old in ("begun", "arrived", "complete"):
                 self._transport.forget(self._name(old, turn, ago=3))
+
+    def _hear(self, name: str, here: Callable[[], bool]) -> bool:
+        """Listen; False when members changed meanwhile."""
+        try:
+            self._listen(name, here)
+        except GenerationOver as over:
+            recovered(self._transport, over, (), aside=True)
+            return False
+        return True
 
     def _enter(self) -> None:
         """Before a round or a lap: end the thread instead when the loop was left and nobody is in it."""
@@ -187,9 +198,11 @@ class Proxy:
             pass
         self._make_room()
         self._enter()
-        header, mine = self._seal(turn)
+        self._keep_up()
         entered = time.perf_counter()
-        self._gradients.exchange_aside(mine, header, f"the round of step {turn.index}")
+        header, mine = self._seal(turn)
+        while not self._gradients.exchange_aside(mine, header, f"the round of step {turn.index}"):
+            header, mine = self._seal(turn)
         record = self._record(turn, header, entered)
         with self._books.changed:
             turn.header, turn.total = header, mine
@@ -203,6 +216,7 @@ class Proxy:
                 self._turn = self._books.open(self._books.plan)
                 self._opened(self._turn)
             self._books.changed.notify_all()
+        self._release()
 
     def _await_idle(self, turn: Turn) -> None:
         """Wait until the worker has nothing more to do, or its time is over."""
@@ -213,6 +227,9 @@ class Proxy:
 
     def _await_count(self, turn: Turn) -> None:
         """P3's cut-off: wait until so many workers have done their share."""
+        if self._transport.elastic:
+            self._hear(self._name("complete", turn), lambda: turn.hurried)
+            return
         with self._transport.round(f"the arrivals of step {turn.index}", aside=True):  # it is watched: some may be lost
             self._listen(self._name("complete", turn), lambda: False)
 
@@ -234,11 +251,14 @@ class Proxy:
         if digest is None:
             return
         self._enter()
-        said = torch.zeros(self._transport.size, dtype=torch.float64)
-        said[self._transport.rank] = int(digest[:12], 16)  # 48 bits travel exactly
         epoch = self._books.dealing.epoch
-        with self._transport.round(f"agreeing on order({epoch})", aside=True):
-            self._transport.sum(said).wait()
+
+        def mine() -> torch.Tensor:
+            said = torch.zeros(self._transport.size, dtype=torch.float64)
+            said[self._transport.rank] = int(digest[:12], 16)  # 48 bits travel exactly
+            return said
+
+        said = self._sum(f"agreeing on order({epoch})", mine)
         others = np.flatnonzero(said.numpy() != said[0].item()).tolist()
         if others:
             raise ValueError(
@@ -308,30 +328,65 @@ class Proxy:
         """In an epoch's last step everything is to be finished: what late workers left is dealt again to those that are
         done, as often as it takes, instead of a tiny step of its own. False when nothing is left."""
         self._enter()
-        size, rank = self._transport.size, self._transport.rank
-        said = torch.zeros(3, size, dtype=torch.float64)
-        with self._books.changed:
-            self._landed(turn)
-            turn.out = not turn.idle
-            said[:, rank] = torch.tensor([turn.work.samples, turn.idle and not turn.gone, turn.gone])
-        with self._transport.round(f"the lap of step {turn.index}", aside=True):
-            self._transport.sum(said).wait()
+
+        def mine() -> torch.Tensor:
+            said = torch.zeros(3, self._transport.size, dtype=torch.float64)
+            with self._books.changed:
+                self._landed(turn)
+                turn.out = not turn.idle
+                said[:, self._transport.rank] = torch.tensor(
+                    [turn.work.samples, turn.idle and not turn.gone, turn.gone]
+                )
+            return said
+
+        said = self._sum(f"the lap of step {turn.index}", mine)
         done, idle = said[0].numpy().astype(int), said[1].numpy() > 0
         with self._books.changed:
             before = np.array(turn.counted)
             left = (self._books.dealing.remaining or 0) - int((done - before).sum())
             if left == 0 or bool(said[2].all()):
+                self._release()
                 return False
             speeds = np.where(idle, np.maximum(turn.plan.samples, 1.0), 0.0)
-            shares = proportional(speeds, left) if idle.any() else np.zeros(size, dtype=int)
+            shares = proportional(speeds, left) if idle.any() else np.zeros(len(done), dtype=int)
             if turn.ranges and (done == before).all():
                 turn.patience *= 2  # nobody found the time long enough
             self._books.lap(turn, tuple((done - before).tolist()), tuple(shares.tolist()))
             turn.idle = turn.idle and not turn.extra
             turn.until = time.perf_counter() + _lap_seconds(turn, shares)
             self._books.changed.notify_all()
+        self._keep_up()
         self._await_idle(turn)
         return True
+
+    # -- workers come and go -----------------------------------------------------------------------------------------
+
+    def _sum(self, label: str, mine: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Everybody's ``mine``, summed; asked again when members are lost meanwhile."""
+        said = mine()
+        while not sum_aside(self._transport, label, [said]):
+            said = mine()
+        return said
+
+    def _release(self) -> None:
+        """What the last call gave is in the books: they may follow who is there now."""
+        if isinstance(self._transport, Elastic):
+            self._transport.release()
+
+    def _keep_up(self) -> None:
+        """Before this worker says anything of itself: see who is there."""
+        if isinstance(self._transport, Elastic):
+            self._transport.release()
+            self._transport.follow()
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Where this proxy is in the sequence of its calls, for a newcomer's."""
+        return {"loop": self._loop, "entered": self._entered}
+
+    def take_place(self, place: Mapping[str, int]) -> None:
+        """Before its thread starts: be where a peer's proxy is."""
+        self._loop, self._entered = place["loop"], place["entered"]
 
 
 class Copy:
@@ -355,6 +410,8 @@ class Copy:
             self.data = torch.empty(int(size), dtype=torch.uint8)
             if not self.declined:
                 self._transport.receive(self.data, self._giver, 2 * self.index + 1)
+        except GenerationOver:  # it goes on by itself, or asks again
+            self.declined = True
         except BaseException as error:
             self.error = error
         self._came(self)

@@ -11,7 +11,7 @@ True
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -124,6 +124,10 @@ class History:
 
     def append(self, record: StepRecord) -> None:
         self._records.append(record)
+
+    def replace(self, records: Iterable[StepRecord]) -> None:
+        """A peer's records instead of one's own."""
+        self._records = deque(records, maxlen=self._records.maxlen)
 
     def __len__(self) -> int:
         return len(self._records)

@@ -79,6 +79,8 @@ class Step:
     def _take(self) -> MicroBatch | None:
         self._close_micro_batch()
         self._opened = time.perf_counter()
+        if self._steps.leaving:
+            return None
         if not self.turn.bounded:
             return self._steps.dealing.take()
         while True:
@@ -230,7 +232,7 @@ class Step:
         if self.turn.bounded and (self._open is None or not self.turn.open):
             self._open = None
             return  # what is left stays in this worker's queue
-        left = self._steps.dealing.left
+        left = 0 if self._steps.leaving else self._steps.dealing.left
         if self._open is not None or left:
             left += self._open.samples if self._open else 0
             raise MisuseError(

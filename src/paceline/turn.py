@@ -6,7 +6,9 @@ changes while the books' lock is held.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.feed import total as samples_in
@@ -62,6 +64,9 @@ class Turn:
     """Replicas are compared in it, because they differed: it waits for everybody."""
     opened: float
     """When the step began (perf_counter), here or, with a deadline, anywhere in the fleet."""
+    workers: tuple[int, ...] = ()
+    generation: int = 0
+    """Who is in it; fewer than at its beginning when some were lost."""
     until: float | None = None
     """When this lap ends: the deadline, once the clock runs."""
     work: Work = field(default_factory=Work)
@@ -88,10 +93,14 @@ class Turn:
     """How much longer further laps last than they should."""
 
     # -- the round --------------------------------------------------------------------------------------------------
+    hurried: bool = False
+    """Members changed: it waits for no number of workers to be done."""
     closed: bool = False
     """Nothing can join any more."""
     over: bool = False
     """The round is over, or has failed."""
+    void: bool = False
+    """The fleet went on without this worker: nothing of it counts."""
     header: Header | None = None
     total: Sum | None = None
     """None after a round: this worker fell too far behind to keep it, and takes over a peer's state instead."""
@@ -113,6 +122,19 @@ class Turn:
         """The clock runs, unless it does already."""
         if self.until is None and self.plan.deadline_s is not None:
             self.opened, self.until = since, since + self.plan.deadline_s
+
+    def follow(self, kept: Sequence[int | None], *, workers: tuple[int, ...], generation: int) -> None:
+        """Members changed in the middle of the step: by new rank, ``kept`` says who they were."""
+        self.workers, self.generation = workers, generation
+        self.shares = tuple(0 if old is None else self.shares[old] for old in kept)
+        self.ranges = tuple(() if old is None else self.ranges[old] for old in kept) if self.ranges else ()
+        self.expected = min(self.expected, sum(self.shares))
+        self.next_plan, self.hurried = None, True
+        samples = tuple(0 if old is None else self.plan.samples[old] for old in kept)
+        forecast = self.plan.forecast_s
+        if forecast is not None:
+            forecast = tuple(math.nan if old is None else forecast[old] for old in kept)
+        self.plan = replace(self.plan, generation=generation, samples=samples, forecast_s=forecast)
 
     @property
     def index(self) -> int:

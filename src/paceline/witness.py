@@ -16,6 +16,7 @@ import torch
 
 from paceline import __version__
 from paceline.observe import EventLog, make_view, new_run_dir, read_log, verdict
+from paceline.observe.folders import log_file
 from paceline.observe.words import wrapped
 from paceline.transport import Transport
 
@@ -36,12 +37,15 @@ class Witness:
         device: torch.device,
         emulated: str | None,
     ) -> None:
-        self._leads = transport.rank == 0
+        self._transport = transport
         self._log: EventLog | None = None
+        self._over = False
         name = os.environ.get("PACELINE_NAME") or name or Path(sys.argv[0]).stem or "run"
-        folder, problem = _folder(run_dir, name) if self._leads else (None, None)
+        # Where workers come and go, anybody may have to go on with the log.
+        folder, problem = _folder(run_dir, name) if self._leads or transport.elastic else (None, None)
         mine = {
             "rank": transport.rank,
+            **({"id": transport.workers[transport.rank]} if transport.elastic else {}),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "device": str(device),
@@ -52,34 +56,47 @@ class Witness:
         everybody = transport.gather("the run's folder", mine)
         if everybody[0]["problem"]:
             raise ValueError(everybody[0]["problem"])
-        self.run_dir = Path(everybody[0]["folder"])
+        self.run_dir = folder if transport.elastic and folder is not None else Path(everybody[0]["folder"])
         self.run_id = self.run_dir.name
-        under_launcher = bool(os.environ.get("PACELINE_LAUNCHER"))
-        self._view = make_view(quiet=quiet or not self._leads or under_launcher)
-        self._unseen = quiet and not under_launcher
-        self._says_verdict = self._leads and not quiet and not under_launcher
+        self._quiet, self._under_launcher = quiet, bool(os.environ.get("PACELINE_LAUNCHER"))
+        self._view = make_view(quiet=quiet or not self._leads or self._under_launcher)
+        self._unseen = quiet and not self._under_launcher
+        keys = ("rank", "id", "host", "pid", "device", "emulated")
+        self._run = {
+            "run_id": self.run_id,
+            "name": name,
+            **settings,
+            "transport": transport.name,
+            "backend": transport.backend,
+            "workers": [{key: facts[key] for key in keys if key in facts} for facts in everybody],
+            "started": time.time(),
+            "torch": torch.__version__,
+            "paceline": __version__,
+            "python": platform.python_version(),
+        }
         if self._leads:
-            self._log = EventLog(self.run_dir)
-        keys = ("rank", "host", "pid", "device", "emulated")
-        self.event(
-            "run",
-            {
-                "run_id": self.run_id,
-                "name": name,
-                **settings,
-                "transport": transport.name,
-                "backend": transport.backend,
-                "workers": [{key: facts[key] for key in keys} for facts in everybody],
-                "started": time.time(),
-                "torch": torch.__version__,
-                "paceline": __version__,
-                "python": platform.python_version(),
-            },
-        )
+            self._open_log(goes_on=False)
+
+    @property
+    def _leads(self) -> bool:
+        return self._transport.rank == 0 and not getattr(self._transport, "outside", False)
+
+    @property
+    def _says_verdict(self) -> bool:
+        return self._leads and not self._quiet and not self._under_launcher
+
+    def _open_log(self, *, goes_on: bool) -> None:
+        """Begin the log or, when a leader is gone, go on with it."""
+        begun = goes_on and log_file(self.run_dir).exists()
+        self._log = EventLog(self.run_dir)
+        if not begun:
+            self._view.show(self._log.write("run", **self._run))
 
     def event(self, event: str, fields: Mapping[str, Any]) -> None:
         """Note that something happened."""
         warning = event == "note" and fields["level"] == "warning"
+        if self._log is None and not self._over and self._leads:
+            self._open_log(goes_on=True)
         if self._log is not None:
             self._view.show(self._log.write(event, **fields))
             if warning and self._unseen:
@@ -88,6 +105,7 @@ class Witness:
             logger.warning("%s", fields["text"])
 
     def close(self, error: BaseException | None) -> None:
+        self._over = True
         if self._log is None:
             return
         interrupted = isinstance(error, KeyboardInterrupt)

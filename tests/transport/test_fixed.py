@@ -16,7 +16,8 @@ from crew import free_port
 import paceline
 from lone import flat, linear, numbers, plain, sgd, training
 from paceline.combine.header import SUMS
-from paceline.transport.fixed import Fixed, _choose_backend, launched
+from paceline.transport.fixed import Fixed, launched
+from paceline.transport.linked import choose_backend
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_figures_named_by_many_workers_at_once_do_not_use_up_the_slots() -> None
     store, found = Simultaneous(dist.HashStore(), workers), []
 
     def work() -> None:
-        me: Any = SimpleNamespace(_slots={}, _store=store)
+        me: Any = SimpleNamespace(_slots={}, _store=store, _ask_store=lambda request: request())
         me._await = lambda keys: store.wait(keys)
         found.append([Fixed.slot(me, name) for name in names])
 
@@ -127,12 +128,12 @@ def test_nccl_is_for_fleets_in_which_everybody_has_a_gpu_of_its_own(
 ) -> None:
     monkeypatch.delenv("PACELINE_BACKEND", raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert _choose_backend(fleet) == backend
+    assert choose_backend(fleet) == backend
 
 
 def test_the_variable_for_the_backend_decides_and_must_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_BACKEND", "gloo")
-    assert _choose_backend(facts("cuda:0", "cuda:1")) == "gloo"
+    assert choose_backend(facts("cuda:0", "cuda:1")) == "gloo"
     monkeypatch.setenv("PACELINE_BACKEND", "pigeon")
     with pytest.raises(ValueError, match="PACELINE_BACKEND is 'pigeon'; it can be gloo or nccl"):
-        _choose_backend(facts("cpu"))
+        choose_backend(facts("cpu"))

@@ -9,9 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.transport.network import address_towards, break_off, gloo_device, open_sockets
+from paceline.transport.network import Sockets, address_towards, break_off, gloo_device, open_sockets
 
 Connection = tuple[socket.socket, socket.socket, socket.socket]
+
+
+def named(*sockets: socket.socket) -> Sockets:
+    wanted = {made.fileno() for made in sockets}
+    return frozenset(entry for entry in open_sockets() if entry[0] in wanted)
 
 
 @pytest.fixture
@@ -45,9 +50,9 @@ def test_the_named_interface_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_open_sockets_sees_them_come_and_go() -> None:
     before = open_sockets()
     with socket.socket() as made:
-        assert open_sockets() - before == {made.fileno()}
+        assert [number for number, _ in open_sockets() - before] == [made.fileno()]
         number = made.fileno()
-    assert number not in open_sockets()
+    assert number not in {number for number, _ in open_sockets()}
 
 
 def test_breaking_off_frees_a_reader_and_spares_the_listener(connection: Connection) -> None:
@@ -60,7 +65,7 @@ def test_breaking_off_frees_a_reader_and_spares_the_listener(connection: Connect
         freed.set()
 
     threading.Thread(target=read, daemon=True).start()
-    break_off(frozenset({listener.fileno(), one.fileno()}), store_port=1)
+    break_off(named(listener, one), spare_port=1)
     assert freed.wait(5)
     with socket.create_connection(listener.getsockname(), timeout=5):
         pass
@@ -70,12 +75,19 @@ def test_breaking_off_frees_a_reader_and_spares_the_listener(connection: Connect
 @pytest.mark.parametrize("end", [1, 2])
 def test_connections_of_the_store_are_spared(connection: Connection, end: int) -> None:
     listener, one, other = connection
-    break_off(frozenset({connection[end].fileno()}), store_port=listener.getsockname()[1])
+    break_off(named(connection[end]), spare_port=listener.getsockname()[1])
     one.sendall(b"x")
     assert other.recv(1) == b"x"
 
 
 def test_what_is_no_socket_any_more_is_ignored() -> None:
     with socket.socket() as unconnected:
-        break_off(frozenset({unconnected.fileno(), 10**6}), store_port=1)
+        break_off(named(unconnected) | {(10**6, "socket:[1]")}, spare_port=1)
         assert unconnected.fileno() >= 0, "it is still this test's to close"
+
+
+def test_a_descriptor_that_was_given_out_anew_is_spared(connection: Connection) -> None:
+    _, one, other = connection
+    break_off(frozenset({(one.fileno(), "socket:[1]")}), spare_port=1)
+    one.sendall(b"x")
+    assert other.recv(1) == b"x"

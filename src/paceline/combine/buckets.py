@@ -4,12 +4,18 @@ A parameter's first gradient of a step is copied into its place in a flat bucket
 In the last micro-batch a bucket whose parameters all have their gradient starts its sum while backward goes on, as in
 DDP. A worker with no micro-batch at all sends zeros. Buckets are started in one fixed order, so that every worker
 runs the same sums in the same order whatever its share.
+
+Where workers come and go, a round may have to be run again, and its result be handed to a worker that missed its end.
+There the copy is made last, not first: gradients add up where autograd puts them and are copied when their sum starts,
+into one of two flat tensors by turns, so that a worker's own gradient lasts until the round is over and the fleet's
+until the next one is. That costs memory, and no time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,31 +47,52 @@ class Slot:
 class Bucket:
     """Slots that share a flat tensor and one sum."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, flats: int = 1) -> None:
         first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        self.slots: list[Slot] = []
-        offset = 0
-        for parameter in parameters:
-            self.slots.append(Slot(parameter, self, _view_like(self.flat, offset, parameter)))
-            offset += parameter.numel()
+        size = sum(p.numel() for p in parameters)
+        self._flats = [torch.zeros(size, dtype=first.dtype, device=first.device) for _ in range(flats)]
+        self._homes = [_homes(flat, parameters) for flat in self._flats]
+        self.flat = self._flats[0]
+        self.slots = [Slot(p, self, home) for p, home in zip(parameters, self._homes[0], strict=True)]
         self.awaited = len(self.slots)
         self.started = False
+
+    def turn_over(self) -> None:
+        """Use the other flat tensor, and leave this one as it is."""
+        self._flats.reverse()
+        self._homes.reverse()
+        self.flat = self._flats[0]
+        for slot, home in zip(self.slots, self._homes[0], strict=True):
+            slot.home = home
+
+    def fill(self) -> None:
+        """Copy this worker's own gradients to where they are summed."""
+        for slot in self.slots:
+            assert slot.home is not None
+            if slot.grad is None:
+                slot.home.zero_()
+            else:
+                slot.home.copy_(slot.grad.detach())
 
 
 class Buckets:
     """The gradients of all trained parameters of one worker.
 
     ``start(flat)`` begins the fleet's sum of a bucket; without it (a worker alone) gradients stay where autograd puts
-    them and nothing is copied.
+    them and nothing is copied. ``keeps``: this worker's own gradients outlast the round, and the fleet's the next one.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], start: Callable[[torch.Tensor], None] | None = None
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        start: Callable[[torch.Tensor], None] | None = None,
+        *,
+        keeps: bool = False,
     ) -> None:
         self.parameters = list(parameters)
-        self._start = start
-        self.buckets = [Bucket(group) for group in _group(self.parameters)] if start else []
+        self._start, self._keeps = start, keeps
+        groups = _group(self.parameters) if start else []
+        self.buckets = [Bucket(group, flats=2 if keeps else 1) for group in groups]
         homes = {id(slot.parameter): slot for bucket in self.buckets for slot in bucket.slots}
         self.slots = [homes.get(id(p)) or Slot(p, None, None) for p in self.parameters]
         self._hooks = [_on_gradient(slot.parameter, partial(self._came, slot)) for slot in self.slots]
@@ -145,7 +172,7 @@ class Buckets:
 
     def seal(self) -> list[torch.Tensor]:
         """The sum as it is, with zeros where no gradient came, not yet started."""
-        self._zero_empty()
+        self._complete(self.buckets)
         return [bucket.flat for bucket in self.buckets]
 
     def _note_versions(self) -> None:
@@ -184,7 +211,7 @@ class Buckets:
         """A parameter's first gradient of the step, in its place."""
         if grad.is_sparse:
             raise ValueError("sparse gradients are not supported: build the embedding with sparse=False")
-        return grad if slot.home is None else slot.home.copy_(grad.detach())
+        return grad if slot.home is None or self._keeps else slot.home.copy_(grad.detach())
 
     def _start_ready(self) -> None:
         while self._started < len(self.buckets) and self.buckets[self._started].awaited == 0:
@@ -195,16 +222,29 @@ class Buckets:
         bucket = self.buckets[self._started]
         bucket.started = True
         self._started += 1
+        if self._keeps:
+            bucket.fill()
         self._start(bucket.flat)
 
     def finish(self) -> None:
         """Zero what no gradient came for, and start the sums that are still to start."""
-        self._zero_empty()
+        if not self._keeps:
+            self._complete(self.buckets[self._started :])
         while self._started < len(self.buckets):
             self._start_next()
 
-    def _zero_empty(self) -> None:
-        for bucket in self.buckets[self._started :]:
+    def restart(self) -> None:
+        """Start all sums once more, from this worker's own gradients."""
+        assert self._keeps
+        self._started = 0
+        self.finish()
+
+    def _complete(self, buckets: Sequence[Bucket]) -> None:
+        """Every place in these flat tensors holds this worker's gradient, or zero."""
+        for bucket in buckets:
+            if self._keeps:
+                bucket.fill()
+                continue
             empty = [slot for slot in bucket.slots if slot.grad is None]
             if len(empty) == len(bucket.slots):
                 bucket.flat.zero_()
@@ -238,11 +278,14 @@ class Buckets:
             slot.parameter.grad = slot.grad = slot.shown = None
         for bucket in self.buckets:
             bucket.awaited, bucket.started = len(bucket.slots), False
+            if self._keeps:
+                bucket.turn_over()
 
     def check_untouched(self) -> None:
         """Raise MisuseError when somebody cleared or changed gradients since the last backward of this step."""
         for slot in self.slots:
-            running = slot.bucket is not None and slot.bucket.started  # a running sum changes it, by its own right
+            # A running sum changes it, by its own right.
+            running = slot.bucket is not None and slot.bucket.started and not self._keeps
             if slot.shown is None or running:
                 continue
             if slot.parameter.grad is not slot.shown or slot.shown._version != slot.version:
@@ -266,6 +309,12 @@ def _group(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Param
         full = size >= (FIRST_BYTES if group is groups[0] else BUCKET_BYTES)
         open_groups[kind] = ([], 0) if full else (group, size)
     return groups
+
+
+def _homes(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Each parameter's place in the flat tensor, one after another."""
+    ends = accumulate(parameter.numel() for parameter in parameters)
+    return [_view_like(flat, end - p.numel(), p) for end, p in zip(ends, parameters, strict=True)]
 
 
 def _on_gradient(parameter: Any, came: Callable[[torch.nn.Parameter], None]) -> Any:

@@ -21,7 +21,7 @@ from paceline.combine.scaling import is_active, next_state
 from paceline.combine.scaling import scaled as scale_loss
 from paceline.combine.statistics import Look, RunningStatistics
 from paceline.combine.varying import VaryingCount
-from paceline.errors import MisuseError
+from paceline.errors import GenerationOver, MisuseError
 from paceline.transport import Pending, Transport
 
 _REACHED_NOTHING = (
@@ -60,7 +60,7 @@ class Gradients:
         """Whether gradients keep their graph, for an optimiser that needs second derivatives."""
         self.whole = False
         """Whether a micro-batch's gradient joins the sum whole or not at all, at the price of memory for one more."""
-        self._alone = transport.size == 1
+        self._alone = transport.solitary
         self.everything = _unique(p for model in models for p in model.parameters())
         self._trained = self._trained_now()
         self._statistics = RunningStatistics(models)
@@ -78,8 +78,13 @@ class Gradients:
 
     def _build(self) -> None:
         parameters = [p for p, trained in zip(self.everything, self._trained, strict=True) if trained]
-        self.buckets = Buckets(parameters, None if self._alone else self._start_sum)
-        self.layout = Layout(self._transport.size, len(parameters), 0 if self._alone else len(self._statistics))
+        self.buckets = Buckets(parameters, None if self._alone else self._start_sum, keeps=self._transport.elastic)
+        self._counters = 0 if self._alone else len(self._statistics)
+
+    @property
+    def layout(self) -> Layout:
+        """Of the round's header, among those who are there."""
+        return Layout(self._transport.size, len(self.buckets.parameters), self._counters)
 
     def _reset(self) -> None:
         self._sums: list[Pending] = []
@@ -89,6 +94,9 @@ class Gradients:
         self._begun = False
         self._versions: list[int] = []
         self._norm: float | None = None
+        self._is_mean = False
+        """The round's result was handed over by a worker that had the mean already."""
+        self._norm_kept = torch.full((1,), math.nan, dtype=torch.float64)
 
     def _trained_now(self) -> list[bool]:
         return [p.requires_grad for p in self.everything]
@@ -189,12 +197,14 @@ class Gradients:
 
     def close(self, samples: int) -> Sum:
         """What this worker has finished, ready to be summed."""
-        flats = self.buckets.seal()
+        flats, self._squares = self.buckets.seal(), []
         if self._unscale != 1.0 and flats:
             torch._foreach_mul_(flats, self._unscale)
         extremes = [extreme.to(torch.float64) for flat in flats for extreme in torch.aminmax(flat)]
         finite = not extremes or bool(torch.stack(extremes).isfinite().all())
         self._note_squares(flats)
+        if self._transport.elastic:  # the round may have to be run again
+            flats = [flat.clone() for flat in flats]
         statistics = self._statistics.payload(samples)
         return Sum(flats, self.buckets.used(), statistics, list(self._statistics.moved), finite)
 
@@ -204,23 +214,24 @@ class Gradients:
         statistics = torch.zeros_like(self._statistics.payload(0))
         return Sum(flats, [False] * len(self.buckets.slots), statistics, [0] * len(self._statistics))
 
-    def exchange_aside(self, mine: Sum, header: Header, label: str) -> None:
-        """A round with a deadline: when it returns, ``header`` and ``mine`` hold the fleet's sums."""
+    def exchange_aside(self, mine: Sum, header: Header, label: str) -> bool:
+        """A round with a deadline: when it returns, ``header`` and ``mine`` hold the fleet's sums. False: the members
+        changed under it, and it is to be run again, with new ones."""
         header.used[:] = mine.used
         header.counters[:] = mine.moved
         wire = header.tensor(self._wire_device())
-        parts = [*mine.flats, *([mine.statistics] if self.layout.counters else []), wire]
-        with self._transport.round(label, aside=True):
-            for pending in [self._transport.sum(part) for part in parts]:
-                pending.wait()
-            header.receive(wire)
+        parts = [*mine.flats, *([mine.statistics] if self._counters else []), wire]
+        if not sum_aside(self._transport, label, parts):
+            return False
+        header.receive(wire)
+        return True
 
     def adopt(self, total: Sum, header: Header) -> None:
         """Take over a round's sums, for `mean`."""
         for bucket, flat in zip(self.buckets.buckets, total.flats, strict=True):
             if flat is not bucket.flat:
                 bucket.flat.copy_(flat)
-        if self.layout.counters:
+        if self._counters:
             self._merge(total.statistics, header)
 
     def _merge(self, statistics: torch.Tensor, header: Header) -> None:
@@ -278,22 +289,36 @@ class Gradients:
             return 0.0
         return float(torch.stack(self._squares).sum()) * self._planned**2 / weight
 
-    def exchange(self, header: Header, samples: int, label: str) -> None:
-        """The round: when it returns, ``header`` and the gradients hold the fleet's sums."""
+    def exchange(self, header: Header, samples: int, label: str) -> bool:
+        """The round: when it returns, ``header`` and the gradients hold the fleet's sums. False: the members changed
+        under it, and it is to be run again, with a new header."""
         header.used[:] = self.buckets.used()
-        with self._transport.round(label):
-            if self.layout.counters:
-                self._statistics.note()
-                header.counters[:] = self._statistics.moved
-                statistics = self._statistics.payload(samples)
-                self._sums.append(self._transport.sum(statistics))
-            wire = header.tensor(self._wire_device())
-            self._sums.append(self._transport.sum(wire))
-            for pending in self._sums:
-                pending.wait()
-            header.receive(wire)
-        if self.layout.counters:
+        if self._counters:
+            self._statistics.note()
+            header.counters[:] = self._statistics.moved
+        statistics = self._statistics.payload(samples)
+        wire = header.tensor(self._wire_device())
+        parts = [*([statistics] if self._counters else []), wire]
+        try:
+            with self._transport.round(label, keeps=[*self.buckets.tensors(), *parts, self._norm_kept]):
+                self._sums += [self._transport.sum(part) for part in parts]
+                for pending in self._sums:
+                    pending.wait()
+        except GenerationOver as over:
+            if not self._recover(over):
+                return False
+        header.receive(wire)
+        if self._counters:
             self._merge(statistics, header)
+        return True
+
+    def _recover(self, over: GenerationOver) -> bool:
+        """Go on among those who live. True: some of them had finished the round, and gave its result."""
+        self._is_mean, self._sums = recovered(self._transport, over, self._sums), []
+        if not self._is_mean:
+            self._extremes, self._squares = [], []
+            self.buckets.restart()
+        return self._is_mean
 
     def _wire_device(self) -> torch.device:
         return self.everything[0].device if self._transport.backend == "nccl" else torch.device("cpu")
@@ -304,6 +329,9 @@ class Gradients:
         """Leave the fleet's mean gradient, clipped, in ``p.grad``."""
         self.buckets.expose((header.used > 0).tolist())
         total = float(header.column("weight").sum())
+        if self._is_mean:
+            self._take_mean(header, total)
+            return
         factor = self._planned / total
         learns = self.varying is not None and self.varying.wants_norms
         wanted = clip_norm is not None or self._norm_wanted or learns
@@ -316,8 +344,20 @@ class Gradients:
         tensors = self.buckets.tensors()
         if factor != 1.0 and tensors:
             torch._foreach_mul_(tensors, factor)
+        self._norm_kept.fill_(math.nan if self._norm is None else self._norm)
+        self._note_mean(header, total)
+
+    def _take_mean(self, header: Header, total: float) -> None:
+        """What stands in the flat tensors is the mean, clipped."""
+        norm = float(self._norm_kept)
+        self._norm = None if math.isnan(norm) else norm
+        if self._norm is not None and self.varying is not None and self.varying.wants_norms:
+            self._learn(header, total)
+        self._note_mean(header, total)
+
+    def _note_mean(self, header: Header, total: float) -> None:
         self._norm_wanted = False
-        self._mean_versions = [tensor._version for tensor in tensors]
+        self._mean_versions = [tensor._version for tensor in self.buckets.tensors()]
         samples = float(header.column("samples").sum())
         self._weight_per_sample = total / samples if samples else self._weight_per_sample
 
@@ -365,6 +405,28 @@ class Gradients:
         self._begun = False
         if is_active(self.scaler):
             self.scaler.load_state_dict(next_state(self.scaler.state_dict(), overflow=overflow))
+
+
+def sum_aside(transport: Transport, label: str, tensors: Sequence[torch.Tensor]) -> bool:
+    """Sum over the fleet, on the thread of rounds with a deadline. False: members changed, and nothing came of it."""
+    sums: list[Pending] = []
+    try:
+        with transport.round(label, aside=True, keeps=tensors):
+            sums += [transport.sum(tensor) for tensor in tensors]
+            for pending in sums:
+                pending.wait()
+    except GenerationOver as over:
+        return recovered(transport, over, sums, aside=True)
+    return True
+
+
+def recovered(transport: Any, over: GenerationOver, sums: Sequence[Pending], *, aside: bool = False) -> bool:
+    """Go on among those who live. True: some of them had finished the round, and its result stands in its tensors."""
+    transport.cut(over)
+    for pending in sums:  # none of them may write into what is handed over, or summed again
+        pending.abandon()
+    transport.recover(over)
+    return bool(transport.given(aside=aside))
 
 
 def _unique(parameters: Any) -> list[torch.nn.Parameter]:

@@ -14,12 +14,17 @@ class _Done:
     def wait(self) -> None:
         return
 
+    def abandon(self) -> None:
+        return
+
 
 class Alone:
     """The transport of a fleet of one."""
 
     name = "alone"
     backend = "none"
+    solitary = True
+    elastic = False
     rank = 0
     size = 1
     generation = 0
@@ -30,7 +35,7 @@ class Alone:
         self._slots: list[str] = []
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False) -> Iterator[None]:
+    def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
         yield
 
     def sum(self, tensor: torch.Tensor) -> _Done:
@@ -46,7 +51,7 @@ class Alone:
         raise AssertionError("a worker alone has nobody to receive from")
 
     def gather(self, label: str, value: Any) -> list[Any]:
-        return [json.loads(json.dumps(value))]
+        return [json.loads(json.dumps(value() if callable(value) else value))]
 
     def slot(self, name: str) -> int:
         if name not in self._slots:

@@ -19,21 +19,31 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Return when the tensor holds the fleet's sum; raise FleetError, naming the worker, when it never will."""
 
+    def abandon(self) -> None:
+        """Nobody waits for it any more: see that it writes nowhere from here on."""
+
 
 class Transport(Protocol):
     """Reaches the other workers."""
 
     name: str
     backend: str
+    solitary: bool
+    """Nobody else can ever be there."""
+    elastic: bool
+    """Workers come and go: calls may end by `GenerationOver` and be made again among others."""
     rank: int
     size: int
     generation: int
     workers: tuple[int, ...]
     """Stable identities in rank order."""
 
-    def round(self, label: str, *, aside: bool = False) -> AbstractContextManager[None]:
+    def round(
+        self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()
+    ) -> AbstractContextManager[None]:
         """Everything summed inside belongs to one collective call with this label. ``aside``: it is one of the rounds
-        with a deadline, which a thread of their own runs beside the user's calls."""
+        with a deadline, which a thread of their own runs beside the user's calls. ``keeps``: the tensors that hold its
+        result, for a worker that missed its end; they are left alone until the next call is over."""
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         """Start summing ``tensor`` over the fleet in place. All workers start the same sums in the same order."""
@@ -48,7 +58,8 @@ class Transport(Protocol):
         """Fill a CPU tensor with what one worker sends; from any thread."""
 
     def gather(self, label: str, value: Any) -> list[Any]:
-        """Every worker's (JSON) value, in rank order."""
+        """Every worker's (JSON) value, in rank order. ``value`` may be a function of nothing: where workers come and go
+        it is asked again when the call is made again, among others than before."""
 
     def slot(self, name: str) -> int:
         """A small number for ``name``, the same on every worker; given out on first use by anybody."""

@@ -35,29 +35,35 @@ def gloo_device(host: str, port: int) -> tuple[object, str]:
     return dist.ProcessGroupGloo.create_device(hostname=address), f"address {address}"
 
 
-def open_sockets() -> frozenset[int]:
-    """Descriptors of this process's sockets (empty where /proc is missing)."""
+Sockets = frozenset[tuple[int, str]]
+"""Sockets of this process: descriptors, and what the system calls them, for a descriptor may be given out anew."""
+
+
+def open_sockets() -> Sockets:
+    """This process's sockets (none where /proc is missing)."""
     found = set()
     for entry in Path("/proc/self/fd").glob("*"):
         try:
-            if os.readlink(entry).startswith("socket:"):
-                found.add(int(entry.name))
+            if (name := os.readlink(entry)).startswith("socket:"):
+                found.add((int(entry.name), name))
         except OSError:
             continue
     return frozenset(found)
 
 
-def break_off(sockets: frozenset[int], *, store_port: int) -> None:
+def break_off(sockets: Sockets, *, spare_port: int) -> None:
     """Shut the connected ones among ``sockets``: operations blocked on them fail within milliseconds.
 
     Gloo's own abort does nothing. The listening socket has no peer and is left alone: shutting it ends the process.
-    So are the store's connections, some of which may have been accepted while the group was built.
+    So are connections to ``spare_port``, the store's, some of which may have been made while the group was built.
     """
-    for descriptor in sockets:
+    for descriptor, name in sockets:
         try:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if os.readlink(f"/proc/self/fd/{connection.fileno()}") != name:
+                    continue
                 ports = (connection.getsockname()[1], connection.getpeername()[1])
-                if store_port not in ports:
+                if spare_port not in ports:
                     connection.shutdown(socket.SHUT_RDWR)
         except (OSError, IndexError):
             continue

@@ -30,15 +30,15 @@ class StarSum:
         self._theirs: list[torch.Tensor] = []
         if self._leads:
             self._theirs = [torch.empty_like(tensor) for _ in range(size - 1)]
-            self._works = [self._do(group.recv, part, other) for other, part in enumerate(self._theirs, start=1)]
+            self.works = [self._do(group.recv, part, other) for other, part in enumerate(self._theirs, start=1)]
         else:
-            self._works = [self._do(group.send, tensor, 0)]
+            self.works = [self._do(group.send, tensor, 0)]
 
     def _do(self, act: Callable[..., Any], tensor: torch.Tensor, other: int) -> Any:
         return act([tensor], other, self._tag)
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait()
         if not self._leads:
             self._do(self._group.recv, self._tensor, 0).wait()

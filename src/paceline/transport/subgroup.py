@@ -22,6 +22,8 @@ class Subgroup:
     """The transport of one group: sums and facts go to its members; everything else is the fleet's."""
 
     name = "subgroup"
+    solitary = False
+    elastic = False
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class Subgroup:
         presence.group = tuple(ranks)
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False) -> Iterator[None]:
+    def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
         self._presence.enter(label, lane=GROUP)
         try:
             yield
@@ -65,7 +67,9 @@ class Subgroup:
 
     def gather(self, label: str, value: Any) -> list[Any]:
         """Two sums: how long everybody's JSON is, and the JSON, each in a row of its own."""
-        said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        said = torch.frombuffer(
+            bytearray(json.dumps(value() if callable(value) else value).encode()), dtype=torch.uint8
+        )
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self._wires)
         lengths[self.rank] = len(said)
         with self.round(label):

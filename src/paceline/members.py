@@ -1,0 +1,170 @@
+"""How a training follows who is there: workers enter and leave at step boundaries, and some are lost in the middle.
+
+Every worker does the same to its books, at the same point between two calls, so they stay equal. What a lost worker had
+claimed goes back to the pool; the step under way goes on with the others' shares. A newcomer takes over a peer's whole
+state: models, everything tracked, books and pace.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from paceline import checkpoint
+from paceline.books import changes
+from paceline.roster import RunOver
+from paceline.signals import LEFT
+from paceline.transport.elastic import Change, Elastic
+
+if TYPE_CHECKING:
+    from paceline.combine import Header
+    from paceline.loop import Steps
+    from paceline.turn import Turn
+
+logger = logging.getLogger("paceline")
+
+
+class Members:
+    """A loop's part in an elastic fleet."""
+
+    def __init__(
+        self,
+        transport: Elastic,
+        steps: Steps,
+        *,
+        ahead: int,
+        agreed: Mapping[str, Any],
+        observe: Callable[[str, Mapping[str, Any]], None],
+        before_leaving: Callable[[], None],
+    ) -> None:
+        """``ahead``: samples that this worker's loader likes to hold. ``agreed``: what must be the same in every
+        worker's script. ``before_leaving`` is called on a worker that was asked to leave, at a step boundary."""
+        self._transport, self._steps, self._observe = transport, steps, observe
+        self._ahead, self._agreed, self._before_leaving = ahead, dict(agreed), before_leaving
+        self._due = (0, False, False)
+        """Of the last round: its generation, whether the fleet is to be formed anew after it, and whether this worker
+        has said that it leaves."""
+        self._led = transport.rank == 0
+        transport.settler = self
+
+    # -- at step boundaries ----------------------------------------------------------------------------------------
+
+    @property
+    def leaving(self) -> bool:
+        """This worker was asked to leave: it takes no further micro-batch."""
+        return self._transport.leaving
+
+    def intentions(self) -> dict[str, float]:
+        """What this worker's header says of the boundary after the step."""
+        anew = self._transport.wants_change or self._transport.below_minimum
+        return {"leaves": float(self._transport.leaving), "changes": float(anew)}
+
+    def closed(self, turn: Turn, header: Header) -> None:
+        """A round is over: all read the same in it."""
+        if turn.bounded:  # the next step waits for everybody, and then it is time
+            return
+        leaves = bool(header.column("leaves")[turn.workers.index(self._transport.id)])
+        self._due = (turn.generation, changes(header), leaves)
+
+    def at_boundary(self) -> None:
+        """Enter, leave, or form the fleet anew, where that is due."""
+        if self._transport.outside:
+            self._enter()
+            return
+        generation, anew, mine = self._due
+        if not anew:  # whoever was handed the last round's result goes on as those do who had it
+            return
+        self._transport.follow()
+        if generation != self._transport.generation:  # it was formed anew since
+            return
+        if mine:
+            self._leave()
+        self._transport.reform()
+        self._transport.follow()
+
+    def _enter(self) -> None:
+        self._transport.doing("waiting to enter")
+        try:
+            self._transport.reform()
+        except RunOver as over:
+            logger.warning("%s", over)
+            raise SystemExit(0) from None
+
+    def _leave(self) -> None:
+        self._before_leaving()
+        self._transport.depart("left (SIGTERM)")
+        raise SystemExit(LEFT)
+
+    # -- what the transport asks for -------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        return {"ahead": self._ahead}
+
+    def keep_up(self) -> None:
+        """Before this worker says anything of itself: see who is there."""
+        self._transport.follow()
+
+    def follow(self, change: Change, show: Callable[[], None]) -> None:
+        steps, generation = self._steps, change.generation
+        with steps.books.changed:
+            show()
+            steps.books.follow(change.kept, ahead=_ahead(change))
+            steps.full_shares = _kept_shares(steps.full_shares, change.kept)
+            steps.forget_requests()
+            turn = steps.open_turn
+            if turn is not None:
+                turn.follow(change.kept, workers=generation.workers, generation=generation.number)
+                steps.books.plan_ahead(turn)
+        self._announce(change)
+
+    def _announce(self, change: Change) -> None:
+        generation = change.generation
+        self._observe(
+            "generation",
+            {
+                "number": generation.number,
+                "step": self._steps.books.index,
+                "workers": list(generation.workers),
+                "joined": [{"id": worker, **generation.facts[worker]} for worker in generation.joined],
+                "left": [{"id": gone.id, "text": gone.text} for gone in generation.left],
+            },
+        )
+        if self._transport.rank == 0 and not self._led:
+            for record in self._steps.books.recent:  # the last leader may not have come to write them
+                self._observe("step", vars(record))
+        self._led = self._transport.rank == 0
+
+    def give(self) -> torch.Tensor:
+        return checkpoint.pack({**self._steps.whole_state(), "agreed": self._agreed})
+
+    def take(self, data: torch.Tensor, change: Change) -> None:
+        state = checkpoint.unpack(data, device=self._steps.device)
+        for name, theirs in state["agreed"].items():
+            if self._agreed.get(name) != theirs:
+                mine = self._agreed.get(name)
+                raise ValueError(
+                    f"this worker's script is not the fleet's: {name} is {mine!r} here and {theirs!r} there"
+                )
+        self._steps.take_over(state, ahead=_ahead(change))
+        self._due = (0, False, False)
+
+
+def _ahead(change: Change) -> list[int]:
+    return [int(facts["ahead"]) for facts in change.facts]
+
+
+def _kept_shares(shares: tuple[int, ...], kept: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Everybody's share of a whole batch; a newcomer's is supposed to be like the others'.
+
+    >>> _kept_shares((10, 20, 30), (2, 0, None))
+    (30, 10, 20)
+    """
+    known = [shares[old] for old in kept if old is not None and old < len(shares)]
+    if not known:
+        return ()
+    typical = max(1, round(float(np.mean(known))))
+    return tuple(typical if old is None or old >= len(shares) else shares[old] for old in kept)

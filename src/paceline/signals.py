@@ -1,0 +1,40 @@
+"""SIGTERM, as spot machines send it: finish the micro-batch, return the claims, leave."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.transport.elastic import Elastic
+
+LEFT = 143
+"""Exit code of a worker that left because it was asked to, as a shell gives it: 128 + 15."""
+
+
+@contextmanager
+def leave_on_sigterm(transport: Elastic) -> Iterator[None]:
+    """Inside, a first SIGTERM makes this worker leave after its step; a second one ends it as usual.
+
+    A handler of the user's own is left alone, and so is a worker that does not run on the main thread, where Python
+    handles no signals.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if transport.outside:  # it holds nothing
+            raise SystemExit(LEFT)
+        transport.leaving = True
+
+    signal.signal(signal.SIGTERM, asked)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,606 @@
+"""A fleet whose workers come and go: the same calls as everywhere, over a group that is formed anew among the living.
+
+One **generation** is one membership. The roster (`paceline.roster`) says who is in it and when it is over; nobody else
+decides. A call that cannot end because a member is gone raises `GenerationOver` in whoever waits in it; the worker then
+*recovers*: it tells the roster that it has left the generation, waits for the next, forms its group, and **settles**:
+all say which calls they have finished. A call ends on some and not on others only if it is the last one, so counts
+differ by one at most, and those who have its result hand it to those who have not. After that the calls that were cut
+short are made again.
+
+Between two calls the training sees one membership (``rank``, ``size``, ``workers``), the same for the same two calls on
+every worker: whoever was handed a result goes on under the old one until its next call. Newcomers enter at step
+boundaries alone, where everybody comes by agreement (`reform`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from paceline.errors import Dropped, FleetError, GenerationOver, PacelineError
+from paceline.roster import Generation, Member
+from paceline.transport.base import Pending
+from paceline.transport.linked import ENGINE_TIMEOUT, Linked, facts_of, one_line
+from paceline.transport.network import Store, break_off, dist
+from paceline.transport.presence import CALLS, ROUNDS
+
+logger = logging.getLogger("paceline")
+
+FORMING = timedelta(seconds=5)
+"""How long the engine may take to connect members that are all there."""
+STORE = timedelta(seconds=20)
+STATE_TAG = 1 << 29
+
+
+@dataclass(frozen=True)
+class Change:
+    """From the membership that the training has followed so far to the next."""
+
+    kept: tuple[int | None, ...]
+    """By new rank: the rank it had; None: it is new, or enters anew."""
+    facts: tuple[Any, ...]
+    """What each member's training said of itself, by new rank."""
+    generation: Generation
+
+
+class Settler(Protocol):
+    """The training, as far as it must follow who is there."""
+
+    def facts(self) -> Any:
+        """What the others should know of this worker's part (JSON)."""
+
+    def follow(self, change: Change, show: Callable[[], None]) -> None:
+        """Other members are there from now on; ``show`` makes the transport's rank, size and workers say so. Must
+        depend on nothing but what all of them know."""
+
+    def give(self) -> torch.Tensor:
+        """The whole state at this step boundary, for a newcomer, as bytes."""
+
+    def take(self, data: torch.Tensor, change: Change) -> None:
+        """Take over a peer's state."""
+
+
+@dataclass
+class _Lane:
+    """One sequence of calls of this worker."""
+
+    entered: int = 0
+    finished: int = 0
+    label: str = ""
+    waiting: bool = False
+    result: list[Any] | None = None
+    """What the last finished call gave, when that was facts."""
+    kept: Sequence[torch.Tensor] = ()
+    """The tensors that hold the last finished call's result, when that was a round."""
+    pending: Sequence[torch.Tensor] = ()
+    """Where the result of the call under way will stand."""
+    given: bool = False
+    """The call under way was finished by others, and its result handed over."""
+
+
+def asked_for() -> bool:
+    """Whether this worker is to join a roster."""
+    return bool(os.environ.get("PACELINE_ROSTER"))
+
+
+class Elastic(Linked):
+    """The transport of a fleet whose members change."""
+
+    name = "elastic"
+    elastic = True
+
+    def __init__(self, device: torch.device, *, emulated: str | None = None) -> None:
+        super().__init__(device)
+        self.backend = "gloo"
+        self.settler: Settler | None = None
+        self.leaving = False
+        """This worker was asked to leave, and does so after the step."""
+        self._lanes = {CALLS: _Lane(), ROUNDS: _Lane()}
+        self._recovering = threading.RLock()
+        self._following = threading.RLock()
+        self._doing, self._begun = "starting", 0
+        self._store_at: tuple[str, int] | None = None
+        self._root: Store = None
+        self._aside: Store = None
+        self._now: Generation | None = None
+        """The generation whose group stands."""
+        self._unfollowed: Change | None = None
+        """What the training has yet to follow."""
+        self._renewed: set[int] = set()
+        """Those who came, or came anew, since the training last followed."""
+        self._free = threading.Event()
+        """Not set: a round aside was handed over, and its books are not closed yet, under the old membership."""
+        self._free.set()
+        self._over = 0
+        slot = os.environ.get("PACELINE_WORKER", "")
+        facts = {**facts_of(device), "emulated": emulated}
+        self._member = Member(
+            os.environ["PACELINE_ROSTER"],
+            token=os.environ.get("PACELINE_TOKEN", ""),
+            name=f"{facts['host']}/{slot or os.getpid()}",
+            facts=facts,
+            on_over=self._on_over,
+        )
+        self.rank, self.size, self.workers = 1, 2, (-1, self._member.id)  # until it has entered; never the leader
+        self.outside = self._member.running
+        """This worker is not in the fleet (yet): its calls concern itself alone, until its first step."""
+        if not self.outside:
+            self._start()
+
+    def _start(self) -> None:
+        """Nobody has begun: wait for the first generation."""
+        try:
+            self._form(self._member.next_generation(after=0, fresh=True, orderly=True))
+            self._settle(fresh=True)
+        except GenerationOver as over:
+            self._recover_in("paceline.join()", over)
+            self.follow()
+
+    # -- who is there ----------------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> int:
+        """Who this worker is, whatever its rank."""
+        return self._member.id
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether to form the fleet anew at the next boundary: somebody waits to enter, or the roster asks for it."""
+        return self._member.news
+
+    @property
+    def below_minimum(self) -> bool:
+        """Whether the present members may only finish their step."""
+        return self._now is not None and self._now.wanting > 0
+
+    def depart(self, why: str) -> None:
+        """Leave for good, at a step boundary."""
+        self._member.leave(why)
+        self.outside = True
+
+    # -- from one generation to the next ---------------------------------------------------------------------------
+
+    def reform(self) -> None:
+        """All members come here at the same step boundary, and a newcomer to its first step: form the fleet anew."""
+        self._recover(self._number, orderly=True)
+
+    def cut(self, over: GenerationOver) -> None:
+        """What is still under way in this generation ends now."""
+        if over.generation == self._number:
+            self._break_off()
+
+    def recover(self, over: GenerationOver) -> None:
+        """A call was cut short: go on among those who live. Any thread may come here; one does the work."""
+        self._recover(over.generation, orderly=False)
+
+    def _recover(self, number: int, *, orderly: bool) -> None:
+        with self._recovering:
+            if self._number > number and self._over < self._number:
+                return  # another thread has been here
+            while True:
+                try:
+                    fresh = self.outside
+                    if not orderly:
+                        self._bury()
+                    generation = self._member.next_generation(after=self._number, fresh=fresh, orderly=orderly)
+                    self._bury()  # in good order: only once everybody is out
+                    self._form(generation)
+                    self._settle(fresh=fresh)
+                except Dropped:
+                    self._fall_out()
+                    raise
+                except GenerationOver as error:
+                    logger.info("generation %d did not come about: %s", self._number, error)
+                    continue
+                return
+
+    def _fall_out(self) -> None:
+        """The fleet went on: this step is no longer this worker's, and only a peer's state can bring it back."""
+        self._bury()
+        self.outside = True
+        for lane in self._lanes.values():
+            lane.kept, lane.pending, lane.result, lane.entered = (), (), None, lane.finished
+
+    @property
+    def _number(self) -> int:
+        return self._now.number if self._now is not None else 0
+
+    def _form(self, generation: Generation) -> None:
+        """Connect the members of a generation, once all of them are there."""
+        self._now = generation
+        self._renewed |= {*generation.joined, *generation.fresh}
+        self._stars, self._spent = 0, []
+        self._rank, self._size = generation.workers.index(self._member.id), len(generation.workers)
+        self._alike = len({str(generation.facts[w]["device"]).split(":")[0] for w in generation.workers}) == 1
+        try:
+            self._open_store(generation)
+            self._store.set(f"here/{self._rank}", "")
+            self._await([f"here/{rank}" for rank in range(self._size)])
+            if self._size > 1:
+                store = dist.PrefixStore("group", self._store)
+                self._group = self._form_group(store, self._rank, self._size, towards=generation.store)
+        except RuntimeError as error:
+            raise self.failed(error) from None
+
+    def _open_store(self, generation: Generation) -> None:
+        if self._store_at != generation.store:
+            host, port = generation.store
+            self._root = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STORE)
+            self._aside = self._root.clone()
+            self._store_at = generation.store
+        prefix = f"generation{generation.number}"
+        self._store = self._signals = dist.PrefixStore(prefix, self._root)
+        self._board = dist.PrefixStore(prefix, self._aside)
+
+    def _make_gloo(self, store: Store, rank: int, size: int, options: Any) -> Any:
+        options._timeout = FORMING
+        group = dist.ProcessGroupGloo(store, rank, size, options)
+        group.set_timeout(ENGINE_TIMEOUT)
+        return group
+
+    def _on_over(self, number: int) -> None:
+        """The roster says that a generation is over (on the member's thread): free whoever waits in it."""
+        self._over = max(self._over, number)
+        if number >= self._number:
+            self._break_off()
+
+    def _break_off(self) -> None:
+        sockets, self._sockets = self._sockets, frozenset[tuple[int, str]]()
+        if sockets and self._store_at is not None:
+            break_off(sockets, spare_port=self._store_at[1])
+
+    def _bury(self) -> None:
+        """End the group: what still runs in it fails now. Its destructor may wait for that, so not on this thread."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        self._break_off()
+        threading.Thread(target=_let_go, args=([group],), name="paceline-bury", daemon=True).start()
+
+    # -- settling --------------------------------------------------------------------------------------------------
+
+    def _settle(self, *, fresh: bool) -> None:
+        mine = {
+            "fresh": fresh,
+            "finished": {name: lane.finished for name, lane in self._lanes.items()},
+            "facts_kept": {name: lane.result is not None for name, lane in self._lanes.items()},
+            "slots": list(self._slots),
+            "training": self.settler.facts() if self.settler is not None else None,
+        }
+        try:
+            said = self._gather("settle", "settling", mine)
+            incumbents = [rank for rank, theirs in enumerate(said) if not theirs["fresh"]]
+            if incumbents:
+                self._adopt_slots([said[rank]["slots"] for rank in incumbents])
+                for name in self._lanes:
+                    self._hand_over(name, said, incumbents)
+            elif self.settler is not None:
+                raise FleetError("nobody is left who holds the state of the training: it begins anew, with new workers")
+            self._unfollowed = self._change(said)
+            newcomers = [rank for rank, theirs in enumerate(said) if theirs["fresh"]]
+            if not incumbents:
+                self.follow()
+            elif newcomers:
+                self._pass_state(incumbents[0], newcomers)
+        except RuntimeError as error:
+            if isinstance(error, PacelineError):
+                raise
+            raise self.failed(error) from None
+        self.outside = False
+
+    def _change(self, said: Sequence[dict[str, Any]]) -> Change:
+        assert self._now is not None
+        old = {worker: rank for rank, worker in enumerate(self.workers)}
+        kept = tuple(None if worker in self._renewed else old.get(worker) for worker in self._now.workers)
+        return Change(kept, tuple(theirs["training"] for theirs in said), self._now)
+
+    def follow(self) -> None:
+        """The training follows the group's membership, before its next call; by whichever thread comes first."""
+        if self._unfollowed is None:
+            return
+        self._free.wait()
+        with self._following:
+            change, self._unfollowed = self._unfollowed, None
+            if change is not None and self.settler is not None:
+                self.settler.follow(change, partial(self._show, change))
+            elif change is not None:
+                self._show(change)
+
+    def release(self) -> None:
+        """The books of a round aside are closed: the training may follow who is there now."""
+        self._free.set()
+
+    def _show(self, change: Change) -> None:
+        self._renewed = set()
+        self.rank, self.size = self._rank, self._size
+        self.workers, self.generation = change.generation.workers, change.generation.number
+
+    def _adopt_slots(self, known: Sequence[Sequence[str]]) -> None:
+        """Names were numbered one after another, so everybody knows a beginning of the same list."""
+        longest = max(range(len(known)), key=lambda number: len(known[number]))
+        self._slots = {name: slot for slot, name in enumerate(known[longest])}
+
+    def _hand_over(self, name: str, said: Sequence[dict[str, Any]], incumbents: Sequence[int]) -> None:
+        """Those who finished the last call give its result to those who did not."""
+        finished = {rank: int(said[rank]["finished"][name]) for rank in incumbents}
+        last = max(finished.values())
+        behind = [rank for rank, count in finished.items() if count < last]
+        if any(finished[rank] < last - 1 for rank in behind):
+            raise FleetError(f"workers are more than one call apart ({finished}): this is a bug in Paceline")
+        if not behind:
+            return
+        giver = min(rank for rank, count in finished.items() if count == last)
+        if said[giver]["facts_kept"][name]:
+            self._hand_over_facts(name, giver, behind)
+        else:
+            self._hand_over_tensors(name, giver, behind)
+        if self._rank in behind:
+            self._lanes[name].given = True
+            if name == ROUNDS:
+                self._free.clear()
+
+    def _hand_over_facts(self, name: str, giver: int, behind: Sequence[int]) -> None:
+        lane, key = self._lanes[name], f"given/{name}"
+        if self._rank == giver:
+            self._store.set(key, json.dumps(lane.result))
+        elif self._rank in behind:
+            self._await([key])
+            lane.result = list(json.loads(self._store.get(key)))
+
+    def _hand_over_tensors(self, name: str, giver: int, behind: Sequence[int]) -> None:
+        lane = self._lanes[name]
+        if self._rank == giver:
+            for number, tensor in enumerate(lane.kept):
+                for rank in behind:
+                    self.send(_bytes_of(tensor), rank, number)
+        elif self._rank in behind:
+            for number, tensor in enumerate(lane.pending):
+                data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+                self.receive(data, giver, number)
+                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+    def _pass_state(self, giver: int, newcomers: Sequence[int]) -> None:
+        """At a step boundary: the giver packs its state and sends it while it goes on; a newcomer waits for it."""
+        if self._rank not in newcomers:
+            self.follow()
+        if self.settler is not None and self._rank == giver:
+            data, group = self.settler.give(), self._group
+            for rank in newcomers:
+                threading.Thread(target=_send_state, args=(group, data, rank), daemon=True).start()
+        elif self._rank in newcomers:
+            self._take_state(giver)
+
+    def _take_state(self, giver: int) -> None:
+        size = torch.zeros(1, dtype=torch.int64)
+        self.receive(size, giver, STATE_TAG)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self.receive(data, giver, STATE_TAG + 1)
+        change, self._unfollowed = self._unfollowed, None
+        assert change is not None
+        assert self.settler is not None
+        self._show(change)
+        self.settler.take(data, change)
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def _enter(self, label: str, *, lane: str) -> int:
+        self.follow()
+        place = self._lanes[lane]
+        if place.entered == place.finished:  # else it is made again
+            place.entered += 1
+        place.label, place.waiting, place.given = label, True, False
+        self._report()
+        return place.entered
+
+    def _leave(self, *, lane: str) -> None:
+        self._lanes[lane].waiting = False
+        self._report()
+
+    def _finish(self, lane: str, *, facts: list[Any] | None = None, kept: Sequence[torch.Tensor] = ()) -> None:
+        place = self._lanes[lane]
+        place.finished = place.entered
+        place.result, place.kept, place.pending, place.given = facts, kept, (), False
+
+    @contextmanager
+    def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+        lane = ROUNDS if aside else CALLS
+        self._lanes[lane].pending = keeps
+        with super().round(label, aside=aside):
+            yield
+        self._finish(lane, kept=keeps)
+
+    def given(self, *, aside: bool = False) -> bool:
+        """After `recover`: whether others had finished the round under way, whose result now stands in its tensors."""
+        lane = ROUNDS if aside else CALLS
+        place = self._lanes[lane]
+        if place.given:
+            self._finish(lane, kept=place.pending)
+            return True
+        self.follow()
+        return False
+
+    def gather(self, label: str, value: Any) -> list[Any]:
+        if self.outside:
+            mine = json.dumps(value() if callable(value) else value)
+            return [json.loads(mine) for _ in range(self.size)]
+        call = self._enter(label, lane=CALLS)
+        try:
+            values = self._try_gather(call, label, value)
+            self._finish(CALLS, facts=values)
+            return values
+        finally:
+            self._leave(lane=CALLS)
+
+    def _try_gather(self, call: int, label: str, value: Any) -> list[Any]:
+        lane = self._lanes[CALLS]
+        while True:
+            mine = value() if callable(value) else value
+            try:
+                return self._gather(f"call/{call}", label, mine)
+            except RuntimeError as error:
+                self._recover_in(label, error)
+                if lane.given:
+                    return list(lane.result or [])
+                self.follow()
+
+    def _recover_in(self, label: str, error: Exception) -> None:
+        if isinstance(error, PacelineError) and not isinstance(error, GenerationOver):
+            raise error
+        over = self.failed(error)  # the store's errors too: the roster may be gone, and come back
+        if not isinstance(over, GenerationOver):
+            raise over
+        try:
+            self.recover(over)
+        except Dropped as dropped:
+            raise FleetError(f"{label}: {dropped}; start it again, and it enters anew") from None
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        while not self.outside:
+            try:
+                super().broadcast(tensors)
+                return
+            except GenerationOver as over:
+                self._recover_in("the leader's broadcast", over)
+                if self.given():
+                    return
+
+    def _broadcast(self, tensors: Sequence[torch.Tensor], *, root: int) -> None:
+        if self._size > 1:
+            super()._broadcast(tensors, root=root)
+
+    def sum(self, tensor: torch.Tensor) -> Pending:
+        self.follow()
+        return super().sum(tensor)
+
+    def heard(self, name: str) -> bool:
+        self.follow()
+        return super().heard(name)
+
+    def signal(self, name: str) -> None:
+        with suppress(GenerationOver):  # whoever listens learns of that too
+            super().signal(name)
+
+    def tally(self, name: str) -> int:
+        with suppress(GenerationOver):
+            return super().tally(name)
+        return 0
+
+    def forget(self, name: str) -> None:
+        with suppress(GenerationOver):
+            super().forget(name)
+
+    def _started(self, start: Callable[..., Any], *args: Any) -> Pending:
+        """Never raises: sums start inside backward, which must come to its end."""
+        if self._over >= self._number:
+            return _Never(self._why_over())
+        try:
+            return super()._started(start, *args)
+        except GenerationOver as over:
+            return _Never(over)
+
+    def _start_sum(self, tensor: torch.Tensor) -> Any:
+        return _Already() if self._size == 1 else super()._start_sum(tensor)
+
+    def _check(self) -> None:
+        if self._member.failure is not None:
+            raise self._member.failure
+        if self._over >= self._number:
+            raise self._why_over()
+
+    def _why_over(self) -> GenerationOver:
+        return GenerationOver(f"generation {self._number} is over", generation=self._number)
+
+    def failed(self, error: BaseException) -> Exception:
+        if isinstance(error, GenerationOver):
+            return error
+        return self._member.failure or GenerationOver(one_line(error), generation=self._number)
+
+    def _unlike_calls(self, labels: dict[int, str]) -> Exception:
+        said = ", but ".join(f"worker {self.workers[rank]} called {label}" for rank, label in labels.items())
+        return FleetError(f"{said}: every worker must make the same calls in the same order")
+
+    @property
+    def calls(self) -> int:
+        return self._lanes[CALLS].finished
+
+    @calls.setter
+    def calls(self, calls: int) -> None:
+        self._lanes[CALLS] = _Lane(entered=calls, finished=calls)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds aside that this worker has finished."""
+        return self._lanes[ROUNDS].finished
+
+    @rounds.setter
+    def rounds(self, rounds: int) -> None:
+        self._lanes[ROUNDS] = _Lane(entered=rounds, finished=rounds)
+
+    def doing(self, what: str, *, begun: int | None = None) -> None:
+        self._doing = what
+        self._begun = self._begun if begun is None else begun
+        self._report()
+
+    def _report(self) -> None:
+        spots = {name: (lane.entered, lane.label, lane.waiting) for name, lane in self._lanes.items()}
+        self._member.report(doing=self._doing, begun=self._begun, spots=spots)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def close(self, *, failure: BaseException | None = None) -> None:
+        try:
+            if failure is None and not self.outside:
+                self.gather("the end of the run", None)
+                self._member.leave("finished")
+            elif failure is not None and not self.outside:
+                self._member.leave(f"ended with {one_line(failure)}")
+        finally:
+            self._member.close()
+            self._bury()
+
+
+class _Already:
+    """A sum over one worker."""
+
+    def wait(self, _: timedelta | None = None) -> None:
+        return
+
+
+class _Never:
+    """A sum that could not start."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+    def abandon(self) -> None:
+        return
+
+
+def _let_go(groups: list[Any]) -> None:
+    groups.clear()
+
+
+def _send_state(group: Any, data: torch.Tensor, to: int) -> None:
+    """If it cannot be sent, the newcomer is gone or the generation over: either shows elsewhere."""
+    try:
+        group.send([torch.tensor([data.numel()], dtype=torch.int64)], to, STATE_TAG).wait()
+        group.send([data], to, STATE_TAG + 1).wait()
+    except RuntimeError as error:
+        logger.info("the state for worker %d was not sent: %s", to, one_line(error))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,138 @@
+"""Trainings whose workers come and go, and the same trainings on one machine, replayed from the log."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.feed import Feed
+from paceline.observe import read_log
+
+LENGTH, BATCH, EPOCHS, RATE = 160, 16, 4, 0.05
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(LENGTH, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 3, (LENGTH,), generator=generator)
+    return TensorDataset(x, y)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def flat(model: nn.Module) -> list[float]:
+    return [float(value) for parameter in model.parameters() for value in parameter.detach().flatten()]
+
+
+class Ghost:
+    """Kills this very process at a given point of a given step, once for each worker that is told to."""
+
+    def __init__(self, args: dict[str, Any]) -> None:
+        self.points = args.get("die", {}).get(os.environ["PACELINE_WORKER"], [])
+
+    def at(self, point: str, step: int) -> None:
+        for entry in self.points:
+            name, when = entry
+            mark = Path(os.environ["PACELINE_RUN_DIR"]).with_name(f"died.{os.environ['PACELINE_WORKER']}.{name}.{when}")
+            if name == point and step >= when and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(args: dict[str, Any]) -> dict[str, Any]:
+    """Plain SGD with momentum, a schedule and slow micro-batches; dies where it is told to."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
+    ghost, steps_seen = Ghost(args), []
+    with paceline.join(args.get("pace", "adaptive"), combine=args.get("combine", "gradients")) as fleet:
+        model = fleet.model(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+        fleet.track(optimizer=optimizer, scheduler=scheduler)
+        steps = fleet.steps(data(), global_batch=BATCH, micro_batch=4, epochs=args.get("epochs", EPOCHS))
+        haunt(ghost, steps)
+        for step in steps:
+            ghost.at("before work", step.index)
+            for x, y in step:
+                time.sleep(args.get("pause_s", 0.01))
+                ghost.at("in work", step.index)
+                step.backward(nn.functional.cross_entropy(model(x), y))
+            ghost.at("before round", step.index)
+            step.commit(optimizer)
+            ghost.at("after commit", step.index)
+            scheduler.step()
+            steps_seen.append(step.index)
+            if args.get("evaluate") and step.index % args["evaluate"] == 0:
+                found = fleet.evaluate(lambda x, y: {"n": len(x)}, data())
+                assert found["n"] == found["count"] == LENGTH, found
+            if args.get("save") and step.index % args["save"] == 0:
+                ghost.at("before saving", step.index)
+                fleet.save(Path(os.environ["PACELINE_RUN_DIR"]) / "last.paceline")
+        ghost.at("after the loop", 0)
+        size = fleet.size
+    return {
+        "weights": flat(model),
+        "momentum": [float(v) for s in optimizer.state.values() for v in s["momentum_buffer"].flatten()],
+        "schedule": scheduler.state_dict()["last_epoch"],
+        "steps": steps_seen,
+        "size": size,
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def haunt(ghost: Ghost, steps: Any) -> None:
+    """Points inside the engine: between the round and the commit, and while a newcomer is given or takes its state."""
+    gradients, members = steps.gradients, steps.members
+    mean, give, take = gradients.mean, members.give, members.take
+
+    def after_round(*args: Any) -> Any:
+        ghost.at("after round", steps.index)
+        return mean(*args)
+
+    def giving() -> Any:
+        ghost.at("giving", steps.index)
+        return give()
+
+    def taking(*args: Any) -> Any:
+        ghost.at("taking", 0)
+        return take(*args)
+
+    gradients.mean, members.give, members.take = after_round, giving, taking
+    start = gradients._start_sum
+
+    def in_round(flat: Any) -> Any:
+        start(flat)
+        ghost.at("in round", steps.index)
+
+    gradients.buckets._start = in_round
+
+
+def replay(folder: Path, *, combine_loss: bool = False) -> list[float]:
+    """The run's committed steps on one machine: from the positions in its log."""
+    run = read_log(folder / "run")
+    model, samples = network(), data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    feed = Feed(LENGTH, workers=1, seed=0)
+    for number, record in enumerate(run.records):
+        if feed.epoch != record.epoch:
+            feed.open(record.epoch)
+        where = feed.indices([piece for mine in record.ranges for piece in mine])
+        x, y = samples[where.tolist()]
+        optimizer.param_groups[0]["lr"] = RATE * 0.99**number
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return flat(model)

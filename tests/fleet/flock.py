@@ -1,0 +1,146 @@
+"""Starts real workers of an elastic fleet for tests, under a roster in the test's own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from crew import Outcome, _text, nursery
+from nursery import Worker
+
+from paceline.roster import Steward
+
+TOKEN = "a token for tests"
+
+
+class Flock:
+    """Workers that come and go. Use as a context manager: nothing survives it."""
+
+    def __init__(
+        self,
+        case: str,
+        size: int,
+        folder: Path,
+        *,
+        minimum: int = 1,
+        maximum: int = 8,
+        args: Any = None,
+        env: dict[str, str] | None = None,
+        state: Path | None = None,
+    ) -> None:
+        self.case, self.folder, self.args, self.env = case, folder, args or {}, env or {}
+        folder.mkdir(parents=True, exist_ok=True)
+        self._sizes, self._state = (minimum, maximum), state
+        self.steward = self._host(expect=size)
+        self.workers: dict[int, Worker] = {}
+        for slot in range(size):
+            self.start(slot, expected=True)
+
+    def _host(self, *, expect: int, port: int = 0) -> Steward:
+        minimum, maximum = self._sizes
+        steward = Steward(minimum=minimum, maximum=maximum, token=TOKEN, port=port, expect=expect, state=self._state)
+        steward.start()
+        return steward
+
+    def restart_roster(self, *, pause: float = 0.5) -> None:
+        port = self.steward.port
+        self.steward.close()
+        time.sleep(pause)
+        self.steward = self._host(expect=0, port=port)
+
+    def start(self, slot: int, *, expected: bool = False, **env: str) -> None:
+        """Start a worker, or start it again."""
+        variables = {
+            "PACELINE_RUN_DIR": str(self.folder / "run"),
+            "PACELINE_ROSTER": self.steward.address,
+            "PACELINE_TOKEN": TOKEN,
+            "PACELINE_WORKER": str(slot),
+            "PACELINE_LAUNCHER": "1",
+            "QUICK_EXIT": "1",
+        }
+        out, err, value = (str(self.folder / f"{name}.{slot}") for name in ("out", "err", "value"))
+        Path(value).unlink(missing_ok=True)
+        argv = [self.case, value, json.dumps(self.args)]
+        self.workers[slot] = Worker(nursery(), argv=argv, env=variables | self.env | env, out=out, err=err)
+
+    def __enter__(self) -> Flock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers.values():
+            if worker.poll() is None:
+                worker.kill_group()
+                worker.wait()
+        self.steward.close()
+
+    # -- faults ----------------------------------------------------------------------------------------------------
+
+    def send(self, slot: int, number: signal.Signals) -> None:
+        os.kill(self.workers[slot].pid, number)
+
+    def kill(self, slot: int) -> None:
+        self.workers[slot].kill_group()
+        self.workers[slot].wait()
+        self.tell_death(slot)
+
+    def tell_death(self, slot: int) -> None:
+        """As a launcher does."""
+        self.steward.died(f"{socket.gethostname()}/{slot}", "was killed by signal 9 (SIGKILL)")
+
+    # -- watching --------------------------------------------------------------------------------------------------
+
+    def records(self) -> list[dict[str, Any]]:
+        log = self.folder / "run" / "events.jsonl"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return [event for line in lines if (event := _event(line)).get("event") == "step"]
+
+    def wait_for_step(self, step: int, *, within: float = 60.0) -> None:
+        """Until the log holds this step or a later one."""
+        until = time.monotonic() + within
+        while not any(record["step"] >= step for record in self.records()):
+            assert time.monotonic() < until, f"no step {step}: {self.complaints()}"
+            assert any(worker.poll() is None for worker in self.workers.values()), self.complaints()
+            time.sleep(0.02)
+
+    def wait_until(self, happened: Callable[[], bool], *, within: float = 60.0) -> None:
+        until = time.monotonic() + within
+        while not happened():
+            assert time.monotonic() < until, self.complaints()
+            time.sleep(0.02)
+
+    def wait_for(self, name: str, *, within: float = 60.0) -> None:
+        until = time.monotonic() + within
+        while not (self.folder / name).exists():
+            assert time.monotonic() < until, f"no worker made {name}: {self.complaints()}"
+            time.sleep(0.02)
+
+    def wait(self, *, within: float = 90.0) -> dict[int, Outcome]:
+        until = time.monotonic() + within
+        while any(worker.poll() is None for worker in self.workers.values()):
+            assert time.monotonic() < until, f"a worker hangs: {self.complaints()}"
+            time.sleep(0.02)
+        return {slot: self._outcome(slot) for slot in self.workers}
+
+    def _outcome(self, slot: int) -> Outcome:
+        value = self.folder / f"value.{slot}"
+        code = self.workers[slot].poll()
+        parsed = json.loads(value.read_text()) if value.exists() else None
+        texts = [_text(self.folder / f"{name}.{slot}") for name in ("out", "err")]
+        return Outcome(999 if code is None else code, parsed, *texts)
+
+    def complaints(self) -> str:
+        said = {slot: self._outcome(slot) for slot in self.workers}
+        return "\n".join(f"worker {slot} ({one.code}): {one.err[-2500:]}" for slot, one in said.items())
+
+
+def _event(line: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(line))
+    except ValueError:
+        return {}

@@ -1,0 +1,154 @@
+"""Workers die, freeze, leave and join while a training goes on: no step is half done and no sample lost or doubled."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from crew import Outcome
+from elastic_cases import LENGTH, replay
+from flock import Flock
+
+from paceline.observe import read_log
+from paceline.observe.audit import audit
+
+pytestmark = pytest.mark.fleet
+
+CASE = "elastic_cases.py:train"
+
+
+def must_be_sound(folder: Path, outcomes: dict[int, Outcome], *, ended: set[int], epochs: int = 4) -> Any:
+    """Those who ended well have equal replicas, equal to one machine's; every sample counted once in every epoch."""
+    for slot in ended:
+        one = outcomes[slot]
+        assert one.code == 0, f"worker {slot} ended with {one.code}: {one.err[-3000:]}"
+    run = read_log(folder / "run")
+    epochs_seen = audit(run)
+    assert [entry.epoch for entry in epochs_seen] == list(range(epochs))
+    assert all(entry.sound and entry.whole and entry.counted == LENGTH for entry in epochs_seen), epochs_seen
+    assert [record.step for record in run.records] == list(range(len(run.records)))
+    values = [outcomes[slot].value for slot in sorted(ended)]
+    for value in values[1:]:
+        assert value["weights"] == values[0]["weights"], "replicas are not equal bit for bit"
+        assert value["momentum"] == values[0]["momentum"]
+        assert value["schedule"] == values[0]["schedule"]
+    assert np.abs(np.array(replay(folder)) - np.array(values[0]["weights"])).max() < 1e-12
+    return run
+
+
+@pytest.mark.parametrize("pace", ["adaptive", "equal", "epoch", "joint", "cutoff"])
+def test_a_killed_worker_is_done_without_and_comes_back(tmp_path: Path, pace: str) -> None:
+    with Flock(CASE, 3, tmp_path, args={"pace": pace}) as flock:
+        flock.wait_for_step(8)
+        flock.kill(1)
+        flock.wait_for_step(14)
+        flock.start(1)
+        outcomes = flock.wait()
+    run = must_be_sound(tmp_path, outcomes, ended={0, 1, 2})
+    assert [len(change.workers) for change in run.changes] == [2, 3]
+    assert run.changes[0].left[0].worker == 1
+    assert run.changes[1].joined == (1,)
+
+
+POINTS = ["before work", "in work", "before round", "in round", "after round", "after commit"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("leader", [False, True])
+def test_a_worker_may_die_at_any_point_of_a_step(tmp_path: Path, point: str, leader: bool) -> None:
+    with Flock(CASE, 3, tmp_path, args={"die": {"0" if leader else "2": [[point, 7]]}}) as flock:
+        outcomes = flock.wait()
+    must_be_sound(tmp_path, outcomes, ended={1, 2} if leader else {0, 1})
+
+
+def test_two_die_at_once_and_then_all_but_one(tmp_path: Path) -> None:
+    die = {"0": [["in work", 5]], "2": [["in round", 5]], "3": [["after round", 14]]}
+    with Flock(CASE, 4, tmp_path, args={"die": die}) as flock:
+        outcomes = flock.wait()
+    run = must_be_sound(tmp_path, outcomes, ended={1})
+    assert run.records[-1].workers == (1,)
+
+
+def test_workers_die_in_the_middle_of_an_evaluation_and_of_a_save(tmp_path: Path) -> None:
+    die = {"0": [["before saving", 8]], "2": [["in work", 12]]}
+    with Flock(CASE, 4, tmp_path, args={"die": die, "evaluate": 3, "save": 4}) as flock:
+        outcomes = flock.wait()
+    must_be_sound(tmp_path, outcomes, ended={1, 3})
+
+
+def test_a_worker_that_is_asked_to_leave_does_so_in_good_order(tmp_path: Path) -> None:
+    with Flock(CASE, 3, tmp_path) as flock:
+        flock.wait_for_step(8)
+        flock.send(0, signal.SIGTERM)
+        outcomes = flock.wait()
+    run = must_be_sound(tmp_path, outcomes, ended={1, 2})
+    assert outcomes[0].code == 143, outcomes[0].err
+    assert run.changes[0].left[0].text == "left (SIGTERM)"
+
+
+def test_a_frozen_worker_is_done_without_and_enters_anew_when_it_wakes(tmp_path: Path) -> None:
+    with Flock(CASE, 3, tmp_path, args={"epochs": 20}) as flock:
+        flock.wait_for_step(8)
+        flock.send(1, signal.SIGSTOP)
+        before = flock.records()[-1]["step"]
+        flock.wait_for_step(before + 10)
+        flock.send(1, signal.SIGCONT)
+        outcomes = flock.wait()
+    run = must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=20)
+    assert [len(change.workers) for change in run.changes] == [2, 3]
+    assert "silent" in run.changes[0].left[0].text
+
+
+def test_one_that_dies_while_it_takes_its_state_harms_nobody(tmp_path: Path) -> None:
+    with Flock(CASE, 2, tmp_path, args={"die": {"2": [["taking", 0]]}}) as flock:
+        flock.wait_for_step(5)
+        flock.start(2)
+        outcomes = flock.wait()
+    must_be_sound(tmp_path, outcomes, ended={0, 1})
+
+
+def test_the_peer_that_gives_its_state_may_die_over_it(tmp_path: Path) -> None:
+    with Flock(CASE, 3, tmp_path, args={"die": {"0": [["giving", 0]]}}) as flock:
+        flock.wait_for_step(5)
+        flock.start(3)
+        outcomes = flock.wait()
+    must_be_sound(tmp_path, outcomes, ended={1, 2, 3})
+    assert outcomes[3].value["steps"], "it entered in the end"
+
+
+def test_below_the_minimum_the_fleet_waits_and_goes_on_when_it_is_met(tmp_path: Path) -> None:
+    with Flock(CASE, 2, tmp_path, minimum=2) as flock:
+        flock.wait_for_step(5)
+        flock.kill(1)
+        flock.start(1)
+        outcomes = flock.wait()
+    run = must_be_sound(tmp_path, outcomes, ended={0, 1})
+    alone = [record for record in run.records if len(record.workers) == 1]
+    assert len(alone) <= 1, "the step under way is finished, and no other begun"
+
+
+def test_the_roster_may_die_and_come_back(tmp_path: Path) -> None:
+    with Flock(CASE, 3, tmp_path, state=tmp_path / "roster.json", args={"epochs": 12}) as flock:
+        flock.wait_for_step(8)
+        flock.restart_roster()
+        flock.wait_until(lambda: flock.records()[-1]["generation"] > 1)
+        flock.kill(1)
+        outcomes = flock.wait()
+    run = must_be_sound(tmp_path, outcomes, ended={0, 2}, epochs=12)
+    numbers = [record.generation for record in run.records]
+    assert numbers == sorted(numbers)
+    assert len(set(numbers)) == 3
+
+
+def test_a_death_while_the_roster_is_away_pauses_the_fleet_until_it_is_back(tmp_path: Path) -> None:
+    with Flock(CASE, 3, tmp_path, state=tmp_path / "roster.json") as flock:
+        flock.wait_for_step(8)
+        flock.steward.close()
+        flock.kill(1)
+        flock.restart_roster(pause=1.0)
+        flock.tell_death(1)
+        outcomes = flock.wait()
+    must_be_sound(tmp_path, outcomes, ended={0, 2})
