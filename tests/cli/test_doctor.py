@@ -42,6 +42,13 @@ def test_the_way_to_this_computer_is_its_loopback() -> None:
     assert probing.interface_outwards("127.0.0.1") in {f"{name} (127.0.0.1)" for _, name in socket.if_nameindex()}
 
 
+def test_a_roster_is_tried_with_a_worker() -> None:
+    check = doctor.check_roster()
+    assert check.state == "ok"
+    assert check.value is not None
+    assert 0 < check.value < 10
+
+
 def test_a_check_that_breaks_fails_and_the_others_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks() -> doctor.Check:
         raise OSError("no such device")

@@ -90,6 +90,18 @@ def test_a_worker_finds_its_machine_in_the_environment(monkeypatch: pytest.Monke
     assert machine == parse_fleet("1,3~0.5", sample_ms=4, seed=7)[1]
 
 
+def test_a_worker_beyond_the_list_plays_its_machines_again_with_jitter_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PACELINE_EMULATE", "1,3~0.5")
+    first, again = from_env(1, around=True), from_env(5, around=True)
+    assert first is not None
+    assert again is not None
+    assert first == from_env(1)
+    assert (again.slowness, again.rank) == (first.slowness, 5)
+    assert again.seconds(0, 1) != first.seconds(0, 1)
+
+
 def test_the_environment_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_EMULATE", "1,3")
     with pytest.raises(ValueError, match="describes 2 machines, but this is worker 2"):

@@ -65,6 +65,7 @@ def examine(runs: Path, probe_seconds: float) -> Iterator[Check]:
     yield _guarded("clock", check_clock)
     yield _guarded("port", check_port)
     yield _guarded("network", check_network)
+    yield _guarded("roster", check_roster)
     yield _guarded("run folder", lambda: check_runs(runs))
     if torch.state == "failed":
         return
@@ -143,6 +144,24 @@ def check_network() -> Check:
     if outwards is None:
         return Check("network", "note", f"{text}other computers cannot be reached from here{chosen}")
     return Check("network", "ok", f"{text}other computers are reached over {outwards}{chosen}")
+
+
+def check_roster() -> Check:
+    """What `-n MIN:MAX` and `paceline host` need: a roster that a worker with the token can enter."""
+    from paceline.roster import Member, Steward
+
+    steward = Steward(minimum=1, maximum=1, token="doctor")
+    steward.start()
+    try:
+        started = time.perf_counter()
+        member = Member(steward.address, token="doctor", name="doctor/0", facts={}, on_over=lambda _: None)
+        member.next_generation(after=0, fresh=True, orderly=True)
+        seconds = time.perf_counter() - started
+        member.leave("finished")
+    finally:
+        steward.close()
+    text = f"workers can come and go: one entered a fleet after {seconds * 1000:.1f} ms"
+    return Check("roster", "ok", text, value=seconds)
 
 
 def check_runs(runs: Path) -> Check:

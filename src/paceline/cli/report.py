@@ -169,6 +169,8 @@ def _workers(judged: Verdict) -> Table:
         columns["cut off"] = lambda w: percent_cell(w.cut)
     if any(worker.sat_out for worker in judged.figures.workers):
         columns["sat out"] = lambda w: f"{w.sat_out:,}"
+    if any(worker.steps < judged.figures.steps for worker in judged.figures.workers):
+        columns["there"] = lambda w: f"{w.steps:,} steps"
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in ("worker", "machine") else "right")

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from paceline.cli.asking import Size, check_names, check_network, check_script, read_devices, read_faults, read_size
 from paceline.cli.complain import refuse
 
 if TYPE_CHECKING:
+    from paceline.cli.rosters import Roster
     from paceline.observe.server import LivePage
+
+COMING = "Workers that come and go"
 
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script (with -m: a module's name).")]
 Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="ARGS", help="Everything after the script goes to it untouched.")
 ]
 Count = Annotated[
-    str | None, typer.Option("-n", metavar="N", help="Workers to start. Default: one for each device or machine.")
+    str | None,
+    typer.Option(
+        "-n",
+        metavar="N|MIN:MAX",
+        help="Workers to start (default: one for each device or machine). MIN:MAX lets them come and go: the dead are "
+        "started again, others may join, and the rest go on.",
+    ),
 ]
 Devices = Annotated[
     str | None, typer.Option(metavar="LIST", help="A device for each worker, such as cuda:0,cuda:1,cpu.")
@@ -37,16 +45,71 @@ Combine = Annotated[str | None, typer.Option(metavar="NAME", help="How work merg
 Fail = Annotated[
     str | None,
     typer.Option(
-        "--failures", metavar="LIST", help="With averages: emulate lost:P, frozen:PxR, restart:PxR (R rounds)."
+        "--failures",
+        metavar="LIST",
+        help="With -n MIN:MAX, at steps: kill:2@30 (kill -9; kill:2@30:stay does not return), freeze:1@50:5s, "
+        "leave:3@60, join@80; ? is any worker. With averages: emulate lost:P, frozen:PxR, restart:PxR (R rounds).",
     ),
 ]
 Network = Annotated[str | None, typer.Option(metavar="LINK", help="Pad rounds to a link such as 100mbit,20ms.")]
 Name = Annotated[str | None, typer.Option(help="Name of the run. Default: the script's.")]
 Runs = Annotated[Path, typer.Option(help="Folder in which the run's own folder is made.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the emulated jitter; the script finds it in PACELINE_SEED.")]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of emulated jitter and of faults; the script finds it in PACELINE_SEED.")
+]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No view and no verdict: only what the script prints.")]
 Watch = Annotated[bool, typer.Option("--watch", help="Serve a live page of the run meanwhile, on this computer.")]
 Module = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")]
+
+Host = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Where the roster listens: an address of this computer, or 0.0.0.0 for all. Default: loopback, so that "
+        "only this computer can join.",
+        rich_help_panel=COMING,
+    ),
+]
+Port = Annotated[
+    int | None, typer.Option(min=1, max=65535, help="The roster's port. Default: any free one.", rich_help_panel=COMING)
+]
+Join = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Start workers that join this fleet elsewhere.", rich_help_panel=COMING),
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="Who knows it may join. Safer in PACELINE_TOKEN or --token-file: all users of a computer see the options "
+        "of its processes. Default: a new one.",
+        rich_help_panel=COMING,
+    ),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="The token is in this file; made if it is missing, unless joining.", rich_help_panel=COMING
+    ),
+]
+Spot = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.csv",
+        help="Play the comings and goings of spot machines, once the fleet stands: rows of "
+        "milliseconds,add|remove,node.",
+        rich_help_panel=COMING,
+    ),
+]
+SpeedUp = Annotated[
+    float | None, typer.Option(help="With --spot: so many times faster than recorded.", rich_help_panel=COMING)
+]
+SpotNotice = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME", help="With --spot: SIGTERM so long before the kill, such as 2s.", rich_help_panel=COMING
+    ),
+]
 
 
 def run(
@@ -66,14 +129,24 @@ def run(
     quiet: Quiet = False,
     watch: Watch = False,
     module: Module = False,
+    host: Host = None,
+    port: Port = None,
+    join: Join = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+    spot: Spot = None,
+    speed_up: SpeedUp = None,
+    spot_notice: SpotNotice = None,
 ) -> None:
     """Start a training script on every worker of a fleet, on this computer."""
     try:
-        _check_script(script, module)
-        device_list = _devices(devices)
-        workers = _workers(n, device_list, emulate, sample_ms)
-        _check_names(pace, combine, workers)
-        _check_emulated(failures, network)
+        check_script(script, module)
+        device_list = read_devices(devices)
+        size = read_size(n, devices=device_list, emulate=emulate, sample_ms=sample_ms, joining=join is not None)
+        check_names(pace, combine, size.start)
+        chances, faults = read_faults(failures, size=size, seed=seed, spot=spot, speed_up=speed_up, notice=spot_notice)
+        check_network(network)
+        roster = _roster(size, host=host, port=port, join=join, token=token, token_file=token_file)
         run_name = name or (script if module else Path(script).stem)
         run_dir = _run_dir(runs, run_name)
         page = _live_page(run_dir) if watch else None
@@ -86,19 +159,48 @@ def run(
         "PACELINE_COMBINE": combine,
         "PACELINE_EMULATE": emulate,
         "PACELINE_SAMPLE_MS": f"{sample_ms:g}" if emulate else None,
-        "PACELINE_FAILURES": failures,
+        "PACELINE_FAILURES": chances,
         "PACELINE_NETWORK": network,
         "PACELINE_SEED": None if seed is None else str(seed),
     }
     given = {key: value for key, value in settings.items() if value is not None}
-    command = (sys.executable, "-u", *(["-m"] if module else []), script, *(args or []))
+    called = (*(["-m"] if module else []), script, *(args or []))
 
     from paceline.cli.launch import Order, launch
 
-    code = launch(Order(command, workers, given, run_dir, devices=tuple(device_list), quiet=quiet))
+    order = Order((sys.executable, "-u", *called), size.start, given, run_dir, devices=tuple(device_list), quiet=quiet)
+    if roster is None:
+        code = launch(order)
+    else:
+        from paceline.cli.supervise import supervise
+        from paceline.cli.tokens import invitation
+
+        invites = "" if join else invitation(roster.address, roster.token, called, loopback=roster.loopback)
+        code = supervise(order, roster, faults=faults, invitation=invites)
     if page is not None:
         page.close()
     leave_with(code)
+
+
+def _roster(
+    size: Size, *, host: str | None, port: int | None, join: str | None, token: str | None, token_file: Path | None
+) -> Roster | None:
+    """The roster of a fleet that comes and goes, its own or that of the fleet to join; None for a fixed fleet."""
+    from paceline.cli.rosters import RosterElsewhere, RosterHere
+    from paceline.cli.tokens import check_host, own_token, their_token
+
+    if join is not None:
+        if host or port:
+            raise ValueError("--host and --port say where a roster of one's own listens: leave them out with --join")
+        return RosterElsewhere(join, token=their_token(token, token_file))
+    if size.bounds is None:
+        options = {"--host": host, "--port": port, "--token": token, "--token-file": token_file}
+        if given := [option for option, value in options.items() if value is not None]:
+            raise ValueError(f"{given[0]} is for fleets that others may join: give -n MIN:MAX, such as -n 2:8")
+        return None
+    minimum, maximum = size.bounds
+    where = check_host(host or "127.0.0.1")
+    return RosterHere(minimum=minimum, maximum=maximum, token=own_token(token, token_file), host=where, port=port or 0)
 
 
 def _run_dir(runs: Path, name: str) -> Path:
@@ -130,86 +232,3 @@ def leave_with(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def _check_script(script: str, module: bool) -> None:
-    if module:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does in the workers
-        top = script.partition(".")[0]
-        if not top or importlib.util.find_spec(top) is None:
-            raise ValueError(f"no module named {script!r} can be found from here")
-        return
-    path = Path(script)
-    if path.is_dir() and (path / "__main__.py").exists():
-        return
-    if not path.is_file():
-        kind = "is not a file" if path.exists() else "does not exist"
-        raise ValueError(f"the script {script!r} {kind} (looked in {Path.cwd()})")
-    if not os.access(path, os.R_OK):
-        raise ValueError(f"the script {script!r} cannot be read")
-
-
-def _devices(text: str | None) -> list[str]:
-    """The names in ``cuda:0,cuda:1,cpu``; whether they exist is for the workers to find out."""
-    if text is None:
-        return []
-    names = [name.strip() for name in text.split(",")]
-    for position, name in enumerate(names, start=1):
-        if not re.fullmatch(r"[a-z]+(:[0-9]+)?", name):
-            raise ValueError(f"--devices entry {position} is {name!r}; write a device such as cpu, cuda or cuda:1")
-    return names
-
-
-def _workers(n: str | None, devices: list[str], emulate: str | None, sample_ms: float) -> int:
-    """How many workers to start: as many as asked for, as devices, or as emulated machines; these must agree."""
-    from paceline.machines import parse_fleet
-
-    asked = None if n is None else _count(n)
-    if asked and devices and asked != len(devices):
-        raise ValueError(f"-n asks for {asked} workers, --devices names {len(devices)} devices: give one for each")
-    if emulate is not None:
-        try:
-            return len(parse_fleet(emulate, sample_ms=sample_ms, workers=asked or len(devices) or None))
-        except ValueError as error:
-            raise ValueError(f"--emulate: {error}") from None
-    return asked or len(devices) or 1
-
-
-def _count(text: str) -> int:
-    if ":" in text:
-        raise ValueError(f"-n {text}: fleets whose workers come and go are not in this version; give one number")
-    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
-        raise ValueError(f"-n is the number of workers, a whole number from 1, not {text!r}")
-    return int(text)
-
-
-def _check_emulated(failures: str | None, network: str | None) -> None:
-    if failures is not None:
-        from paceline.machines.failures import parse_failures
-
-        try:
-            parse_failures(failures)
-        except ValueError as error:
-            raise ValueError(f"--failures: {error}") from None
-    if network is not None:
-        from paceline.machines.link import parse_link
-
-        try:
-            parse_link(network)
-        except ValueError as error:
-            raise ValueError(f"--network: {error}") from None
-
-
-def _check_names(pace: str | None, combine: str | None, workers: int) -> None:
-    if pace is not None:
-        from paceline.pace import make
-
-        try:
-            make(pace).check(workers)
-        except ValueError as error:
-            raise ValueError(f"--pace: {error}") from None
-    if combine is not None:
-        from paceline.combine import NAMES
-
-        if combine not in NAMES:
-            raise ValueError(f"--combine: unknown combine {combine!r}; known: {', '.join(NAMES)}")

@@ -39,6 +39,11 @@ class Signals:
         arrived, self._arrived = self._arrived, []
         return arrived
 
+    def wake(self) -> None:
+        """Make ``waker`` readable, from any thread."""
+        with contextlib.suppress(OSError):  # full: it is readable; closed: nobody waits any more
+            os.write(self._write, b"\0")
+
     def drain(self) -> None:
         """Empty the waker."""
         with contextlib.suppress(BlockingIOError):

@@ -44,6 +44,11 @@ class Watching:
         """A line of the launcher's own."""
         self.err(f"paceline: {text}\n")
 
+    def note(self, text: str) -> None:
+        """A line of the launcher's own that a quiet run does without."""
+        if not self._quiet:
+            self.say(text)
+
     def close(self) -> RunLog | None:
         """End the view and print the verdict; returns the run's log, None when the script never joined a fleet."""
         from paceline.observe import read_log, verdict

@@ -9,6 +9,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.cli.voices import Voice
 
 PR_SET_PDEATHSIG = 1
 FLEET_FAILED = 75
@@ -16,14 +20,18 @@ FLEET_FAILED = 75
 
 GUARD = """
 import os, signal, sys
-if not sys.stdin.buffer.read(1):
-    for group in sys.argv[1:]:
-        try:
-            os.killpg(int(group), signal.SIGKILL)
-        except OSError:
-            pass
+groups = set()
+for line in sys.stdin:
+    number = int(line)
+    groups.add(number) if number > 0 else groups.discard(-number)
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
 """
-"""Waits for one byte; when the launcher dies without sending it, ends every worker with all its descendants."""
+"""Is told who starts (their number) and who has ended (minus their number); when the launcher dies, ends those that
+are left with all their descendants."""
 
 
 class Worker:
@@ -33,6 +41,8 @@ class Worker:
         self.rank = rank
         self.code: int | None = None
         """How it ended, as `subprocess` says it (negative: by a signal); None while it runs."""
+        self.words: Voice
+        """What it says on stderr; whoever listens to it sets this."""
         self.stopped = False
         """Whether the launcher itself sent the signal that may have ended it."""
         self.process = subprocess.Popen(
@@ -67,9 +77,21 @@ class Worker:
         if number == signal.SIGKILL:
             self._kill_group()
 
+    def freeze(self) -> None:
+        """Stop it with all it started, as a machine that stands still."""
+        self._send_group(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._send_group(signal.SIGCONT)
+
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _send_group(self, number: int) -> None:
+        if self.running:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, number)
 
     @property
     def ended(self) -> str:
@@ -81,20 +103,31 @@ class Worker:
 class Guard:
     """A tiny process that ends the workers when the launcher is killed and cannot."""
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        groups = [str(worker.process.pid) for worker in workers]
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", GUARD, *groups],
+            [sys.executable, "-I", "-S", "-c", GUARD],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
 
+    def watch(self, worker: Worker) -> None:
+        self._tell(worker.process.pid)
+
+    def release(self, worker: Worker) -> None:
+        """It has ended: its number may soon be somebody else's."""
+        self._tell(-worker.process.pid)
+
     def dismiss(self) -> None:
         """The workers have ended: there is nothing left to guard."""
         with contextlib.suppress(OSError):
-            self._process.communicate(b".")
+            self._process.communicate()
+
+    def _tell(self, number: int) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # somebody ended it: Linux still ends the workers with us
+            os.write(self._process.stdin.fileno(), f"{number}\n".encode())
 
 
 def how(code: int) -> str:

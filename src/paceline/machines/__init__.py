@@ -10,6 +10,7 @@ Nothing is emulated unless it is asked for, with ``paceline run --emulate`` or t
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from paceline.machines.grammar import parse_fleet
 from paceline.machines.machine import Machine
@@ -21,13 +22,19 @@ SAMPLE_MS = 2.0
 """Milliseconds a sample that the reference machine takes when PACELINE_SAMPLE_MS does not say."""
 
 
-def from_env(rank: int) -> Machine | None:
-    """The machine that worker ``rank`` should play, as PACELINE_EMULATE, PACELINE_SAMPLE_MS and PACELINE_SEED say."""
+def from_env(rank: int, *, around: bool = False) -> Machine | None:
+    """The machine that worker ``rank`` should play, as PACELINE_EMULATE, PACELINE_SAMPLE_MS and PACELINE_SEED say.
+
+    In a fleet whose workers come and go (``around``) there may be more workers than machines: the list then begins
+    again, with jitter of the worker's own.
+    """
     text = os.environ.get("PACELINE_EMULATE", "").strip()
     if not text:
         return None
     sample_ms = _number("PACELINE_SAMPLE_MS", SAMPLE_MS)
     fleet = parse_fleet(text, sample_ms=sample_ms, seed=int(_number("PACELINE_SEED", 0)))
+    if around:
+        return replace(fleet[rank % len(fleet)], rank=rank)
     if rank >= len(fleet):
         raise ValueError(
             f"PACELINE_EMULATE ({text!r}) describes {len(fleet)} machines, but this is worker {rank} "

@@ -11,6 +11,8 @@ P is the probability that a worker that is well falls into such a burst in a rou
 out. So ``lost:0.33`` loses a third of all exchanges, and ``restart:0.02x20`` takes a worker away for 20 rounds, on
 average 49 rounds after it came back.
 
+What happens to real processes at a given step, such as ``kill:2@30``, is an event (`paceline.machines.events`).
+
 The same worker, round and seed always give the same answer, in whatever order they are asked for.
 
 >>> failures = parse_failures("lost:0.33,restart:0.02x20", seed=7)
@@ -167,6 +169,8 @@ def parse_failures(text: str, *, seed: int = 0) -> Failures:
 def _entry(entry: str, key: tuple[int, ...]) -> Failure:
     name, _, rest = entry.partition(":")
     parser = PARSERS.get(name.strip())
+    if parser is None and "@" in entry:
+        raise ValueError(f"failure {entry!r}: what happens at a step is played by `paceline run -n MIN:MAX --failures`")
     if parser is None:
         raise ValueError(f"failure {entry!r}: {name.strip()!r} is not known; there are {', '.join(sorted(PARSERS))}")
     try:
@@ -218,7 +222,7 @@ def _restart(rest: str, key: tuple[int, ...]) -> Failure:
 
 
 PARSERS: dict[str, Parser] = {"lost": _lost, "frozen": _frozen, "restart": _restart}
-"""By name; events at a given step register here too."""
+"""By name. What happens to processes at a given step is an event (`paceline.machines.events`)."""
 
 
 def _burst(outages: Outages) -> str:
