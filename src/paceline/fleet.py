@@ -443,7 +443,7 @@ class Fleet:
             steps,
             ahead=ahead,
             agreed={**agreed, "pace": self.pacer.name, "the models' shapes": shapes.hexdigest()},
-            observe=self._witness.event,
+            witness=self._witness,
             before_leaving=lambda: self._save_last(steps),
         )
 

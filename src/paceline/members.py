@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +18,14 @@ import torch
 from paceline import checkpoint
 from paceline.books import changes
 from paceline.roster import RunOver
-from paceline.signals import LEFT
+from paceline.signals import Leave
 from paceline.transport.elastic import Change, Elastic
 
 if TYPE_CHECKING:
     from paceline.combine import Header
     from paceline.loop import Steps
     from paceline.turn import Turn
+    from paceline.witness import Witness
 
 logger = logging.getLogger("paceline")
 
@@ -38,12 +40,12 @@ class Members:
         *,
         ahead: int,
         agreed: Mapping[str, Any],
-        observe: Callable[[str, Mapping[str, Any]], None],
+        witness: Witness,
         before_leaving: Callable[[], None],
     ) -> None:
         """``ahead``: samples that this worker's loader likes to hold. ``agreed``: what must be the same in every
         worker's script. ``before_leaving`` is called on a worker that was asked to leave, at a step boundary."""
-        self._transport, self._steps, self._observe = transport, steps, observe
+        self._transport, self._steps, self._witness = transport, steps, witness
         self._ahead, self._agreed, self._before_leaving = ahead, dict(agreed), before_leaving
         self._due = (0, False, False)
         """Of the last round: its generation, whether the fleet is to be formed anew after it, and whether this worker
@@ -83,7 +85,10 @@ class Members:
             return
         if mine:
             self._leave()
-        self._transport.reform()
+        try:
+            self._transport.reform()
+        except Leave:
+            self._leave()
         self._transport.follow()
 
     def _enter(self) -> None:
@@ -96,8 +101,8 @@ class Members:
 
     def _leave(self) -> None:
         self._before_leaving()
-        self._transport.depart("left (SIGTERM)")
-        raise SystemExit(LEFT)
+        self._transport.depart()
+        raise Leave
 
     # -- what the transport asks for -------------------------------------------------------------------------------
 
@@ -123,7 +128,7 @@ class Members:
 
     def _announce(self, change: Change) -> None:
         generation = change.generation
-        self._observe(
+        self._witness.event(
             "generation",
             {
                 "number": generation.number,
@@ -135,11 +140,12 @@ class Members:
         )
         if self._transport.rank == 0 and not self._led:
             for record in self._steps.books.recent:  # the last leader may not have come to write them
-                self._observe("step", vars(record))
+                self._witness.event("step", vars(record))
         self._led = self._transport.rank == 0
 
     def give(self) -> torch.Tensor:
-        return checkpoint.pack({**self._steps.whole_state(), "agreed": self._agreed})
+        run = {"agreed": self._agreed, "run_dir": str(self._witness.run_dir.absolute())}
+        return checkpoint.pack({**self._steps.whole_state(), **run})
 
     def take(self, data: torch.Tensor, change: Change) -> None:
         state = checkpoint.unpack(data, device=self._steps.device)
@@ -150,6 +156,7 @@ class Members:
                     f"this worker's script is not the fleet's: {name} is {mine!r} here and {theirs!r} there"
                 )
         self._steps.take_over(state, ahead=_ahead(change))
+        self._witness.go_on_in(Path(state["run_dir"]))
         self._due = (0, False, False)
 
 

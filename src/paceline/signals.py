@@ -16,6 +16,13 @@ LEFT = 143
 """Exit code of a worker that left because it was asked to, as a shell gives it: 128 + 15."""
 
 
+class Leave(SystemExit):
+    """This worker was asked to leave, and holds nothing that it would have to finish first."""
+
+    def __init__(self) -> None:
+        super().__init__(LEFT)
+
+
 @contextmanager
 def leave_on_sigterm(transport: Elastic) -> Iterator[None]:
     """Inside, a first SIGTERM makes this worker leave after its step; a second one ends it as usual.
@@ -29,9 +36,9 @@ def leave_on_sigterm(transport: Elastic) -> Iterator[None]:
 
     def asked(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if transport.outside:  # it holds nothing
-            raise SystemExit(LEFT)
         transport.leaving = True
+        if transport.at_rest:
+            raise Leave
 
     signal.signal(signal.SIGTERM, asked)
     try:

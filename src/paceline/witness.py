@@ -92,6 +92,11 @@ class Witness:
         if not begun:
             self._view.show(self._log.write("run", **self._run))
 
+    def go_on_in(self, folder: Path) -> None:
+        """A newcomer: the run has its folder, if that can be reached from here."""
+        if log_file(folder).exists():
+            self.run_dir, self.run_id = folder, folder.name
+
     def event(self, event: str, fields: Mapping[str, Any]) -> None:
         """Note that something happened."""
         warning = event == "note" and fields["level"] == "warning"
@@ -107,6 +112,10 @@ class Witness:
     def close(self, error: BaseException | None) -> None:
         self._over = True
         if self._log is None:
+            return
+        if self._transport.elastic and error is not None and not isinstance(error, KeyboardInterrupt):
+            self._log.close()  # the others go on, and with the log too
+            self._view.close()
             return
         interrupted = isinstance(error, KeyboardInterrupt)
         reason = "finished" if error is None else "interrupted" if interrupted else "error"

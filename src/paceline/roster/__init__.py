@@ -6,6 +6,7 @@ what they agree on. The rules are pure and stand in `roll` and `decide`.
 
 from paceline.roster.generation import Generation, Gone, RunOver
 from paceline.roster.member import Member
+from paceline.roster.roll import LEFT
 from paceline.roster.steward import Steward
 
-__all__ = ["Generation", "Gone", "Member", "RunOver", "Steward"]
+__all__ = ["LEFT", "Generation", "Gone", "Member", "RunOver", "Steward"]

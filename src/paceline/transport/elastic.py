@@ -28,7 +28,8 @@ from typing import Any, Protocol
 import torch
 
 from paceline.errors import Dropped, FleetError, GenerationOver, PacelineError
-from paceline.roster import Generation, Member
+from paceline.roster import LEFT, Generation, Member
+from paceline.signals import Leave
 from paceline.transport.base import Pending
 from paceline.transport.linked import ENGINE_TIMEOUT, Linked, facts_of, one_line
 from paceline.transport.network import Store, break_off, dist
@@ -105,6 +106,8 @@ class Elastic(Linked):
         self.settler: Settler | None = None
         self.leaving = False
         """This worker was asked to leave, and does so after the step."""
+        self.at_rest = True
+        """It is at no step: it may leave at once."""
         self._lanes = {CALLS: _Lane(), ROUNDS: _Lane()}
         self._recovering = threading.RLock()
         self._following = threading.RLock()
@@ -136,6 +139,7 @@ class Elastic(Linked):
         """This worker is not in the fleet (yet): its calls concern itself alone, until its first step."""
         if not self.outside:
             self._start()
+        self.at_rest = self.outside
 
     def _start(self) -> None:
         """Nobody has begun: wait for the first generation."""
@@ -163,16 +167,18 @@ class Elastic(Linked):
         """Whether the present members may only finish their step."""
         return self._now is not None and self._now.wanting > 0
 
-    def depart(self, why: str) -> None:
+    def depart(self) -> None:
         """Leave for good, at a step boundary."""
-        self._member.leave(why)
+        self._member.leave(LEFT)
         self.outside = True
 
     # -- from one generation to the next ---------------------------------------------------------------------------
 
     def reform(self) -> None:
         """All members come here at the same step boundary, and a newcomer to its first step: form the fleet anew."""
+        self.at_rest = True
         self._recover(self._number, orderly=True)
+        self.at_rest = False
 
     def cut(self, over: GenerationOver) -> None:
         """What is still under way in this generation ends now."""
@@ -207,7 +213,7 @@ class Elastic(Linked):
     def _fall_out(self) -> None:
         """The fleet went on: this step is no longer this worker's, and only a peer's state can bring it back."""
         self._bury()
-        self.outside = True
+        self.outside = self.at_rest = True
         for lane in self._lanes.values():
             lane.kept, lane.pending, lane.result, lane.entered = (), (), None, lane.finished
 
@@ -563,7 +569,7 @@ class Elastic(Linked):
                 self.gather("the end of the run", None)
                 self._member.leave("finished")
             elif failure is not None and not self.outside:
-                self._member.leave(f"ended with {one_line(failure)}")
+                self._member.leave(LEFT if isinstance(failure, Leave) else f"ended with {one_line(failure)}")
         finally:
             self._member.close()
             self._bury()
