@@ -33,7 +33,10 @@ class Flock:
         args: Any = None,
         env: dict[str, str] | None = None,
         state: Path | None = None,
+        own: dict[int, dict[str, str]] | None = None,
     ) -> None:
+        """``own``: variables of single workers, by slot."""
+        self.own = own or {}
         self.case, self.folder, self.args, self.env = case, folder, args or {}, env or {}
         folder.mkdir(parents=True, exist_ok=True)
         self._sizes, self._state = (minimum, maximum), state
@@ -67,7 +70,9 @@ class Flock:
         out, err, value = (str(self.folder / f"{name}.{slot}") for name in ("out", "err", "value"))
         Path(value).unlink(missing_ok=True)
         argv = [self.case, value, json.dumps(self.args)]
-        self.workers[slot] = Worker(nursery(), argv=argv, env=variables | self.env | env, out=out, err=err)
+        self.workers[slot] = Worker(
+            nursery(), argv=argv, env=variables | self.env | self.own.get(slot, {}) | env, out=out, err=err
+        )
 
     def __enter__(self) -> Flock:
         return self

@@ -11,8 +11,13 @@ import exact_cases
 import pytest
 import torch
 from crew import Crew, run
+from elastic_cases import replay
+from flock import Flock
 from test_deadlines import CASE, one_machine, positions
 from test_exactness import random_cases
+
+from paceline.observe import read_log
+from paceline.observe.audit import audit
 
 pytestmark = [pytest.mark.fleet, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -81,3 +86,21 @@ def test_a_cpu_worker_killed_beside_a_gpu_is_named(tmp_path: Path) -> None:
     for outcome in outcomes[:2]:
         assert outcome.code == 75, outcome.err
         assert "worker 2 (cpu) went silent" in outcome.err
+
+
+@pytest.mark.parametrize("dies", [0, 1], ids=["the GPU worker dies", "a CPU worker dies"])
+def test_a_gpu_worker_among_others_that_come_and_go(tmp_path: Path, dies: int) -> None:
+    own = {0: {"PACELINE_DEVICE": "cuda:0"}, 1: {"PACELINE_DEVICE": "cpu"}, 2: {"PACELINE_DEVICE": "cpu"}}
+    args = {"die": {str(dies): [["in round", 7]]}, "epochs": 8}
+    with Flock("elastic_cases.py:train", 3, tmp_path, args=args, own=own) as flock:
+        flock.wait_for_step(12)
+        flock.start(dies)
+        outcomes = flock.wait()
+    assert [outcome.code for outcome in outcomes.values()] == [0, 0, 0], [one.err[-2000:] for one in outcomes.values()]
+    found = audit(read_log(tmp_path / "run"))
+    assert len(found) == 8
+    assert all(epoch.sound and epoch.whole for epoch in found)
+    expected = torch.tensor(replay(tmp_path), dtype=torch.float64)
+    for outcome in outcomes.values():
+        error = (torch.tensor(outcome.value["weights"], dtype=torch.float64) - expected).abs().max()
+        assert error < 1e-11, float(error)

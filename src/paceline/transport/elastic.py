@@ -41,6 +41,8 @@ FORMING = timedelta(seconds=5)
 """How long the engine may take to connect members that are all there."""
 STORE = timedelta(seconds=20)
 STATE_TAG = 1 << 29
+PREFIX = "generation"
+"""Of a generation's keys in the store, before its number."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ class Elastic(Linked):
             self._root = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STORE)
             self._aside = self._root.clone()
             self._store_at = generation.store
-        prefix = f"generation{generation.number}"
+        prefix = f"{PREFIX}{generation.number}"
         self._store = self._signals = dist.PrefixStore(prefix, self._root)
         self._board = dist.PrefixStore(prefix, self._aside)
 
@@ -303,6 +305,8 @@ class Elastic(Linked):
                 raise
             raise self.failed(error) from None
         self.outside = False
+        if self._rank == 0:
+            threading.Thread(target=_tidy, args=(self._aside.clone(), self._number), daemon=True).start()
 
     def _change(self, said: Sequence[dict[str, Any]]) -> Change:
         assert self._now is not None
@@ -597,6 +601,15 @@ class _Never:
 
 def _let_go(groups: list[Any]) -> None:
     groups.clear()
+
+
+def _tidy(store: Store, number: int) -> None:
+    """Forget what generations before the last one said, by a connection of its own."""
+    with suppress(RuntimeError, AttributeError):  # the roster is away, or this store cannot list its keys
+        for key in store.list_keys():
+            generation = key.removeprefix("/").removeprefix(PREFIX).partition("/")[0]
+            if generation.isdigit() and int(generation) < number - 1:
+                store.delete_key(key)
 
 
 def _send_state(group: Any, data: torch.Tensor, to: int) -> None:
