@@ -438,11 +438,12 @@ class Fleet:
         if self._elastic is None:
             return
         shapes = blake2b(repr([replicas.shape_of(model) for model in self._models]).encode(), digest_size=16)
+        own = {"pace": self.pacer.name, "combine": repr(self.combine), "the models' shapes": shapes.hexdigest()}
         steps.members = Members(
             self._elastic,
             steps,
             ahead=ahead,
-            agreed={**agreed, "pace": self.pacer.name, "the models' shapes": shapes.hexdigest()},
+            agreed={**agreed, **own},
             witness=self._witness,
             before_leaving=lambda: self._save_last(steps),
         )

@@ -344,8 +344,8 @@ class Steps:
                 self._proxy.take_place(state["proxy"])
             self._agreed_epoch, self.seed = state["agreed_epoch"], state["seed"]
 
-    def forget_requests(self) -> None:
-        """Members changed: who waits for a copy has been told, and asks again."""
+    def follow(self, kept: Sequence[int | None]) -> None:
+        """Members changed: by new rank, ``kept`` says who they were. Who waits for a copy was told, and asks again."""
         self._asked = {}
 
     def _note_requests(self, turn: Turn) -> None:

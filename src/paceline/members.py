@@ -8,7 +8,7 @@ state: models, everything tracked, books and pace.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,13 +67,17 @@ class Members:
 
     def closed(self, turn: Turn, header: Header) -> None:
         """A round is over: all read the same in it."""
-        if turn.bounded:  # the next step waits for everybody, and then it is time
-            return
-        leaves = bool(header.column("leaves")[turn.workers.index(self._transport.id)])
-        self._due = (turn.generation, changes(header), leaves)
+        if not turn.bounded:  # else the next step waits for everybody, and then it is time
+            self.heard(header, workers=turn.workers, generation=turn.generation)
 
-    def at_boundary(self) -> None:
-        """Enter, leave, or form the fleet anew, where that is due."""
+    def heard(self, header: Header, *, workers: Sequence[int], generation: int) -> None:
+        """What the header of a round of all these workers says of the boundary after it."""
+        leaves = bool(header.column("leaves")[workers.index(self._transport.id)])
+        self._due = (generation, changes(header), leaves)
+
+    def at_boundary(self, *, agreed: Callable[[], bool] = lambda: True) -> None:
+        """Enter, leave, or form the fleet anew, where that is due. ``agreed`` may be a call of all workers: whether
+        this is the place for it."""
         if self._transport.outside:
             self._enter()
             return
@@ -81,10 +85,11 @@ class Members:
         if not anew:  # whoever was handed the last round's result goes on as those do who had it
             return
         self._transport.follow()
-        if generation != self._transport.generation:  # it was formed anew since
-            return
-        if mine:
+        if mine and generation == self._transport.generation:
             self._leave()
+        # The call is made by all who heard of the change or by none, however often the fleet was formed anew since.
+        if not agreed() or generation != self._transport.generation:
+            return
         try:
             self._transport.reform()
         except Leave:
@@ -119,7 +124,7 @@ class Members:
             show()
             steps.books.follow(change.kept, ahead=_ahead(change))
             steps.full_shares = _kept_shares(steps.full_shares, change.kept)
-            steps.forget_requests()
+            steps.follow(change.kept)
             turn = steps.open_turn
             if turn is not None:
                 turn.follow(change.kept, workers=generation.workers, generation=generation.number)
@@ -144,7 +149,11 @@ class Members:
         self._led = self._transport.rank == 0
 
     def give(self) -> torch.Tensor:
-        run = {"agreed": self._agreed, "run_dir": str(self._witness.run_dir.absolute())}
+        run = {
+            "agreed": self._agreed,
+            "run_dir": str(self._witness.run_dir.absolute()),
+            "rounds": self._transport.rounds,
+        }
         return checkpoint.pack({**self._steps.whole_state(), **run})
 
     def take(self, data: torch.Tensor, change: Change) -> None:
@@ -155,6 +164,7 @@ class Members:
                 raise ValueError(
                     f"this worker's script is not the fleet's: {name} is {mine!r} here and {theirs!r} there"
                 )
+        self._transport.rounds = state["rounds"]
         self._steps.take_over(state, ahead=_ahead(change))
         self._witness.go_on_in(Path(state["run_dir"]))
         self._due = (0, False, False)

@@ -100,7 +100,10 @@ class Witness:
     def event(self, event: str, fields: Mapping[str, Any]) -> None:
         """Note that something happened."""
         warning = event == "note" and fields["level"] == "warning"
-        if self._log is None and not self._over and self._leads:
+        if self._log is not None and not self._leads:  # another one has gone on with it
+            self._log.close()
+            self._log = None
+        elif self._log is None and not self._over and self._leads:
             self._open_log(goes_on=True)
         if self._log is not None:
             self._view.show(self._log.write(event, **fields))
@@ -113,8 +116,9 @@ class Witness:
         self._over = True
         if self._log is None:
             return
-        if self._transport.elastic and error is not None and not isinstance(error, KeyboardInterrupt):
-            self._log.close()  # the others go on, and with the log too
+        goes_on = error is not None and not isinstance(error, KeyboardInterrupt)
+        if self._transport.elastic and (goes_on or not self._leads):  # without this worker
+            self._log.close()
             self._view.close()
             return
         interrupted = isinstance(error, KeyboardInterrupt)

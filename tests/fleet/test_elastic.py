@@ -41,14 +41,16 @@ def must_be_sound(folder: Path, outcomes: dict[int, Outcome], *, ended: set[int]
 
 @pytest.mark.parametrize("pace", ["adaptive", "equal", "epoch", "joint", "cutoff"])
 def test_a_killed_worker_is_done_without_and_comes_back(tmp_path: Path, pace: str) -> None:
-    with Flock(CASE, 3, tmp_path, args={"pace": pace}) as flock:
+    with Flock(CASE, 3, tmp_path, args={"pace": pace, "epochs": 12}) as flock:
         flock.wait_for_step(8)
         flock.kill(1)
         flock.wait_for_step(14)
         flock.start(1)
+        flock.wait_until(lambda: len(flock.records()[-1]["workers"]) == 3)
+        flock.kill(2)
         outcomes = flock.wait()
-    run = must_be_sound(tmp_path, outcomes, ended={0, 1, 2})
-    assert [len(change.workers) for change in run.changes] == [2, 3]
+    run = must_be_sound(tmp_path, outcomes, ended={0, 1}, epochs=12)
+    assert [len(change.workers) for change in run.changes] == [2, 3, 2]
     assert run.changes[0].left[0].worker == 1
     assert run.changes[1].joined == (1,)
 
@@ -89,13 +91,14 @@ def test_a_worker_that_is_asked_to_leave_does_so_in_good_order(tmp_path: Path) -
     assert run.changes[0].left[0].text == "left (SIGTERM)"
 
 
-def test_a_frozen_worker_is_done_without_and_enters_anew_when_it_wakes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slot", [0, 1], ids=["the leader", "another"])
+def test_a_frozen_worker_is_done_without_and_enters_anew_when_it_wakes(tmp_path: Path, slot: int) -> None:
     with Flock(CASE, 3, tmp_path, args={"epochs": 20}) as flock:
         flock.wait_for_step(8)
-        flock.send(1, signal.SIGSTOP)
+        flock.send(slot, signal.SIGSTOP)
         before = flock.records()[-1]["step"]
         flock.wait_for_step(before + 10)
-        flock.send(1, signal.SIGCONT)
+        flock.send(slot, signal.SIGCONT)
         outcomes = flock.wait()
     run = must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=20)
     assert [len(change.workers) for change in run.changes] == [2, 3]
