@@ -6,15 +6,21 @@ sample of the epoch still counts exactly once.
 
 A round may run beside the local steps that follow it (``overlap``). They go on with what is left of what was dealt, and
 when the round is over its update lands between two of them.
+
+Where workers come and go, those who are left run a round again when somebody is lost in it, with what they have done
+themselves: only what a round counted is done, and the rest is dealt again. Others enter and leave right after a round,
+when nobody waits in a call such as ``fleet.evaluate``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from copy import deepcopy
+from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,18 +28,24 @@ from numpy.typing import NDArray
 
 from paceline.combine import Header
 from paceline.combine.averaging_settings import Averaging, ElasticAverage
+from paceline.combine.flats import Flats
+from paceline.combine.gradients import broken_off
 from paceline.combine.header import Layout
 from paceline.combine.merging import Averages, copies, make_merging, momentum_of
 from paceline.combine.statistics import RunningStatistics
 from paceline.dealing import Dealing
-from paceline.errors import FleetError, MisuseError
-from paceline.groups import check_fits, groups_of, over_group
+from paceline.errors import Dropped, FleetError, GenerationOver, MisuseError
+from paceline.groups import check_fits, over_group, place_of
 from paceline.loop import Steps
 from paceline.machines.failures import Failures, Trouble
-from paceline.period import Ints, Period, above, by_the_clock
+from paceline.period import Ints, Period, above, by_the_clock, followed
 from paceline.records import Plan, Range, StepRecord
 from paceline.rounds import Round
 from paceline.transport import Transport
+from paceline.transport.base import Pending
+from paceline.transport.elastic import Elastic
+
+Written = TypeVar("Written")
 
 LEAVING_S = 5.0
 """How long the end of a failed training waits for a round's thread."""
@@ -51,13 +63,15 @@ class Averaged(Steps):
         models: Sequence[torch.nn.Module],
         failures: Failures | None,
         lengths: Sequence[int],
+        first_round: int = 0,
         **loop: Any,
     ) -> None:
-        """``lengths``: how much of an epoch each worker claims when it opens; empty: it is dealt as it goes."""
+        """``lengths``: how much of an epoch each worker claims when it opens; empty: it is dealt as it goes.
+        ``first_round``: rounds of the run's loops before this one."""
         transport: Transport = loop["transport"]
-        self._groups = groups_of(combine, transport.size)
-        self._members = next(group for group in self._groups if transport.rank in group)
-        self._member = self._members.index(transport.rank)
+        if transport.elastic:
+            combine.check_elastic()
+        self._groups, self._members, self._member = place_of(combine, rank=transport.rank, size=transport.size)
         self._overlaps = isinstance(combine, Averaging) and combine.overlap and transport.size > 1
         grouped = len(self._groups) < transport.size
         check_fits(transport, loop["dealing"], failures, grouped=grouped, overlaps=self._overlaps)
@@ -73,7 +87,8 @@ class Averaged(Steps):
         self._period: Period | None = None
         self._under_way: Round | None = None
         """A round that runs beside the local steps."""
-        self._round = 0
+        self._round = self.books.index = first_round
+        """Rounds so far, as the records count them."""
         self._arrived = 0.0
         """When the last round was over, for this worker."""
         self._call = 0.0
@@ -98,7 +113,8 @@ class Averaged(Steps):
 
     def _open(self) -> Period:
         """Deal a period. Everybody works out the same shares from what the last round said."""
-        self._plan = self._plan or self._hand_round_plan()
+        self._cross_boundary()
+        self._plan = self._plan or self._agree_on_plan()
         if self._lengths and self._feed.remaining == self._feed.length:
             self._feed.deal(self._lengths)  # an epoch opens: everybody claims its own part and the common one
         nothing = (0,) * len(self._members)
@@ -107,6 +123,14 @@ class Averaged(Steps):
         self._statistics.begin()
         self._return_from_outage()
         return period
+
+    def _agree_on_plan(self) -> Plan:
+        """The leader hands a plan round where none came with the last round: before the first, or for other members."""
+
+        def mine() -> dict[str, Any] | None:
+            return self.books.plan_for(self._round).to_json() if self._transport.rank == 0 else None
+
+        return Plan.from_json(self._transport.gather(f"the plan after {self._round} rounds", mine)[0])
 
     def _deal(self, period: Period, floors: Ints | None) -> None:
         """Deal to all, ``floors`` at least, and let the period go on with what this worker's group was dealt."""
@@ -145,16 +169,44 @@ class Averaged(Steps):
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
-    def _depart(self) -> None:
-        """End the period by a round. One beside local steps is only begun here: `_arrive` takes it over."""
-        period = self._period
+    def _depart(self) -> bool:
+        """End the period by a round. One beside local steps is only begun here: `_arrive` takes it over. False: the
+        fleet has gone on without this worker, and what it did in the period does not count."""
+        period, entered = self._period, time.perf_counter()
         assert period is not None
-        round = self._write_round(period)
-        if not self._overlaps:
-            self._exchange(round)
-            self._close_round(round, time.perf_counter() - round.entered)
-            return
+        if self._overlaps:
+            self._depart_beside(period)
+            return True
+        try:
+            round = self._run_out(period)
+        except Dropped as dropped:
+            self._give_up_period(dropped)
+            return False
+        self._merging.take(round.facts, round.total.views, self._optimizers)
+        self._close_round(round, time.perf_counter() - entered)
+        return True
+
+    def _run_out(self, period: Period) -> Round:
+        """Run a round to its end: once more, among those who are left, when somebody is lost in it."""
+        if self.members is not None:
+            self.members.keep_up()
+        while (over := self._exchange(self._written(partial(self._write_round, period)))) is None:
+            pass
+        return over
+
+    def _written(self, write: Callable[[], Written]) -> Written:
+        """What ``write`` gives. It may ask the store, which names figures and may be away for a while."""
+        while True:
+            try:
+                return write()
+            except GenerationOver as over:
+                assert isinstance(self._transport, Elastic)
+                self._transport.recover(over)
+                self._transport.follow()
+
+    def _depart_beside(self, period: Period) -> None:
         assert isinstance(self._merging, Averages)
+        round = self._write_round(period)
         round.update = self._merging.update()
         self._finish_kernels()
         self._under_way, self._period = round, period.followed(time.perf_counter())
@@ -164,10 +216,11 @@ class Averaged(Steps):
         """Wait for the round under way. Its update lands under what was done since it began."""
         round, waited = self._under_way, time.perf_counter()
         assert round is not None
+        assert round.update is not None
         assert isinstance(self._merging, Averages)
         round.wait()
         self._under_way = None
-        self._merging.land(round.total, round.update)
+        self._merging.land(round.total.views, round.update)
         self._close_round(round, time.perf_counter() - waited)
 
     def _write_round(self, period: Period) -> Round:
@@ -182,7 +235,7 @@ class Averaged(Steps):
         )
         table[self._transport.rank] = torch.tensor([self._call, period.wall_s, *row])
         header, statistics = self._write_period(period), self._statistics.payload(period.samples)
-        return Round(period, header=header, table=table, statistics=statistics)
+        return Round(period, header=header, table=table, statistics=statistics, total=Flats(self.gradients.everything))
 
     def _write_period(self, period: Period) -> Header:
         header = Header(self._layout)
@@ -195,6 +248,7 @@ class Averaged(Steps):
             micro_batches=period.micro_batches,
             slowest_s=period.slowest_s,
             ended=False,
+            **(self.members.intentions() if self.members is not None else {}),
         )
         self._add_figures(header, period.added)
         if self._transport.rank == 0:
@@ -203,21 +257,44 @@ class Averaged(Steps):
             header.counters[:] = self._statistics.moved
         return header
 
-    def _exchange(self, round: Round) -> None:
-        """The sums of a round; on any thread."""
-        wires = self.device if self._transport.backend == "nccl" else torch.device("cpu")
-        table, header = round.table.to(wires), round.header.tensor(wires)
-        with self._transport.round(f"the round after {self._round} rounds", aside=self._overlaps):
-            parts = [table, header, *([round.statistics] if len(self._statistics) else [])]
-            for pending in [self._transport.sum(part) for part in parts]:
-                pending.wait()
-            round.table, facts = table.cpu(), table[:, 2:].cpu().numpy()
-            round.header.receive(header)
-            if isinstance(self._merging, Averages) and self._overlaps:
-                round.total = self._merging.exchange(facts, round.update)
-                self._finish_kernels()
-            else:
-                self._merging.merge(facts, self._optimizers)
+    def _exchange(self, round: Round) -> Round | None:
+        """The sums of a round; on any thread. They stand in ``round``, or in another one that others had to hand over.
+        None: members changed under it, and nothing came of it."""
+        facts = round.wired(self.device if self._transport.backend == "nccl" else torch.device("cpu"))
+        label, sums = f"the round after {self._round} rounds", list[Pending]()
+        try:
+            with self._transport.round(label, aside=self._overlaps, keeps=[*facts, *round.total.flats]):
+                self._sum(facts, sums)
+                round.total.fill(self._part(round))
+                self._sum(round.total.flats, sums)
+                if self._overlaps:
+                    self._finish_kernels()
+        except GenerationOver as over:
+            return self._recover(over, sums, round)
+        round.unwire()
+        return round
+
+    def _recover(self, over: GenerationOver, sums: Sequence[Pending], round: Round) -> Round | None:
+        """Go on among those who live. The round, when some of them had finished it and gave its result."""
+        transport = self._transport
+        assert isinstance(transport, Elastic)
+        if not broken_off(transport, over, sums):
+            round = round.emptied(self._layout)  # something may still write into the other one
+            transport.expect([*round.wired(torch.device("cpu")), *round.total.flats])
+        transport.recover(over)
+        return round if transport.given() else None
+
+    def _sum(self, parts: Sequence[torch.Tensor], sums: list[Pending]) -> None:
+        """Sum over the fleet, and note the sums in ``sums`` as they are begun."""
+        begun = [self._transport.sum(part) for part in parts]
+        sums += begun
+        for pending in begun:
+            pending.wait()
+
+    def _part(self, round: Round) -> list[torch.Tensor]:
+        if isinstance(self._merging, Averages):
+            return self._merging.part(round.facts, round.update)
+        return self._merging.part(round.facts)
 
     def _finish_kernels(self) -> None:
         """What this thread has asked of the device is done: another thread goes on with it."""
@@ -226,7 +303,8 @@ class Averaged(Steps):
 
     def _close_round(self, round: Round, waited_s: float) -> None:
         """A round is over: everybody counts what it says. ``waited_s``: what this worker waited for it."""
-        period, header, walls = round.period, round.header, round.table[:, 1].numpy()
+        period, header, table = round.period, round.header, round.table.cpu().numpy()
+        walls = table[:, 1]
         self._finish_statistics(round)
         ended = time.perf_counter()
         samples, seconds = header.column("samples").astype(int), header.column("seconds")
@@ -248,9 +326,12 @@ class Averaged(Steps):
         self._rates = np.where(walls > 0, samples / np.maximum(walls, 1e-9), self._rates)
         self.books.observe(record)
         self._plan = header.read_plan()
-        self._together = round.table[:, 0].numpy()
+        self._together = table[:, 0]
         self._round += 1
+        self.books.index = self._round
         self._arrived = ended
+        if self.members is not None:
+            self.members.heard(header, workers=self._transport.workers, generation=self._transport.generation)
         self._go_on(np.asarray(period.shares) - samples)
 
     def _go_on(self, left: Ints) -> None:
@@ -286,7 +367,7 @@ class Averaged(Steps):
 
     def meet(self, label: str) -> AbstractContextManager[Any]:
         """Run rounds until everybody has come to the same call; in the context the parameters are those to show."""
-        if self.begun and not self.finished and self._transport.size > 1:
+        if self.begun and not self.finished and self._transport.size > 1 and not self._outside:
             self._call = float(int.from_bytes(blake2b(label.encode(), digest_size=6).digest(), "big"))
             self._transport.doing(label)
             self._run_rounds_until_met()
@@ -304,7 +385,8 @@ class Averaged(Steps):
             self._arrive()
         while not self.finished:
             self._period = self._period or self._open()
-            self._depart()
+            if not self._depart():
+                raise _dropped_in_a_call()
             if self._under_way is not None:
                 self._arrive()
             if (self._together > 0).all():
@@ -320,6 +402,71 @@ class Averaged(Steps):
         if orderly and self._overlaps and not self._closed:
             self.meet("the end of the loop")  # else a round would wait for a worker that has left
         super().close(orderly=orderly)
+
+    # -- workers come and go ------------------------------------------------------------------------------------------
+
+    @property
+    def _outside(self) -> bool:
+        """Whether this worker waits to enter a running fleet."""
+        return isinstance(self._transport, Elastic) and self._transport.outside
+
+    def _cross_boundary(self) -> None:
+        """Right after a round, and before the next period is dealt: enter, leave, or form the fleet anew."""
+        while self.members is not None:
+            try:
+                self.members.at_boundary(agreed=self._nobody_waits)
+                return
+            except Dropped as dropped:
+                self._give_up_period(dropped)
+                if self._call:
+                    raise _dropped_in_a_call() from None
+
+    def _nobody_waits(self) -> bool:
+        """Whether no worker is in a call and serves rounds until the others have come to it: whoever entered now would
+        not come. All workers ask."""
+        return not any(self._transport.gather("whether others may enter", bool(self._call)))
+
+    def _give_up_period(self, dropped: Dropped) -> None:
+        """The fleet went on without this worker: it enters anew, with a peer's state, and what it did since the last
+        round is dealt again."""
+        self._period = None
+        self._observe("note", {"level": "warning", "text": f"after {self._round} rounds: {dropped}; it enters anew"})
+
+    def follow(self, kept: Sequence[int | None]) -> None:
+        super().follow(kept)
+        self._find_place()
+        self._merging.follow(kept)
+        self._speeds, self._rates = followed(self._speeds, kept), followed(self._rates, kept)
+        self._plan = None
+        if self._period is not None:
+            self._period.follow(kept)
+        self._warn_of_alpha()
+
+    def _find_place(self) -> None:
+        """Among the members that are there now, of whom none is known to wait."""
+        rank, size = self._transport.rank, self._transport.size
+        self._groups, self._members, self._member = place_of(self.combine, rank=rank, size=size)
+        self._layout = Layout(size, 0, len(self._statistics))
+        self._together = np.zeros(size)
+
+    def _warn_of_alpha(self) -> None:
+        size, combine = self._transport.size, self.combine
+        if isinstance(combine, ElasticAverage) and combine.settling_alpha(size) != combine.alpha_for(size):
+            text = f"alpha {combine.alpha} is not stable among {size} workers: it is {combine.settling_alpha(size):.3g}"
+            self._warn_all(text)
+
+    def whole_state(self) -> dict[str, Any]:
+        """A newcomer begins with the parameters that are shown: those all have after a round, or the centre."""
+        with self.shown():
+            state = super().whole_state()
+            state["models"] = deepcopy(state["models"])
+        return {**state, **self._own_state()}
+
+    def take_over(self, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
+        super().take_over(state, ahead=ahead)
+        self._find_place()
+        self._load_own_state(state)
+        self._period = self._plan = None
 
     # -- emulated failures --------------------------------------------------------------------------------------------
 
@@ -342,25 +489,39 @@ class Averaged(Steps):
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def _own_state(self) -> dict[str, Any]:
         return {
-            **self.books.state_dict(),
-            "step": self._next,
             "round": self._round,
-            "gradients": self.gradients.state_dict(),
             "merging": self._merging.state_dict(),
             "speeds": self._speeds.tolist(),
             "rates": self._rates.tolist(),
         }
 
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        self._round = self.books.index = state["round"]
+        self._merging.load_state_dict(state["merging"])
+        if len(state["speeds"]) == self._transport.size:
+            self._speeds = np.array(state["speeds"])
+            self._rates = np.array(state.get("rates", state["speeds"]))
+        self._statistics.rebase()
+
+    def state_dict(self) -> dict[str, Any]:
+        books, gradients = self.books.state_dict(), self.gradients.state_dict()
+        return {**books, "step": self._next, "gradients": gradients, **self._own_state()}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._next, self._round = state["step"], state.get("round", 0)
+        self._next = state["step"]
         if "merging" in state:
-            self._merging.load_state_dict(state["merging"])
-            if len(state["speeds"]) == self._transport.size:
-                self._speeds = np.array(state["speeds"])
-                self._rates = np.array(state.get("rates", state["speeds"]))
-        else:
+            self._load_own_state(state)
+        else:  # it was saved under another combine
+            self._round = self.books.index = 0
             self._merging.rebase()
-        self._statistics.rebase()
+            self._statistics.rebase()
+
+
+def _dropped_in_a_call() -> FleetError:
+    return FleetError(
+        "this worker was silent for too long, and the fleet went on without it while it waited in a call for the "
+        "others: start it again, and it enters anew"
+    )

@@ -30,10 +30,13 @@ def make_combine(asked: Combine) -> Combine:
     return "gradients"
 
 
-def check_combine(combine: Combine, pacer: Pacer, workers: int) -> None:
-    """Raise ValueError when the combine makes no sense for so many workers or with this pace."""
+def check_combine(combine: Combine, pacer: Pacer, workers: int, *, elastic: bool = False) -> None:
+    """Raise ValueError when the combine makes no sense for so many workers, who may come and go (``elastic``), or with
+    this pace."""
     if isinstance(combine, str):
         return
+    if elastic:
+        combine.check_elastic()
     combine.check(workers)
     if may_set_deadlines(pacer):
         raise ValueError(

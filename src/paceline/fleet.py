@@ -140,7 +140,7 @@ class Fleet:
     def _set_up(self, name: str | None, run_dir: str | Path | None, quiet: bool) -> None:
         if self._elastic is None:
             self.pacer.check(self.size)
-        check_combine(self.combine, self.pacer, self.size)
+        check_combine(self.combine, self.pacer, self.size, elastic=self._elastic is not None)
         self._learner = self._make_learner()
         self._failures = failures_from_env(self.seed)
         self._at_the_end = ExitStack()
@@ -369,7 +369,7 @@ class Fleet:
                 "micro_batch": sizes,
                 "epochs": settings.epochs,
                 "steps": len(steps) if source.length is not None else None,
-                "first_step": steps.index,
+                "first_step": steps.rounds,
                 "dealt": None if order is not None else steps.books.dealing.length,
             },
         )
@@ -388,6 +388,7 @@ class Fleet:
         local: dict[str, Any] = {}
         if not isinstance(self.combine, str):
             local = {"combine": self.combine, "models": self._models, "failures": self._failures, "lengths": ()}
+            local["first_round"] = self._steps.rounds if self._steps is not None else 0
             part = getattr(self.combine, "overlap", 0.0) if isinstance(self.combine, ElasticAverage) else 0.0
             if part:
                 if order is not None or source.length is None:
@@ -425,7 +426,7 @@ class Fleet:
             snapshot=self._replica,
             restore=lambda state: checkpoint.restore(Path("a peer's state"), state, self._tracked, self._models),
         )
-        steps.learn_with(self._learner.after if self._learner is not None else None)
+        self._learn(steps)
         steps.dataset_length, steps.at_boundary = source.length, self._at_boundary
         return steps
 
@@ -445,8 +446,14 @@ class Fleet:
             ahead=ahead,
             agreed={**agreed, **own},
             witness=self._witness,
+            leads=lambda: self._learn(steps),
             before_leaving=lambda: self._save_last(steps),
         )
+
+    def _learn(self, steps: Steps) -> None:
+        """Where the pacer's forecast learns, the leader of the moment lets it."""
+        self._learner = self._learner or self._make_learner()
+        steps.learn_with(self._learner.after if self._learner is not None else None)
 
     def _save_last(self, steps: Steps) -> None:
         """This worker leaves: where automatic saving is on and it leads, the others may all be gone soon too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,16 +14,33 @@ from paceline.machines.failures import Failures
 from paceline.transport import Transport
 
 
-def groups_of(combine: Averaging | ElasticAverage, size: int) -> tuple[tuple[int, ...], ...]:
-    """Who steps with whom; a worker without a group is one by itself."""
-    groups = combine.groups if isinstance(combine, Averaging) else None
-    return tuple((rank,) for rank in range(size)) if groups is None else tuple(tuple(group) for group in groups)
+class Place(NamedTuple):
+    """Where a worker stands among the groups."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Who steps with whom, by rank; a worker without a group is one by itself."""
+    members: tuple[int, ...]
+    """The ranks of this worker's group."""
+    member: int
+    """Which of them it is."""
+
+
+def place_of(combine: Averaging | ElasticAverage, *, rank: int, size: int) -> Place:
+    asked = combine.groups if isinstance(combine, Averaging) else None
+    groups = tuple((one,) for one in range(size)) if asked is None else tuple(tuple(group) for group in asked)
+    members = next(group for group in groups if rank in group)
+    return Place(groups, members, members.index(rank))
 
 
 def check_fits(
     transport: Transport, dealing: Dealing, failures: Failures | None, *, grouped: bool, overlaps: bool
 ) -> None:
     """Raise ValueError for what averages, groups or overlapped rounds cannot bear."""
+    if failures is not None and transport.elastic:
+        raise ValueError(
+            "failures by chance (lost, frozen, restart) are emulated in a fleet of fixed size alone: where workers "
+            "come and go, ask for real ones, such as --failures kill:1@20"
+        )
     if dealing.length is None:
         raise ValueError(
             "averages need a dataset with a length: workers make unlike numbers of local steps, and a stream does not "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -37,12 +38,13 @@ class LocalSteps(Averaged):
 
     def _begin(self) -> Step:
         self._require_open()
+        if self._outside:
+            self._cross_boundary()
         if self._period is None and self._under_way is None:  # right after a round: everything done is counted
             self.at_boundary(self)
         # Steps begun are not told: a worker that waits for the others' round has not been passed by them.
         self._transport.doing(f"local step {self._next}")
-        epoch = self._feed.epoch
-        period = self._ready()
+        period, epoch = self._ready()
         parts = (0,) * len(self._members) if period is None else period.parts()
         share = parts[self._member]
         self._feed.take_up(share, done=self._uncounted() if share else 0)
@@ -67,20 +69,22 @@ class LocalSteps(Averaged):
         before = 0 if self._under_way is None else self._under_way.period.samples
         return before + (0 if self._period is None else self._period.samples)
 
-    def _ready(self) -> Period | None:
-        """The open period, with something left in it for this worker's group; rounds are run until there is one. None
-        when an epoch ended on the way: this worker's loop hears of it by a step without micro-batches."""
+    def _ready(self) -> tuple[Period | None, int]:
+        """The open period, with something left in it for this worker's group, and its epoch; rounds are run until there
+        is one. No period when that epoch ended on the way: this worker's loop hears of it by a step without
+        micro-batches."""
         epoch = self._feed.epoch
         while True:
             self._period = self._period or self._open()
             if self._trouble().trains and not self._period.exhausted:
-                return self._period
+                return self._period, epoch
             if self._under_way is not None:
                 self._arrive()
-            else:
-                self._depart()
+            elif not self._depart():
+                self._cross_boundary()
+                epoch = self._feed.epoch  # the others' loops heard of all ends before
             if self.finished or self._feed.epoch != epoch:
-                return None
+                return None, epoch
 
     def _may_end_epoch(self, period: Period, parts: Sequence[int]) -> bool:
         """Whether this step may well be the epoch's last; sure is that after its commit."""
@@ -92,10 +96,10 @@ class LocalSteps(Averaged):
         super().check_optimizers(optimizers)
         self._optimizers = tuple(optimizers)
 
-    def exchange(self, step: Step, clip_norm: float | None) -> bool:
+    def exchange(self, step: Step, clip_norm: float | None, *, own: bool) -> bool:
         """A local step's gradient: this worker's own, or its group's mean."""
         turn, period = step.turn, self._period
-        header = self._write_step(turn, self.gradients.finish())
+        header = self._written(partial(self._write_step, turn, self.gradients.finish()))
         entered = time.perf_counter()
         self.gradients.exchange(header, turn.work.samples, f"local step {turn.index}")
         self._waited_s = time.perf_counter() - entered
@@ -144,7 +148,7 @@ class LocalSteps(Averaged):
             step=turn.index,
             epoch=turn.epoch,
             generation=self._transport.generation,
-            workers=self._members,
+            workers=tuple(self._transport.workers[member] for member in self._members),
             planned=turn.shares,
             grad_norm=self.gradients.known_norm,
         )
@@ -168,7 +172,7 @@ class LocalSteps(Averaged):
         if turn.dealt == 0:  # it only said that an epoch is over
             return
         assert period is not None
-        if work.samples < turn.shares[self._member]:
+        if work.samples < turn.shares[self._member] and not self.leaving:
             raise MisuseError(f"step {step.index} was left half done: finish the loop over its micro-batches")
         self._count(period, step)
         epoch = self._feed.epoch
@@ -178,7 +182,9 @@ class LocalSteps(Averaged):
 
     def _count(self, period: Period, step: Step) -> None:
         work, wall_s = step.turn.work, time.perf_counter() - step.began
-        period.count(step.turn.shares)
+        parts = list(step.turn.shares)
+        parts[self._member] = work.samples  # less than its share where this worker was asked to leave
+        period.count(parts)
         period.micro_batches += work.micro_batches
         period.weight += float(work.weight)
         period.loss += float(work.loss_sum)
@@ -204,4 +210,4 @@ class LocalSteps(Averaged):
         if period is None:
             return False
         by_clock = getattr(self.combine, "period_s", None) is not None
-        return period.exhausted or (period.over if by_clock else period.steps >= self._steps_a_period())
+        return self.leaving or period.exhausted or (period.over if by_clock else period.steps >= self._steps_a_period())

@@ -25,7 +25,7 @@ from paceline.combine import Gradients, Header
 from paceline.combine.gradients import Aside
 from paceline.combine.scaling import is_active
 from paceline.dealing import Dealing
-from paceline.errors import Dropped, MisuseError, NonFiniteGradients
+from paceline.errors import Dropped, GenerationOver, MisuseError, NonFiniteGradients
 from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace.fitting import RECENT, fit, ladder, recent_pace
 from paceline.proxy import Proxy, give, peer_to_copy
@@ -150,6 +150,9 @@ class Steps:
     def __iter__(self) -> Iterator[Step]:
         try:
             while not self.finished:
+                if self.members is not None and self.members.passed_by:
+                    self.finished = True
+                    return
                 self._step = self._begin()
                 yield self._step
                 self._require_committed()
@@ -170,10 +173,10 @@ class Steps:
         began = time.perf_counter()
         self._transport.doing(f"step {self._next}", begun=self._next + 1)
         turn = self._turns.get(self._next) or self._open_here()
-        if turn.dealt >= self.settings.global_batch:
-            self.full_shares = turn.plan.samples
         own_print = self._fingerprint(turn)
         with self.books.changed:
+            if turn.dealt >= self.settings.global_batch and turn.generation == self._transport.generation:
+                self.full_shares = turn.plan.samples
             missed = turn.closed
             share = 0 if missed else turn.shares[self._transport.rank]
             self.dealing.take_up(share)
@@ -190,8 +193,8 @@ class Steps:
 
     def _open_here(self) -> Turn:
         """Open a turn on this thread: the first, or one after a round that waited for everybody."""
+        self._check_order()  # first: the plan is for those who are there after it
         plan = self.books.plan or self._hand_round_plan()
-        self._check_order()
         turn = self.books.open(plan)
         self._register(turn)
         if self._proxy is not None:
@@ -289,6 +292,7 @@ class Steps:
     def _take_place(self, state: Mapping[str, Any]) -> None:
         """Take over a peer's replica and its place in the training."""
         self._restore(state)
+        self.gradients.train_only(state["trained"])
         self.gradients.load_state_dict(state["gradients"])
         self.gradients.statistics_were_set()
         self._transport.calls = state["calls"]
@@ -305,6 +309,7 @@ class Steps:
             "finished": self.finished,
             "progress": self._progress,
             "full_shares": list(self.full_shares),
+            "trained": self.gradients.trained,
         }
 
     # -- newcomers ---------------------------------------------------------------------------------------------------
@@ -347,6 +352,8 @@ class Steps:
     def follow(self, kept: Sequence[int | None]) -> None:
         """Members changed: by new rank, ``kept`` says who they were. Who waits for a copy was told, and asks again."""
         self._asked = {}
+        if self._proxy is not None:
+            self._proxy.forget_copy()
 
     def _note_requests(self, turn: Turn) -> None:
         """Who asked for a copy in this turn's round, if this worker is to give it."""
@@ -459,8 +466,9 @@ class Steps:
 
     # -- the round -------------------------------------------------------------------------------------------------
 
-    def exchange(self, step: Step, clip_norm: float | None) -> bool:
-        """Run the step's round; True when there is a gradient to apply, which then is in ``p.grad``."""
+    def exchange(self, step: Step, clip_norm: float | None, *, own: bool) -> bool:
+        """Run the step's round; True when there is a gradient to apply, which then is in ``p.grad``. ``own``: code of
+        the user's own comes before the update."""
         turn = step.turn
         here = True
         try:
@@ -475,7 +483,7 @@ class Steps:
         assert header is not None
         apply = self._may_apply(step, header) and here
         if apply:
-            self.gradients.mean(header, clip_norm)
+            self.gradients.mean(header, clip_norm, own=own)
         if not turn.bounded:
             turn.record = replace(self._record(turn, header), grad_norm=self.gradients.known_norm if apply else None)
         step.record = turn.record
@@ -487,9 +495,14 @@ class Steps:
             self.members.keep_up()
         finite = self.gradients.finish()
         entered = time.perf_counter()
-        header = self._write_header(turn, True, finite)
-        while not self.gradients.exchange(header, turn.work.samples, f"the round of step {turn.index}"):
-            header = self._write_header(turn, True, finite)
+        while True:
+            try:
+                header = self._write_header(turn, True, finite)
+            except GenerationOver as over:  # the store that names figures is away
+                self.gradients.recover(over)
+                continue
+            if self.gradients.exchange(header, turn.work.samples, f"the round of step {turn.index}"):
+                break
         waited = time.perf_counter() - entered
         self._round_s = max(0.0, waited - float(header.column("seconds").max() - turn.work.seconds))
         turn.header = header
@@ -706,6 +719,11 @@ class Steps:
                 raise ValueError(
                     "the optimizer has parameters that are not in fleet.model(...): build it from the module that "
                     "fleet.model returns"
+                )
+            if self._transport.elastic and id(optimizer) not in self._tracked():
+                raise MisuseError(
+                    "the optimizer is not tracked, so a worker that joins could not take over its state: call "
+                    "fleet.track(optimizer=optimizer) before the first step"
                 )
             self._checked.add(id(optimizer))
 

@@ -7,17 +7,15 @@ state: models, everything tracked, books and pace.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from paceline import checkpoint
 from paceline.books import changes
-from paceline.roster import RunOver
+from paceline.errors import FleetError
 from paceline.signals import Leave
 from paceline.transport.elastic import Change, Elastic
 
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from paceline.loop import Steps
     from paceline.turn import Turn
     from paceline.witness import Witness
-
-logger = logging.getLogger("paceline")
 
 
 class Members:
@@ -41,17 +37,22 @@ class Members:
         ahead: int,
         agreed: Mapping[str, Any],
         witness: Witness,
+        leads: Callable[[], None],
         before_leaving: Callable[[], None],
     ) -> None:
         """``ahead``: samples that this worker's loader likes to hold. ``agreed``: what must be the same in every
-        worker's script. ``before_leaving`` is called on a worker that was asked to leave, at a step boundary."""
+        worker's script. ``leads`` is called when this worker comes to lead, ``before_leaving`` when it was asked to
+        leave, at a step boundary."""
         self._transport, self._steps, self._witness = transport, steps, witness
-        self._ahead, self._agreed, self._before_leaving = ahead, dict(agreed), before_leaving
+        self._ahead, self._agreed = ahead, dict(agreed)
+        self._leads, self._before_leaving = leads, before_leaving
         self._due = (0, False, False)
         """Of the last round: its generation, whether the fleet is to be formed anew after it, and whether this worker
         has said that it leaves."""
         self._led = transport.rank == 0
-        transport.settler = self
+        transport.settler, transport.intact = self, steps.gradients.intact
+        transport.begin_loop()
+        self._loop = transport.loop
 
     # -- at step boundaries ----------------------------------------------------------------------------------------
 
@@ -85,34 +86,35 @@ class Members:
         if not anew:  # whoever was handed the last round's result goes on as those do who had it
             return
         self._transport.follow()
-        if mine and generation == self._transport.generation:
-            self._leave()
         # The call is made by all who heard of the change or by none, however often the fleet was formed anew since.
         if not agreed() or generation != self._transport.generation:
             return
+        if mine:
+            self._leave(agreed=True)
         try:
             self._transport.reform()
         except Leave:
-            self._leave()
+            self._leave(agreed=False)
         self._transport.follow()
 
     def _enter(self) -> None:
         self._transport.doing("waiting to enter")
-        try:
-            self._transport.reform()
-        except RunOver as over:
-            logger.warning("%s", over)
-            raise SystemExit(0) from None
+        self._transport.reform()
 
-    def _leave(self) -> None:
+    @property
+    def passed_by(self) -> bool:
+        """Whether the fleet is in a later loop of the script: a newcomer has nothing to do in this one."""
+        return self._transport.outside and self._transport.fleets_loop() > self._loop
+
+    def _leave(self, *, agreed: bool) -> None:
         self._before_leaving()
-        self._transport.depart()
+        self._transport.depart(agreed=agreed)
         raise Leave
 
     # -- what the transport asks for -------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        return {"ahead": self._ahead}
+        return {"ahead": self._ahead, "loop": self._loop}
 
     def keep_up(self) -> None:
         """Before this worker says anything of itself: see who is there."""
@@ -139,11 +141,12 @@ class Members:
                 "number": generation.number,
                 "step": self._steps.books.index,
                 "workers": list(generation.workers),
-                "joined": [{"id": worker, **generation.facts[worker]} for worker in generation.joined],
-                "left": [{"id": gone.id, "text": gone.text} for gone in generation.left],
+                "joined": [{"id": worker, **generation.facts[worker]} for worker in change.joined],
+                "left": [{"id": gone.id, "text": gone.text} for gone in change.left],
             },
         )
         if self._transport.rank == 0 and not self._led:
+            self._leads()
             for record in self._steps.books.recent:  # the last leader may not have come to write them
                 self._witness.event("step", vars(record))
         self._led = self._transport.rank == 0
@@ -153,11 +156,14 @@ class Members:
             "agreed": self._agreed,
             "run_dir": str(self._witness.run_dir.absolute()),
             "rounds": self._transport.rounds,
+            "loop": self._loop,
         }
         return checkpoint.pack({**self._steps.whole_state(), **run})
 
     def take(self, data: torch.Tensor, change: Change) -> None:
         state = checkpoint.unpack(data, device=self._steps.device)
+        if state["loop"] != self._loop:
+            raise FleetError(f"the fleet went on to loop {state['loop']} while this worker waited: start it again")
         for name, theirs in state["agreed"].items():
             if self._agreed.get(name) != theirs:
                 mine = self._agreed.get(name)
@@ -175,13 +181,10 @@ def _ahead(change: Change) -> list[int]:
 
 
 def _kept_shares(shares: tuple[int, ...], kept: tuple[int | None, ...]) -> tuple[int, ...]:
-    """Everybody's share of a whole batch; a newcomer's is supposed to be like the others'.
+    """Everybody's share of a whole batch; none are known when one is new.
 
-    >>> _kept_shares((10, 20, 30), (2, 0, None))
-    (30, 10, 20)
+    >>> _kept_shares((10, 20, 30), (2, 0)), _kept_shares((10, 20, 30), (2, 0, None))
+    ((30, 10), ())
     """
-    known = [shares[old] for old in kept if old is not None and old < len(shares)]
-    if not known:
-        return ()
-    typical = max(1, round(float(np.mean(known))))
-    return tuple(typical if old is None or old >= len(shares) else shares[old] for old in kept)
+    ranks = [old for old in kept if old is not None and old < len(shares)]
+    return tuple(shares[rank] for rank in ranks) if len(ranks) == len(kept) else ()

@@ -79,6 +79,10 @@ class Period:
         self.steps += 1
         self.done = [done + part for done, part in zip(self.done, parts, strict=True)]
 
+    def follow(self, kept: Sequence[int | None]) -> None:
+        """Some were lost: by new rank, ``kept`` says who the others were. This worker's own part stays as it is."""
+        self.shares = tuple(0 if old is None else self.shares[old] for old in kept)
+
     def followed(self, now: float) -> Period:
         """The period after this one while its round is under way: with what is left of what was dealt."""
         left = tuple(window - done for window, done in zip(self.windows, self.done, strict=True))
@@ -105,6 +109,17 @@ def by_the_clock(groups: Groups, *, batch: int, speeds: Floats, rates: Floats, p
         steps = max(1, math.ceil(GENEROUS * rate * period_s / whole)) if rate > 0 else FIRST_STEPS
         shares[members] = steps * batches[members]
     return shares, batches
+
+
+def followed(figures: Floats, kept: Sequence[int | None]) -> Floats:
+    """A figure of each worker (0: not known) among other members: a newcomer is supposed to be like the others.
+
+    >>> followed(np.array([1.0, 4.0, 0.0, 8.0]), (3, 1, 2, None)).tolist()
+    [8.0, 4.0, 0.0, 6.0]
+    """
+    stayed = np.array([0.0 if old is None else figures[old] for old in kept])
+    known = stayed[stayed > 0]
+    return np.where([old is None for old in kept], known.mean() if known.size else 0.0, stayed)
 
 
 def above(floors: Ints, wanted: Ints, remaining: int | None) -> Ints:

@@ -19,7 +19,7 @@ from paceline.beside import Beside
 from paceline.books import Books
 from paceline.combine import Gradients, Header
 from paceline.combine.gradients import Sum, recovered, sum_aside
-from paceline.errors import FleetError, GenerationOver
+from paceline.errors import Dropped, FleetError, GenerationOver
 from paceline.pace.shares import proportional
 from paceline.records import StepRecord
 from paceline.transport import Elastic, Transport
@@ -144,6 +144,8 @@ class Proxy:
         except _Left:
             return
         except BaseException as error:
+            if isinstance(error, Dropped):  # its frames hold the group that was left, and the worker goes on
+                error = Dropped(str(error), generation=error.generation)
             with self._books.changed:
                 self.error = error
                 self._books.changed.notify_all()
@@ -177,7 +179,7 @@ class Proxy:
         try:
             self._listen(name, here)
         except GenerationOver as over:
-            recovered(self._transport, over, (), aside=True)
+            recovered(self._transport, over)
             return False
         return True
 
@@ -200,9 +202,7 @@ class Proxy:
         self._enter()
         self._keep_up()
         entered = time.perf_counter()
-        header, mine = self._seal(turn)
-        while not self._gradients.exchange_aside(mine, header, f"the round of step {turn.index}"):
-            header, mine = self._seal(turn)
+        header, mine = self._run_round(turn)
         record = self._record(turn, header, entered)
         with self._books.changed:
             turn.header, turn.total = header, mine
@@ -217,6 +217,17 @@ class Proxy:
                 self._opened(self._turn)
             self._books.changed.notify_all()
         self._release()
+
+    def _run_round(self, turn: Turn) -> tuple[Header, Sum]:
+        """What the round gave; it is run again when members are lost meanwhile."""
+        while True:
+            try:
+                header, mine = self._seal(turn)
+            except GenerationOver as over:  # the store that names figures is away
+                recovered(self._transport, over)
+                continue
+            if self._gradients.exchange_aside(mine, header, f"the round of step {turn.index}"):
+                return header, mine
 
     def _await_idle(self, turn: Turn) -> None:
         """Wait until the worker has nothing more to do, or its time is over."""
@@ -300,6 +311,8 @@ class Proxy:
     def _came(self, copy: Copy) -> None:
         """A copy is here, so the turns up to it are not needed; or its giver declined, and they are."""
         with self._books.changed:
+            if copy is not self.copied:  # it was forgotten meanwhile
+                return
             copy.here = True
             if copy.declined:
                 self.copied = None
@@ -363,10 +376,9 @@ class Proxy:
 
     def _sum(self, label: str, mine: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Everybody's ``mine``, summed; asked again when members are lost meanwhile."""
-        said = mine()
-        while not sum_aside(self._transport, label, [said]):
-            said = mine()
-        return said
+        while (said := sum_aside(self._transport, label, [mine()])) is None:
+            pass
+        return said[0]
 
     def _release(self) -> None:
         """What the last call gave is in the books: they may follow who is there now."""
@@ -378,6 +390,11 @@ class Proxy:
         if isinstance(self._transport, Elastic):
             self._transport.release()
             self._transport.follow()
+
+    def forget_copy(self) -> None:
+        """Members changed: what was on its way will not come."""
+        if self.copied is not None and not self.copied.here:
+            self.copied = None
 
     @property
     def place(self) -> dict[str, int]:
@@ -400,11 +417,14 @@ class Copy:
         self.error: BaseException | None = None
         self.data = torch.empty(0, dtype=torch.uint8)
         self._transport, self._giver, self._came = transport, giver, came
+        self._generation = transport.generation
         threading.Thread(target=self._receive, name="paceline-copy", daemon=True).start()
 
     def _receive(self) -> None:
         size = torch.zeros(1, dtype=torch.int64)
         try:
+            if self._transport.generation != self._generation:
+                raise GenerationOver("members changed")
             self._transport.receive(size, self._giver, 2 * self.index)
             self.declined = int(size) == 0
             self.data = torch.empty(int(size), dtype=torch.uint8)

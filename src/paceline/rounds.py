@@ -6,40 +6,67 @@ It runs on the worker's own thread, or on one of its own beside the local steps 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paceline.combine import Header
+from paceline.combine.flats import Flats
+from paceline.combine.header import Layout
 from paceline.period import Period
 
 
 class Round:
     """A round of the averages."""
 
-    def __init__(self, period: Period, *, header: Header, table: torch.Tensor, statistics: torch.Tensor) -> None:
-        """``table``: the row of facts of each worker; ``statistics``: batch norm's, times this worker's samples. With
-        ``header`` they hold the fleet's sums when the round is over."""
-        self.period, self.header, self.table, self.statistics = period, header, table, statistics
-        self.entered = time.perf_counter()
-        self.update: Sequence[torch.Tensor] = ()
+    def __init__(
+        self, period: Period, *, header: Header, table: torch.Tensor, statistics: torch.Tensor, total: Flats
+    ) -> None:
+        """``table``: the row of facts of each worker; ``statistics``: batch norm's, times this worker's samples;
+        ``total``: room for the weighted updates. With ``header`` they hold the fleet's sums when the round is over."""
+        self.period, self.header, self.table, self.statistics, self.total = period, header, table, statistics, total
+        self.update: Sequence[torch.Tensor] | None = None
         """Beside local steps: this worker's update as it was when the round began."""
-        self.total: Sequence[torch.Tensor] = ()
-        """And what the fleet made of all updates."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def run_beside(self, exchange: Callable[[Round], None]) -> None:
+    def wired(self, device: torch.device) -> list[torch.Tensor]:
+        """The facts, as they are sent from this device."""
+        self.table, self._wire = self.table.to(device), self.header.tensor(device)
+        return [self.table, self._wire, *([self.statistics] if self.statistics.numel() else [])]
+
+    def unwire(self) -> None:
+        """The facts are summed."""
+        self.header.receive(self._wire)
+
+    def emptied(self, layout: Layout) -> Round:
+        """Another one of the same period, with room for the same sums; ``layout`` is the header's."""
+        return Round(
+            self.period,
+            header=Header(layout),
+            table=torch.zeros_like(self.table),
+            statistics=torch.zeros_like(self.statistics),
+            total=Flats(self.total.views),
+        )
+
+    def run_beside(self, exchange: Callable[[Round], object]) -> None:
         """Exchange on a thread of its own."""
         self._thread = threading.Thread(target=self._run, args=(exchange,), name="paceline-round", daemon=True)
         self._thread.start()
 
-    def _run(self, exchange: Callable[[Round], None]) -> None:
+    def _run(self, exchange: Callable[[Round], object]) -> None:
         try:
             exchange(self)
         except BaseException as error:  # it is the waiting thread's
             self._error = error
+
+    @property
+    def facts(self) -> NDArray[np.float64]:
+        """After the table's sum: what each worker says of its update."""
+        facts: NDArray[np.float64] = self.table[:, 2:].cpu().numpy()
+        return facts
 
     @property
     def over(self) -> bool:

@@ -185,7 +185,7 @@ class Step:
     def combine(self) -> None:
         """Run the round now and leave the fleet's mean gradient in ``p.grad`` for code of your own; commit then only
         updates. When ``step.applied`` is False there is nothing to apply (an overflow, nothing done)."""
-        self._combine(clip_norm=None)
+        self._combine(clip_norm=None, own=True)
 
     def commit(self, *optimizers: torch.optim.Optimizer, clip_norm: float | None = None) -> None:
         """Combine with the fleet, clip the mean gradient to ``clip_norm``, update, and zero the gradients."""
@@ -198,7 +198,7 @@ class Step:
         self._steps.check_optimizers(optimizers)
         combined_before = self._combined
         if not combined_before:
-            self._combine(clip_norm=clip_norm)
+            self._combine(clip_norm=clip_norm, own=False)
         updated = time.perf_counter()
         if self.applied:
             if combined_before and clip_norm is not None:
@@ -210,7 +210,7 @@ class Step:
         self._committed = True
         self._steps.commit(self, updated)
 
-    def _combine(self, clip_norm: float | None) -> None:
+    def _combine(self, clip_norm: float | None, *, own: bool) -> None:
         if self._committed or self._combined:
             raise MisuseError(f"step {self.index} has had its round: one a step")
         self._steps.require_current(self)
@@ -221,7 +221,7 @@ class Step:
             torch.cuda.current_stream(self._steps.device).synchronize()  # once a step: the round needs the true time
             work.seconds = time.perf_counter() - self._work_began
         self._combined = True
-        self.applied = self._steps.exchange(self, clip_norm)
+        self.applied = self._steps.exchange(self, clip_norm, own=own)
 
     @property
     def device_works_on(self) -> bool:

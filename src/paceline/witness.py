@@ -116,8 +116,7 @@ class Witness:
         self._over = True
         if self._log is None:
             return
-        goes_on = error is not None and not isinstance(error, KeyboardInterrupt)
-        if self._transport.elastic and (goes_on or not self._leads):  # without this worker
+        if self._transport.elastic and (error is not None or not self._leads):  # the others go on without this worker
             self._log.close()
             self._view.close()
             return

@@ -98,9 +98,9 @@ def haunt(ghost: Ghost, steps: Any) -> None:
     gradients, members = steps.gradients, steps.members
     mean, give, take = gradients.mean, members.give, members.take
 
-    def after_round(*args: Any) -> Any:
+    def after_round(*args: Any, **more: Any) -> Any:
         ghost.at("after round", steps.index)
-        return mean(*args)
+        return mean(*args, **more)
 
     def giving() -> Any:
         ghost.at("giving", steps.index)

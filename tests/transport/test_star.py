@@ -14,18 +14,26 @@ import torch.distributed as dist
 
 from paceline.errors import WorkerLost
 from paceline.transport.fixed import Fixed
-from paceline.transport.star import MOST_BYTES, StarSum, is_small
+from paceline.transport.star import MOST_BYTES, Outbox, StarSum, is_small
 
 
-def together(size: int, work: Callable[[int, Any], Any]) -> list[Any]:
-    """Run ``work(rank, group)`` on threads that are joined by Gloo over loopback."""
-    store, results = dist.HashStore(), [None] * size
+def together(size: int, work: Callable[..., Any]) -> list[Any]:
+    """Run ``work(rank, group, keep)`` on threads that are joined by Gloo over loopback; nothing is freed before all have
+    ended."""
+    store, results, kept = dist.HashStore(), [None] * size, []
 
     def one(rank: int) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=20)
-        results[rank] = work(rank, dist.ProcessGroupGloo(store, rank, size, options))
+        group = dist.ProcessGroupGloo(store, rank, size, options)
+        kept.append(group)
+
+        def keep(star: StarSum) -> StarSum:
+            kept.append(star)
+            return star
+
+        results[rank] = work(rank, group, keep)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -41,9 +49,9 @@ def test_everybody_has_the_sum_in_the_order_of_ranks_bit_for_bit(size: int) -> N
         torch.randn(101, dtype=torch.float32, generator=torch.Generator().manual_seed(rank)) for rank in range(size)
     ]
 
-    def work(rank: int, group: Any) -> torch.Tensor:
+    def work(rank: int, group: Any, keep: Callable[[StarSum], StarSum]) -> torch.Tensor:
         mine = parts[rank].clone()
-        StarSum(group, mine, rank=rank, size=size, number=1).wait()
+        keep(StarSum(group, mine, rank=rank, size=size, number=1)).wait()
         return mine
 
     expected = parts[0].clone()
@@ -53,9 +61,9 @@ def test_everybody_has_the_sum_in_the_order_of_ranks_bit_for_bit(size: int) -> N
 
 
 def test_sums_that_are_under_way_at_once_are_not_mixed_up_whatever_their_sizes() -> None:
-    def work(rank: int, group: Any) -> list[list[float]]:
+    def work(rank: int, group: Any, keep: Callable[[StarSum], StarSum]) -> list[list[float]]:
         mine = [torch.full((length,), float(rank + 10 * length)) for length in (1, 7, 3)]
-        under_way = [StarSum(group, part, rank=rank, size=3, number=n) for n, part in enumerate(mine)]
+        under_way = [keep(StarSum(group, part, rank=rank, size=3, number=n)) for n, part in enumerate(mine)]
         for one in under_way:
             one.wait()
         return [part.tolist() for part in mine]
@@ -81,6 +89,7 @@ def test_where_devices_are_unlike_everybody_goes_the_way_that_all_can(alike: boo
     transport = Fixed.__new__(Fixed)
     transport.backend, transport._rank, transport._size, transport._alike = "gloo", 1, 2, alike
     transport._stars = transport._summed = 0
+    transport._outbox = Outbox()
     transport._group = SimpleNamespace(send=went_by("star"), allreduce=went_by("ring"))
     transport.sum(torch.zeros(3))
     assert went == ["star" if alike else "ring"], (

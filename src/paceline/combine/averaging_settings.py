@@ -86,6 +86,15 @@ class Averaging:
                 f"groups {list(map(list, self.groups))} must hold each rank from 0 to {workers - 1} exactly once"
             )
 
+    def check_elastic(self) -> None:
+        """Raise ValueError for what cannot be had where workers come and go."""
+        asked = [name for name, on in (("groups", self.groups is not None), ("overlap", self.overlap)) if on]
+        if asked:
+            raise ValueError(
+                f"Averaging({asked[0]}=...) needs a fleet of fixed size, and workers come and go in this one: leave "
+                f"{' and '.join(asked)} out, or start it with paceline run -n WORKERS"
+            )
+
     def mix(self, work: Work) -> Mixture:
         """The round's weights from what each worker (or group) did."""
         return RULES[self.weights](work)
@@ -162,13 +171,30 @@ class ElasticAverage:
         """
         elastic.check_alpha(self.alpha_for(workers), workers, step_curvature=step_curvature)
 
+    def check_elastic(self) -> None:
+        """Raise ValueError for what cannot be had where workers come and go."""
+        if self.overlap:
+            raise ValueError(
+                "ElasticAverage(overlap=...) divides the data among a fixed number of workers, and they come and go "
+                "in this fleet: leave overlap out, or start it with paceline run -n WORKERS"
+            )
+
+    def settling_alpha(self, workers: int) -> float:
+        """`alpha_for` or, once more workers have come than it is stable for, the usual 0.9 / workers.
+
+        >>> ElasticAverage(alpha=0.4).settling_alpha(4), ElasticAverage(alpha=0.4).settling_alpha(9)
+        (0.4, 0.1)
+        """
+        alpha = self.alpha_for(workers)
+        return alpha if alpha <= elastic.largest_alpha(workers) else 0.9 / workers
+
     def memory(self, workers: int) -> Memory:
         return Memory(workers, lags=len(self.coefficients))
 
     def weigh(self, memory: Memory, distances: ArrayLike, present: ArrayLike) -> Exchange:
         """One round: note the distances in ``memory`` and say how hard to pull and push. Absent workers get zeros."""
         there = np.asarray(present, dtype=bool)
-        alpha = self.alpha_for(len(there))
+        alpha = self.settling_alpha(len(there))
         before = memory.arrive(distances, there)
         exchange = self._rule(alpha, memory, np.asarray(distances, dtype=np.float64), there, before)
         return Exchange(np.where(there, exchange.pull, 0.0), np.where(there, exchange.push, 0.0))
@@ -189,7 +215,7 @@ class ElasticAverage:
 
     def momentum_kept(self, pull: ArrayLike, workers: int) -> Floats:
         """The part of its momentum each worker keeps after an exchange with these pulls."""
-        fade = elastic.momentum_kept(self.alpha_for(workers), pull)
+        fade = elastic.momentum_kept(self.settling_alpha(workers), pull)
         if self.momentum == "fade":
             return fade
         return np.ones_like(fade) if self.momentum == "keep" else (fade >= 1).astype(np.float64)

@@ -57,10 +57,19 @@ class Bucket:
         self.awaited = len(self.slots)
         self.started = False
 
+    def renew(self) -> None:
+        """A flat tensor of its own, for something may still write into this one."""
+        self._flats[0] = torch.zeros_like(self.flat)
+        self._homes[0] = _homes(self._flats[0], [slot.parameter for slot in self.slots])
+        self._use_first()
+
     def turn_over(self) -> None:
         """Use the other flat tensor, and leave this one as it is."""
         self._flats.reverse()
         self._homes.reverse()
+        self._use_first()
+
+    def _use_first(self) -> None:
         self.flat = self._flats[0]
         for slot, home in zip(self.slots, self._homes[0], strict=True):
             slot.home = home
@@ -259,11 +268,12 @@ class Buckets:
         """Which parameters got a gradient on this worker."""
         return [slot.grad is not None for slot in self.slots]
 
-    def expose(self, used: Sequence[bool]) -> None:
-        """Leave the fleet's gradient in ``p.grad``, and None for parameters that nobody used, as one machine would."""
+    def expose(self, used: Sequence[bool], *, copies: bool = False) -> None:
+        """Leave the fleet's gradient in ``p.grad``, and None for parameters that nobody used, as one machine would.
+        ``copies``: somebody will change them there."""
         for slot, anybody in zip(self.slots, used, strict=True):
             if slot.home is not None:
-                slot.grad = slot.home if anybody else None
+                slot.grad = None if not anybody else slot.home.clone() if copies else slot.home
             slot.parameter.grad = slot.grad
 
     def tensors(self) -> list[torch.Tensor]:

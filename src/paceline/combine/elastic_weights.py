@@ -178,6 +178,14 @@ class Memory:
         self.log_distances[:, worker] = np.nan
         self.exchanges[worker] = self.missed[worker] = 0
 
+    def follow(self, kept: Sequence[int | None]) -> None:
+        """Members changed: by new rank, ``kept`` says who they were; None: a newcomer, of whom nothing is known."""
+        places = [0 if old is None else old for old in kept]
+        self.log_distances = self.log_distances[:, places]
+        self.exchanges, self.missed = self.exchanges[places], self.missed[places]
+        for worker in [new for new, old in enumerate(kept) if old is None]:
+            self.forget(worker)
+
     def state_dict(self) -> dict[str, Any]:
         rows = [[None if math.isnan(u) else u for u in row] for row in self.log_distances.tolist()]
         return {"log_distances": rows, "exchanges": self.exchanges.tolist(), "missed": self.missed.tolist()}

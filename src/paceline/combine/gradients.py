@@ -73,7 +73,9 @@ class Gradients:
         self.varying: VaryingCount | None = None
         """Scales the learning rate of steps whose count is not the global batch."""
         self._norm_wanted = True  # the first step's is measured in any case, so that asking for it works from there on
+        self._meant: list[torch.Tensor] = []
         self._mean_versions: list[int] = []
+        self._changed_in_place = False
         self._reset()
 
     def _build(self) -> None:
@@ -100,6 +102,20 @@ class Gradients:
 
     def _trained_now(self) -> list[bool]:
         return [p.requires_grad for p in self.everything]
+
+    @property
+    def trained(self) -> list[bool]:
+        """Which parameters are trained, the others being frozen."""
+        return self._trained
+
+    def train_only(self, trained: Sequence[bool]) -> None:
+        """Freeze and unfreeze as a peer has."""
+        for parameter, wanted in zip(self.everything, trained, strict=True):
+            parameter.requires_grad_(wanted)
+        if list(trained) != self._trained:
+            self.buckets.detach()
+            self._trained = list(trained)
+            self._build()
 
     def state_dict(self) -> dict[str, float]:
         varying = {} if self.varying is None else self.varying.state_dict()
@@ -221,9 +237,13 @@ class Gradients:
         header.counters[:] = mine.moved
         wire = header.tensor(self._wire_device())
         parts = [*mine.flats, *([mine.statistics] if self._counters else []), wire]
-        if not sum_aside(self._transport, label, parts):
+        summed = sum_aside(self._transport, label, parts)
+        if summed is None:
             return False
-        header.receive(wire)
+        mine.flats = summed[: len(mine.flats)]
+        if self._counters:
+            mine.statistics = summed[-2]
+        header.vector[:] = summed[-1].cpu().numpy()
         return True
 
     def adopt(self, total: Sum, header: Header) -> None:
@@ -269,7 +289,7 @@ class Gradients:
         tensors = self.buckets.tensors()
         if self._unscale != 1.0 and tensors:
             torch._foreach_mul_(tensors, self._unscale)
-        return self._measure()
+        return self._measure(tensors)
 
     def _start_sum(self, flat: torch.Tensor) -> None:
         if self._unscale != 1.0:
@@ -305,29 +325,55 @@ class Gradients:
                 for pending in self._sums:
                     pending.wait()
         except GenerationOver as over:
-            if not self._recover(over):
+            given = self.recover(over, parts)
+            if given is None:
                 return False
+            *_, statistics, wire = [statistics, *given]
+            header.vector[:] = wire.cpu().numpy()
         header.receive(wire)
         if self._counters:
             self._merge(statistics, header)
         return True
 
-    def _recover(self, over: GenerationOver) -> bool:
-        """Go on among those who live. True: some of them had finished the round, and gave its result."""
-        self._is_mean, self._sums = recovered(self._transport, over, self._sums), []
-        if not self._is_mean:
-            self._extremes, self._squares = [], []
-            self.buckets.restart()
-        return self._is_mean
+    def recover(self, over: GenerationOver, parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor] | None:
+        """Go on among those who live. What ``parts`` should have held, when some of them had finished the round and
+        gave its result."""
+        transport: Any = self._transport
+        if not broken_off(transport, over, self._sums):
+            parts = [torch.empty_like(part) for part in parts]
+            for bucket in self.buckets.buckets:
+                bucket.renew()
+        transport.expect([*self.buckets.tensors(), *parts, self._norm_kept])
+        transport.recover(over)
+        self._is_mean, self._sums = transport.given(), []
+        if self._is_mean:
+            return list(parts)
+        self._extremes, self._squares = [], []
+        self.buckets.restart()
+        return None
 
     def _wire_device(self) -> torch.device:
         return self.everything[0].device if self._transport.backend == "nccl" else torch.device("cpu")
 
     # -- update ----------------------------------------------------------------------------------------------------
 
-    def mean(self, header: Header, clip_norm: float | None) -> None:
-        """Leave the fleet's mean gradient, clipped, in ``p.grad``."""
-        self.buckets.expose((header.used > 0).tolist())
+    def mean(self, header: Header, clip_norm: float | None, *, own: bool = False) -> None:
+        """Leave the fleet's mean gradient, clipped, in ``p.grad``. ``own``: the user's code may change it there, which
+        must not change what may have to be handed to a worker that missed the round's end."""
+        used, copies = (header.used > 0).tolist(), self._transport.elastic and (own or self._changed_in_place)
+        self.buckets.expose(used)
+        self._make_mean(header, clip_norm)
+        if copies:
+            self.buckets.expose(used, copies=True)
+
+    def intact(self) -> bool:
+        """Whether the last mean is as the round gave it: some optimisers change gradients in place. Those that were
+        seen to do so get copies from then on."""
+        untouched = [tensor._version for tensor in self._meant] == self._mean_versions
+        self._changed_in_place = self._changed_in_place or not untouched
+        return untouched
+
+    def _make_mean(self, header: Header, clip_norm: float | None) -> None:
         total = float(header.column("weight").sum())
         if self._is_mean:
             self._take_mean(header, total)
@@ -335,7 +381,7 @@ class Gradients:
         factor = self._planned / total
         learns = self.varying is not None and self.varying.wants_norms
         wanted = clip_norm is not None or self._norm_wanted or learns
-        known = self._norm if self._alone else self._measure() if wanted else None
+        known = self._norm if self._alone else self._measure(self.buckets.tensors()) if wanted else None
         self._norm = None if known is None else known * factor
         if learns:
             self._learn(header, total)
@@ -357,7 +403,8 @@ class Gradients:
 
     def _note_mean(self, header: Header, total: float) -> None:
         self._norm_wanted = False
-        self._mean_versions = [tensor._version for tensor in self.buckets.tensors()]
+        self._meant = [] if self._alone else self.buckets.tensors()
+        self._mean_versions = [tensor._version for tensor in self._meant]
         samples = float(header.column("samples").sum())
         self._weight_per_sample = total / samples if samples else self._weight_per_sample
 
@@ -376,11 +423,10 @@ class Gradients:
         return 1.0 if self.varying is None else self.varying.factor(weight / self._weight_per_sample)
 
     @torch.no_grad()
-    def _measure(self) -> float:
-        tensors = self.buckets.tensors()
+    def _measure(self, tensors: Sequence[torch.Tensor]) -> float:
         if not tensors:
             return 0.0
-        return float(torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(tensors)]).norm())
+        return float(torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(list(tensors))]).norm())
 
     @property
     def known_norm(self) -> float | None:
@@ -391,24 +437,27 @@ class Gradients:
         """The norm of the step's mean gradient before clipping. Once asked for, it is measured in every step."""
         self._norm_wanted = True
         if self._norm is None:
-            if [tensor._version for tensor in self.buckets.tensors()] != self._mean_versions:
+            if [tensor._version for tensor in self._meant] != self._mean_versions:
                 raise MisuseError(
                     "the gradients were changed since the round (some optimisers do), so their norm is lost for this "
                     "step; from the next step on it is measured in time"
                 )
-            self._norm = self._measure()
+            self._norm = self._measure(self._meant)
         return self._norm
 
     def clear(self, *, overflow: bool) -> None:
         """The step is over: forget its gradients, and tell the scaler how it went."""
+        if self._transport.elastic:
+            self.intact()
         self.buckets.clear()
         self._begun = False
         if is_active(self.scaler):
             self.scaler.load_state_dict(next_state(self.scaler.state_dict(), overflow=overflow))
 
 
-def sum_aside(transport: Transport, label: str, tensors: Sequence[torch.Tensor]) -> bool:
-    """Sum over the fleet, on the thread of rounds with a deadline. False: members changed, and nothing came of it."""
+def sum_aside(transport: Transport, label: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The fleet's sums, in these tensors or others like them, on the thread of rounds with a deadline. None: members
+    changed, and nothing came of it."""
     sums: list[Pending] = []
     try:
         with transport.round(label, aside=True, keeps=tensors):
@@ -416,17 +465,27 @@ def sum_aside(transport: Transport, label: str, tensors: Sequence[torch.Tensor])
             for pending in sums:
                 pending.wait()
     except GenerationOver as over:
-        return recovered(transport, over, sums, aside=True)
-    return True
+        return recovered(transport, over, sums, tensors)
+    return list(tensors)
 
 
-def recovered(transport: Any, over: GenerationOver, sums: Sequence[Pending], *, aside: bool = False) -> bool:
-    """Go on among those who live. True: some of them had finished the round, and its result stands in its tensors."""
-    transport.cut(over)
-    for pending in sums:  # none of them may write into what is handed over, or summed again
-        pending.abandon()
+def recovered(
+    transport: Any, over: GenerationOver, sums: Sequence[Pending] = (), tensors: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor] | None:
+    """On the thread of rounds with a deadline: go on among those who live. What ``tensors`` should have held, when some
+    of them had finished the round and gave its result."""
+    if not broken_off(transport, over, sums):
+        tensors = [torch.empty_like(tensor) for tensor in tensors]
+    transport.expect(tensors, aside=True)
     transport.recover(over)
-    return bool(transport.given(aside=aside))
+    return list(tensors) if transport.given(aside=True) else None
+
+
+def broken_off(transport: Any, over: GenerationOver, sums: Sequence[Pending]) -> bool:
+    """End what is under way. False: something may still write into its tensors, which then are not to be used again."""
+    transport.cut(over)
+    ended = [pending.abandon() for pending in sums]
+    return all(ended)
 
 
 def _unique(parameters: Any) -> list[torch.nn.Parameter]:

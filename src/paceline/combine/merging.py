@@ -2,6 +2,8 @@
 
 A round has two sums. The first carries a small table of facts, a row a worker, from which everybody works out the same
 weights; the second carries every worker's weighted update. So all hold the same bits afterwards.
+
+Nothing changes before both sums are there: where workers come and go, a round may have to be run again among fewer.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.combine.averaging_settings import Averaging, ElasticAverage
+from paceline.combine.elastic_weights import Exchange, Memory
 from paceline.combine.outer import OuterSGD
 from paceline.combine.sketch import SIZE, sketch
 from paceline.combine.weights import Work, log_contraction, over_members, spread
@@ -37,8 +41,14 @@ class Merging(Protocol):
 
     def row(self, *, steps: int, samples: int, contraction: float, momentum: float, present: bool) -> list[float]: ...
 
-    def merge(self, table: Table, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """After the table's sum: exchange the updates and set the parameters."""
+    def part(self, table: Table) -> list[torch.Tensor]:
+        """After the table's sum: what this worker adds to the second. It changes nothing."""
+
+    def take(self, table: Table, total: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The round is over: set the parameters by the fleet's sum of all parts, which is left as it is."""
+
+    def follow(self, kept: Sequence[int | None]) -> None:
+        """Members changed: by new rank, ``kept`` says who they were; None: a newcomer."""
 
     def shown(self) -> Any:
         """A context in which the parameters are those to evaluate and save."""
@@ -72,27 +82,27 @@ class Averages:
         return [*own, *sketch(self.update(), seed=self.rounds).tolist()]
 
     @torch.no_grad()
-    def merge(self, table: Table, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        total = self.exchange(table, self.update())
-        self._move_start(total)
-        if table[self._transport.rank, PRESENT] > 0:
-            torch._foreach_copy_([p.data for p in self._parameters], self._start)
-
-    # -- a round beside local work: the update as it was, its exchange on any thread, and what comes of it -------------
-
-    @torch.no_grad()
     def update(self) -> list[torch.Tensor]:
         """How far this worker has come from the common start."""
         return list(torch._foreach_sub([p.detach() for p in self._parameters], self._start))
 
     @torch.no_grad()
-    def exchange(self, table: Table, update: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """After the table's sum: the fleet's weighted mean of the updates."""
+    def part(self, table: Table, update: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """This worker's update, weighted. ``update``: as it was when a round beside local work began."""
         present = table[:, PRESENT] > 0
         coefficients = self._coefficients(np.where(present[:, None], table, 0.0))
         rank = self._transport.rank
         weight = float(coefficients[rank]) if present[rank] else 0.0
-        return summed(self._transport, torch._foreach_mul(list(update), weight))
+        return list(torch._foreach_mul(self.update() if update is None else list(update), weight))
+
+    @torch.no_grad()
+    def take(self, table: Table, total: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._move_start(total)
+        if table[self._transport.rank, PRESENT] > 0:
+            torch._foreach_copy_([p.data for p in self._parameters], self._start)
+
+    def follow(self, kept: Sequence[int | None]) -> None:
+        """The start, and the outer optimiser's velocity, are everybody's."""
 
     @torch.no_grad()
     def land(self, total: Sequence[torch.Tensor], update: Sequence[torch.Tensor]) -> None:
@@ -162,22 +172,32 @@ class Springs:
         self.centre = copies(self._parameters)
 
     def row(self, *, steps: int, samples: int, contraction: float, momentum: float, present: bool) -> list[float]:
-        norms = torch._foreach_norm(torch._foreach_sub([p.detach() for p in self._parameters], self.centre))
+        norms = torch._foreach_norm(self._apart())
         distance = math.sqrt(sum(float(norm) ** 2 for norm in norms))
         return [float(steps), float(samples), contraction, momentum, distance, float(present)]
 
     @torch.no_grad()
-    def merge(self, table: Table, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        exchange = self._settings.weigh(self._memory, table[:, DISTANCE], table[:, PRESENT] > 0)
-        rank = self._transport.rank
-        pull, push = float(exchange.pull[rank]), float(exchange.push[rank])
-        own = [p.data for p in self._parameters]
-        apart = torch._foreach_sub(own, self.centre)
-        total = summed(self._transport, torch._foreach_mul(apart, push))
-        torch._foreach_add_(own, apart, alpha=-pull)
-        torch._foreach_add_(self.centre, total)
+    def part(self, table: Table) -> list[torch.Tensor]:
+        """The way from the centre, as hard as this worker pushes."""
+        push = float(self._weigh(deepcopy(self._memory), table).push[self._transport.rank])
+        return list(torch._foreach_mul(self._apart(), push))
+
+    @torch.no_grad()
+    def take(self, table: Table, total: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        rank, pull = self._transport.rank, self._weigh(self._memory, table).pull
+        torch._foreach_add_([p.data for p in self._parameters], self._apart(), alpha=-float(pull[rank]))
+        torch._foreach_add_(self.centre, list(total))
         self.rounds += 1
-        self._fade(optimizers, float(self._settings.momentum_kept(exchange.pull, self._transport.size)[rank]))
+        self._fade(optimizers, float(self._settings.momentum_kept(pull, len(table))[rank]))
+
+    def _apart(self) -> list[torch.Tensor]:
+        return list(torch._foreach_sub([p.detach() for p in self._parameters], self.centre))
+
+    def _weigh(self, memory: Memory, table: Table) -> Exchange:
+        return self._settings.weigh(memory, table[:, DISTANCE], table[:, PRESENT] > 0)
+
+    def follow(self, kept: Sequence[int | None]) -> None:
+        self._memory.follow(kept)
 
     def _fade(self, optimizers: Sequence[torch.optim.Optimizer], kept: float) -> None:
         """After a hard pull the momentum points where the worker no longer is."""
@@ -232,20 +252,6 @@ def momentum_of(optimizers: Sequence[torch.optim.Optimizer]) -> float:
 
 def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
-
-
-def summed(transport: Transport, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The fleet's sums of these tensors, sent as one flat tensor for each kind of number."""
-    kinds = dict.fromkeys(tensor.dtype for tensor in tensors)
-    flats = {kind: torch.cat([t.reshape(-1) for t in tensors if t.dtype == kind]) for kind in kinds}
-    for pending in [transport.sum(flat) for flat in flats.values()]:
-        pending.wait()
-    offsets, sums = dict.fromkeys(kinds, 0), []
-    for tensor in tensors:
-        begin = offsets[tensor.dtype]
-        offsets[tensor.dtype] = begin + tensor.numel()
-        sums.append(flats[tensor.dtype][begin : begin + tensor.numel()].view(tensor.shape))
-    return sums
 
 
 def _group_row(members: Table) -> Table:

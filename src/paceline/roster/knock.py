@@ -32,6 +32,7 @@ class Door:
         self.socket = sock
         self.id = -1
         self.running = False
+        self.store_port = 0
         self._lines = wire.Lines(wire.MAX_ANSWER)
         self._early: list[dict[str, Any]] = []
         _OPEN.add(self)
@@ -92,6 +93,7 @@ def knock(address: tuple[str, int], *, token: str, hello: wire.Message) -> Door:
         sock.sendall(wire.encode({"hello": hello}))
         welcome = door.answer()
         door.id, door.running = int(welcome["welcome"]), bool(welcome["running"])
+        door.store_port = int(welcome["store"])
         return door
     except (KeyError, TypeError):
         door.close()

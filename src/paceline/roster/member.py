@@ -81,6 +81,12 @@ class Member:
         self._thread = threading.Thread(target=self._run, name="paceline-member", daemon=True)
         self._thread.start()
 
+    @property
+    def store(self) -> tuple[str, int]:
+        """Where the roster's store is."""
+        door = self._door
+        return self._address[0], door.store_port if door is not None else 0
+
     # -- for the engine --------------------------------------------------------------------------------------------
 
     def next_generation(self, *, after: int, fresh: bool, orderly: bool) -> Generation:

@@ -14,8 +14,8 @@ class _Done:
     def wait(self) -> None:
         return
 
-    def abandon(self) -> None:
-        return
+    def abandon(self) -> bool:
+        return True
 
 
 class Alone:

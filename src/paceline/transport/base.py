@@ -19,8 +19,8 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Return when the tensor holds the fleet's sum; raise FleetError, naming the worker, when it never will."""
 
-    def abandon(self) -> None:
-        """Nobody waits for it any more: see that it writes nowhere from here on."""
+    def abandon(self) -> bool:
+        """Nobody waits for it any more. False: it may still write into its tensor."""
 
 
 class Transport(Protocol):

@@ -28,11 +28,11 @@ from typing import Any, Protocol
 import torch
 
 from paceline.errors import Dropped, FleetError, GenerationOver, PacelineError
-from paceline.roster import LEFT, Generation, Member
+from paceline.roster import LEFT, Generation, Gone, Member, RunOver
 from paceline.signals import Leave
 from paceline.transport.base import Pending
-from paceline.transport.linked import ENGINE_TIMEOUT, Linked, facts_of, one_line
-from paceline.transport.network import Store, break_off, dist
+from paceline.transport.linked import Linked, facts_of, one_line
+from paceline.transport.network import ENGINE_TIMEOUT, Store, break_off, dist
 from paceline.transport.presence import CALLS, ROUNDS
 
 logger = logging.getLogger("paceline")
@@ -41,6 +41,8 @@ FORMING = timedelta(seconds=5)
 """How long the engine may take to connect members that are all there."""
 STORE = timedelta(seconds=20)
 STATE_TAG = 1 << 29
+LOOP = "loop"
+WAITED = "left (SIGTERM) while it waited"
 PREFIX = "generation"
 """Of a generation's keys in the store, before its number."""
 
@@ -51,6 +53,9 @@ class Change:
 
     kept: tuple[int | None, ...]
     """By new rank: the rank it had; None: it is new, or enters anew."""
+    joined: tuple[int, ...]
+    left: tuple[Gone, ...]
+    """Who was not there and is now, and the other way round, with why."""
     facts: tuple[Any, ...]
     """What each member's training said of itself, by new rank."""
     generation: Generation
@@ -116,6 +121,8 @@ class Elastic(Linked):
         self._doing, self._begun = "starting", 0
         self._store_at: tuple[str, int] | None = None
         self._root: Store = None
+        self._sent: list[Any] = []
+        """What was handed over, on its way."""
         self._aside: Store = None
         self._now: Generation | None = None
         """The generation whose group stands."""
@@ -123,6 +130,12 @@ class Elastic(Linked):
         """What the training has yet to follow."""
         self._renewed: set[int] = set()
         """Those who came, or came anew, since the training last followed."""
+        self._gone: dict[int, Gone] = {}
+        """Those who left since then."""
+        self.intact: Callable[[], bool] = lambda: True
+        """Whether the last round's result is still as it was, to be handed over."""
+        self.loop = 0
+        """How many loops (``fleet.steps``) this worker's script has begun."""
         self._free = threading.Event()
         """Not set: a round aside was handed over, and its books are not closed yet, under the old membership."""
         self._free.set()
@@ -169,18 +182,36 @@ class Elastic(Linked):
         """Whether the present members may only finish their step."""
         return self._now is not None and self._now.wanting > 0
 
-    def depart(self) -> None:
-        """Leave for good, at a step boundary."""
-        self._member.leave(LEFT)
+    def depart(self, *, agreed: bool) -> None:
+        """Leave for good, at a step boundary. ``agreed``: all know of it from the last round, and come to form the
+        fleet anew."""
+        self._member.leave(LEFT if agreed else WAITED)
         self.outside = True
+
+    def begin_loop(self) -> None:
+        """This worker's script begins another loop."""
+        self.loop += 1
+        self._note_loop()
+
+    def _note_loop(self) -> None:
+        if not self.outside and self._rank == 0:
+            with suppress(RuntimeError):
+                self._root.set(LOOP, str(self.loop))
+
+    def fleets_loop(self) -> int:
+        """For a worker that waits to enter: the loop that the fleet is in; 0 when nobody knows."""
+        host, port = self._member.store
+        with suppress(RuntimeError):
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STORE)
+            if store.check([LOOP]):
+                return int(store.get(LOOP))
+        return 0
 
     # -- from one generation to the next ---------------------------------------------------------------------------
 
     def reform(self) -> None:
         """All members come here at the same step boundary, and a newcomer to its first step: form the fleet anew."""
-        self.at_rest = True
         self._recover(self._number, orderly=True)
-        self.at_rest = False
 
     def cut(self, over: GenerationOver) -> None:
         """What is still under way in this generation ends now."""
@@ -200,17 +231,31 @@ class Elastic(Linked):
                     fresh = self.outside
                     if not orderly:
                         self._bury()
+                    self.at_rest = orderly
                     generation = self._member.next_generation(after=self._number, fresh=fresh, orderly=orderly)
+                    self.at_rest = False
                     self._bury()  # in good order: only once everybody is out
                     self._form(generation)
                     self._settle(fresh=fresh)
                 except Dropped:
                     self._fall_out()
                     raise
+                except RunOver as over:
+                    self.outside = True
+                    logger.warning("%s", over)
+                    raise SystemExit(0) from None
                 except GenerationOver as error:
-                    logger.info("generation %d did not come about: %s", self._number, error)
+                    self._tell_of_failure(error)
                     continue
                 return
+
+    def _tell_of_failure(self, error: GenerationOver) -> None:
+        if self._over >= self._number:  # the roster said so: somebody was lost
+            logger.info("generation %d did not come about: %s", self._number, error)
+            return
+        names = ", ".join(str(self._now.facts[worker].get("name")) for worker in self._now.workers) if self._now else ""
+        text = "generation %d did not come about though all are there (%s): can they all reach one another? %s"
+        logger.warning(text, self._number, names, error)
 
     def _fall_out(self) -> None:
         """The fleet went on: this step is no longer this worker's, and only a peer's state can bring it back."""
@@ -227,6 +272,7 @@ class Elastic(Linked):
         """Connect the members of a generation, once all of them are there."""
         self._now = generation
         self._renewed |= {*generation.joined, *generation.fresh}
+        self._gone |= {gone.id: gone for gone in generation.left}
         self._stars, self._spent = 0, []
         self._rank, self._size = generation.workers.index(self._member.id), len(generation.workers)
         self._alike = len({str(generation.facts[w]["device"]).split(":")[0] for w in generation.workers}) == 1
@@ -273,7 +319,8 @@ class Elastic(Linked):
         if group is None:
             return
         self._break_off()
-        threading.Thread(target=_let_go, args=([group],), name="paceline-bury", daemon=True).start()
+        grave, self._sent = [*self._sent, *self._outbox.empty(), group], []
+        threading.Thread(target=_let_go, args=(grave,), name="paceline-bury", daemon=True).start()
 
     # -- settling --------------------------------------------------------------------------------------------------
 
@@ -283,6 +330,7 @@ class Elastic(Linked):
             "finished": {name: lane.finished for name, lane in self._lanes.items()},
             "facts_kept": {name: lane.result is not None for name, lane in self._lanes.items()},
             "slots": list(self._slots),
+            "intact": self.intact(),
             "training": self.settler.facts() if self.settler is not None else None,
         }
         try:
@@ -306,20 +354,25 @@ class Elastic(Linked):
             raise self.failed(error) from None
         self.outside = False
         if self._rank == 0:
+            self._note_loop()
             threading.Thread(target=_tidy, args=(self._aside.clone(), self._number), daemon=True).start()
 
     def _change(self, said: Sequence[dict[str, Any]]) -> Change:
         assert self._now is not None
         old = {worker: rank for rank, worker in enumerate(self.workers)}
         kept = tuple(None if worker in self._renewed else old.get(worker) for worker in self._now.workers)
-        return Change(kept, tuple(theirs["training"] for theirs in said), self._now)
+        joined = tuple(worker for worker, before in zip(self._now.workers, kept, strict=True) if before is None)
+        staying = {self.workers[rank] for rank in kept if rank is not None}
+        lost = [worker for worker in self.workers if worker >= 0 and worker not in staying]
+        left = tuple(self._gone.get(worker) or Gone(worker, "left") for worker in lost)
+        return Change(kept, joined, left, tuple(theirs["training"] for theirs in said), self._now)
 
     def follow(self) -> None:
         """The training follows the group's membership, before its next call; by whichever thread comes first."""
         if self._unfollowed is None:
             return
         self._free.wait()
-        with self._following:
+        with self._recovering, self._following:
             change, self._unfollowed = self._unfollowed, None
             if change is not None and self.settler is not None:
                 self.settler.follow(change, partial(self._show, change))
@@ -331,9 +384,9 @@ class Elastic(Linked):
         self._free.set()
 
     def _show(self, change: Change) -> None:
-        self._renewed = set()
-        self.rank, self.size = self._rank, self._size
+        self._renewed, self._gone = set(), {}
         self.workers, self.generation = change.generation.workers, change.generation.number
+        self.rank, self.size = self.workers.index(self._member.id), len(self.workers)
 
     def _adopt_slots(self, known: Sequence[Sequence[str]]) -> None:
         """Names were numbered one after another, so everybody knows a beginning of the same list."""
@@ -349,13 +402,19 @@ class Elastic(Linked):
             raise FleetError(f"workers are more than one call apart ({finished}): this is a bug in Paceline")
         if not behind:
             return
-        giver = min(rank for rank, count in finished.items() if count == last)
-        if said[giver]["facts_kept"][name]:
-            self._hand_over_facts(name, giver, behind)
-        else:
-            self._hand_over_tensors(name, giver, behind)
+        known = [rank for rank, count in finished.items() if count == last]
+        facts = said[known[0]]["facts_kept"][name]
+        givers = [rank for rank in known if facts or name != CALLS or said[rank]["intact"]]
+        if not givers:
+            if self._rank in behind:
+                raise Dropped("the last round's result was changed in place by an optimiser, and cannot be handed over")
+            return
+        hand_over = self._hand_over_facts if facts else self._hand_over_tensors
+        hand_over(name, givers[0], behind)
         if self._rank in behind:
-            self._lanes[name].given = True
+            lane = self._lanes[name]
+            lane.finished, lane.kept, lane.pending, lane.given = lane.entered, lane.pending, (), True
+            lane.result = lane.result if facts else None
             if name == ROUNDS:
                 self._free.clear()
 
@@ -369,10 +428,10 @@ class Elastic(Linked):
 
     def _hand_over_tensors(self, name: str, giver: int, behind: Sequence[int]) -> None:
         lane = self._lanes[name]
-        if self._rank == giver:
+        if self._rank == giver:  # whether it came shows in the next call
             for number, tensor in enumerate(lane.kept):
-                for rank in behind:
-                    self.send(_bytes_of(tensor), rank, number)
+                data = _bytes_of(tensor)
+                self._sent += [(data, self._engine.send([data], rank, number)) for rank in behind]
         elif self._rank in behind:
             for number, tensor in enumerate(lane.pending):
                 data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
@@ -431,13 +490,16 @@ class Elastic(Linked):
 
     def given(self, *, aside: bool = False) -> bool:
         """After `recover`: whether others had finished the round under way, whose result now stands in its tensors."""
-        lane = ROUNDS if aside else CALLS
-        place = self._lanes[lane]
-        if place.given:
-            self._finish(lane, kept=place.pending)
-            return True
-        self.follow()
-        return False
+        lane = self._lanes[ROUNDS if aside else CALLS]
+        if not lane.given:
+            self.follow()
+            return False
+        lane.given, lane.result = False, None
+        return True
+
+    def expect(self, tensors: Sequence[torch.Tensor], *, aside: bool = False) -> None:
+        """The result of the round under way is to stand in these tensors instead."""
+        self._lanes[ROUNDS if aside else CALLS].pending = tensors
 
     def gather(self, label: str, value: Any) -> list[Any]:
         if self.outside:
@@ -492,9 +554,20 @@ class Elastic(Linked):
         self.follow()
         return super().sum(tensor)
 
+    def slot_name(self, slot: int) -> str:
+        while True:
+            try:
+                return super().slot_name(slot)
+            except GenerationOver as over:  # the roster is away: wait for it, and the worker that gave the name tells
+                self._recover_in("the name of a figure", over)
+
     def heard(self, name: str) -> bool:
         self.follow()
-        return super().heard(name)
+        self._check()
+        try:
+            return bool(self._board.check([name]))
+        except RuntimeError:  # the roster is away: each worker goes by what it knows itself
+            return False
 
     def signal(self, name: str) -> None:
         with suppress(GenerationOver):  # whoever listens learns of that too
@@ -517,6 +590,12 @@ class Elastic(Linked):
             return super()._started(start, *args)
         except GenerationOver as over:
             return _Never(over)
+
+    @property
+    def _engine(self) -> Any:
+        if self._group is None:  # another thread forms it anew
+            raise self._why_over()
+        return self._group
 
     def _start_sum(self, tensor: torch.Tensor) -> Any:
         return _Already() if self._size == 1 else super()._start_sum(tensor)
@@ -573,7 +652,7 @@ class Elastic(Linked):
                 self.gather("the end of the run", None)
                 self._member.leave("finished")
             elif failure is not None and not self.outside:
-                self._member.leave(LEFT if isinstance(failure, Leave) else f"ended with {one_line(failure)}")
+                self._member.leave(WAITED if isinstance(failure, Leave) else f"ended with {one_line(failure)}")
         finally:
             self._member.close()
             self._bury()
@@ -581,6 +660,9 @@ class Elastic(Linked):
 
 class _Already:
     """A sum over one worker."""
+
+    def is_completed(self) -> bool:
+        return True
 
     def wait(self, _: timedelta | None = None) -> None:
         return
@@ -595,12 +677,13 @@ class _Never:
     def wait(self) -> None:
         raise self._error
 
-    def abandon(self) -> None:
-        return
+    def abandon(self) -> bool:
+        return True
 
 
-def _let_go(groups: list[Any]) -> None:
-    groups.clear()
+def _let_go(grave: list[Any]) -> None:
+    while grave:  # the group last: what runs in it needs it
+        grave.pop(0)
 
 
 def _tidy(store: Store, number: int) -> None:
@@ -615,8 +698,8 @@ def _tidy(store: Store, number: int) -> None:
 def _send_state(group: Any, data: torch.Tensor, to: int) -> None:
     """If it cannot be sent, the newcomer is gone or the generation over: either shows elsewhere."""
     try:
-        group.send([torch.tensor([data.numel()], dtype=torch.int64)], to, STATE_TAG).wait()
-        group.send([data], to, STATE_TAG + 1).wait()
+        group.send([torch.tensor([data.numel()], dtype=torch.int64)], to, STATE_TAG).wait(ENGINE_TIMEOUT)
+        group.send([data], to, STATE_TAG + 1).wait(ENGINE_TIMEOUT)
     except RuntimeError as error:
         logger.info("the state for worker %d was not sent: %s", to, one_line(error))
 

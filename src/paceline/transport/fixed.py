@@ -20,7 +20,7 @@ import torch
 from paceline.errors import FleetError
 from paceline.transport.alone import Alone
 from paceline.transport.base import Transport
-from paceline.transport.linked import Linked, Watched, choose_backend, facts_of, one_line
+from paceline.transport.linked import Linked, choose_backend, facts_of, one_line
 from paceline.transport.network import Store, break_off, dist
 from paceline.transport.presence import CALLS, Presence
 from paceline.transport.subgroup import Subgroup
@@ -91,7 +91,7 @@ class Fixed(Linked):
             alike=self._alike,
             device=self._device,
             presence=self._presence,
-            pending=lambda work: Watched(work, self),
+            pending=self._started,
         )
 
     # -- calls -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,16 +22,24 @@ import torch
 
 from paceline.machines.link import link_from_env
 from paceline.transport.base import Pending
-from paceline.transport.network import Sockets, Store, dist, gloo_device, open_sockets
+from paceline.transport.network import (
+    ENGINE_TIMEOUT,
+    Sockets,
+    Store,
+    close_doors,
+    dist,
+    gloo_device,
+    joining,
+    listening_port,
+    open_sockets,
+)
 from paceline.transport.presence import CALLS, ROUNDS
-from paceline.transport.star import StarSum, is_small
+from paceline.transport.star import Outbox, StarSum, is_small
 
 logger = logging.getLogger("paceline")
 
 ABANDON = timedelta(milliseconds=50)
-"""How long an operation on connections that are shut may take to fail. Some never do; nothing can come for them."""
-ENGINE_TIMEOUT = timedelta(days=7)
-"""The engine's own timeout never decides: those who watch do, and say who."""
+"""How long an operation on connections that are shut may take to fail. Some never do."""
 
 
 class Linked(ABC):
@@ -57,6 +65,7 @@ class Linked(ABC):
         self._slots: dict[str, int] = {}
         self._spent: list[str] = []
         self._stars = 0
+        self._outbox = Outbox()
         self._alike = False
         """Whether all compute on one kind of device, so that all choose the same way for a sum."""
         self._link = link_from_env()
@@ -94,6 +103,7 @@ class Linked(ABC):
         self._enter(label, lane=lane)
         try:
             yield
+            self._outbox.round_is_over()
             self._cross_link()
             if self.backend == "nccl":  # its waits only order streams: the true one is here, where it is watched
                 torch.cuda.current_stream(self._device).synchronize()
@@ -114,8 +124,13 @@ class Linked(ABC):
     def _start_sum(self, tensor: torch.Tensor) -> Any:
         if self.backend == "gloo" and self._alike and is_small(tensor, self._size):
             self._stars += 1
-            return StarSum(self._group, tensor, rank=self._rank, size=self._size, number=self._stars)
-        return self._group.allreduce([tensor], _sum_options())
+            star = StarSum(self._engine, tensor, rank=self._rank, size=self._size, number=self._stars)
+            return self._outbox.keep(star)
+        return self._engine.allreduce([tensor], _sum_options())
+
+    @property
+    def _engine(self) -> Any:
+        return self._group
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         with self.round("the leader's broadcast", keeps=tensors):
@@ -127,7 +142,7 @@ class Linked(ABC):
         raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]  # any dtype, any layout
         if self.backend == "nccl":
             raw = [part.to(self._device) for part in raw]
-        for work in [self._started(self._group.broadcast, [part], options) for part in raw]:
+        for work in [self._started(lambda part=part: self._engine.broadcast([part], options)) for part in raw]:
             work.wait()
         for tensor, part in zip(tensors, raw, strict=True):
             if part.data_ptr() != tensor.data_ptr():
@@ -140,10 +155,10 @@ class Linked(ABC):
             time.sleep(self._link.seconds(data, workers=self._size))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        self._started(self._group.send, [tensor], to, tag).wait()
+        self._started(lambda: self._engine.send([tensor], to, tag)).wait()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        self._started(self._group.recv, [tensor], source, tag).wait()
+        self._started(lambda: self._engine.recv([tensor], source, tag)).wait()
 
     # -- small facts -----------------------------------------------------------------------------------------------
 
@@ -218,11 +233,16 @@ class Linked(ABC):
             return dist.ProcessGroupNCCL(store, rank, size, options)
         before = open_sockets()
         gloo, where = gloo_device(*towards)
+        door = open_sockets() - before
+        port = listening_port(door)
+        store.set(f"door/{rank}", str(port))
         options = dist.ProcessGroupGloo._Options()
         options._devices = [gloo]
         options._timeout = ENGINE_TIMEOUT
         group = self._make_gloo(store, rank, size, options)
-        self._sockets |= open_sockets() - before
+        ports = {int(store.get(f"door/{other}")) for other in range(size)}  # all have come, or there were no group
+        self._sockets |= joining(open_sockets() - before, ports)
+        close_doors(door)
         logger.info("worker %d of %d reaches the others over gloo, %s", rank, size, where)
         return group
 
@@ -238,16 +258,22 @@ class Watched:
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            if isinstance(self._work, StarSum):
+                self._work.wait()
+            else:
+                self._work.wait(ENGINE_TIMEOUT)
         except RuntimeError as error:
             raise self._transport.failed(error) from None
 
-    def abandon(self) -> None:
-        """Its result is not wanted any more: see it end, so that it writes nowhere from here on."""
+    def abandon(self) -> bool:
+        """Its result is not wanted any more. False: it has not ended, and may still write into its tensor."""
+        ended = True
         for work in getattr(self._work, "works", [self._work]):
-            if not work.is_completed():
-                with suppress(RuntimeError):
-                    work.wait(ABANDON)
+            try:
+                work.wait(ABANDON)
+            except RuntimeError as error:
+                ended = ended and "timed out" not in str(error).lower()
+        return ended
 
 
 def facts_of(device: torch.device) -> dict[str, Any]:

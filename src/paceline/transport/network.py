@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+import struct
+from collections.abc import Collection
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed
+
+ENGINE_TIMEOUT = timedelta(days=7)
+"""The engine's own timeout never decides: those who watch do, and say who. Given to every wait, for a send or receive
+would else have the short one with which its group was formed."""
 
 dist: Any = torch.distributed  # its type stubs leave out half of what it exports
 Store = Any
@@ -58,12 +67,56 @@ def break_off(sockets: Sockets, *, spare_port: int) -> None:
     So are connections to ``spare_port``, the store's, some of which may have been made while the group was built.
     """
     for descriptor, name in sockets:
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
-                if os.readlink(f"/proc/self/fd/{connection.fileno()}") != name:
-                    continue
-                ports = (connection.getsockname()[1], connection.getpeername()[1])
-                if spare_port not in ports:
-                    connection.shutdown(socket.SHUT_RDWR)
-        except (OSError, IndexError):
-            continue
+        with suppress(OSError, IndexError), _same(descriptor, name) as connection:
+            ports = (connection.getsockname()[1], connection.getpeername()[1])
+            if spare_port not in ports:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+SO_ATTACH_FILTER = 26
+DROP_ALL = (6, 0, 0, 0)
+"""Linux's socket filter of one instruction: return 0, let nothing through."""
+
+
+def listening_port(sockets: Sockets) -> int:
+    """The port of the listening one among ``sockets``; 0 when there is none."""
+    for descriptor, name in sockets:
+        with suppress(OSError), _same(descriptor, name) as door:
+            if door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return int(door.getsockname()[1])
+    return 0
+
+
+def joining(sockets: Sockets, ports: Collection[int]) -> Sockets:
+    """Those among ``sockets`` that are connected to one of these ports, at this end or the other. Others were opened
+    meanwhile by somebody else."""
+    found = set()
+    for descriptor, name in sockets:
+        with suppress(OSError, IndexError), _same(descriptor, name) as connection:
+            if not {connection.getsockname()[1], connection.getpeername()[1]}.isdisjoint(ports):
+                found.add((descriptor, name))
+    return frozenset(found)
+
+
+def _same(descriptor: int, name: str) -> socket.socket:
+    """The socket of this name, to be closed; OSError when the descriptor is another's by now."""
+    found = socket.socket(fileno=os.dup(descriptor))
+    if os.readlink(f"/proc/self/fd/{found.fileno()}") != name:
+        found.close()
+        raise OSError("it was given out anew")
+    return found
+
+
+def close_doors(sockets: Sockets) -> None:
+    """Let nobody else in: the listening ones among ``sockets`` drop whatever comes to them from now on.
+
+    Gloo keeps its listener open for as long as the group stands, though all members are connected. It has no token,
+    keeps every stranger's connection, and ends the process when descriptors run out. Closing or shutting the listener
+    ends the process as well, so the kernel is asked not to deliver. Nothing happens where there are no such filters.
+    """
+    program = ctypes.create_string_buffer(struct.pack("HBBI", *DROP_ALL))
+    request = struct.pack("HP", 1, ctypes.addressof(program))
+    for descriptor, name in sockets:
+        with suppress(OSError), _same(descriptor, name) as door:
+            if door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                door.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, request)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from paceline.transport.network import ENGINE_TIMEOUT
+
 MOST_BYTES = 2 << 20
 """What the leader may receive for one sum; beyond it the ring, in which every worker sends alike, is quicker."""
 FIRST_TAG = 1 << 30
@@ -22,28 +24,57 @@ def is_small(tensor: torch.Tensor, size: int) -> bool:
 
 
 class StarSum:
-    """One sum under way; ``number`` counts the fleet's star sums from 0, the same on every worker."""
+    """One sum under way; ``number`` counts the fleet's star sums from 0, the same on every worker.
+
+    Nobody waits for a send: on a connection that breaks at that moment Gloo may forget to wake whoever does. That a
+    part has arrived shows in the sum that comes back; that the sum has, in the next round. Until then this object must
+    be kept (`Outbox`), for a send that is freed is cancelled.
+    """
 
     def __init__(self, group: Any, tensor: torch.Tensor, *, rank: int, size: int, number: int) -> None:
         self._group, self._tensor, self._leads, self._size = group, tensor, rank == 0, size
         self._tag = FIRST_TAG + number % FIRST_TAG
         self._theirs: list[torch.Tensor] = []
+        self.works: list[Any] = []
+        """What this worker receives."""
+        self._sent: list[Any] = []
         if self._leads:
             self._theirs = [torch.empty_like(tensor) for _ in range(size - 1)]
             self.works = [self._do(group.recv, part, other) for other, part in enumerate(self._theirs, start=1)]
         else:
-            self.works = [self._do(group.send, tensor, 0)]
+            self._sent = [self._do(group.send, tensor, 0)]
 
     def _do(self, act: Callable[..., Any], tensor: torch.Tensor, other: int) -> Any:
         return act([tensor], other, self._tag)
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
         if not self._leads:
-            self._do(self._group.recv, self._tensor, 0).wait()
-            return
-        for part in self._theirs:
-            self._tensor.add_(part)
-        for work in [self._do(self._group.send, self._tensor, other) for other in range(1, self._size)]:
-            work.wait()
+            self.works = [self._do(self._group.recv, self._tensor, 0)]
+        for work in self.works:
+            work.wait(ENGINE_TIMEOUT)
+        if self._leads:
+            for part in self._theirs:
+                self._tensor.add_(part)
+            total = self._tensor.clone()  # the caller goes on with its own while this is on its way
+            self._sent = [self._do(self._group.send, total, other) for other in range(1, self._size)]
+
+
+class Outbox:
+    """Star sums whose sends may still be on their way: those of this round and of the one before."""
+
+    def __init__(self) -> None:
+        self._now: list[StarSum] = []
+        self._before: list[StarSum] = []
+
+    def keep(self, star: StarSum) -> StarSum:
+        self._now.append(star)
+        return star
+
+    def round_is_over(self) -> None:
+        """Everybody has come to this round, and so has all that was sent before it."""
+        self._before, self._now = self._now, []
+
+    def empty(self) -> list[StarSum]:
+        """Give them up."""
+        given_up, self._before, self._now = self._before + self._now, [], []
+        return given_up

@@ -15,7 +15,7 @@ import torch
 
 from paceline.transport.base import Pending, Transport
 from paceline.transport.presence import GROUP, Presence
-from paceline.transport.star import StarSum, is_small
+from paceline.transport.star import Outbox, StarSum, is_small
 
 
 class Subgroup:
@@ -34,10 +34,10 @@ class Subgroup:
         device: torch.device,
         alike: bool,
         presence: Presence,
-        pending: Callable[[Any], Pending],
+        pending: Callable[..., Pending],
     ) -> None:
         """``engine``: the members' process group, in the order of ``ranks``. ``alike``: all hold their tensors on one
-        kind of device. ``pending`` watches over the engine's works."""
+        kind of device. ``pending`` starts an engine's work and watches over it."""
         self._alike = alike
         self._fleet, self._engine, self._presence, self._pending = fleet, engine, presence, pending
         self._wires = device if fleet.backend == "nccl" else torch.device("cpu")
@@ -46,6 +46,7 @@ class Subgroup:
         self.workers = tuple(fleet.workers[rank] for rank in ranks)
         self.calls = 0
         self._stars = 0
+        self._outbox = Outbox()
         presence.group = tuple(ranks)
 
     @contextmanager
@@ -53,6 +54,7 @@ class Subgroup:
         self._presence.enter(label, lane=GROUP)
         try:
             yield
+            self._outbox.round_is_over()
             if self.backend == "nccl":  # its waits only order streams: the true one is here, where it is watched
                 torch.cuda.current_stream(self._wires).synchronize()
         finally:
@@ -61,9 +63,11 @@ class Subgroup:
     def sum(self, tensor: torch.Tensor) -> Pending:
         if self.backend == "gloo" and self._alike and is_small(tensor, self.size):
             self._stars += 1
-            star = StarSum(self._engine, tensor, rank=self.rank, size=self.size, number=self._stars)
-            return self._pending(star)
-        return self._pending(self._engine.allreduce([tensor]))
+            return self._pending(self._star_sum, tensor)
+        return self._pending(self._engine.allreduce, [tensor])
+
+    def _star_sum(self, tensor: torch.Tensor) -> StarSum:
+        return self._outbox.keep(StarSum(self._engine, tensor, rank=self.rank, size=self.size, number=self._stars))
 
     def gather(self, label: str, value: Any) -> list[Any]:
         """Two sums: how long everybody's JSON is, and the JSON, each in a row of its own."""
