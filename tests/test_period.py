@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.period import FIRST_STEPS, Period, above, by_the_clock
+from paceline.period import FIRST_STEPS, Period, above, by_the_clock, followed
 
 counts = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 
@@ -59,3 +59,21 @@ def test_members_of_a_group_are_dealt_the_same_number_of_steps() -> None:
     assert (shares[[0, 1]] // batches[[0, 1]] == shares[[3, 2]] // batches[[3, 2]]).all()
     assert (batches >= 1).all()
     assert batches[[0, 3]].sum() == batches[[1, 2]].sum() == 10
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=6), st.data())
+def test_figures_follow_who_they_are_of_and_newcomers_are_like_the_others(
+    figures: list[float], data: st.DataObject
+) -> None:
+    kept = data.draw(st.permutations([*range(len(figures)), None, None]))[: data.draw(st.integers(1, len(figures)))]
+    found = followed(np.array(figures), kept)
+    known = [figures[old] for old in kept if old is not None and figures[old] > 0]
+    for value, old in zip(found.tolist(), kept, strict=True):
+        assert value == (figures[old] if old is not None else float(np.mean(known)) if known else 0.0)
+
+
+def test_a_period_goes_on_without_those_who_are_lost() -> None:
+    period = Period(began=0.0, shares=(9, 5, 7), windows=(7,), batches=(3,), member=0)
+    period.count(period.parts())
+    period.follow((2, 0))
+    assert (period.shares, period.windows, period.samples, period.parts()) == ((7, 9), (7,), 3, (3,))

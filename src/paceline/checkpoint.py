@@ -49,7 +49,13 @@ def pack(content: Mapping[str, Any]) -> torch.Tensor:
 
 def unpack(data: torch.Tensor, *, device: torch.device) -> dict[str, Any]:
     """What `pack` made; nothing in it is executed."""
-    content: Any = torch.load(io.BytesIO(data.numpy().tobytes()), map_location=device, weights_only=True)
+    try:
+        content: Any = torch.load(io.BytesIO(data.numpy().tobytes()), map_location=device, weights_only=True)
+    except Exception as error:  # whatever garbage makes the reader do
+        raise ValueError(
+            "a peer's state cannot be read: it holds more than tensors and plain values, and nothing in it is executed "
+            f"({type(error).__name__})"
+        ) from None
     return dict(content)
 
 

@@ -8,6 +8,8 @@ import pytest
 from paceline.combine.averaging_settings import Averaging, ElasticAverage
 from paceline.combine.outer import Outer
 from paceline.combine.weights import Work
+from paceline.combining import check_combine
+from paceline.pace import make
 
 
 def test_rounds_come_every_two_seconds_unless_told_otherwise() -> None:
@@ -95,3 +97,26 @@ def test_an_alpha_beyond_the_fleet_s_bound_is_refused_when_the_fleet_is_known() 
 def test_settings_are_values() -> None:
     assert Averaging(outer=Outer(lr=0.5)) == Averaging(outer=Outer(lr=0.5))
     assert ElasticAverage(tau=2) != ElasticAverage(tau=4)
+
+
+@pytest.mark.parametrize(
+    "settings", [Averaging(groups=[[0, 1]]), Averaging(overlap=True), ElasticAverage(overlap=0.25)]
+)
+def test_what_needs_a_fixed_number_of_workers_is_refused_where_they_come_and_go(settings: Any) -> None:
+    with pytest.raises(ValueError, match="paceline run -n WORKERS"):
+        settings.check_elastic()
+    with pytest.raises(ValueError, match="paceline run -n WORKERS"):
+        check_combine(settings, make("equal"), 2, elastic=True)
+
+
+def test_averages_as_usual_may_be_had_where_workers_come_and_go() -> None:
+    for settings in (Averaging(outer=Outer()), ElasticAverage()):
+        check_combine(settings, make("equal"), 2, elastic=True)
+
+
+def test_an_alpha_of_ones_own_stays_as_long_as_it_is_stable() -> None:
+    settings = ElasticAverage(alpha=0.5)
+    assert [settings.settling_alpha(workers) for workers in (1, 2, 3)] == [0.5, 0.5, 0.5]
+    assert settings.settling_alpha(4) == pytest.approx(0.9 / 4)
+    pulls = settings.weigh(settings.memory(4), [1.0] * 4, [True] * 4).pull
+    assert pulls.tolist() == pytest.approx([0.9 / 4] * 4)

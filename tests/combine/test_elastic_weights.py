@@ -170,6 +170,19 @@ def test_a_new_worker_in_an_old_place_starts_with_a_warm_up_of_its_own() -> None
     assert settings.weigh(memory, [1.0, 90.0], [True, True]).pull.tolist() == [0.2, 0.2]
 
 
+def test_a_memory_follows_its_workers_to_their_new_ranks() -> None:
+    settings = ElasticAverage(alpha=0.2, warm_up=1)
+    memory, alone = settings.memory(3), settings.memory(1)
+    for distances in ([1.0, 2.0, 3.0], [1.0, 8.0, 3.0]):
+        settings.weigh(memory, distances, [True, True, False])
+        settings.weigh(alone, distances[1:2], [True])
+    memory.follow((1, None))
+    assert memory.exchanges.tolist() == [2, 0]
+    assert memory.missed.tolist() == [0, 0]
+    assert memory.log_distances[:, 0].tolist() == pytest.approx(alone.log_distances[:, 0].tolist(), nan_ok=True)
+    assert np.isnan(memory.log_distances[:, 1]).all()
+
+
 def test_momentum_is_kept_at_an_ordinary_pull_and_gone_after_a_full_one() -> None:
     assert momentum_kept(0.2, [0.2, 0.6, 1.0, 0.0]) == pytest.approx([1.0, 0.5, 0.0, 1.0])
     pulls = [0.2, 0.6, 1.0]

@@ -18,8 +18,8 @@ from paceline.transport.star import MOST_BYTES, Outbox, StarSum, is_small
 
 
 def together(size: int, work: Callable[..., Any]) -> list[Any]:
-    """Run ``work(rank, group, keep)`` on threads that are joined by Gloo over loopback; nothing is freed before all have
-    ended."""
+    """Run ``work(rank, group, keep)`` on threads that are joined by Gloo over loopback; nothing is freed before the
+    end."""
     store, results, kept = dist.HashStore(), [None] * size, []
 
     def one(rank: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -11,6 +12,9 @@ from paceline.cli.tokens import is_loopback, reached_at, written
 
 FINISHED = "finished"
 """What a worker says when it leaves because the training has ended."""
+
+TAKING_S = 2.0
+"""How long a newcomer is given to take over a peer's state before it counts as one that holds it."""
 
 
 class Roster(Protocol):
@@ -68,6 +72,8 @@ class RosterHere:
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}
         self._inside: set[str] = set()
+        self._fresh: dict[str, float] = {}
+        """Until when those that just came in may still lack the training's state."""
         self._started: set[str] = set()
         self._finished = False
         try:
@@ -86,8 +92,10 @@ class RosterHere:
 
     @property
     def inside(self) -> frozenset[int]:
+        now = time.monotonic()
         with self._lock:
-            return frozenset(number for name in self._inside if (number := number_of(name)) is not None)
+            settled = [name for name in self._inside if self._fresh.get(name, 0.0) <= now]
+            return frozenset(number for name in settled if (number := number_of(name)) is not None)
 
     @property
     def outsiders(self) -> int:
@@ -119,6 +127,8 @@ class RosterHere:
                 self._finished = self._finished or said["text"] == FINISHED
             elif kind == "generation":
                 self._inside = {self._names[id] for id in said["workers"]}
+                new = said["fresh"] if len(said["fresh"]) < len(said["workers"]) else []
+                self._fresh = {self._names[id]: time.monotonic() + TAKING_S for id in new}
             elif kind == "finished":
                 self._finished = True
 

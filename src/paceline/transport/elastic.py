@@ -261,6 +261,7 @@ class Elastic(Linked):
         """The fleet went on: this step is no longer this worker's, and only a peer's state can bring it back."""
         self._bury()
         self.outside = self.at_rest = True
+        self._begun = 0
         for lane in self._lanes.values():
             lane.kept, lane.pending, lane.result, lane.entered = (), (), None, lane.finished
 
@@ -297,8 +298,18 @@ class Elastic(Linked):
         self._board = dist.PrefixStore(prefix, self._aside)
 
     def _make_gloo(self, store: Store, rank: int, size: int, options: Any) -> Any:
+        """Connecting cannot be broken off, and Gloo tries for long: so it happens on a thread, which is left to itself
+        when the generation is over."""
         options._timeout = FORMING
-        group = dist.ProcessGroupGloo(store, rank, size, options)
+        made: list[Any] = []
+        thread = threading.Thread(target=_form, args=(made, store, rank, size, options), daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.01)
+            self._check()
+        group = made.pop()
+        if isinstance(group, BaseException):
+            raise group
         group.set_timeout(ENGINE_TIMEOUT)
         return group
 
@@ -327,7 +338,7 @@ class Elastic(Linked):
     def _settle(self, *, fresh: bool) -> None:
         mine = {
             "fresh": fresh,
-            "finished": {name: lane.finished for name, lane in self._lanes.items()},
+            "finished": {name: lane.entered if lane.given else lane.finished for name, lane in self._lanes.items()},
             "facts_kept": {name: lane.result is not None for name, lane in self._lanes.items()},
             "slots": list(self._slots),
             "intact": self.intact(),
@@ -679,6 +690,13 @@ class _Never:
 
     def abandon(self) -> bool:
         return True
+
+
+def _form(made: list[Any], *args: Any) -> None:
+    try:
+        made.append(dist.ProcessGroupGloo(*args))
+    except RuntimeError as error:
+        made.append(error)
 
 
 def _let_go(grave: list[Any]) -> None:

@@ -30,7 +30,7 @@ from paceline.transport.network import (
     dist,
     gloo_device,
     joining,
-    listening_port,
+    listening_ports,
     open_sockets,
 )
 from paceline.transport.presence import CALLS, ROUNDS
@@ -233,16 +233,18 @@ class Linked(ABC):
             return dist.ProcessGroupNCCL(store, rank, size, options)
         before = open_sockets()
         gloo, where = gloo_device(*towards)
-        door = open_sockets() - before
-        port = listening_port(door)
-        store.set(f"door/{rank}", str(port))
+        doors = open_sockets() - before  # Gloo's, and what another thread of the script may have opened meanwhile
+        mine = listening_ports(doors)
+        store.set(f"doors/{rank}", json.dumps(mine))
         options = dist.ProcessGroupGloo._Options()
         options._devices = [gloo]
         options._timeout = ENGINE_TIMEOUT
         group = self._make_gloo(store, rank, size, options)
-        ports = {int(store.get(f"door/{other}")) for other in range(size)}  # all have come, or there were no group
-        self._sockets |= joining(open_sockets() - before, ports)
-        close_doors(door)
+        everybodys = [json.loads(store.get(f"doors/{other}")) for other in range(size)]  # all have come by now
+        made = open_sockets() - before
+        self._sockets |= joining(made, {port for ports in everybodys for port in ports}) or made
+        if len(mine) == 1:  # surely Gloo's
+            close_doors(doors)
         logger.info("worker %d of %d reaches the others over gloo, %s", rank, size, where)
         return group
 
@@ -258,7 +260,9 @@ class Watched:
 
     def wait(self) -> None:
         try:
-            if isinstance(self._work, StarSum):
+            if (
+                isinstance(self._work, StarSum) or self._transport.backend == "nccl"
+            ):  # where it would make the host wait
                 self._work.wait()
             else:
                 self._work.wait(ENGINE_TIMEOUT)

@@ -78,13 +78,14 @@ DROP_ALL = (6, 0, 0, 0)
 """Linux's socket filter of one instruction: return 0, let nothing through."""
 
 
-def listening_port(sockets: Sockets) -> int:
-    """The port of the listening one among ``sockets``; 0 when there is none."""
+def listening_ports(sockets: Sockets) -> list[int]:
+    """The ports of the listening ones among ``sockets``."""
+    ports = []
     for descriptor, name in sockets:
-        with suppress(OSError), _same(descriptor, name) as door:
+        with suppress(OSError, IndexError), _same(descriptor, name) as door:
             if door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return int(door.getsockname()[1])
-    return 0
+                ports.append(int(door.getsockname()[1]))
+    return ports
 
 
 def joining(sockets: Sockets, ports: Collection[int]) -> Sockets:

@@ -1,0 +1,124 @@
+"""Trainings on computers of their own, which write down every step that they commit and what they then hold."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import elastic_cases
+import netns
+import torch
+from torch import nn
+
+import paceline
+from paceline.roster import member, wire
+from paceline.transport import star
+
+
+def train(args: dict[str, Any]) -> dict[str, Any]:
+    """As `elastic_cases.train`, with a witness of every commit; on the computer that COMPUTER names. Once there is a
+    file *hurry* the rest goes quickly."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
+    move()
+    witness = Path(os.environ["PACELINE_RUN_DIR"]).with_name(f"commits.{os.environ['PACELINE_WORKER']}")
+    hurry = witness.with_name("hurry")
+    with paceline.join(args.get("pace", "adaptive")) as fleet, witness.open("a", buffering=1) as file:
+        model = fleet.model(elastic_cases.network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=elastic_cases.RATE, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+        fleet.track(optimizer=optimizer, scheduler=scheduler)
+        data, batch = elastic_cases.data(), elastic_cases.BATCH
+        steps = fleet.steps(data, global_batch=batch, micro_batch=4, epochs=args["epochs"])
+        if "trap" in args:
+            steps.members.give = lambda: with_code(args["trap"])
+        scissors = Scissors(args.get("cut_in_round"))
+        for step in steps:
+            scissors.step = step.index
+            for x, y in step:
+                time.sleep(0.0 if hurry.exists() else 0.02)
+                step.backward(nn.functional.cross_entropy(model(x), y))
+            step.commit(optimizer)
+            scheduler.step()
+            if step.applied:  # not so when the fleet went on without this worker
+                file.write(json.dumps([step.index, step.record.generation, digest(model), time.time()]) + "\n")
+            be_busy(args, step.index)
+    return {
+        "weights": elastic_cases.flat(model),
+        "momentum": [float(v) for s in optimizer.state.values() for v in s["momentum_buffer"].flatten()],
+        "schedule": scheduler.state_dict()["last_epoch"],
+    }
+
+
+def move() -> None:
+    """To a computer of its own: the roster then sees nothing of this process but what comes over the network."""
+    wire.DEAD_PATH_MS = int(os.environ.get("DEAD_PATH_MS", wire.DEAD_PATH_MS))
+    if "COMPUTER" in os.environ:
+        netns.enter(os.environ["COMPUTER"])
+        member.computer = lambda: os.environ["COMPUTER"]
+
+
+class Scissors:
+    """Cuts the leader's own cable in the round of a step, right before its answer to the last sum: the leader then has
+    every sum, and the others lack one."""
+
+    def __init__(self, when: int | None) -> None:
+        self.step = 0
+        self._when, self._answers = when, Counter[int]()
+        if when is not None and os.environ["PACELINE_WORKER"] == "0":
+            self._do, star.StarSum._do = star.StarSum._do, lambda *args: self._watch(*args)
+
+    def _watch(self, sum: star.StarSum, act: Any, tensor: torch.Tensor, other: int) -> Any:
+        if sum._leads and act.__name__ == "send":
+            last = self._answers[self.step - 1] - (sum._size - 1)
+            if self.step == self._when and self._answers[self.step] == last:
+                netns.ip(*json.loads(os.environ["CABLE"]))
+            self._answers[self.step] += 1
+        return self._do(sum, act, tensor, other)
+
+
+class Trap:
+    """Unpickled by a careless reader, it makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self._path,)
+
+
+def with_code(path: str) -> torch.Tensor:
+    buffer = io.BytesIO()
+    torch.save({"agreed": {}, "models": Trap(path)}, buffer)
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def digest(model: nn.Module) -> str:
+    held = hashlib.sha256()
+    for parameter in model.parameters():
+        held.update(parameter.detach().numpy().tobytes())
+    return held.hexdigest()[:16]
+
+
+def be_busy(args: dict[str, Any], step: int) -> None:
+    """For a while this worker does something of its own: one call that keeps the interpreter, or one that does not."""
+    if str(args.get("busy")) != os.environ["PACELINE_WORKER"] or step != args["busy_at"]:
+        return
+    if args["holds"]:
+        sum(range(int(args["busy_s"] * additions_per_second())))
+    else:
+        time.sleep(args["busy_s"])
+
+
+def additions_per_second() -> float:
+    """In one call into the library, in which no other thread of this process gets to run."""
+    began = time.perf_counter()
+    sum(range(5_000_000))
+    return 5_000_000 / (time.perf_counter() - began)
