@@ -31,11 +31,11 @@ browser:
 	  echo "No chromium and chromedriver here: the tests in a browser are SKIPPED."
 
 test: check browser
-	$(BIN)/python -m pytest -m "fleet or browser" -n 2
+	$(BIN)/python -m pytest -m "fleet or browser" -n 4
 
 bench: $(STAMP)
 	@for file in benchmarks/[a-z]*.py; do quick=; \
-	case $$file in *gpu_*|*common.py) continue;; *dynamic_weighting.py) quick=--quick;; esac; \
+	case $$file in *gpu_*|*common.py) continue;; *dynamic_weighting.py|*kill.py|*chaos.py) quick=--quick;; esac; \
 	echo "== $$file"; $(BIN)/python $$file $$quick || exit 1; done
 
 clean:

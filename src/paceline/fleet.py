@@ -459,6 +459,8 @@ class Fleet:
         """This worker leaves: where automatic saving is on and it leads, the others may all be gone soon too."""
         if self._autosaver is not None and self.is_leader:
             self._autosaver.boundary(steps.index, last=True)
+            if self.size == 1:  # nobody waits, and nobody else will tell of it
+                self._autosaver.close()
 
     def _gradients(self, auto: bool) -> Gradients:
         alone = not isinstance(self.combine, str)  # a local step's gradient is this worker's own

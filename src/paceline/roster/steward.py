@@ -254,6 +254,7 @@ class Steward:
         connection.last_heard, connection.silence = now, None
         if connection.given_up:
             connection.given_up = False
+            connection.last_beat = now  # a silence that was too long teaches no patience
             self._roll.heard(id)
         if "ready" in message:
             after, fresh, orderly = message["ready"]

@@ -593,12 +593,12 @@ class Elastic(Linked):
         with suppress(GenerationOver):
             super().forget(name)
 
-    def _started(self, start: Callable[..., Any], *args: Any) -> Pending:
+    def _started(self, start: Callable[..., Any], *args: Any, whole: bool = True) -> Pending:
         """Never raises: sums start inside backward, which must come to its end."""
         if self._over >= self._number:
             return _Never(self._why_over())
         try:
-            return super()._started(start, *args)
+            return super()._started(start, *args, whole=whole)
         except GenerationOver as over:
             return _Never(over)
 

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,8 @@ from paceline.transport.star import Outbox, StarSum, is_small
 
 logger = logging.getLogger("paceline")
 
+LOOK = timedelta(milliseconds=500)
+"""Between two looks at whether what is waited for can still come."""
 ABANDON = timedelta(milliseconds=50)
 """How long an operation on connections that are shut may take to fail. Some never do."""
 
@@ -115,9 +118,9 @@ class Linked(ABC):
         self._summed += tensor.numel() * tensor.element_size()
         return self._started(self._start_sum, tensor)
 
-    def _started(self, start: Callable[..., Any], *args: Any) -> Pending:
+    def _started(self, start: Callable[..., Any], *args: Any, whole: bool = True) -> Pending:
         try:
-            return Watched(start(*args), self)
+            return Watched(start(*args), self, whole=whole)
         except RuntimeError as error:  # on a connection that broke, even the start fails
             raise self.failed(error) from None
 
@@ -155,10 +158,10 @@ class Linked(ABC):
             time.sleep(self._link.seconds(data, workers=self._size))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        self._started(lambda: self._engine.send([tensor], to, tag)).wait()
+        self._started(lambda: self._engine.send([tensor], to, tag), whole=False).wait()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        self._started(lambda: self._engine.recv([tensor], source, tag)).wait()
+        self._started(lambda: self._engine.recv([tensor], source, tag), whole=False).wait()
 
     # -- small facts -----------------------------------------------------------------------------------------------
 
@@ -253,30 +256,48 @@ class Linked(ABC):
 
 
 class Watched:
-    """An engine's work, whose errors come out as the transport's."""
+    """An engine's work, whose errors come out as the transport's. ``whole``: a sum or broadcast of the whole group."""
 
-    def __init__(self, work: Any, transport: Linked) -> None:
-        self._work, self._transport = work, transport
+    def __init__(self, work: Any, transport: Linked, *, whole: bool) -> None:
+        self._work, self._transport, self._whole = work, transport, whole
 
     def wait(self) -> None:
         try:
-            if (
-                isinstance(self._work, StarSum) or self._transport.backend == "nccl"
-            ):  # where it would make the host wait
-                self._work.wait()
-            else:
-                self._work.wait(ENGINE_TIMEOUT)
+            self._wait()
         except RuntimeError as error:
             raise self._transport.failed(error) from None
 
+    def _wait(self) -> None:
+        if isinstance(self._work, StarSum) or self._transport.backend == "nccl":  # whose waits hold up no host
+            self._work.wait()
+        elif self._whole:
+            self._wait_and_look()
+        else:  # a timeout would close the connection
+            self._work.wait(ENGINE_TIMEOUT)
+
+    def _wait_and_look(self) -> None:
+        """An operation on connections that were shut under it may never fail: see now and then whether it can end."""
+        while True:
+            try:
+                self._work.wait(LOOK)
+                return
+            except RuntimeError:
+                if self._work.is_completed():
+                    raise
+            self._transport._check()
+
     def abandon(self) -> bool:
         """Its result is not wanted any more. False: it has not ended, and may still write into its tensor."""
-        ended = True
-        for work in getattr(self._work, "works", [self._work]):
+        grave, ended = [self._work], True
+        self._work = None
+        for work in getattr(grave[0], "works", grave):
             try:
                 work.wait(ABANDON)
             except RuntimeError as error:
                 ended = ended and "timed out" not in str(error).lower()
+        work = None
+        # It may be the last that holds the group, whose destructor waits for what is stuck in it.
+        threading.Thread(target=grave.clear, name="paceline-bury", daemon=True).start()
         return ended
 
 
