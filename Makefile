@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check browser bench clean
+.PHONY: demo test test-long check browser bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,7 +31,10 @@ browser:
 	  echo "No chromium and chromedriver here: the tests in a browser are SKIPPED."
 
 test: check browser
-	$(BIN)/python -m pytest -m "fleet or browser" -n 4
+	$(BIN)/python -m pytest -m "(fleet or browser) and not long" -n 2
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long -n 2
 
 bench: $(STAMP)
 	@for file in benchmarks/[a-z]*.py; do quick=; \

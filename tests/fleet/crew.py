@@ -87,7 +87,7 @@ class Crew:
 
 def run(case: str, size: int, folder: Path, *, args: Any = None, env: dict[str, str] | None = None) -> list[Any]:
     """Run a case to its end on ``size`` workers and return their values; any failure fails the test with its text."""
-    with Crew(case, size, folder, args=args, env=env) as crew:
+    with Crew(case, size, folder, args=args, env={"QUICK_EXIT": "1", **(env or {})}) as crew:
         outcomes = crew.wait()
     for rank, outcome in enumerate(outcomes):
         assert outcome.code == 0, f"worker {rank} ended with {outcome.code}:\n{outcome.err[-4000:]}"

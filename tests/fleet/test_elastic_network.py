@@ -156,6 +156,7 @@ def test_a_commit_that_nobody_else_came_to_know_of_is_superseded(tmp_path: Path)
     must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=EPOCHS)
 
 
+@pytest.mark.long
 def test_a_half_that_is_too_small_waits_and_goes_on_once_the_cable_heals(tmp_path: Path) -> None:
     with Scattered(3, tmp_path, minimum=2) as flock:
         flock.wait_for_commits(1, 8)
@@ -172,6 +173,7 @@ def test_a_half_that_is_too_small_waits_and_goes_on_once_the_cable_heals(tmp_pat
     must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=EPOCHS)
 
 
+@pytest.mark.long
 def test_a_cut_that_outlasts_the_connections_is_healed_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +204,7 @@ def test_while_the_roster_is_cut_off_the_fleet_trains_on_as_it_is(tmp_path: Path
     must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=EPOCHS)
 
 
+@pytest.mark.long
 def test_a_death_while_the_roster_is_cut_off_pauses_the_fleet_until_it_is_back(tmp_path: Path) -> None:
     with Scattered(3, tmp_path) as flock:
         flock.wait_for_commits(1, 8)
@@ -219,6 +222,7 @@ def test_a_death_while_the_roster_is_cut_off_pauses_the_fleet_until_it_is_back(t
     must_be_sound(tmp_path, outcomes, ended={0, 1}, epochs=EPOCHS)
 
 
+@pytest.mark.long
 def test_workers_that_do_not_reach_one_another_wait_for_the_network_and_say_so(tmp_path: Path) -> None:
     """Both reach the roster, so both are alive: nobody is given up over a wall between two computers."""
     with Scattered(3, tmp_path, epochs=8) as flock:

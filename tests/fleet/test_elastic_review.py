@@ -97,6 +97,7 @@ def test_a_newcomer_to_a_later_loop_of_the_script_ends_with_the_others(tmp_path:
 # -- frozen ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("pace", "slot"), [("adaptive", 0), ("joint", 1), ("joint", 0), ("cutoff", 1)])
 def test_whoever_freezes_enters_anew_and_the_log_stays_whole(tmp_path: Path, pace: str, slot: int) -> None:
     with Flock(CASE, 3, tmp_path, args={"epochs": 24, "pace": pace}) as flock:
@@ -183,6 +184,7 @@ def test_a_new_figure_may_be_added_while_the_roster_is_away(tmp_path: Path, pace
 # -- every round closes without the late -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pace", [DEADLINE, COUNT], ids=["deadline", "count"])
 @pytest.mark.parametrize("slot", [0, 2])
 def test_with_deadlines_a_worker_dies_comes_back_leaves_and_freezes(tmp_path: Path, pace: Any, slot: int) -> None:
@@ -215,6 +217,7 @@ FEATURES: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_half_finished_round_and_a_newcomer(tmp_path: Path, feature: str) -> None:
     args = {"half": 7, "epochs": 6, **FEATURES[feature]}
@@ -307,6 +310,7 @@ def test_an_interrupted_worker_does_not_end_the_others_log(tmp_path: Path) -> No
     assert events[-1] == "end"
 
 
+@pytest.mark.long
 def test_one_that_freezes_in_an_evaluation_enters_anew_or_asks_to_be_started_again(tmp_path: Path) -> None:
     with Flock(CASE, 3, tmp_path, args={"epochs": 10, "evaluate": 10, "slow_score": 0.03}) as flock:
         flock.wait_for_step(12)

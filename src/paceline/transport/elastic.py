@@ -40,6 +40,7 @@ logger = logging.getLogger("paceline")
 FORMING = timedelta(seconds=5)
 """How long the engine may take to connect members that are all there."""
 STORE = timedelta(seconds=20)
+BURY_S = 3.0
 STATE_TAG = 1 << 29
 LOOP = "loop"
 WAITED = "left (SIGTERM) while it waited"
@@ -140,6 +141,7 @@ class Elastic(Linked):
         """Not set: a round aside was handed over, and its books are not closed yet, under the old membership."""
         self._free.set()
         self._over = 0
+        self._undertaker: threading.Thread | None = None
         slot = os.environ.get("PACELINE_WORKER", "")
         facts = {**facts_of(device), "emulated": emulated}
         self._member = Member(
@@ -331,7 +333,8 @@ class Elastic(Linked):
             return
         self._break_off()
         grave, self._sent = [*self._sent, *self._outbox.empty(), group], []
-        threading.Thread(target=_let_go, args=(grave,), name="paceline-bury", daemon=True).start()
+        self._undertaker = threading.Thread(target=_let_go, args=(grave,), name="paceline-bury", daemon=True)
+        self._undertaker.start()
 
     # -- settling --------------------------------------------------------------------------------------------------
 
@@ -667,6 +670,8 @@ class Elastic(Linked):
         finally:
             self._member.close()
             self._bury()
+            if self._undertaker is not None:  # the interpreter must not end under it
+                self._undertaker.join(timeout=BURY_S)
 
 
 class _Already:

@@ -153,6 +153,7 @@ class Fixed(Linked):
         self._presence.stop()
         for subgroup in self._subgroups.values():
             subgroup.close()
+        self._outbox.empty()
         self._group = None
 
     def _say_goodbye(self) -> None:

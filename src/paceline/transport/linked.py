@@ -258,7 +258,7 @@ class Linked(ABC):
 class Watched:
     """An engine's work, whose errors come out as the transport's. ``whole``: a sum or broadcast of the whole group."""
 
-    def __init__(self, work: Any, transport: Linked, *, whole: bool) -> None:
+    def __init__(self, work: Any, transport: Linked, *, whole: bool = True) -> None:
         self._work, self._transport, self._whole = work, transport, whole
 
     def wait(self) -> None:

@@ -86,6 +86,7 @@ class Subgroup:
 
     def close(self, *, failure: BaseException | None = None) -> None:
         """Let go of the engine; the fleet's transport closes its connections."""
+        self._outbox.empty()
         self._engine = None
 
     # -- the fleet's ---------------------------------------------------------------------------------------------------
