@@ -38,7 +38,7 @@ def test_a_worker_that_is_busy_with_its_own_code_is_waited_for_and_named(tmp_pat
 
 def test_a_leader_that_keeps_the_interpreter_to_itself_is_waited_for_and_named(tmp_path: Path) -> None:
     """It cannot beat meanwhile, but its process computes, and on one computer the roster sees that."""
-    run, outcomes, told = train_beside_a_busy_one(tmp_path, busy=0, holds=True)
+    run, _, told = train_beside_a_busy_one(tmp_path, busy=0, holds=True)
     assert {record.generation for record in run.records} == {1}, "nobody was done without"
     held = [said["text"] for kind, said in told if kind == "holding"]
     assert held, "the roster told of its silence"
