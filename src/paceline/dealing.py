@@ -90,6 +90,9 @@ class Dealing(Protocol):
         """The members changed: the new rank r was rank ``kept[r]``, or is new where that is None. This worker has
         ``rank`` now; ``ahead`` is what each worker's loader likes to hold. What it has in hand of its share stays."""
 
+    def give_back(self, ranges: Sequence[Range]) -> None:
+        """What was made of these positions, which a commit has counted, is lost: they are dealt again."""
+
     def take_over(self, state: Mapping[str, Any], *, rank: int, ahead: Sequence[int]) -> None:
         """A newcomer goes on from a peer's ``state_dict`` as it is, claims included: the peer has reformed already."""
 
@@ -254,6 +257,9 @@ class FromFeed:
         self._feed.reform(kept)
         self._place(rank, ahead)
 
+    def give_back(self, ranges: Sequence[Range]) -> None:
+        self._feed.give_back(ranges)
+
     def take_over(self, state: Mapping[str, Any], *, rank: int, ahead: Sequence[int]) -> None:
         self._feed.load_state_dict(state, workers=len(state["queues"]))
         self._place(rank, ahead)
@@ -340,6 +346,9 @@ class FromStream:
 
     def reform(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
         """A stream is its worker's own, whatever the others do."""
+
+    def give_back(self, ranges: Sequence[Range]) -> None:
+        """A stream has no positions."""
 
     def take_over(self, state: Mapping[str, Any], *, rank: int, ahead: Sequence[int]) -> None:
         self.load_state_dict(state)

@@ -129,7 +129,8 @@ class Members:
             steps.follow(change.kept)
             turn = steps.open_turn
             if turn is not None:
-                turn.follow(change.kept, workers=generation.workers, generation=generation.number)
+                lost = turn.follow(change.kept, workers=generation.workers, generation=generation.number)
+                steps.books.dealing.give_back(lost)
                 steps.books.plan_ahead(turn)
         self._announce(change)
 

@@ -123,8 +123,10 @@ class Turn:
         if self.until is None and self.plan.deadline_s is not None:
             self.opened, self.until = since, since + self.plan.deadline_s
 
-    def follow(self, kept: Sequence[int | None], *, workers: tuple[int, ...], generation: int) -> None:
-        """Members changed in the middle of the step: by new rank, ``kept`` says who they were."""
+    def follow(self, kept: Sequence[int | None], *, workers: tuple[int, ...], generation: int) -> list[Range]:
+        """Members changed in the middle of the step: by new rank, ``kept`` says who they were. Returns what those who
+        are gone had done in earlier laps: it was counted, and its gradients are gone with them."""
+        lost = [piece for rank, mine in enumerate(self.ranges) if rank not in kept for piece in mine]
         self.workers, self.generation = workers, generation
         self.shares = tuple(0 if old is None else self.shares[old] for old in kept)
         self.ranges = tuple(() if old is None else self.ranges[old] for old in kept) if self.ranges else ()
@@ -135,6 +137,7 @@ class Turn:
         if forecast is not None:
             forecast = tuple(math.nan if old is None else forecast[old] for old in kept)
         self.plan = replace(self.plan, generation=generation, samples=samples, forecast_s=forecast)
+        return lost
 
     @property
     def index(self) -> int:

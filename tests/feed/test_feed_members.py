@@ -109,3 +109,14 @@ def test_a_membership_that_makes_no_sense_is_refused_and_changes_nothing(kept: A
     with pytest.raises(ValueError, match="worker"):
         feed.reform(kept)
     assert feed.state_dict() == before
+
+
+def test_what_was_consumed_and_then_lost_is_dealt_again() -> None:
+    feed = Feed(10, workers=2, shuffle=False)
+    feed.deal([3, 2])
+    _, lost = feed.consume([3, 2])
+    feed.reform([0])
+    feed.give_back(lost)
+    assert feed.remaining == 7
+    assert feed.deal([7]) == (7,)
+    assert feed.consume([7]) == (((3, 10),),)

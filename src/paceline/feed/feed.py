@@ -155,6 +155,10 @@ class Feed:
         self._pool.put_back(part for queue in gone for part in queue.ranges)
         self._queues = queues
 
+    def give_back(self, ranges: Iterable[Range]) -> None:
+        """These positions were consumed, and what was made of them is lost: they go back to the pool."""
+        self._pool.put_back(ranges)
+
     def indices(self, ranges: Sequence[Range]) -> NDArray[np.int64]:
         """The dataset indices at these positions of the open epoch."""
         if any(start < 0 or stop > self._draws for start, stop in ranges):
