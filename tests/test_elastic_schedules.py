@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from elastic_model import World
 from elastic_worker import Chance, Rules, Unlucky
 
-SCHEDULES = 1500
+SCHEDULES = 1000
 
 
 def played(seed: int, rules: Rules | None = None) -> World:

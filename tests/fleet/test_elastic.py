@@ -39,7 +39,16 @@ def must_be_sound(folder: Path, outcomes: dict[int, Outcome], *, ended: set[int]
     return run
 
 
-@pytest.mark.parametrize("pace", ["adaptive", "equal", "epoch", "joint", "cutoff"])
+@pytest.mark.parametrize(
+    "pace",
+    [
+        "adaptive",
+        pytest.param("equal", marks=pytest.mark.long),
+        pytest.param("epoch", marks=pytest.mark.long),
+        "joint",
+        "cutoff",
+    ],
+)
 def test_a_killed_worker_is_done_without_and_comes_back(tmp_path: Path, pace: str) -> None:
     with Flock(CASE, 3, tmp_path, args={"pace": pace, "epochs": 12}) as flock:
         flock.wait_for_step(8)
@@ -91,7 +100,7 @@ def test_a_worker_that_is_asked_to_leave_does_so_in_good_order(tmp_path: Path) -
     assert run.changes[0].left[0].text == "left (SIGTERM)"
 
 
-@pytest.mark.parametrize("slot", [0, 1], ids=["the leader", "another"])
+@pytest.mark.parametrize("slot", [0, pytest.param(1, marks=pytest.mark.long)], ids=["the leader", "another"])
 def test_a_frozen_worker_is_done_without_and_enters_anew_when_it_wakes(tmp_path: Path, slot: int) -> None:
     with Flock(CASE, 3, tmp_path, args={"epochs": 20}) as flock:
         flock.wait_for_step(8)

@@ -27,7 +27,7 @@ def train_beside_a_busy_one(folder: Path, *, busy: int, holds: bool) -> Any:
     return run, outcomes, told
 
 
-@pytest.mark.parametrize("busy", [0, 1], ids=["the leader", "another"])
+@pytest.mark.parametrize("busy", [0, pytest.param(1, marks=pytest.mark.long)], ids=["the leader", "another"])
 def test_a_worker_that_is_busy_with_its_own_code_is_waited_for_and_named(tmp_path: Path, busy: int) -> None:
     run, outcomes, _ = train_beside_a_busy_one(tmp_path, busy=busy, holds=False)
     assert {record.generation for record in run.records} == {1}, "nobody was done without"

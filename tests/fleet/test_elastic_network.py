@@ -106,7 +106,15 @@ def must_be_one_fleet(flock: Scattered, *, cuts: dict[int, int]) -> None:
             assert not after or after[0].generation > one.generation, f"worker {slot} built on {one}"
 
 
-@pytest.mark.parametrize(("whom", "pace"), [(1, "adaptive"), (0, "adaptive"), (1, "joint"), (0, "cutoff")])
+@pytest.mark.parametrize(
+    ("whom", "pace"),
+    [
+        pytest.param(1, "adaptive", marks=pytest.mark.long),
+        (0, "adaptive"),
+        (1, "joint"),
+        pytest.param(0, "cutoff", marks=pytest.mark.long),
+    ],
+)
 def test_one_whose_cable_is_cut_is_done_without_and_enters_anew_when_it_heals(
     tmp_path: Path, whom: int, pace: str
 ) -> None:
@@ -123,7 +131,9 @@ def test_one_whose_cable_is_cut_is_done_without_and_enters_anew_when_it_heals(
     print(f"the others went on after {paused:.2f} s; the one cut off was back after {back:.2f} s")
 
 
-@pytest.mark.parametrize("far", [{2, 3}, {0, 3}], ids=["without the leader", "with the leader"])
+@pytest.mark.parametrize(
+    "far", [pytest.param({2, 3}, marks=pytest.mark.long), {0, 3}], ids=["without the leader", "with the leader"]
+)
 def test_of_two_halves_only_the_one_with_the_roster_goes_on(tmp_path: Path, far: set[int]) -> None:
     """Both halves are whole in themselves: those far from the roster reach one another as before."""
     with Scattered(4, tmp_path) as flock:

@@ -169,7 +169,7 @@ def test_the_log_names_everybody_who_left(tmp_path: Path) -> None:
 # -- the roster is away ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pace", ["adaptive", "joint"])
+@pytest.mark.parametrize("pace", ["adaptive", pytest.param("joint", marks=pytest.mark.long)])
 def test_a_new_figure_may_be_added_while_the_roster_is_away(tmp_path: Path, pace: str) -> None:
     args = {"add_from": 20, "epochs": 12, "pace": pace}
     with Flock(CASE, 2, tmp_path, state=tmp_path / "roster.json", args=args) as flock:
@@ -245,7 +245,9 @@ def test_all_are_asked_to_leave_at_once(tmp_path: Path) -> None:
     assert [outcomes[slot].code for slot in range(3)] == [143] * 3, flock.complaints()
 
 
-@pytest.mark.parametrize("pace", ["adaptive", DEADLINE, COUNT], ids=["adaptive", "deadline", "count"])
+@pytest.mark.parametrize(
+    "pace", ["adaptive", DEADLINE, pytest.param(COUNT, marks=pytest.mark.long)], ids=["adaptive", "deadline", "count"]
+)
 def test_whoever_hands_a_result_over_may_die_over_it(tmp_path: Path, pace: Any) -> None:
     with Flock(CASE, 4, tmp_path, args={"half": 7, "hands_half_over": "1", "pace": pace, "evaluate": 2}) as flock:
         outcomes = flock.wait()
