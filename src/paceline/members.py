@@ -114,7 +114,7 @@ class Members:
     # -- what the transport asks for -------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        return {"ahead": self._ahead, "loop": self._loop}
+        return {"ahead": self._ahead}
 
     def keep_up(self) -> None:
         """Before this worker says anything of itself: see who is there."""

@@ -14,6 +14,8 @@ from typing import Any
 from crew import Outcome, _text, nursery
 from nursery import Worker
 
+from paceline.observe import RunLog, read_log
+from paceline.observe.audit import audit
 from paceline.roster import Steward
 
 TOKEN = "a token for tests"
@@ -142,6 +144,24 @@ class Flock:
     def complaints(self) -> str:
         said = {slot: self._outcome(slot) for slot in self.workers}
         return "\n".join(f"worker {slot} ({one.code}): {one.err[-2500:]}" for slot, one in said.items())
+
+
+def sound(
+    folder: Path, outcomes: dict[int, Outcome], *, ended: set[int], epochs: int | None, length: int
+) -> tuple[RunLog, list[Any]]:
+    """Those who ended well have equal replicas, and every sample of every epoch counted once (None: it is a stream).
+    Returns the run's log and their values."""
+    for slot in ended:
+        one = outcomes[slot]
+        assert one.code == 0, f"worker {slot} ended with {one.code}: {one.err[-3000:]}"
+    values = [outcomes[slot].value for slot in sorted(ended)]
+    assert all(value["weights"] == values[0]["weights"] for value in values), "replicas are not equal bit for bit"
+    run = read_log(folder / "run")
+    if epochs is not None:
+        seen = audit(run)
+        assert [entry.epoch for entry in seen] == list(range(epochs))
+        assert all(entry.sound and entry.whole and entry.counted == length for entry in seen), seen
+    return run, values
 
 
 def _event(line: str) -> dict[str, Any]:

@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 from crew import Outcome
 from elastic_cases import LENGTH, replay
-from flock import Flock
-
-from paceline.observe import read_log
-from paceline.observe.audit import audit
+from flock import Flock, sound
 
 pytestmark = pytest.mark.fleet
 
@@ -22,17 +19,9 @@ CASE = "elastic_cases.py:train"
 
 def must_be_sound(folder: Path, outcomes: dict[int, Outcome], *, ended: set[int], epochs: int = 4) -> Any:
     """Those who ended well have equal replicas, equal to one machine's; every sample counted once in every epoch."""
-    for slot in ended:
-        one = outcomes[slot]
-        assert one.code == 0, f"worker {slot} ended with {one.code}: {one.err[-3000:]}"
-    run = read_log(folder / "run")
-    epochs_seen = audit(run)
-    assert [entry.epoch for entry in epochs_seen] == list(range(epochs))
-    assert all(entry.sound and entry.whole and entry.counted == LENGTH for entry in epochs_seen), epochs_seen
+    run, values = sound(folder, outcomes, ended=ended, epochs=epochs, length=LENGTH)
     assert [record.step for record in run.records] == list(range(len(run.records)))
-    values = [outcomes[slot].value for slot in sorted(ended)]
     for value in values[1:]:
-        assert value["weights"] == values[0]["weights"], "replicas are not equal bit for bit"
         assert value["momentum"] == values[0]["momentum"]
         assert value["schedule"] == values[0]["schedule"]
     assert np.abs(np.array(replay(folder)) - np.array(values[0]["weights"])).max() < 1e-12

@@ -11,7 +11,7 @@ import pytest
 from crew import Outcome
 from elastic_averaging_cases import line_by_hand
 from elastic_cases import EPOCHS, LENGTH
-from flock import Flock
+from flock import Flock, sound
 
 from paceline.observe import read_log
 from paceline.observe.audit import audit
@@ -26,17 +26,9 @@ BOTH = pytest.mark.parametrize("combine", [AVERAGE, SPRINGS], ids=["average", "e
 
 def must_be_sound(folder: Path, outcomes: dict[int, Outcome], *, ended: set[int], epochs: int = EPOCHS) -> Any:
     """Those who ended well hold the same parameters; every sample counted once in every epoch."""
-    for slot in ended:
-        one = outcomes[slot]
-        assert one.code == 0, f"worker {slot} ended with {one.code}: {one.err[-3000:]}"
-    run = read_log(folder / "run")
-    seen = audit(run)
-    assert [entry.epoch for entry in seen] == list(range(epochs))
-    assert all(entry.sound and entry.whole and entry.counted == LENGTH for entry in seen), seen
+    run, values = sound(folder, outcomes, ended=ended, epochs=epochs, length=LENGTH)
     assert [record.step for record in run.records] == list(range(len(run.records)))
-    values = [outcomes[slot].value for slot in sorted(ended)]
     for value in values:
-        assert value["weights"] == values[0]["weights"], "replicas are not equal bit for bit"
         assert value["rounds"] == len(run.records)
     return run
 

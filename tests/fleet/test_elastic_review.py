@@ -13,11 +13,9 @@ import pytest
 import torch
 from crew import Outcome
 from elastic_cases import LENGTH
-from flock import Flock
+from flock import Flock, sound
 
 from paceline.errors import GenerationOver
-from paceline.observe import read_log
-from paceline.observe.audit import audit
 from paceline.roster import Generation
 from paceline.transport import elastic
 from paceline.transport.linked import Watched
@@ -32,17 +30,8 @@ COUNT = {"deadline_s": None, "wait_for": 2, "over": 1.3}
 
 def equal_and_sound(folder: Path, outcomes: dict[int, Outcome], *, ended: set[int], epochs: int | None = 4) -> Any:
     """Those who ended well hold the same weights; every sample counted once in every epoch."""
-    for slot in ended:
-        assert outcomes[slot].code == 0, f"worker {slot}: {outcomes[slot].code}: {outcomes[slot].err[-3000:]}"
-    values = [outcomes[slot].value["weights"] for slot in sorted(ended)]
-    assert all(value == values[0] for value in values), "replicas are not equal bit for bit"
-    scales = [outcomes[slot].value["scale"] for slot in sorted(ended)]
-    assert all(scale == scales[0] for scale in scales)
-    run = read_log(folder / "run")
-    if epochs is not None:
-        seen = audit(run)
-        assert [entry.epoch for entry in seen] == list(range(epochs))
-        assert all(entry.sound and entry.whole and entry.counted == LENGTH for entry in seen), seen
+    run, values = sound(folder, outcomes, ended=ended, epochs=epochs, length=LENGTH)
+    assert all(value["scale"] == values[0]["scale"] for value in values)
     return run
 
 

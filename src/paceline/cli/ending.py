@@ -48,6 +48,11 @@ class Failure:
             return [f"{line}\n" for line in self.lines if line.startswith("paceline: ")]
         return [prefixed(self.rank, line) for line in self.lines]
 
+    def said_by(self, voice: Voice) -> bool:
+        """Whether the same words are on the screen already: a worker that takes long to end has shown them."""
+        recent = voice.shown_since is not None and self.at - voice.shown_since < RECENT_S
+        return recent and bool(self.lines) and headline(voice.shown) == headline(self.lines)
+
     def like(self, other: Failure) -> bool:
         """Whether both ended in the same way with the same words."""
         return self.code == other.code and headline(self.lines) == headline(other.lines)

@@ -109,11 +109,12 @@ class Launcher:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def _explain(self) -> Failure:
-        """Find the cause of the failure and print its last words, once."""
+        """Find the cause of the failure and print its last words, once: another may have said the same and lived on."""
         if self._cause is None:
             self._cause = first_of(self._failures)
-            for line in self._cause.words:
-                self._watching.err(line)
+            if not any(self._cause.said_by(worker.words) for worker in self._workers):
+                for line in self._cause.words:
+                    self._watching.err(line)
         return self._cause
 
     def _finish(self) -> int:

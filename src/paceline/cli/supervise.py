@@ -196,10 +196,12 @@ class Supervisor:
     def _show(self, failure: Failure) -> None:
         """Print its last words, unless the like of them were printed lately."""
         self._shown = [shown for shown in self._shown if failure.at - shown.at < CALM_S]
-        if not any(alike(failure, shown) for shown in self._shown):
+        if any(alike(failure, shown) for shown in self._shown):
+            return
+        self._shown.append(failure)
+        if not any(failure.said_by(slot.worker.words) for slot in self._slots.values() if slot.worker is not None):
             for line in failure.words:
                 self._watching.err(line)
-            self._shown.append(failure)
 
     def _last_words(self, worker: Worker, now: float) -> None:
         """Of a worker that ended well, or when the run was ending anyway."""

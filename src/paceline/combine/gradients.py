@@ -316,9 +316,8 @@ class Gradients:
         if self._counters:
             self._statistics.note()
             header.counters[:] = self._statistics.moved
-        statistics = self._statistics.payload(samples)
-        wire = header.tensor(self._wire_device())
-        parts = [*([statistics] if self._counters else []), wire]
+        parts = [self._statistics.payload(samples)] if self._counters else []
+        parts.append(header.tensor(self._wire_device()))
         try:
             with self._transport.round(label, keeps=[*self.buckets.tensors(), *parts, self._norm_kept]):
                 self._sums += [self._transport.sum(part) for part in parts]
@@ -328,11 +327,11 @@ class Gradients:
             given = self.recover(over, parts)
             if given is None:
                 return False
-            *_, statistics, wire = [statistics, *given]
-            header.vector[:] = wire.cpu().numpy()
-        header.receive(wire)
+            parts = given
+            header.vector[:] = parts[-1].cpu().numpy()
+        header.receive(parts[-1])
         if self._counters:
-            self._merge(statistics, header)
+            self._merge(parts[0], header)
         return True
 
     def recover(self, over: GenerationOver, parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor] | None:

@@ -118,7 +118,6 @@ class Elastic(Linked):
         """It is at no step: it may leave at once."""
         self._lanes = {CALLS: _Lane(), ROUNDS: _Lane()}
         self._recovering = threading.RLock()
-        self._following = threading.RLock()
         self._doing, self._begun = "starting", 0
         self._store_at: tuple[str, int] | None = None
         self._root: Store = None
@@ -386,7 +385,7 @@ class Elastic(Linked):
         if self._unfollowed is None:
             return
         self._free.wait()
-        with self._recovering, self._following:
+        with self._recovering:
             change, self._unfollowed = self._unfollowed, None
             if change is not None and self.settler is not None:
                 self.settler.follow(change, partial(self._show, change))
@@ -560,9 +559,9 @@ class Elastic(Linked):
                 if self.given():
                     return
 
-    def _broadcast(self, tensors: Sequence[torch.Tensor], *, root: int) -> None:
+    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._size > 1:
-            super()._broadcast(tensors, root=root)
+            super()._broadcast(tensors)
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         self.follow()

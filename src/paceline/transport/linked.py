@@ -137,11 +137,11 @@ class Linked(ABC):
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         with self.round("the leader's broadcast", keeps=tensors):
-            self._broadcast(tensors, root=0)
+            self._broadcast(tensors)
 
-    def _broadcast(self, tensors: Sequence[torch.Tensor], *, root: int) -> None:
+    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         options = dist.BroadcastOptions()
-        options.rootRank = root
+        options.rootRank = 0
         raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]  # any dtype, any layout
         if self.backend == "nccl":
             raw = [part.to(self._device) for part in raw]
