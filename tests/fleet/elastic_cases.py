@@ -120,7 +120,7 @@ def haunt(ghost: Ghost, steps: Any) -> None:
     gradients.buckets._start = in_round
 
 
-def replay(folder: Path, *, combine_loss: bool = False) -> list[float]:
+def replay(folder: Path) -> list[float]:
     """The run's committed steps on one machine: from the positions in its log."""
     run = read_log(folder / "run")
     model, samples = network(), data()
@@ -129,6 +129,9 @@ def replay(folder: Path, *, combine_loss: bool = False) -> list[float]:
     for number, record in enumerate(run.records):
         if feed.epoch != record.epoch:
             feed.open(record.epoch)
+        if not record.applied:  # nobody had done anything by the deadline
+            assert not any(record.ranges)
+            continue
         where = feed.indices([piece for mine in record.ranges for piece in mine])
         x, y = samples[where.tolist()]
         optimizer.param_groups[0]["lr"] = RATE * 0.99**number

@@ -115,6 +115,10 @@ class Flock:
             assert any(worker.poll() is None for worker in self.workers.values()), self.complaints()
             time.sleep(0.02)
 
+    def wait_for_workers(self, number: int) -> None:
+        """Until the last step in the log was made by so many."""
+        self.wait_until(lambda: len(self.records()[-1]["workers"]) == number)
+
     def wait_until(self, happened: Callable[[], bool], *, within: float = 60.0) -> None:
         until = time.monotonic() + within
         while not happened():

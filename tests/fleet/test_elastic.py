@@ -42,9 +42,9 @@ def test_a_killed_worker_is_done_without_and_comes_back(tmp_path: Path, pace: st
     with Flock(CASE, 3, tmp_path, args={"pace": pace, "epochs": 12}) as flock:
         flock.wait_for_step(8)
         flock.kill(1)
-        flock.wait_for_step(14)
+        flock.wait_for_workers(2)
         flock.start(1)
-        flock.wait_until(lambda: len(flock.records()[-1]["workers"]) == 3)
+        flock.wait_for_workers(3)
         flock.kill(2)
         outcomes = flock.wait()
     run = must_be_sound(tmp_path, outcomes, ended={0, 1}, epochs=12)

@@ -60,7 +60,7 @@ def test_a_killed_worker_comes_back_with_the_shared_parameters(tmp_path: Path, c
     with Flock(TRAIN, 3, tmp_path, args={**combine, "epochs": 8, "evaluate": True}) as flock:
         flock.wait_for_step(6)
         flock.kill(1)
-        flock.wait_for_step(10)
+        flock.wait_for_workers(2)
         flock.start(1)
         outcomes = flock.wait()
     run = must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=8)
@@ -121,7 +121,7 @@ def test_by_the_clock_with_an_outer_optimiser_workers_come_and_go(tmp_path: Path
     with Flock(TRAIN, 2, tmp_path, args={**args, "pace": "adaptive"}) as flock:
         flock.wait_for_step(5)
         flock.start(2)
-        flock.wait_until(lambda: len(flock.records()[-1]["workers"]) == 3)
+        flock.wait_for_workers(3)
         flock.kill(0)
         outcomes = flock.wait()
     run = must_be_sound(tmp_path, outcomes, ended={1, 2}, epochs=16)
