@@ -122,10 +122,12 @@ class Fleet:
             raise
 
     def _make_transport(self) -> Transport:
+        # Rounds with a deadline, and overlapped ones, run beside the user's kernels, which NCCL was not seen to bear.
+        aside = may_set_deadlines(self.pacer) or (isinstance(self.combine, Averaging) and self.combine.overlap)
+        backend = "gloo" if aside else None
         if elastic.asked_for():
-            return elastic.Elastic(self.device, emulated=self.machine.describe() if self.machine else None)
-        # Rounds with a deadline run beside the user's kernels, which NCCL has not been seen to bear.
-        backend = "gloo" if may_set_deadlines(self.pacer) else None
+            emulated = self.machine.describe() if self.machine else None
+            return elastic.Elastic(self.device, emulated=emulated, backend=backend)
         return Fixed(self.device, backend=backend) if launched() else Alone()
 
     @property

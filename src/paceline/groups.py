@@ -49,10 +49,6 @@ def check_fits(
     if failures is not None and (grouped or overlaps):
         what = "groups, whose members step together" if grouped else "overlap"
         raise ValueError(f"emulated failures cannot be had with {what}: leave one of them out")
-    if overlaps and transport.backend == "nccl":
-        raise ValueError(
-            "overlap runs rounds beside the user's kernels, which NCCL does not bear: PACELINE_BACKEND=gloo"
-        )
 
 
 def over_group(

@@ -10,7 +10,7 @@ from pathlib import Path
 import exact_cases
 import pytest
 import torch
-from crew import Crew, run
+from crew import Crew, Outcome, run
 from elastic_cases import replay
 from flock import Flock
 from test_deadlines import CASE, one_machine, positions
@@ -88,6 +88,17 @@ def test_a_cpu_worker_killed_beside_a_gpu_is_named(tmp_path: Path) -> None:
         assert "worker 2 (cpu) went silent" in outcome.err
 
 
+def must_equal_one_machine(folder: Path, outcomes: dict[int, Outcome]) -> None:
+    assert all(outcome.code == 0 for outcome in outcomes.values()), [one.err[-2000:] for one in outcomes.values()]
+    found = audit(read_log(folder / "run"))
+    assert len(found) == 8
+    assert all(epoch.sound and epoch.whole for epoch in found)
+    expected = torch.tensor(replay(folder), dtype=torch.float64)
+    for outcome in outcomes.values():
+        error = (torch.tensor(outcome.value["weights"], dtype=torch.float64) - expected).abs().max()
+        assert error < 1e-11, float(error)
+
+
 @pytest.mark.parametrize("dies", [0, 1], ids=["the GPU worker dies", "a CPU worker dies"])
 def test_a_gpu_worker_among_others_that_come_and_go(tmp_path: Path, dies: int) -> None:
     own = {0: {"PACELINE_DEVICE": "cuda:0"}, 1: {"PACELINE_DEVICE": "cpu"}, 2: {"PACELINE_DEVICE": "cpu"}}
@@ -96,11 +107,48 @@ def test_a_gpu_worker_among_others_that_come_and_go(tmp_path: Path, dies: int) -
         flock.wait_for_step(12)
         flock.start(dies)
         outcomes = flock.wait()
-    assert [outcome.code for outcome in outcomes.values()] == [0, 0, 0], [one.err[-2000:] for one in outcomes.values()]
-    found = audit(read_log(tmp_path / "run"))
-    assert len(found) == 8
-    assert all(epoch.sound and epoch.whole for epoch in found)
-    expected = torch.tensor(replay(tmp_path), dtype=torch.float64)
-    for outcome in outcomes.values():
-        error = (torch.tensor(outcome.value["weights"], dtype=torch.float64) - expected).abs().max()
-        assert error < 1e-11, float(error)
+    must_equal_one_machine(tmp_path, outcomes)
+
+
+def over_nccl(slot: int) -> dict[str, str]:
+    """NCCL takes workers of unlike hosts for owners of unlike GPUs, though it is one here that they share."""
+    host = {"NCCL_HOSTID": f"host{slot}", "NCCL_SOCKET_IFNAME": "lo"}
+    return {"PACELINE_DEVICE": "cuda:0", "PACELINE_BACKEND": "nccl", **host}
+
+
+@pytest.mark.parametrize("point", ["in work", "in round", "after round"])
+@pytest.mark.parametrize("dies", [0, 1], ids=["the leader", "another"])
+def test_gpu_workers_that_sum_over_nccl_come_and_go(tmp_path: Path, dies: int, point: str) -> None:
+    own = {slot: over_nccl(slot) for slot in range(3)}
+    args = {"die": {str(dies): [[point, 7]]}, "epochs": 8}
+    with Flock("elastic_cases.py:train", 3, tmp_path, args=args, own=own) as flock:
+        flock.wait_for_step(12)
+        flock.start(dies)
+        outcomes = flock.wait()
+    must_equal_one_machine(tmp_path, outcomes)
+    assert outcomes[2].err.count("of 3 sums gradients over nccl") >= 1
+    assert outcomes[2].err.count("of 2 sums gradients over nccl") >= 1
+
+
+def test_a_frozen_gpu_worker_is_done_without_over_nccl_and_enters_anew(tmp_path: Path) -> None:
+    own = {slot: over_nccl(slot) for slot in range(3)}
+    with Flock("elastic_cases.py:train", 3, tmp_path, args={"epochs": 8, "pause_s": 0.05}, own=own) as flock:
+        flock.wait_for_step(8)
+        flock.send(1, signal.SIGSTOP)
+        flock.wait_for_workers(2)
+        flock.send(1, signal.SIGCONT)
+        outcomes = flock.wait()
+    must_equal_one_machine(tmp_path, outcomes)
+
+
+def test_a_cpu_worker_that_joins_gpu_workers_turns_nccl_into_gloo_and_back_when_it_dies(tmp_path: Path) -> None:
+    own = {slot: over_nccl(slot) for slot in range(2)} | {2: {"PACELINE_DEVICE": "cpu"}}
+    with Flock("elastic_cases.py:train", 2, tmp_path, args={"epochs": 8, "pause_s": 0.05}, own=own) as flock:
+        flock.wait_for_step(8)
+        flock.start(2)
+        flock.wait_for_workers(3)
+        flock.kill(2)
+        outcomes = flock.wait()
+    del outcomes[2]
+    must_equal_one_machine(tmp_path, outcomes)
+    assert outcomes[0].err.count("sums gradients over nccl") == 2

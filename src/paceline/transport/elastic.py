@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +31,8 @@ from paceline.errors import Dropped, FleetError, GenerationOver, PacelineError
 from paceline.roster import LEFT, Generation, Gone, Member, RunOver
 from paceline.signals import Leave
 from paceline.transport.base import Pending
-from paceline.transport.linked import Linked, facts_of, one_line
+from paceline.transport.linked import Linked, choose_backend, facts_of, one_line
+from paceline.transport.nccl import NcclGroup, warm_up
 from paceline.transport.network import ENGINE_TIMEOUT, Store, break_off, dist
 from paceline.transport.presence import CALLS, ROUNDS
 
@@ -108,9 +109,13 @@ class Elastic(Linked):
     name = "elastic"
     elastic = True
 
-    def __init__(self, device: torch.device, *, emulated: str | None = None) -> None:
+    def __init__(self, device: torch.device, *, emulated: str | None = None, backend: str | None = None) -> None:
+        """``backend``: what the fleet needs, whatever else could be had."""
         super().__init__(device)
         self.backend = "gloo"
+        """For all but the sums of gradients, which go over NCCL where every member has a GPU of its own."""
+        self._gloo_only = backend == "gloo"
+        self._gpus: NcclGroup | None = None
         self.settler: Settler | None = None
         self.leaving = False
         """This worker was asked to leave, and does so after the step."""
@@ -155,6 +160,8 @@ class Elastic(Linked):
         """This worker is not in the fleet (yet): its calls concern itself alone, until its first step."""
         if not self.outside:
             self._start()
+        elif self._may_use_nccl([facts]):
+            warm_up(device)
         self.at_rest = self.outside
 
     def _start(self) -> None:
@@ -285,6 +292,7 @@ class Elastic(Linked):
             if self._size > 1:
                 store = dist.PrefixStore("group", self._store)
                 self._group = self._form_group(store, self._rank, self._size, towards=generation.store)
+                self._gpus = self._form_gpus([generation.facts[worker] for worker in generation.workers])
         except RuntimeError as error:
             raise self.failed(error) from None
 
@@ -299,11 +307,28 @@ class Elastic(Linked):
         self._board = dist.PrefixStore(prefix, self._aside)
 
     def _make_gloo(self, store: Store, rank: int, size: int, options: Any) -> Any:
-        """Connecting cannot be broken off, and Gloo tries for long: so it happens on a thread, which is left to itself
-        when the generation is over."""
         options._timeout = FORMING
+        group = self._patiently(lambda: dist.ProcessGroupGloo(store, rank, size, options))
+        group.set_timeout(ENGINE_TIMEOUT)
+        return group
+
+    def _form_gpus(self, facts: Sequence[Mapping[str, Any]]) -> NcclGroup | None:
+        if not self._may_use_nccl(facts):
+            return None
+        store = dist.PrefixStore("gpus", self._store)
+        gpus: NcclGroup = self._patiently(lambda: NcclGroup(store, self._rank, self._size, self._device))
+        logger.info("worker %d of %d sums gradients over nccl", self._rank, self._size)
+        return gpus
+
+    def _may_use_nccl(self, facts: Sequence[Mapping[str, Any]]) -> bool:
+        on_gpus = all(str(one["device"]).startswith("cuda") for one in facts)
+        return on_gpus and not self._gloo_only and choose_backend(facts) == "nccl"
+
+    def _patiently(self, make: Callable[[], Any]) -> Any:
+        """Connecting cannot be broken off, and engines try for long: so it happens on a thread, which is left to itself
+        when the generation is over."""
         made: list[Any] = []
-        thread = threading.Thread(target=_form, args=(made, store, rank, size, options), daemon=True)
+        thread = threading.Thread(target=_make, args=(make, made), daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(0.01)
@@ -311,7 +336,6 @@ class Elastic(Linked):
         group = made.pop()
         if isinstance(group, BaseException):
             raise group
-        group.set_timeout(ENGINE_TIMEOUT)
         return group
 
     def _on_over(self, number: int) -> None:
@@ -321,6 +345,8 @@ class Elastic(Linked):
             self._break_off()
 
     def _break_off(self) -> None:
+        if self._gpus is not None:
+            self._gpus.abort()
         sockets, self._sockets = self._sockets, frozenset[tuple[int, str]]()
         if sockets and self._store_at is not None:
             break_off(sockets, spare_port=self._store_at[1])
@@ -331,8 +357,9 @@ class Elastic(Linked):
         if group is None:
             return
         self._break_off()
+        gpus, self._gpus = self._gpus, None
         grave, self._sent = [*self._sent, *self._outbox.empty(), group], []
-        self._undertaker = threading.Thread(target=_let_go, args=(grave,), name="paceline-bury", daemon=True)
+        self._undertaker = threading.Thread(target=_let_go, args=(grave, gpus), name="paceline-bury", daemon=True)
         self._undertaker.start()
 
     # -- settling --------------------------------------------------------------------------------------------------
@@ -611,7 +638,10 @@ class Elastic(Linked):
         return self._group
 
     def _start_sum(self, tensor: torch.Tensor) -> Any:
-        return _Already() if self._size == 1 else super()._start_sum(tensor)
+        if self._size == 1:
+            return _Already()
+        gpus = self._gpus if tensor.is_cuda else None
+        return gpus.sum(tensor) if gpus is not None else super()._start_sum(tensor)
 
     def _check(self) -> None:
         if self._member.failure is not None:
@@ -696,16 +726,18 @@ class _Never:
         return True
 
 
-def _form(made: list[Any], *args: Any) -> None:
+def _make(make: Callable[[], Any], made: list[Any]) -> None:
     try:
-        made.append(dist.ProcessGroupGloo(*args))
+        made.append(make())
     except RuntimeError as error:
         made.append(error)
 
 
-def _let_go(grave: list[Any]) -> None:
+def _let_go(grave: list[Any], gpus: NcclGroup | None) -> None:
     while grave:  # the group last: what runs in it needs it
         grave.pop(0)
+    if gpus is not None:
+        gpus.close()
 
 
 def _tidy(store: Store, number: int) -> None:

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -23,6 +23,7 @@ import torch
 
 from paceline.machines.link import link_from_env
 from paceline.transport.base import Pending
+from paceline.transport.nccl import NcclSum
 from paceline.transport.network import (
     ENGINE_TIMEOUT,
     Sockets,
@@ -268,7 +269,9 @@ class Watched:
             raise self._transport.failed(error) from None
 
     def _wait(self) -> None:
-        if isinstance(self._work, StarSum) or self._transport.backend == "nccl":  # whose waits hold up no host
+        if isinstance(self._work, NcclSum):
+            self._work.wait_for_host(self._transport._check)
+        elif isinstance(self._work, StarSum) or self._transport.backend == "nccl":  # whose waits hold up no host
             self._work.wait()
         elif self._whole:
             self._wait_and_look()
@@ -306,7 +309,7 @@ def facts_of(device: torch.device) -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "device": str(device)}
 
 
-def choose_backend(facts: Sequence[dict[str, Any]]) -> str:
+def choose_backend(facts: Sequence[Mapping[str, Any]]) -> str:
     """NCCL when every worker has a GPU of its own, else Gloo; PACELINE_BACKEND decides when it is set."""
     wanted = os.environ.get("PACELINE_BACKEND", "").lower()
     if wanted not in ("", "gloo", "nccl"):

@@ -1,0 +1,113 @@
+"""NCCL for a fleet whose workers come and go: gradients are summed on the GPUs, everything else goes over Gloo.
+
+A group of NCCL's cannot be mended and can only be aborted: whoever waits in a sum is freed, and the next generation
+forms its own. What is waited for is the end of the sum's kernel itself, by the host, so that a tensor is never read or
+written while an aborted kernel still runs on it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from paceline.transport.network import ENGINE_TIMEOUT, Store, dist
+
+cuda: Any = torch.cuda
+OURS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+"""torch's watchdog would end the process when a peer is lost; here that is an ordinary day."""
+
+
+class NcclGroup:
+    """The GPUs of one generation."""
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
+        self._device = device
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = ENGINE_TIMEOUT
+        with cuda.device(device):
+            with _environment(OURS):
+                self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+            self._group.eager_connect_single_device(device)
+            self._stream = cuda.Stream(device)
+        self._aborting: threading.Thread | None = None
+
+    def sum(self, tensor: torch.Tensor) -> NcclSum:
+        if self._aborting is not None:
+            raise RuntimeError("the group was aborted")
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        return NcclSum(self._group.allreduce([tensor], options), self._stream)
+
+    def abort(self) -> None:
+        """Free whoever waits in it; returns at once, though giving back all that NCCL holds takes half a second."""
+        if self._aborting is None:
+            self._aborting = threading.Thread(target=self._group.abort, name="paceline-abort", daemon=True)
+            self._aborting.start()
+
+    def close(self) -> None:
+        self.abort()
+        assert self._aborting is not None
+        self._aborting.join()
+
+
+def warm_up(device: torch.device) -> None:
+    """Load NCCL and what it needs on this GPU, so that nobody waits for it when this worker enters."""
+    NcclGroup(dist.HashStore(), 0, 1, device).close()
+
+
+class NcclSum:
+    """A sum under way on the GPUs."""
+
+    def __init__(self, work: Any, stream: Any) -> None:
+        self._work = work
+        self._ended = cuda.Event()
+        with cuda.stream(stream):  # which is nobody's: it shows the kernel's end, come what may
+            work.wait()
+            self._ended.record(stream)
+
+    def is_completed(self) -> bool:
+        return bool(self._ended.query())
+
+    def wait_for_host(self, check: Callable[[], None]) -> None:
+        """Until the sum stands in the tensor, for the host and for the stream that is current here."""
+        pause = 0.00005
+        while not self._work.is_completed():  # also when it has failed, and its kernel waits for ever
+            check()
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.001)
+        self._work.wait()
+
+    def wait(self, timeout: timedelta) -> None:
+        """For the kernel to be over, with its sum or without."""
+        until = time.monotonic() + timeout.total_seconds()
+        while not self._ended.query():
+            if time.monotonic() > until:
+                raise RuntimeError("timed out")
+            time.sleep(0.0005)
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """These variables while a group is made, which reads them; the script's own groups keep theirs."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
