@@ -10,7 +10,6 @@ from paceline.combine.header import Layout
 from paceline.period import Period
 from paceline.rounds import Round
 
-CPU = torch.device("cpu")
 LAYOUT = Layout(2, 0, 1)
 
 
@@ -23,18 +22,17 @@ def a_round(statistics: int) -> Round:
 
 
 def test_statistics_are_sent_where_there_are_some() -> None:
-    assert [len(a_round(statistics).wired(CPU)) for statistics in (0, 5)] == [2, 3]
+    assert [len(a_round(statistics).wired()) for statistics in (0, 5)] == [2, 3]
 
 
 def test_what_is_handed_over_is_read_from_the_room_made_for_it() -> None:
     one = a_round(5)
     other = one.emptied(LAYOUT)
-    sent, room = (each.wired(CPU) + each.total.flats for each in (one, other))
+    sent, room = (each.wired() + each.total.flats for each in (one, other))
     assert [(part.shape, part.dtype) for part in sent] == [(part.shape, part.dtype) for part in room]
     assert not any(part.any() for part in room[:3])
     for mine, theirs in zip(room, sent, strict=True):
         mine.copy_(theirs)
-    other.unwire()
     assert other.header.column("samples").tolist() == [0, 4]
     assert other.facts.tolist() == one.facts.tolist()
     sent[0].fill_(9.0)

@@ -260,7 +260,7 @@ class Averaged(Steps):
     def _exchange(self, round: Round) -> Round | None:
         """The sums of a round; on any thread. They stand in ``round``, or in another one that others had to hand over.
         None: members changed under it, and nothing came of it."""
-        facts = round.wired(self.device if self._transport.backend == "nccl" else torch.device("cpu"))
+        facts = round.wired()
         label, sums = f"the round after {self._round} rounds", list[Pending]()
         try:
             with self._transport.round(label, aside=self._overlaps, keeps=[*facts, *round.total.flats]):
@@ -271,7 +271,6 @@ class Averaged(Steps):
                     self._finish_kernels()
         except GenerationOver as over:
             return self._recover(over, sums, round)
-        round.unwire()
         return round
 
     def _recover(self, over: GenerationOver, sums: Sequence[Pending], round: Round) -> Round | None:
@@ -280,7 +279,7 @@ class Averaged(Steps):
         assert isinstance(transport, Elastic)
         if not broken_off(transport, over, sums):
             round = round.emptied(self._layout)  # something may still write into the other one
-            transport.expect([*round.wired(torch.device("cpu")), *round.total.flats])
+            transport.expect([*round.wired(), *round.total.flats])
         transport.recover(over)
         return round if transport.given() else None
 

@@ -32,14 +32,9 @@ class Round:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def wired(self, device: torch.device) -> list[torch.Tensor]:
-        """The facts, as they are sent from this device."""
-        self.table, self._wire = self.table.to(device), self.header.tensor(device)
-        return [self.table, self._wire, *([self.statistics] if self.statistics.numel() else [])]
-
-    def unwire(self) -> None:
-        """The facts are summed."""
-        self.header.receive(self._wire)
+    def wired(self) -> list[torch.Tensor]:
+        """The facts, as they are sent."""
+        return [self.table, self.header.tensor(), *([self.statistics] if self.statistics.numel() else [])]
 
     def emptied(self, layout: Layout) -> Round:
         """Another one of the same period, with room for the same sums; ``layout`` is the header's."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,5 +92,5 @@ def test_the_last_slot_can_be_used_and_the_next_is_refused() -> None:
 
 def test_the_wire_shares_the_headers_memory_on_the_cpu() -> None:
     header = Header(Layout(2, 0, 0))
-    header.tensor(torch.device("cpu")).add_(1.0)
+    header.tensor().add_(1.0)
     assert header.column("loss").tolist() == [1.0, 1.0]

@@ -76,7 +76,7 @@ def _become(order: dict[str, Any]) -> None:
     import crew
 
     crew.work(*order["argv"])
-    if "QUICK_EXIT" in os.environ:  # torch takes a second to be unloaded
+    if os.environ.get("QUICK_EXIT"):  # torch takes a second to be unloaded
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

@@ -13,6 +13,7 @@ import torch
 from crew import Crew, Outcome, run
 from elastic_cases import replay
 from flock import Flock
+from gpu_cases import share_one_gpu
 from test_deadlines import CASE, one_machine, positions
 from test_exactness import random_cases
 
@@ -26,15 +27,18 @@ def test_no_micro_batch_makes_the_host_wait_for_the_device(tmp_path: Path) -> No
     assert run("gpu_cases.py:no_synchronisation", 1, tmp_path) == [32]
 
 
-def test_a_mixed_fleet_equals_one_machine(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "workers"), [("exact", 2), ("exact_over_nccl", 3)], ids=["mixed", "NCCL, three ranks"]
+)
+def test_a_fleet_with_gpus_equals_one_machine(tmp_path: Path, case: str, workers: int) -> None:
     cases = random_cases(6, "float64", seed=5)
-    told = run("gpu_cases.py:exact", 2, tmp_path, args=cases)
-    for number, case in enumerate(cases):
-        batches = list(exact_cases.batches_of(case, told[0][number]["batches"]))
-        parameters, _ = exact_cases.one_machine(case, batches)
+    told = run(f"gpu_cases.py:{case}", workers, tmp_path, args=cases)
+    for number, one in enumerate(cases):
+        batches = list(exact_cases.batches_of(one, told[0][number]["batches"]))
+        parameters, _ = exact_cases.one_machine(one, batches)
         for worker in told:
             error = (torch.tensor(worker[number]["parameters"], dtype=torch.float64) - parameters).abs().max()
-            assert error < 1e-11, (case, float(error))
+            assert error < 1e-11, (one, float(error))
 
 
 def test_an_overflow_on_the_gpu_skips_the_update_everywhere(tmp_path: Path) -> None:
@@ -78,14 +82,17 @@ def test_a_gpu_worker_that_is_stuck_is_not_waited_for(kernel: bool, tmp_path: Pa
         assert (torch.tensor(told[1]["parameters"], dtype=torch.float64) - expected).abs().max() < 1e-10
 
 
-def test_a_cpu_worker_killed_beside_a_gpu_is_named(tmp_path: Path) -> None:
-    with Crew("failure_cases.py:train_forever", 3, tmp_path, args={"folder": str(tmp_path)}) as crew:
+@pytest.mark.parametrize(
+    ("case", "lost"), [("failure_cases.py:train_forever", "cpu"), ("gpu_cases.py:forever_over_nccl", "cuda:0")]
+)
+def test_a_worker_killed_beside_a_gpu_is_named(tmp_path: Path, case: str, lost: str) -> None:
+    with Crew(case, 3, tmp_path, args={"folder": str(tmp_path)}) as crew:
         crew.wait_for("begun")
         os.kill(crew.workers[2].pid, signal.SIGKILL)
         outcomes = crew.wait(within=40)
     for outcome in outcomes[:2]:
         assert outcome.code == 75, outcome.err
-        assert "worker 2 (cpu) went silent" in outcome.err
+        assert f"worker 2 ({lost}) went silent" in outcome.err
 
 
 def must_equal_one_machine(folder: Path, outcomes: dict[int, Outcome]) -> None:
@@ -110,28 +117,22 @@ def test_a_gpu_worker_among_others_that_come_and_go(tmp_path: Path, dies: int) -
     must_equal_one_machine(tmp_path, outcomes)
 
 
-def over_nccl(slot: int) -> dict[str, str]:
-    """NCCL takes workers of unlike hosts for owners of unlike GPUs, though it is one here that they share."""
-    host = {"NCCL_HOSTID": f"host{slot}", "NCCL_SOCKET_IFNAME": "lo"}
-    return {"PACELINE_DEVICE": "cuda:0", "PACELINE_BACKEND": "nccl", **host}
-
-
 @pytest.mark.parametrize("point", ["in work", "in round", "after round"])
 @pytest.mark.parametrize("dies", [0, 1], ids=["the leader", "another"])
 def test_gpu_workers_that_sum_over_nccl_come_and_go(tmp_path: Path, dies: int, point: str) -> None:
-    own = {slot: over_nccl(slot) for slot in range(3)}
+    own = {slot: share_one_gpu(str(slot)) for slot in range(3)}
     args = {"die": {str(dies): [[point, 7]]}, "epochs": 8}
     with Flock("elastic_cases.py:train", 3, tmp_path, args=args, own=own) as flock:
         flock.wait_for_step(12)
         flock.start(dies)
         outcomes = flock.wait()
     must_equal_one_machine(tmp_path, outcomes)
-    assert outcomes[2].err.count("of 3 sums gradients over nccl") >= 1
-    assert outcomes[2].err.count("of 2 sums gradients over nccl") >= 1
+    assert outcomes[2].err.count("of 3 sums over nccl") >= 1
+    assert outcomes[2].err.count("of 2 sums over nccl") >= 1
 
 
 def test_a_frozen_gpu_worker_is_done_without_over_nccl_and_enters_anew(tmp_path: Path) -> None:
-    own = {slot: over_nccl(slot) for slot in range(3)}
+    own = {slot: share_one_gpu(str(slot)) for slot in range(3)}
     with Flock("elastic_cases.py:train", 3, tmp_path, args={"epochs": 8, "pause_s": 0.05}, own=own) as flock:
         flock.wait_for_step(8)
         flock.send(1, signal.SIGSTOP)
@@ -142,7 +143,7 @@ def test_a_frozen_gpu_worker_is_done_without_over_nccl_and_enters_anew(tmp_path:
 
 
 def test_a_cpu_worker_that_joins_gpu_workers_turns_nccl_into_gloo_and_back_when_it_dies(tmp_path: Path) -> None:
-    own = {slot: over_nccl(slot) for slot in range(2)} | {2: {"PACELINE_DEVICE": "cpu"}}
+    own = {slot: share_one_gpu(str(slot)) for slot in range(2)} | {2: {"PACELINE_DEVICE": "cpu"}}
     with Flock("elastic_cases.py:train", 2, tmp_path, args={"epochs": 8, "pause_s": 0.05}, own=own) as flock:
         flock.wait_for_step(8)
         flock.start(2)
@@ -151,4 +152,4 @@ def test_a_cpu_worker_that_joins_gpu_workers_turns_nccl_into_gloo_and_back_when_
         outcomes = flock.wait()
     del outcomes[2]
     must_equal_one_machine(tmp_path, outcomes)
-    assert outcomes[0].err.count("sums gradients over nccl") == 2
+    assert outcomes[0].err.count("sums over nccl") == 2

@@ -235,7 +235,7 @@ class Gradients:
         changed under it, and it is to be run again, with new ones."""
         header.used[:] = mine.used
         header.counters[:] = mine.moved
-        wire = header.tensor(self._wire_device())
+        wire = header.tensor()
         parts = [*mine.flats, *([mine.statistics] if self._counters else []), wire]
         summed = sum_aside(self._transport, label, parts)
         if summed is None:
@@ -243,7 +243,7 @@ class Gradients:
         mine.flats = summed[: len(mine.flats)]
         if self._counters:
             mine.statistics = summed[-2]
-        header.vector[:] = summed[-1].cpu().numpy()
+        header.vector[:] = summed[-1].numpy()
         return True
 
     def adopt(self, total: Sum, header: Header) -> None:
@@ -317,7 +317,7 @@ class Gradients:
             self._statistics.note()
             header.counters[:] = self._statistics.moved
         parts = [self._statistics.payload(samples)] if self._counters else []
-        parts.append(header.tensor(self._wire_device()))
+        parts.append(header.tensor())
         try:
             with self._transport.round(label, keeps=[*self.buckets.tensors(), *parts, self._norm_kept]):
                 self._sums += [self._transport.sum(part) for part in parts]
@@ -328,8 +328,7 @@ class Gradients:
             if given is None:
                 return False
             parts = given
-            header.vector[:] = parts[-1].cpu().numpy()
-        header.receive(parts[-1])
+            header.vector[:] = parts[-1].numpy()
         if self._counters:
             self._merge(parts[0], header)
         return True
@@ -350,9 +349,6 @@ class Gradients:
         self._extremes, self._squares = [], []
         self.buckets.restart()
         return None
-
-    def _wire_device(self) -> torch.device:
-        return self.everything[0].device if self._transport.backend == "nccl" else torch.device("cpu")
 
     # -- update ----------------------------------------------------------------------------------------------------
 

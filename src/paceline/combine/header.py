@@ -82,13 +82,9 @@ class Header:
         self.vector = layout.empty()
         self.facts, self._plan, self._sums, self.used, self.counters = layout.parts(self.vector)
 
-    def tensor(self, device: torch.device) -> torch.Tensor:
-        """The vector for the wire; on the CPU it shares memory with this header."""
-        return torch.from_numpy(self.vector).to(device)
-
-    def receive(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu":
-            self.vector[:] = tensor.cpu().numpy()
+    def tensor(self) -> torch.Tensor:
+        """The vector for the wire, which shares memory with this header."""
+        return torch.from_numpy(self.vector)
 
     def write(self, rank: int, **facts: float) -> None:
         own = self.facts[rank]

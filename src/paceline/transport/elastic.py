@@ -113,9 +113,7 @@ class Elastic(Linked):
         """``backend``: what the fleet needs, whatever else could be had."""
         super().__init__(device)
         self.backend = "gloo"
-        """For all but the sums of gradients, which go over NCCL where every member has a GPU of its own."""
         self._gloo_only = backend == "gloo"
-        self._gpus: NcclGroup | None = None
         self.settler: Settler | None = None
         self.leaving = False
         """This worker was asked to leave, and does so after the step."""
@@ -293,6 +291,7 @@ class Elastic(Linked):
                 store = dist.PrefixStore("group", self._store)
                 self._group = self._form_group(store, self._rank, self._size, towards=generation.store)
                 self._gpus = self._form_gpus([generation.facts[worker] for worker in generation.workers])
+                self.backend = "nccl" if self._gpus is not None else "gloo"
         except RuntimeError as error:
             raise self.failed(error) from None
 
@@ -317,7 +316,7 @@ class Elastic(Linked):
             return None
         store = dist.PrefixStore("gpus", self._store)
         gpus: NcclGroup = self._patiently(lambda: NcclGroup(store, self._rank, self._size, self._device))
-        logger.info("worker %d of %d sums gradients over nccl", self._rank, self._size)
+        logger.info("worker %d of %d sums over nccl", self._rank, self._size)
         return gpus
 
     def _may_use_nccl(self, facts: Sequence[Mapping[str, Any]]) -> bool:
@@ -638,10 +637,7 @@ class Elastic(Linked):
         return self._group
 
     def _start_sum(self, tensor: torch.Tensor) -> Any:
-        if self._size == 1:
-            return _Already()
-        gpus = self._gpus if tensor.is_cuda else None
-        return gpus.sum(tensor) if gpus is not None else super()._start_sum(tensor)
+        return _Already() if self._size == 1 else super()._start_sum(tensor)
 
     def _check(self) -> None:
         if self._member.failure is not None:

@@ -1,6 +1,6 @@
 """A fleet of fixed size over torch.distributed: as started by ``paceline run``, torchrun, Slurm or by hand.
 
-Gloo carries CPU and mixed fleets, NCCL a fleet in which every worker has a GPU of its own. The process group is
+Gloo carries all; where every worker has a GPU of its own, NCCL sums what lies there. The process group is
 Paceline's own, so a script may use torch.distributed's default group beside it. A worker that dies ends the run, with
 an error that names it, on every survivor.
 """
@@ -21,6 +21,7 @@ from paceline.errors import FleetError
 from paceline.transport.alone import Alone
 from paceline.transport.base import Transport
 from paceline.transport.linked import Linked, choose_backend, facts_of, one_line
+from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import Store, break_off, dist
 from paceline.transport.presence import CALLS, Presence
 from paceline.transport.subgroup import Subgroup
@@ -67,11 +68,14 @@ class Fixed(Linked):
         self._alike = len({fact["device"].split(":")[0] for fact in facts}) == 1
         self.backend = backend or choose_backend(facts)
         with self.round("forming the group"):
-            self._group = self._form(f"group/{self.generation}", self.rank, self.size)
+            self._group, self._gpus = self._form(f"group/{self.generation}", self.rank, self.size)
 
-    def _form(self, name: str, rank: int, size: int) -> Any:
+    def _form(self, name: str, rank: int, size: int) -> tuple[Any, NcclGroup | None]:
         towards = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return self._form_group(dist.PrefixStore(name, self._store), rank, size, towards=towards)
+        group = self._form_group(dist.PrefixStore(name, self._store), rank, size, towards=towards)
+        if self.backend != "nccl":
+            return group, None
+        return group, NcclGroup(dist.PrefixStore(f"{name}/gpus", self._store), rank, size, self._device)
 
     def subgroup(self, ranks: Sequence[int]) -> Transport:
         """A transport among these workers, this one included. All workers call it, each for its own group."""
@@ -83,13 +87,13 @@ class Fixed(Linked):
 
     def _make_subgroup(self, members: tuple[int, ...]) -> Subgroup:
         name = f"group/{self.generation}/{'-'.join(map(str, members))}"
-        engine = self._form(name, members.index(self.rank), len(members))
+        engine, gpus = self._form(name, members.index(self.rank), len(members))
         return Subgroup(
             self,
             members,
             engine,
+            gpus=gpus,
             alike=self._alike,
-            device=self._device,
             presence=self._presence,
             pending=self._started,
         )
@@ -151,10 +155,12 @@ class Fixed(Linked):
                 self._presence.await_acknowledgements(HEARING_S)
             self._break_off()
         self._presence.stop()
+        for gpus in self._abort_gpus():
+            gpus.close()
         for subgroup in self._subgroups.values():
             subgroup.close()
         self._outbox.empty()
-        self._group = None
+        self._group = self._gpus = None
 
     def _say_goodbye(self) -> None:
         """Leave together; the leader, which may hold the store, goes last."""
@@ -169,10 +175,15 @@ class Fixed(Linked):
 
     def _unblock(self) -> None:
         """Free this worker's main thread from a sum that will never end; failing that, end the process."""
-        if self._group is not None and self.backend == "nccl":
-            self._group.abort()
+        self._abort_gpus()
         self._break_off()
         threading.Thread(target=self._leave_if_stuck, name="paceline-unblock", daemon=True).start()
+
+    def _abort_gpus(self) -> list[NcclGroup]:
+        gpus = [self._gpus, *(getattr(group, "gpus", None) for group in self._subgroups.values())]
+        for one in (found := [one for one in gpus if one is not None]):
+            one.abort()
+        return found
 
     def _break_off(self) -> None:
         break_off(self._sockets, spare_port=int(os.environ["MASTER_PORT"]))

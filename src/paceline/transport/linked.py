@@ -23,7 +23,7 @@ import torch
 
 from paceline.machines.link import link_from_env
 from paceline.transport.base import Pending
-from paceline.transport.nccl import NcclSum
+from paceline.transport.nccl import NcclGroup, NcclSum
 from paceline.transport.network import (
     ENGINE_TIMEOUT,
     Sockets,
@@ -76,6 +76,8 @@ class Linked(ABC):
         self._summed = 0
         """Bytes whose sum was started since the last round ended: gradients start before their round is entered."""
         self._group: Any = None
+        self._gpus: NcclGroup | None = None
+        """Sums what lies on GPUs, where every worker has one of its own; all else goes over Gloo."""
         self._sockets: Sockets = frozenset()
 
     # -- each transport's own --------------------------------------------------------------------------------------
@@ -109,9 +111,6 @@ class Linked(ABC):
             yield
             self._outbox.round_is_over()
             self._cross_link()
-            if self.backend == "nccl":  # its waits only order streams: the true one is here, where it is watched
-                torch.cuda.current_stream(self._device).synchronize()
-                self._check()
         finally:
             self._leave(lane=lane)
 
@@ -126,7 +125,10 @@ class Linked(ABC):
             raise self.failed(error) from None
 
     def _start_sum(self, tensor: torch.Tensor) -> Any:
-        if self.backend == "gloo" and self._alike and is_small(tensor, self._size):
+        gpus = self._gpus if tensor.is_cuda else None
+        if gpus is not None:
+            return gpus.sum(tensor)
+        if self._alike and is_small(tensor, self._size):
             self._stars += 1
             star = StarSum(self._engine, tensor, rank=self._rank, size=self._size, number=self._stars)
             return self._outbox.keep(star)
@@ -144,8 +146,6 @@ class Linked(ABC):
         options = dist.BroadcastOptions()
         options.rootRank = 0
         raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]  # any dtype, any layout
-        if self.backend == "nccl":
-            raw = [part.to(self._device) for part in raw]
         for work in [self._started(lambda part=part: self._engine.broadcast([part], options)) for part in raw]:
             work.wait()
         for tensor, part in zip(tensors, raw, strict=True):
@@ -229,12 +229,7 @@ class Linked(ABC):
     # -- the engine ------------------------------------------------------------------------------------------------
 
     def _form_group(self, store: Store, rank: int, size: int, *, towards: tuple[str, int]) -> Any:
-        """An engine for so many workers, all of whom come here."""
-        if self.backend == "nccl":
-            torch.cuda.set_device(self._device)
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = ENGINE_TIMEOUT
-            return dist.ProcessGroupNCCL(store, rank, size, options)
+        """Gloo for so many workers, all of whom come here."""
         before = open_sockets()
         gloo, where = gloo_device(*towards)
         doors = open_sockets() - before  # Gloo's, and what another thread of the script may have opened meanwhile
@@ -271,7 +266,7 @@ class Watched:
     def _wait(self) -> None:
         if isinstance(self._work, NcclSum):
             self._work.wait_for_host(self._transport._check)
-        elif isinstance(self._work, StarSum) or self._transport.backend == "nccl":  # whose waits hold up no host
+        elif isinstance(self._work, StarSum):
             self._work.wait()
         elif self._whole:
             self._wait_and_look()

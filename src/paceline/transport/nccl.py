@@ -1,8 +1,8 @@
-"""NCCL for a fleet whose workers come and go: gradients are summed on the GPUs, everything else goes over Gloo.
+"""NCCL, where every worker has a GPU of its own: it sums what lies there, and everything else goes over Gloo.
 
-A group of NCCL's cannot be mended and can only be aborted: whoever waits in a sum is freed, and the next generation
-forms its own. What is waited for is the end of the sum's kernel itself, by the host, so that a tensor is never read or
-written while an aborted kernel still runs on it.
+A group of NCCL's cannot be mended and can only be aborted, which frees whoever waits in a sum; where workers come and
+go, the next generation forms its own. What is waited for is the end of the sum's kernel itself, by the host, so that a
+tensor is never read or written while an aborted kernel still runs on it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ import torch
 
 from paceline.transport.network import ENGINE_TIMEOUT, Store, dist
 
+CLOSE_S = 5.0
 cuda: Any = torch.cuda
 OURS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
 }
-"""torch's watchdog would end the process when a peer is lost; here that is an ordinary day."""
+"""torch's watchdog would end the process when a peer is lost: here another goes on, or says who was lost. And a group
+that failed would wait for a minute, before it goes, for a dump that nobody asked for."""
 
 
 class NcclGroup:
-    """The GPUs of one generation."""
+    """A group of GPUs, one a worker."""
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
-        self._device = device
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = ENGINE_TIMEOUT
         with cuda.device(device):
@@ -59,7 +61,7 @@ class NcclGroup:
     def close(self) -> None:
         self.abort()
         assert self._aborting is not None
-        self._aborting.join()
+        self._aborting.join(CLOSE_S)
 
 
 def warm_up(device: torch.device) -> None:

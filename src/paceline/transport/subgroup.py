@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from paceline.transport.base import Pending, Transport
+from paceline.transport.nccl import NcclGroup
 from paceline.transport.presence import GROUP, Presence
 from paceline.transport.star import Outbox, StarSum, is_small
 
@@ -31,16 +32,17 @@ class Subgroup:
         ranks: Sequence[int],
         engine: Any,
         *,
-        device: torch.device,
+        gpus: NcclGroup | None = None,
         alike: bool,
         presence: Presence,
         pending: Callable[..., Pending],
     ) -> None:
-        """``engine``: the members' process group, in the order of ``ranks``. ``alike``: all hold their tensors on one
+        """``engine``: the members' process group, in the order of ``ranks``; ``gpus``: the same for what lies on GPUs,
+        where all have one. ``alike``: all hold their tensors on one
         kind of device. ``pending`` starts an engine's work and watches over it."""
         self._alike = alike
         self._fleet, self._engine, self._presence, self._pending = fleet, engine, presence, pending
-        self._wires = device if fleet.backend == "nccl" else torch.device("cpu")
+        self.gpus = gpus
         self.backend, self.generation = fleet.backend, fleet.generation
         self.rank, self.size = list(ranks).index(fleet.rank), len(ranks)
         self.workers = tuple(fleet.workers[rank] for rank in ranks)
@@ -55,13 +57,13 @@ class Subgroup:
         try:
             yield
             self._outbox.round_is_over()
-            if self.backend == "nccl":  # its waits only order streams: the true one is here, where it is watched
-                torch.cuda.current_stream(self._wires).synchronize()
         finally:
             self._presence.leave(lane=GROUP)
 
     def sum(self, tensor: torch.Tensor) -> Pending:
-        if self.backend == "gloo" and self._alike and is_small(tensor, self.size):
+        if self.gpus is not None and tensor.is_cuda:
+            return self._pending(self.gpus.sum, tensor)
+        if self._alike and is_small(tensor, self.size):
             self._stars += 1
             return self._pending(self._star_sum, tensor)
         return self._pending(self._engine.allreduce, [tensor])
@@ -74,20 +76,20 @@ class Subgroup:
         said = torch.frombuffer(
             bytearray(json.dumps(value() if callable(value) else value).encode()), dtype=torch.uint8
         )
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=self._wires)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(said)
         with self.round(label):
             self.sum(lengths).wait()
-            rows = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8, device=self._wires)
-            rows[self.rank, : len(said)] = said.to(self._wires)
+            rows = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
+            rows[self.rank, : len(said)] = said
             self.sum(rows).wait()
         sizes = lengths.tolist()
-        return [json.loads(bytes(row[:size])) for row, size in zip(rows.cpu().tolist(), sizes, strict=True)]
+        return [json.loads(bytes(row[:size])) for row, size in zip(rows.tolist(), sizes, strict=True)]
 
     def close(self, *, failure: BaseException | None = None) -> None:
         """Let go of the engine; the fleet's transport closes its connections."""
         self._outbox.empty()
-        self._engine = None
+        self._engine = self.gpus = None
 
     # -- the fleet's ---------------------------------------------------------------------------------------------------
 
