@@ -102,6 +102,7 @@ def must_equal_one_machine(folder: Path, outcomes: dict[int, Outcome]) -> None:
     assert all(epoch.sound and epoch.whole for epoch in found)
     expected = torch.tensor(replay(folder), dtype=torch.float64)
     for outcome in outcomes.values():
+        assert outcome.value is not None, f"it came too late: {outcome.err[-2000:]}"
         error = (torch.tensor(outcome.value["weights"], dtype=torch.float64) - expected).abs().max()
         assert error < 1e-11, float(error)
 
@@ -109,7 +110,7 @@ def must_equal_one_machine(folder: Path, outcomes: dict[int, Outcome]) -> None:
 @pytest.mark.parametrize("dies", [0, 1], ids=["the GPU worker dies", "a CPU worker dies"])
 def test_a_gpu_worker_among_others_that_come_and_go(tmp_path: Path, dies: int) -> None:
     own = {0: {"PACELINE_DEVICE": "cuda:0"}, 1: {"PACELINE_DEVICE": "cpu"}, 2: {"PACELINE_DEVICE": "cpu"}}
-    args = {"die": {str(dies): [["in round", 7]]}, "epochs": 8}
+    args = {"die": {str(dies): [["in round", 7]]}, "epochs": 8, "pause_s": 0.05}
     with Flock("elastic_cases.py:train", 3, tmp_path, args=args, own=own) as flock:
         flock.wait_for_step(12)
         flock.start(dies)
@@ -121,7 +122,7 @@ def test_a_gpu_worker_among_others_that_come_and_go(tmp_path: Path, dies: int) -
 @pytest.mark.parametrize("dies", [0, 1], ids=["the leader", "another"])
 def test_gpu_workers_that_sum_over_nccl_come_and_go(tmp_path: Path, dies: int, point: str) -> None:
     own = {slot: share_one_gpu(str(slot)) for slot in range(3)}
-    args = {"die": {str(dies): [[point, 7]]}, "epochs": 8}
+    args = {"die": {str(dies): [[point, 7]]}, "epochs": 8, "pause_s": 0.05}
     with Flock("elastic_cases.py:train", 3, tmp_path, args=args, own=own) as flock:
         flock.wait_for_step(12)
         flock.start(dies)
