@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-long check browser bench clean
+.PHONY: demo test test-long lint check browser bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -16,11 +16,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(BIN)/paceline demo
 
-check: $(STAMP)
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not fleet and not browser" -n 2
+
+check: lint
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m "not fleet and not browser and not slow" -n 2
 
 # The pages are tested in a real browser: Debian's, installed here when this runs as root and it is missing.
 browser:
@@ -30,8 +32,8 @@ browser:
 	    { apt-get update -qq && apt-get install -y -qq chromium chromium-driver; } >/dev/null 2>&1; }; } || \
 	  echo "No chromium and chromedriver here: the tests in a browser are SKIPPED."
 
-test: check browser
-	$(BIN)/python -m pytest -m "(fleet or browser) and not long" -n 2
+test: lint browser
+	$(BIN)/python -m pytest -m "not long" -n 2
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long -n 2

@@ -130,6 +130,7 @@ def test_it_trains_the_tiny_cnn() -> None:
     assert losses[-1] < 0.1 * losses[0]
 
 
+@pytest.mark.slow
 def test_the_gradients_and_their_graph_are_gone_after_every_step_without_the_garbage_collector() -> None:
     """Each step's graph holds some 3 MB; 60 of them kept alive could not be missed."""
     torch.manual_seed(0)

@@ -188,6 +188,7 @@ def make_pacers(name: str, seed: int, size: int) -> list[Any]:
     return [Wild(seed) if name == "wild" else make(name) for _ in range(size)]
 
 
+@pytest.mark.slow
 @given(
     name=pacers,
     seed=st.integers(0, 10**6),

@@ -37,6 +37,7 @@ def holds(seed: int, rules: Rules) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_every_sample_counts_once_and_all_agree_under_any_schedule_of_faults() -> None:
     for seed in range(SCHEDULES):
         try:

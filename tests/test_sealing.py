@@ -121,6 +121,7 @@ def test_file_and_folder_reach_the_disk_before_the_writer_says_so(
     assert done == [f"fsync .c.{os.getpid()}.tmp", "replace", "fsync kept"]
 
 
+@pytest.mark.slow
 def test_writing_holds_no_copy_of_the_whole(tmp_path: Path) -> None:
     """64 MB in one tensor: while it is written, the process grows by much less than that."""
     script = """

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from shells import Shell
 
+from paceline.cli import app
+
 
 def test_help_and_wrong_options_need_no_torch(shell: Shell) -> None:
     probe = "import sys\nfrom paceline.cli import app\ntry: app(['run', '--help'])\nexcept SystemExit: pass\n"
@@ -56,13 +58,24 @@ def test_the_version_is_printed(shell: Shell) -> None:
         (["--runs", "train.py/runs", "train.py"], "cannot make a run folder"),
     ],
 )
-def test_a_wrong_request_is_one_line_and_starts_nothing(shell: Shell, args: list[str], part: str) -> None:
+def test_a_wrong_request_is_one_line_and_starts_nothing(
+    shell: Shell,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    args: list[str],
+    part: str,
+) -> None:
     shell.script("open('started', 'w')")
-    done = shell.run("run", *args)
-    assert done.returncode == 2
-    assert part in done.stderr
-    assert done.stderr.startswith("paceline: ")
-    assert len(done.stderr.splitlines()) == 1
+    monkeypatch.chdir(shell.folder)
+    for name in [name for name in os.environ if name.startswith("PACELINE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(SystemExit) as ended:
+        app(["run", *args])
+    said = capfd.readouterr().err
+    assert ended.value.code == 2
+    assert part in said
+    assert said.startswith("paceline: ")
+    assert len(said.splitlines()) == 1
     assert not (shell.folder / "started").exists()
 
 

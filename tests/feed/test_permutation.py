@@ -39,12 +39,14 @@ def test_huge_lengths_stay_in_range_and_reach_everywhere(length: int) -> None:
     assert abs(excess(np.bincount(shuffled // (length // 100 + 1), minlength=100), len(positions) / 100)) < 5
 
 
+@pytest.mark.slow
 def test_a_million_positions_of_a_huge_length_never_collide() -> None:
     # A function that only looked random would collide about 16 times here.
     shuffled = KeyedPermutation(2**35, 9)(np.arange(2**20) * 31_337)
     assert len(np.unique(shuffled)) == 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [3, 4, 5])
 def test_every_permutation_of_a_few_comes_up_equally_often(length: int) -> None:
     orders = list(permutations(range(length)))
@@ -52,6 +54,7 @@ def test_every_permutation_of_a_few_comes_up_equally_often(length: int) -> None:
     assert excess(np.array([seen[order] for order in orders]), 40) < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [7, 50, 5000])
 def test_position_zero_lands_everywhere_equally_often_over_keys(length: int) -> None:
     bins, trials = min(length, 25), 5000

@@ -27,6 +27,7 @@ def recorded() -> Recording:
     return recording("periodic", periodic())
 
 
+@pytest.mark.slow
 def test_a_small_model_learns_a_rhythm_that_the_simple_forecasts_cannot(recorded: Recording) -> None:
     model = fit([recorded.until(split(recorded))], shape=SMALL, training=QUICK)
     scores = held_out_scores(model, [recorded])
@@ -34,6 +35,7 @@ def test_a_small_model_learns_a_rhythm_that_the_simple_forecasts_cannot(recorded
     assert scores["deep"] < 0.5 * scores["last value"]
 
 
+@pytest.mark.slow
 def test_it_learns_from_a_run_in_which_the_slow_were_cut_off() -> None:
     own = periodic(steps=200)
     cut = np.full((200, 1), 1.4)

@@ -187,6 +187,7 @@ def test_a_line_that_makes_no_sense_does_not_end_the_page(tmp_path):
         assert any("step 7" in message["parts"]["now"] for message in islice(messages(page), 1))
 
 
+@pytest.mark.slow
 def test_a_viewer_that_leaves_at_once_costs_nothing(tmp_path):
     with served(write(tmp_path / "run", calm_run(5))) as page:
         for _ in range(5):
@@ -235,6 +236,7 @@ def test_the_whole_report_is_one_address_away(tmp_path):
     assert b"What if?" in body
 
 
+@pytest.mark.slow
 def test_a_run_is_followed_through_the_page_of_another_machine(tmp_path):
     folder = write(tmp_path / "run", calm_run(10)[:-1])
     with served(folder, host="0.0.0.0") as there:
@@ -247,6 +249,7 @@ def test_a_run_is_followed_through_the_page_of_another_machine(tmp_path):
             assert ask(here, "/log")[0] == 404
 
 
+@pytest.mark.slow
 def test_a_broken_connection_is_taken_up_where_it_broke_off(tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.observe.remote.AGAIN_S", 0.05)
     folder = write(tmp_path / "run", calm_run(10))

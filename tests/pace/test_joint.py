@@ -94,6 +94,7 @@ def test_more_is_dealt_than_needed_and_the_expected_count_is_the_total() -> None
     assert count == pytest.approx(TOTAL, rel=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     st.lists(st.floats(0.002, 0.2), min_size=2, max_size=5),
@@ -243,6 +244,7 @@ def hostile_record(
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(histories, members, st.integers(0, 10**6), st.integers(1, 64), st.booleans(), st.booleans())
 def test_any_records_give_a_valid_plan_with_a_finite_deadline(

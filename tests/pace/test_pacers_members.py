@@ -158,6 +158,7 @@ def travelled(pacer: Pacer, step: int, stage: Stage, generation: int = 0) -> str
     return repr(plan)
 
 
+@pytest.mark.slow
 @each_pacer
 @settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(journeys, st.integers(0, 30), an_order(1, 6))

@@ -328,6 +328,7 @@ def test_a_full_fleet_is_refused_in_words(house: Callable[..., House]) -> None:
         here.come(1)
 
 
+@pytest.mark.slow
 def test_the_fleet_outlives_its_roster_and_goes_on_with_the_next(house: Callable[..., House], tmp_path: Path) -> None:
     here = house(state=tmp_path / "roster.json")
     watches = here.begin(3)
@@ -344,6 +345,7 @@ def test_the_fleet_outlives_its_roster_and_goes_on_with_the_next(house: Callable
     assert {(one.number, one.workers, one.fresh) for one in second} == {(2, (0, 1, 2), ())}
 
 
+@pytest.mark.slow
 def test_a_member_that_died_while_the_roster_was_away_is_lost_after_a_while(
     house: Callable[..., House], tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def test_adaptive_reaches_the_limit_on_steady_unlike_machines() -> None:
     assert outcome.throughput / play.limit(seconds).throughput > 0.99
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(TIMES, st.sampled_from([0.0, 0.4]))
 def test_in_no_step_anybody_beats_the_sum_of_speeds_and_time_is_accounted_for(
@@ -114,6 +115,7 @@ def test_in_no_step_anybody_beats_the_sum_of_speeds_and_time_is_accounted_for(
     assert outcomes["best static"].throughput >= max(outcomes[n].throughput for n in ("naive", "static 0.9")) - 1e-9
 
 
+@pytest.mark.slow
 @given(TIMES)
 @settings(max_examples=40, deadline=None)
 def test_the_clairvoyant_beats_any_count_in_every_step(own: np.ndarray) -> None:
@@ -158,6 +160,7 @@ def test_a_cut_off_in_place_of_a_late_time_loses_what_truncation_keeps() -> None
     assert imputed / truncated < 0.6
 
 
+@pytest.mark.slow
 def test_bursts_at_158_workers_keep_the_order_the_paper_tells() -> None:
     outcomes = by_name(compare(make("bursts", steps=200, workers=158), warm_up=20))
     naive, best = outcomes["naive"].throughput, outcomes["clairvoyant cut-off"].throughput

@@ -137,6 +137,7 @@ def test_joint_loses_nothing_on_a_calm_fleet() -> None:
         assert rounds.play(own, Joint(), cut_to_fit=fit).after(20).throughput > 0.99 * naive
 
 
+@pytest.mark.slow
 def test_stalls_inside_micro_batches_hold_up_adaptive_and_not_joint() -> None:
     own = stuck.machines(steps=200, workers=4)
     told = {outcome.name: outcome.after(20).throughput for outcome in compare_stuck(own)}

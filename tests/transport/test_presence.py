@@ -51,6 +51,7 @@ def eyes() -> Iterator[Callable[[int], Eyes]]:
         one.stop()
 
 
+@pytest.mark.slow
 def test_a_worker_that_beats_is_waited_for_however_long_it_takes(eyes: Callable[[int], Eyes]) -> None:
     crew = eyes(2)
     crew.workers[0].enter("a round")
@@ -153,6 +154,7 @@ def test_a_broken_connection_with_all_alive_says_just_that(eyes: Callable[[int],
     assert str(found).endswith("yet all of them are alive: Connection closed")
 
 
+@pytest.mark.slow
 def test_waiting_workers_are_named_in_a_warning_with_what_they_do(
     eyes: Callable[[int], Eyes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
