@@ -386,6 +386,7 @@ def test_after_the_fleet_is_left_the_model_is_an_ordinary_one(tmp_path: Path, ra
     assert all(p.grad is not None for p in net.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("when", ["before", "after", "in place"])
 def test_a_compiled_model_trains_as_the_plain_one(tmp_path: Path, backend: str, when: str) -> None:

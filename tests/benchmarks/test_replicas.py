@@ -53,6 +53,7 @@ def test_each_replica_computes_what_the_network_by_itself_does(images: replicas.
         torch.testing.assert_close(together[row], net(centres_of(images.test[:5])), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adahessian_in_the_batch_equals_the_package_s_on_each_network(images: replicas.Images) -> None:
     package = pytest.importorskip("pytorch_optimizer")
     run = batch(images, "adahessian")

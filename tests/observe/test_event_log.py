@@ -125,6 +125,7 @@ def test_a_folder_that_cannot_be_made_warns_once_and_the_run_goes_on(tmp_path, c
     assert "goes on without a log" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_full_disk_warns_once_and_nothing_is_lost_when_there_is_room_again(tmp_path, caplog, monkeypatch):
     real, full = log_module.os.write, threading.Event()
 

@@ -72,6 +72,7 @@ def test_the_page_is_one_file_that_fetches_nothing_and_says_the_verdict_first(tm
     assert len(text) < 12e6
 
 
+@pytest.mark.slow
 def test_every_picture_is_one_that_plotly_accepts_and_has_words_for_those_who_cannot_see_it(tmp_path, small_plotly):
     import plotly.graph_objects as go
 

@@ -153,6 +153,7 @@ def test_html_in_a_live_runs_texts_is_escaped():
     assert "<img" not in json.dumps(live.full()["parts"])
 
 
+@pytest.mark.slow
 def test_a_step_reaches_a_viewer_within_a_second_and_a_new_viewer_begins_with_everything(tmp_path):
     folder = write(tmp_path / "run", calm_run(30)[:-1])
     with served(folder) as page:

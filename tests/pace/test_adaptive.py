@@ -34,6 +34,7 @@ def test_it_saves_what_p1_predicts(speeds: list[float], saved: float) -> None:
     assert 1 - adaptive / equal == pytest.approx(saved, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("noise", "least"), [(0.05, 0.99), (0.2, 0.95)])
 def test_noise_costs_little(noise: float, least: float) -> None:
     runs = [play(Adaptive(), FOUR, total=256, steps=200, noise=noise, seed=seed) for seed in range(6)]

@@ -182,6 +182,7 @@ def lost(pacer_of, fleet, *, noise: float, total: int = 1024, seeds: int = 6) ->
     return float(np.mean([run.wall_s[6:].sum() / run.best_s[6:].sum() for run in runs])) - 1
 
 
+@pytest.mark.slow
 def test_under_noise_it_stays_within_two_per_cent_where_a_plain_fit_does_not() -> None:
     fleet = machines([0.1, 0.02, 0.3, 0.05], [1e-3, 1e-3, 2e-3, 4e-3])
     ours = lost(Adaptive, fleet, noise=0.05)

@@ -264,6 +264,7 @@ def test_any_records_give_a_valid_plan_with_a_finite_deadline(
         assert 0 < plan.deadline_s < math.inf
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(histories, histories)
 def test_a_pacer_resumed_from_json_plans_the_same_and_planning_changes_nothing(before: list, after: list) -> None:

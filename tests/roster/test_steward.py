@@ -149,6 +149,7 @@ def test_what_the_launcher_saw_stands_in_the_next_generation(house: Callable[...
     assert [(gone.id, gone.text) for gone in second.result(10).left] == [(1, "was killed by signal 9 (SIGKILL)")]
 
 
+@pytest.mark.slow
 def test_a_silent_worker_is_dropped_and_told_so_when_it_wakes(house: Callable[..., House]) -> None:
     here = house(expect=2)
     first = here.come(0)
@@ -425,6 +426,7 @@ def _stay(address: str, told: Any) -> None:
     told.put(watch.member.dropped)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks at processes through /proc")
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_real_process_that_is_stopped_or_killed_is_noticed(house: Callable[..., House], how: int) -> None:

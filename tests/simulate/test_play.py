@@ -126,6 +126,7 @@ def test_the_clairvoyant_beats_any_count_in_every_step(own: np.ndarray) -> None:
         assert np.all(best.shares / best.seconds >= other.shares / other.seconds * (1 - 1e-9))
 
 
+@pytest.mark.slow
 def test_censored_forecasts_take_most_of_the_gain_where_one_machine_is_slow_for_good() -> None:
     noise = np.random.default_rng(0)
     seconds = np.array([1.0] * 15 + [3.0]) * np.exp(0.03 * noise.standard_normal((80, 16)))
@@ -138,6 +139,7 @@ def test_censored_forecasts_take_most_of_the_gain_where_one_machine_is_slow_for_
         assert outcomes[name].throughput > best, name
 
 
+@pytest.mark.slow
 def test_a_cut_off_in_place_of_a_late_time_loses_what_truncation_keeps() -> None:
     """Three quarters of the workers at 1 s, the others at 3.5 s: the figures of docs/simulate.md."""
     noise = np.random.default_rng(1)
@@ -169,6 +171,7 @@ def test_bursts_at_158_workers_keep_the_order_the_paper_tells() -> None:
     assert outcomes["last value"].throughput / best > 0.9
 
 
+@pytest.mark.slow
 def test_a_static_cut_off_loses_on_a_calm_fleet() -> None:
     outcomes = by_name(compare(make("calm", steps=100, workers=158)))
     assert 0.9 < outcomes["static 0.9"].throughput / outcomes["naive"].throughput < 0.97

@@ -80,6 +80,7 @@ def test_one_worker_has_no_rounds_and_sends_nothing() -> None:
         assert rule.samples_per_s == pytest.approx(32)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     st.integers(0, 10_000),

@@ -59,6 +59,7 @@ def test_a_worker_that_beats_is_waited_for_however_long_it_takes(eyes: Callable[
     assert crew.workers[0].failure is None
 
 
+@pytest.mark.slow
 def test_a_worker_that_stops_beating_is_lost_and_named_with_what_it_did(eyes: Callable[[int], Eyes]) -> None:
     crew = eyes(3)
     crew.workers[1].doing("step 7")
@@ -147,6 +148,7 @@ def test_a_broken_connection_is_traced_to_the_silent_worker(eyes: Callable[[int]
     assert "worker 1 (cpu) went silent" in str(found)
 
 
+@pytest.mark.slow
 def test_a_broken_connection_with_all_alive_says_just_that(eyes: Callable[[int], Eyes]) -> None:
     crew = eyes(2)
     found = crew.workers[0].diagnose(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed"))
