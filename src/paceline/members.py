@@ -17,7 +17,8 @@ from paceline import checkpoint
 from paceline.books import changes
 from paceline.errors import FleetError
 from paceline.signals import Leave
-from paceline.transport.elastic import Change, Elastic
+from paceline.transport.changes import Change
+from paceline.transport.elastic import Elastic
 
 if TYPE_CHECKING:
     from paceline.combine import Header

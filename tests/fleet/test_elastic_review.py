@@ -18,8 +18,10 @@ from flock import Flock, sound
 from paceline.errors import GenerationOver
 from paceline.roster import Generation
 from paceline.transport import elastic
-from paceline.transport.linked import Watched
+from paceline.transport.changes import Change
+from paceline.transport.lanes import Lane
 from paceline.transport.presence import CALLS, ROUNDS
+from paceline.transport.works import Already, Watched
 
 pytestmark = pytest.mark.fleet
 
@@ -321,9 +323,9 @@ def test_one_that_freezes_in_an_evaluation_enters_anew_or_asks_to_be_started_aga
 def bare() -> Any:
     """A transport that is connected to nobody."""
     transport: Any = elastic.Elastic.__new__(elastic.Elastic)
-    transport._lanes = {CALLS: elastic._Lane(), ROUNDS: elastic._Lane()}
+    transport._lanes = {CALLS: Lane(), ROUNDS: Lane()}
     transport._slots, transport._renewed, transport.settler, transport.outside = {}, set(), None, False
-    transport._now, transport._over, transport._group = None, 0, None
+    transport._now, transport._over, transport._group, transport._gpus = None, 0, None, None
     transport._gone, transport.intact, transport._stars = {}, lambda: True, 0
     transport._member = SimpleNamespace(id=4, failure=None, report=lambda **said: None)
     return transport
@@ -334,27 +336,13 @@ def generation(number: int, *workers: int) -> Generation:
 
 
 def test_the_sum_of_a_worker_alone_can_be_abandoned() -> None:
-    Watched(elastic._Already(), bare()).abandon()
-
-
-def test_a_result_that_was_handed_over_counts_as_finished_when_others_ask() -> None:
-    transport, said = bare(), {}
-
-    def gather(key: str, label: str, mine: dict[str, Any]) -> list[Any]:
-        said.update(mine)
-        raise GenerationOver("one more was lost")
-
-    transport._gather = gather
-    transport._lanes[ROUNDS] = elastic._Lane(entered=5, finished=4, given=True)  # its thread has yet to take it up
-    with pytest.raises(GenerationOver):
-        transport._settle(fresh=False)
-    assert said["finished"][ROUNDS] == 5
+    Watched(Already(), bare()).abandon()
 
 
 def test_the_training_never_sees_a_rank_and_size_of_other_members_than_it_follows() -> None:
     transport = bare()
     members = generation(5, 3, 4, 6)
-    change = elastic.Change(kept=(0, 1, 2), joined=(), left=(), facts=({}, {}, {}), generation=members)
+    change = Change(kept=(0, 1, 2), joined=(), left=(), facts=({}, {}, {}), generation=members)
     transport._rank, transport._size = 0, 2  # another thread forms generation 6, of workers 4 and 6, by now
     transport._show(change)
     assert (transport.rank, transport.size) == (1, 3) == (transport.workers.index(4), len(transport.workers))

@@ -20,10 +20,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,10 +30,13 @@ from paceline.errors import Dropped, FleetError, GenerationOver, PacelineError
 from paceline.roster import LEFT, Generation, Gone, Member, RunOver
 from paceline.signals import Leave
 from paceline.transport.base import Pending
+from paceline.transport.changes import Change, Settler, change_to
+from paceline.transport.lanes import Lane, gift
 from paceline.transport.linked import Linked, choose_backend, facts_of, one_line
 from paceline.transport.nccl import NcclGroup, warm_up
 from paceline.transport.network import ENGINE_TIMEOUT, Store, break_off, dist
 from paceline.transport.presence import CALLS, ROUNDS
+from paceline.transport.works import Already, Never
 
 logger = logging.getLogger("paceline")
 
@@ -47,55 +49,6 @@ LOOP = "loop"
 WAITED = "left (SIGTERM) while it waited"
 PREFIX = "generation"
 """Of a generation's keys in the store, before its number."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """From the membership that the training has followed so far to the next."""
-
-    kept: tuple[int | None, ...]
-    """By new rank: the rank it had; None: it is new, or enters anew."""
-    joined: tuple[int, ...]
-    left: tuple[Gone, ...]
-    """Who was not there and is now, and the other way round, with why."""
-    facts: tuple[Any, ...]
-    """What each member's training said of itself, by new rank."""
-    generation: Generation
-
-
-class Settler(Protocol):
-    """The training, as far as it must follow who is there."""
-
-    def facts(self) -> Any:
-        """What the others should know of this worker's part (JSON)."""
-
-    def follow(self, change: Change, show: Callable[[], None]) -> None:
-        """Other members are there from now on; ``show`` makes the transport's rank, size and workers say so. Must
-        depend on nothing but what all of them know."""
-
-    def give(self) -> torch.Tensor:
-        """The whole state at this step boundary, for a newcomer, as bytes."""
-
-    def take(self, data: torch.Tensor, change: Change) -> None:
-        """Take over a peer's state."""
-
-
-@dataclass
-class _Lane:
-    """One sequence of calls of this worker."""
-
-    entered: int = 0
-    finished: int = 0
-    label: str = ""
-    waiting: bool = False
-    result: list[Any] | None = None
-    """What the last finished call gave, when that was facts."""
-    kept: Sequence[torch.Tensor] = ()
-    """The tensors that hold the last finished call's result, when that was a round."""
-    pending: Sequence[torch.Tensor] = ()
-    """Where the result of the call under way will stand."""
-    given: bool = False
-    """The call under way was finished by others, and its result handed over."""
 
 
 def asked_for() -> bool:
@@ -119,7 +72,7 @@ class Elastic(Linked):
         """This worker was asked to leave, and does so after the step."""
         self.at_rest = True
         """It is at no step: it may leave at once."""
-        self._lanes = {CALLS: _Lane(), ROUNDS: _Lane()}
+        self._lanes = {CALLS: Lane(), ROUNDS: Lane()}
         self._recovering = threading.RLock()
         self._doing, self._begun = "starting", 0
         self._store_at: tuple[str, int] | None = None
@@ -269,7 +222,7 @@ class Elastic(Linked):
         self.outside = self.at_rest = True
         self._begun = 0
         for lane in self._lanes.values():
-            lane.kept, lane.pending, lane.result, lane.entered = (), (), None, lane.finished
+            lane.forget()
 
     @property
     def _number(self) -> int:
@@ -366,8 +319,7 @@ class Elastic(Linked):
     def _settle(self, *, fresh: bool) -> None:
         mine = {
             "fresh": fresh,
-            "finished": {name: lane.entered if lane.given else lane.finished for name, lane in self._lanes.items()},
-            "facts_kept": {name: lane.result is not None for name, lane in self._lanes.items()},
+            "lanes": {name: lane.says() for name, lane in self._lanes.items()},
             "slots": list(self._slots),
             "intact": self.intact(),
             "training": self.settler.facts() if self.settler is not None else None,
@@ -398,13 +350,8 @@ class Elastic(Linked):
 
     def _change(self, said: Sequence[dict[str, Any]]) -> Change:
         assert self._now is not None
-        old = {worker: rank for rank, worker in enumerate(self.workers)}
-        kept = tuple(None if worker in self._renewed else old.get(worker) for worker in self._now.workers)
-        joined = tuple(worker for worker, before in zip(self._now.workers, kept, strict=True) if before is None)
-        staying = {self.workers[rank] for rank in kept if rank is not None}
-        lost = [worker for worker in self.workers if worker >= 0 and worker not in staying]
-        left = tuple(self._gone.get(worker) or Gone(worker, "left") for worker in lost)
-        return Change(kept, joined, left, tuple(theirs["training"] for theirs in said), self._now)
+        facts = [theirs["training"] for theirs in said]
+        return change_to(self._now, workers=self.workers, renewed=self._renewed, gone=self._gone, facts=facts)
 
     def follow(self) -> None:
         """The training follows the group's membership, before its next call; by whichever thread comes first."""
@@ -434,26 +381,18 @@ class Elastic(Linked):
 
     def _hand_over(self, name: str, said: Sequence[dict[str, Any]], incumbents: Sequence[int]) -> None:
         """Those who finished the last call give its result to those who did not."""
-        finished = {rank: int(said[rank]["finished"][name]) for rank in incumbents}
-        last = max(finished.values())
-        behind = [rank for rank, count in finished.items() if count < last]
-        if any(finished[rank] < last - 1 for rank in behind):
-            raise FleetError(f"workers are more than one call apart ({finished}): this is a bug in Paceline")
-        if not behind:
+        intact = {rank: bool(said[rank]["intact"]) for rank in incumbents} if name == CALLS else None
+        given = gift({rank: said[rank]["lanes"][name] for rank in incumbents}, intact=intact)
+        if given is None:
             return
-        known = [rank for rank, count in finished.items() if count == last]
-        facts = said[known[0]]["facts_kept"][name]
-        givers = [rank for rank in known if facts or name != CALLS or said[rank]["intact"]]
-        if not givers:
-            if self._rank in behind:
+        if given.giver is None:
+            if self._rank in given.behind:
                 raise Dropped("the last round's result was changed in place by an optimiser, and cannot be handed over")
             return
-        hand_over = self._hand_over_facts if facts else self._hand_over_tensors
-        hand_over(name, givers[0], behind)
-        if self._rank in behind:
-            lane = self._lanes[name]
-            lane.finished, lane.kept, lane.pending, lane.given = lane.entered, lane.pending, (), True
-            lane.result = lane.result if facts else None
+        hand_over = self._hand_over_facts if given.facts else self._hand_over_tensors
+        hand_over(name, given.giver, given.behind)
+        if self._rank in given.behind:
+            self._lanes[name].finish_given(facts=given.facts)
             if name == ROUNDS:
                 self._free.clear()
 
@@ -503,21 +442,16 @@ class Elastic(Linked):
 
     def _enter(self, label: str, *, lane: str) -> int:
         self.follow()
-        place = self._lanes[lane]
-        if place.entered == place.finished:  # else it is made again
-            place.entered += 1
-        place.label, place.waiting, place.given = label, True, False
+        number = self._lanes[lane].enter(label)
         self._report()
-        return place.entered
+        return number
 
     def _leave(self, *, lane: str) -> None:
         self._lanes[lane].waiting = False
         self._report()
 
     def _finish(self, lane: str, *, facts: list[Any] | None = None, kept: Sequence[torch.Tensor] = ()) -> None:
-        place = self._lanes[lane]
-        place.finished = place.entered
-        place.result, place.kept, place.pending, place.given = facts, kept, (), False
+        self._lanes[lane].finish(facts=facts, kept=kept)
 
     @contextmanager
     def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
@@ -624,11 +558,11 @@ class Elastic(Linked):
     def _started(self, start: Callable[..., Any], *args: Any, whole: bool = True) -> Pending:
         """Never raises: sums start inside backward, which must come to its end."""
         if self._over >= self._number:
-            return _Never(self._why_over())
+            return Never(self._why_over())
         try:
             return super()._started(start, *args, whole=whole)
         except GenerationOver as over:
-            return _Never(over)
+            return Never(over)
 
     @property
     def _engine(self) -> Any:
@@ -637,7 +571,7 @@ class Elastic(Linked):
         return self._group
 
     def _start_sum(self, tensor: torch.Tensor) -> Any:
-        return _Already() if self._size == 1 else super()._start_sum(tensor)
+        return Already() if self._size == 1 else super()._start_sum(tensor)
 
     def _check(self) -> None:
         if self._member.failure is not None:
@@ -663,7 +597,7 @@ class Elastic(Linked):
 
     @calls.setter
     def calls(self, calls: int) -> None:
-        self._lanes[CALLS] = _Lane(entered=calls, finished=calls)
+        self._lanes[CALLS] = Lane(entered=calls, finished=calls)
 
     @property
     def rounds(self) -> int:
@@ -672,7 +606,7 @@ class Elastic(Linked):
 
     @rounds.setter
     def rounds(self, rounds: int) -> None:
-        self._lanes[ROUNDS] = _Lane(entered=rounds, finished=rounds)
+        self._lanes[ROUNDS] = Lane(entered=rounds, finished=rounds)
 
     def doing(self, what: str, *, begun: int | None = None) -> None:
         self._doing = what
@@ -697,29 +631,6 @@ class Elastic(Linked):
             self._bury()
             if self._undertaker is not None:  # the interpreter must not end under it
                 self._undertaker.join(timeout=BURY_S)
-
-
-class _Already:
-    """A sum over one worker."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, _: timedelta | None = None) -> None:
-        return
-
-
-class _Never:
-    """A sum that could not start."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def wait(self) -> None:
-        raise self._error
-
-    def abandon(self) -> bool:
-        return True
 
 
 def _make(make: Callable[[], Any], made: list[Any]) -> None:

@@ -10,12 +10,10 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,7 +21,7 @@ import torch
 
 from paceline.machines.link import link_from_env
 from paceline.transport.base import Pending
-from paceline.transport.nccl import NcclGroup, NcclSum
+from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import (
     ENGINE_TIMEOUT,
     Sockets,
@@ -37,13 +35,9 @@ from paceline.transport.network import (
 )
 from paceline.transport.presence import CALLS, ROUNDS
 from paceline.transport.star import Outbox, StarSum, is_small
+from paceline.transport.works import Watched
 
 logger = logging.getLogger("paceline")
-
-LOOK = timedelta(milliseconds=500)
-"""Between two looks at whether what is waited for can still come."""
-ABANDON = timedelta(milliseconds=50)
-"""How long an operation on connections that are shut may take to fail. Some never do."""
 
 
 class Linked(ABC):
@@ -249,54 +243,6 @@ class Linked(ABC):
 
     def _make_gloo(self, store: Store, rank: int, size: int, options: Any) -> Any:
         return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-class Watched:
-    """An engine's work, whose errors come out as the transport's. ``whole``: a sum or broadcast of the whole group."""
-
-    def __init__(self, work: Any, transport: Linked, *, whole: bool = True) -> None:
-        self._work, self._transport, self._whole = work, transport, whole
-
-    def wait(self) -> None:
-        try:
-            self._wait()
-        except RuntimeError as error:
-            raise self._transport.failed(error) from None
-
-    def _wait(self) -> None:
-        if isinstance(self._work, NcclSum):
-            self._work.wait_for_host(self._transport._check)
-        elif isinstance(self._work, StarSum):
-            self._work.wait()
-        elif self._whole:
-            self._wait_and_look()
-        else:  # a timeout would close the connection
-            self._work.wait(ENGINE_TIMEOUT)
-
-    def _wait_and_look(self) -> None:
-        """An operation on connections that were shut under it may never fail: see now and then whether it can end."""
-        while True:
-            try:
-                self._work.wait(LOOK)
-                return
-            except RuntimeError:
-                if self._work.is_completed():
-                    raise
-            self._transport._check()
-
-    def abandon(self) -> bool:
-        """Its result is not wanted any more. False: it has not ended, and may still write into its tensor."""
-        grave, ended = [self._work], True
-        self._work = None
-        for work in getattr(grave[0], "works", grave):
-            try:
-                work.wait(ABANDON)
-            except RuntimeError as error:
-                ended = ended and "timed out" not in str(error).lower()
-        work = None
-        # It may be the last that holds the group, whose destructor waits for what is stuck in it.
-        threading.Thread(target=grave.clear, name="paceline-bury", daemon=True).start()
-        return ended
 
 
 def facts_of(device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""How far a worker is with its calls, and what becomes of a call that ended on some workers and not on others.
+
+Calls of one lane are made one after another, the same on every worker. When a generation breaks off, a call may have
+ended here and not there, but only the last one: so counts differ by one at most, and whoever has the result gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import FleetError
+
+
+@dataclass
+class Lane:
+    """One sequence of calls of this worker."""
+
+    entered: int = 0
+    finished: int = 0
+    label: str = ""
+    waiting: bool = False
+    result: list[Any] | None = None
+    """What the last finished call gave, when that was facts."""
+    kept: Sequence[torch.Tensor] = ()
+    """The tensors that hold the last finished call's result, when that was a round."""
+    pending: Sequence[torch.Tensor] = ()
+    """Where the result of the call under way will stand."""
+    given: bool = False
+    """The call under way was finished by others, and its result handed over."""
+
+    def enter(self, label: str) -> int:
+        """Begin the next call, or the last one again if it was cut short; its number."""
+        self.entered = self.finished + 1
+        self.label, self.waiting, self.given = label, True, False
+        return self.entered
+
+    def finish(self, *, facts: list[Any] | None, kept: Sequence[torch.Tensor]) -> None:
+        self.finished = self.entered
+        self.result, self.kept, self.pending, self.given = facts, kept, (), False
+
+    def finish_given(self, *, facts: bool) -> None:
+        """The call under way has ended by what others gave."""
+        self.finished, self.kept, self.pending, self.given = self.entered, self.pending, (), True
+        self.result = self.result if facts else None
+
+    def forget(self) -> None:
+        """The fleet went on without this worker: what was under way is no longer its business."""
+        self.kept, self.pending, self.result, self.entered = (), (), None, self.finished
+
+    def says(self) -> dict[str, Any]:
+        """For the others, when the fleet is formed anew."""
+        return {"finished": self.entered if self.given else self.finished, "facts_kept": self.result is not None}
+
+
+@dataclass(frozen=True)
+class Gift:
+    """The last call's result, on its way from one who has it to those who have not."""
+
+    giver: int | None
+    """None: nobody still has it as it was."""
+    behind: tuple[int, ...]
+    facts: bool
+    """Whether it is facts; else the tensors of a round."""
+
+
+def gift(said: Mapping[int, Mapping[str, Any]], *, intact: Mapping[int, bool] | None = None) -> Gift | None:
+    """Who gives the last call's result to whom, by what each said of its lane; None: all are equally far.
+
+    ``intact``: whose tensors still are as the round left them; without it, everybody's.
+
+    >>> gift({0: {"finished": 7, "facts_kept": True}, 2: {"finished": 6, "facts_kept": False}})
+    Gift(giver=0, behind=(2,), facts=True)
+    """
+    finished = {rank: int(theirs["finished"]) for rank, theirs in said.items()}
+    last = max(finished.values())
+    behind = tuple(rank for rank, count in finished.items() if count < last)
+    if any(finished[rank] < last - 1 for rank in behind):
+        raise FleetError(f"workers are more than one call apart ({finished}): this is a bug in Paceline")
+    if not behind:
+        return None
+    known = [rank for rank, count in finished.items() if count == last]
+    facts = bool(said[known[0]]["facts_kept"])
+    givers = [rank for rank in known if facts or intact is None or intact[rank]]
+    return Gift(givers[0] if givers else None, behind, facts)
