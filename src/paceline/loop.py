@@ -7,28 +7,30 @@ the history and every worker's pacer once, in the books (books.py).
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from paceline import checkpoint
-from paceline.beside import Beside, Mark
+from paceline.accounts import has_gradient, record_of, said, void_record
+from paceline.beside import Beside
 from paceline.books import Books, differ
 from paceline.combine import Gradients, Header
 from paceline.combine.gradients import Aside
 from paceline.combine.scaling import is_active
+from paceline.copies import Copies
 from paceline.dealing import Dealing
 from paceline.errors import Dropped, GenerationOver, MisuseError, NonFiniteGradients
+from paceline.flights import Flights
 from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace.fitting import RECENT, fit, ladder, recent_pace
-from paceline.proxy import Proxy, give, peer_to_copy
+from paceline.proxy import Proxy
 from paceline.records import History, Plan, StepRecord
 from paceline.replicas import fingerprint
 from paceline.settings import LoopSettings, must_agree
@@ -42,15 +44,6 @@ if TYPE_CHECKING:
 
 FINGERPRINT_EVERY = 100
 """Steps between two comparisons of the replicas' parameters."""
-
-
-class Flight(NamedTuple):
-    """A micro-batch under way on the device."""
-
-    done: Work
-    aside: Aside
-    mark: Mark
-    began: float
 
 
 class Steps:
@@ -85,14 +78,10 @@ class Steps:
         self.paces: deque[float] = deque(maxlen=RECENT)
         """Seconds a sample of this worker's last micro-batches."""
         self._beside = Beside(device)
-        self._flight: deque[Flight] = deque()
-        """Under a deadline: micro-batches that the loop is done with and the device perhaps not."""
         self._transport, self._nonfinite = transport, nonfinite
         self._observe, self._repair = observe, repair
         self._tracked, self._snapshot, self._restore = tracked, snapshot, restore
-        self._asked: dict[int, int] = {}
-        """Workers that were promised a copy of this one's state, and after which step."""
-        self._giving: list[threading.Thread] = []
+        self._copies = Copies(transport)
         self.books = Books(
             transport=transport,
             pacer=pacer,
@@ -103,6 +92,9 @@ class Steps:
             history=history,
             first_index=first_index,
             observe=observe,
+        )
+        self._flights = Flights(
+            device, beside=self._beside, gradients=gradients, changed=self.books.changed, paces=self.paces
         )
         others = transport.size > 1 or transport.elastic
         self._proxy = self._make_proxy() if others and may_set_deadlines(pacer) else None
@@ -119,7 +111,7 @@ class Steps:
         self._step: Step | None = None
         self.full_shares: tuple[int, ...] = ()
         """The shares of the last step of a whole global batch that this worker's loop began; empty before the first."""
-        self._late_s = self._commit_s = self._landed = 0.0
+        self._commit_s = 0.0
         self._checked: set[int] = set()
 
     def _make_proxy(self) -> Proxy:
@@ -130,7 +122,7 @@ class Steps:
             )
         return Proxy(
             beside=self._beside,
-            landed=self._count_landed,
+            landed=self._flights.count_landed,
             transport=self._transport,
             books=self.books,
             gradients=self.gradients,
@@ -159,14 +151,14 @@ class Steps:
             self.at_boundary(self)
         finally:
             if self.finished:
-                self._give_copies()
+                self._copies.give(self._packed)
             self._transport.doing("after the last step")
 
     def _begin(self) -> Step:
         self._require_open()
         if self.members is not None:
             self.members.at_boundary()
-        self._give_copies()
+        self._copies.give(self._packed)
         if self._proxy is not None:
             self._take_copy(self._proxy)
         self.at_boundary(self)
@@ -183,7 +175,7 @@ class Steps:
             if not missed:
                 turn.start(began)
                 turn.fingerprint = own_print
-            self._flight.clear()
+            self._flights.clear()
             self.gradients.begin(turn.dealt)
             self._beside.follow()
         if turn.bounded and not missed:
@@ -255,7 +247,7 @@ class Steps:
 
     def meet(self, label: str) -> AbstractContextManager[Any]:
         """Everybody comes to this call, with equal parameters: a step's commit has seen to that."""
-        self._decline_copies()  # who waits for one must come here too, on its own way
+        self._copies.decline()  # who waits for one must come here too, on its own way
         return nullcontext()
 
     def shown(self) -> AbstractContextManager[Any]:
@@ -284,8 +276,8 @@ class Steps:
         assert self._next == copy.index + 1
         with self.books.changed:
             for index in [index for index in self._turns if index < self._next]:
-                self._note_requests(self._turns.pop(index))
-        self._decline_copies()
+                self._copies.note(self._turns.pop(index))
+        self._copies.decline()
         text = f"worker {self._transport.rank} was {skipped} steps behind and took over a peer's state"
         self._observe("note", {"level": "warning", "text": text})
 
@@ -311,6 +303,9 @@ class Steps:
             "full_shares": list(self.full_shares),
             "trained": self.gradients.trained,
         }
+
+    def _packed(self) -> torch.Tensor:
+        return checkpoint.pack(self._place())
 
     # -- newcomers ---------------------------------------------------------------------------------------------------
 
@@ -350,32 +345,10 @@ class Steps:
             self._agreed_epoch, self.seed = state["agreed_epoch"], state["seed"]
 
     def follow(self, kept: Sequence[int | None]) -> None:
-        """Members changed: by new rank, ``kept`` says who they were. Who waits for a copy was told, and asks again."""
-        self._asked = {}
+        """Members changed: by new rank, ``kept`` says who they were."""
+        self._copies.forget()
         if self._proxy is not None:
             self._proxy.forget_copy()
-
-    def _note_requests(self, turn: Turn) -> None:
-        """Who asked for a copy in this turn's round, if this worker is to give it."""
-        if turn.header is not None and peer_to_copy(turn.header) == self._transport.rank:
-            self._asked |= dict.fromkeys(np.flatnonzero(turn.header.column("wants_state")).tolist(), turn.index)
-
-    def _give_copies(self) -> None:
-        """At the end of a step, the user's own code after it included: send the state to those who were promised it."""
-        if not self._asked:
-            return
-        self._answer_requests(checkpoint.pack(self._place()))
-
-    def _decline_copies(self) -> None:
-        """This worker has no state that fits: those who asked go on by themselves, or ask again."""
-        self._answer_requests(torch.empty(0, dtype=torch.uint8))
-
-    def _answer_requests(self, data: torch.Tensor) -> None:
-        for rank, index in self._asked.items():
-            target, args = give, (self._transport, data, rank, index)
-            self._giving.append(threading.Thread(target=target, args=args, name="paceline-give", daemon=True))
-            self._giving[-1].start()
-        self._asked = {}
 
     # -- work under a deadline ---------------------------------------------------------------------------------------
 
@@ -407,58 +380,18 @@ class Steps:
             turn.work.add(Work(added=figures))
 
     def finished_one(self, turn: Turn, done: Work, aside: Aside | None, began: float) -> None:
-        """The loop is done with a micro-batch that it took at ``began``: it counts once the device is done with it too.
-        A device is given one more to do meanwhile, and no more than that."""
+        """The loop is done with a micro-batch that it took at ``began``: it counts once the device is done with it."""
         self.check(turn)
-        aside = aside or self.gradients.no_gradient()
-        self._beside.keep(aside[0])
-        self._flight.append(Flight(done, aside, Mark(self.device), began))
-        self._land(turn, leave=1 if self.device.type == "cuda" else 0)
+        self._flights.start(turn, done, aside or self.gradients.no_gradient(), began)
         with self.books.changed:
             self.gradients.show()
-
-    def _land(self, turn: Turn, *, leave: int) -> None:
-        """Wait for all but the last so many micro-batches under way."""
-        while (flight := self._first_of_more_than(leave)) is not None:
-            flight.mark.wait()
-            with self.books.changed:
-                if self._flight and self._flight[0] is flight:  # the proxy may have counted it
-                    self._count_first(turn)
-
-    def _first_of_more_than(self, leave: int) -> Flight | None:
-        with self.books.changed:  # the proxy may take it in between
-            return self._flight[0] if len(self._flight) > leave else None
-
-    def _count_landed(self, turn: Turn) -> None:
-        """For the proxy, which closes the turn: count what the device has done; the rest never counts."""
-        while self._flight and self._flight[0].mark.passed():
-            self._count_first(turn)
-
-    def _count_first(self, turn: Turn) -> None:
-        done, aside, _, began = self._flight.popleft()
-        now = time.perf_counter()
-        if self.device.type == "cuda":  # only now is known how long it took
-            done.slowest_s = now - max(began, self._landed)
-            done.seconds = now - max(began, self._landed) if turn.work.samples else now - began
-            self.paces.append(done.slowest_s / done.samples)
-        self._landed = now
-        if self._flight:
-            turn.busy_since = self._flight[0].began
-        elif turn.busy_since is None or turn.busy_since <= began:  # else the loop is in the next one
-            turn.busy_since = now
-        if not turn.open:
-            self._late_s = max(self._late_s, now - (turn.until or turn.opened))
-            return
-        with self._beside.work():
-            self.gradients.join(aside)
-            turn.work.add(done)
 
     def more(self, turn: Turn) -> bool:
         """The share is done: whether another lap has more."""
         assert self._proxy is not None
         if turn.closed or not turn.last:
             return False
-        self._land(turn, leave=0)  # else what is dealt again might still come in
+        self._flights.land(turn)  # else what is dealt again might still come in
         try:
             return self._proxy.idle(turn, gone=False)
         except Dropped:  # the commit says so
@@ -509,25 +442,16 @@ class Steps:
 
     def _give_up(self, step: Step, dropped: Dropped) -> None:
         """The fleet went on without this worker: its step does not count, and the next begins with a peer's state."""
-        turn, nobody = step.turn, (0,) * len(step.turn.shares)
+        turn = step.turn
         turn.void = True
-        step.record = turn.record = StepRecord(
-            step=turn.index,
-            epoch=turn.epoch,
-            generation=turn.generation,
-            workers=turn.workers,
-            planned=turn.shares,
-            samples=nobody,
-            seconds=tuple(map(float, nobody)),
-            applied=False,
-        )
+        step.record = turn.record = void_record(turn)
         self._observe("note", {"level": "warning", "text": f"step {turn.index}: {dropped}; it enters anew"})
 
     def _await_round(self, turn: Turn) -> bool:
         """A round that the proxy runs; it may be over long since. False: a peer's state is taken over instead."""
         proxy = self._proxy
         assert proxy is not None
-        self._land(turn, leave=0)
+        self._flights.land(turn)
         if turn.open and turn.began is not None:
             self.check(turn)
         if not turn.over:
@@ -539,10 +463,10 @@ class Steps:
         assert turn.header is not None
         self.gradients.show()
         self._beside.rejoin()
-        self._note_requests(turn)
+        self._copies.note(turn)
         total = turn.total
         if total is None:
-            self._decline_copies()
+            self._copies.decline()
             return False
         self._beside.lend([*total.flats, total.statistics])
         self.gradients.adopt(total, turn.header)
@@ -564,14 +488,13 @@ class Steps:
             shortfall_s=work.shortfall_s,
             unfinished_s=busy,
             behind=max(0, turn.index - self._next),
-            late_s=self._late_s,
+            late_s=self._flights.late_s(),
             overflow=overflow,
             nonfinite=not finite and not overflow,
             ended=self.dealing.ended or turn.shares[self._transport.rank] == 0,
             fingerprint=turn.fingerprint,
             **(self.members.intentions() if self.members is not None else {}),
         )
-        self._late_s = 0.0
         self._add_figures(header, work.added)
         if turn.next_plan is not None:
             header.write_plan(turn.next_plan)
@@ -583,16 +506,7 @@ class Steps:
             header.add(self._transport.slot(name), float(value))
 
     def _said(self, header: Header) -> dict[str, Any]:
-        """What a summed header says of everybody's work, in a record's words."""
-        weight = float(header.column("weight").sum())
-        return {
-            "samples": _ints(header.column("samples")),
-            "seconds": tuple(header.column("seconds").tolist()),
-            "micro_batches": _ints(header.column("micro_batches")),
-            "weight": weight,
-            "loss": float(header.column("loss").sum()) / weight if weight else None,
-            "sums": {self._transport.slot_name(slot): value for slot, value in header.sums().items()},
-        }
+        return said(header, self._transport.slot_name)
 
     def _may_apply(self, step: Step, header: Header) -> bool:
         bad = np.flatnonzero(header.column("nonfinite"))
@@ -600,7 +514,7 @@ class Steps:
             raise NonFiniteGradients(self._nonfinite_text(step, header, bad.tolist()))
         if bad.size:
             self._warn_all(self._nonfinite_text(step, header, bad.tolist()))
-        return _has_gradient(header)
+        return has_gradient(header)
 
     def _nonfinite_text(self, step: Step, header: Header, workers: list[int]) -> str:
         losses = header.column("loss")[workers]
@@ -613,25 +527,8 @@ class Steps:
         return f"{said}: stopped before the update. {skip}; a GradScaler must be tracked with fleet.track(scaler=...)"
 
     def _record(self, turn: Turn, header: Header) -> StepRecord:
-        bounded = turn.bounded
-        return StepRecord(
-            **self._said(header),
-            step=turn.index,
-            epoch=turn.epoch,
-            generation=turn.generation,
-            workers=turn.workers,
-            planned=turn.shares,
-            slowest_s=tuple(header.column("slowest_s").tolist()),
-            unfinished_s=tuple(header.column("unfinished_s").tolist()) if bounded else (),
-            behind=_ints(header.column("behind")) if bounded else (),
-            late_s=tuple(header.column("late_s").tolist()),
-            forecast_s=turn.plan.forecast_s,
-            deadline_s=turn.plan.deadline_s,
-            wait_for=turn.plan.wait_for,
-            round_s=self._round_s,
-            applied=_has_gradient(header),
-            shortfall_s=tuple(header.column("shortfall_s").tolist()) if self.machine else (),
-        )
+        emulated = self.machine is not None
+        return record_of(turn, header, self._transport.slot_name, round_s=self._round_s, emulated=emulated)
 
     def _bounded_record(self, turn: Turn, header: Header, entered: float) -> StepRecord:
         """The record of a round that the proxy ran: it is over now, and this worker entered it then."""
@@ -776,9 +673,8 @@ class Steps:
             return
         self._closed = True
         if orderly:
-            self._give_copies()
-            for thread in self._giving:
-                thread.join(timeout=30.0)
+            self._copies.give(self._packed)
+            self._copies.join()
         if self._proxy is not None:
             self._proxy.stop_together() if orderly and not self.finished else self._proxy.stop()
             if orderly:
@@ -788,13 +684,3 @@ class Steps:
             self._warn_all(text)
         self.dealing.close()
         self.gradients.detach()
-
-
-def _has_gradient(header: Header) -> bool:
-    """Whether the round gave something to apply."""
-    bad = header.column("nonfinite").any() or header.column("overflow").any()
-    return not bad and bool(header.column("weight").sum() > 0)
-
-
-def _ints(column: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[int, ...]:
-    return tuple(int(value) for value in column)
