@@ -160,6 +160,21 @@ def test_the_log_names_everybody_who_left(tmp_path: Path) -> None:
 # -- the roster is away ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("pace", [DEADLINE, COUNT], ids=["deadline", "count"])
+def test_with_deadlines_and_counts_too_the_fleet_trains_on_while_the_roster_is_away(
+    tmp_path: Path, pace: dict[str, Any]
+) -> None:
+    args = {"pace": pace, "epochs": 12}
+    with Flock(CASE, 3, tmp_path, state=tmp_path / "roster.json", args=args) as flock:
+        flock.wait_for_step(8)
+        flock.steward.close()
+        flock.wait_for_step(flock.records()[-1]["step"] + 10, within=20.0)
+        flock.restart_roster(pause=0.0)
+        outcomes = flock.wait()
+    run = equal_and_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=12)
+    assert all(len(record.workers) == 3 for record in run.records)
+
+
 @pytest.mark.parametrize("pace", ["adaptive", pytest.param("joint", marks=pytest.mark.long)])
 def test_a_new_figure_may_be_added_while_the_roster_is_away(tmp_path: Path, pace: str) -> None:
     args = {"add_from": 20, "epochs": 12, "pace": pace}

@@ -90,6 +90,8 @@ class Elastic(Linked):
         """Those who left since then."""
         self.intact: Callable[[], bool] = lambda: True
         """Whether the last round's result is still as it was, to be handed over."""
+        self.deaf = False
+        """Signals do not come through: the roster, which keeps the store, is away."""
         self.loop = 0
         """How many loops (``fleet.steps``) this worker's script has begun."""
         self._free = threading.Event()
@@ -538,9 +540,12 @@ class Elastic(Linked):
         self.follow()
         self._check()
         try:
-            return bool(self._board.check([name]))
+            said = bool(self._board.check([name]))
         except RuntimeError:  # the roster is away: each worker goes by what it knows itself
+            self.deaf = True
             return False
+        self.deaf = False
+        return said
 
     def signal(self, name: str) -> None:
         with suppress(GenerationOver):  # whoever listens learns of that too
