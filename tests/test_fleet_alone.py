@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import paceline
 from lone import deep, flat, join, linear, mse, numbers, plain, sgd, training
 from paceline import MisuseError
+from paceline.observe import read_log
+from paceline.observe.audit import audit
 
 
 @pytest.fixture
@@ -234,6 +237,33 @@ def test_a_second_grad_scaler_is_refused_when_it_is_tracked(fleet: paceline.Flee
 def test_sync_batch_norm_is_refused_where_counts_may_differ_but_not_for_a_worker_alone(fleet: paceline.Fleet) -> None:
     fleet.model(nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4)))
     assert len(fleet.steps(numbers(), global_batch=8, micro_batch=3)) == 5
+
+
+def test_a_loop_that_is_left_is_not_taken_for_one_that_lost_samples(tmp_path: Path) -> None:
+    with join(tmp_path) as fleet:
+        model = fleet.model(linear())
+        optimizer = sgd(model)
+        for step in fleet.steps(numbers(40), global_batch=8, epochs=2):
+            for x, y in step:
+                step.backward(mse(model, x, y))
+            step.commit(optimizer)
+            if step.index == 6:
+                break
+    first, second = audit(run := read_log(fleet.run_dir))
+    assert (first.whole, second.whole) == (True, False)
+    assert first.sound
+    assert second.sound
+    assert run.end is not None
+    assert run.end["reason"] == "finished"
+
+
+@pytest.mark.parametrize(("code", "reason"), [(0, "finished"), (None, "finished"), (3, "error")])
+def test_a_script_that_exits_well_has_finished(tmp_path: Path, code: int | None, reason: str) -> None:
+    with pytest.raises(SystemExit), join(tmp_path) as fleet:
+        sys.exit(code)
+    end = read_log(fleet.run_dir).end
+    assert end is not None
+    assert end["reason"] == reason
 
 
 def test_leaving_twice_is_harmless(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ class Steps:
         self.dataset_length: int | None = None
         self.finished = self._closed = False
         self._turns: dict[int, Turn] = {}
-        self._next = first_index
+        self._first = self._next = first_index
         self._progress = 0.0
         self._agreed_epoch = -1
         self._step: Step | None = None
@@ -682,5 +682,7 @@ class Steps:
         if orderly and self._step is not None and not self._step.committed:
             text = f"the loop was left in step {self._step.index}, before its commit: its samples were not counted"
             self._warn_all(text)
+        if orderly and not self.finished and self.books.index > self._first:
+            self._observe("left", {"step": self.books.index})
         self.dealing.close()
         self.gradients.detach()

@@ -120,6 +120,8 @@ class Witness:
             self._log.close()
             self._view.close()
             return
+        if isinstance(error, SystemExit) and not error.code:  # a script's own way to say that it is done
+            error = None
         interrupted = isinstance(error, KeyboardInterrupt)
         reason = "finished" if error is None else "interrupted" if interrupted else "error"
         self.event("end", {"reason": reason, "text": str(error) if error else ""})

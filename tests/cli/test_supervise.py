@@ -42,6 +42,12 @@ def entered(shell: Shell, count: int) -> None:
     wait_for(lambda: any(log.read_text().count('"event": "step"') > count for log in logs("runs/*/events.jsonl")))
 
 
+def end(shell: Shell) -> tuple[str, str]:
+    """How the run ended, by its log."""
+    last = json.loads(next(shell.folder.glob("runs/*/events.jsonl")).read_text().splitlines()[-1])
+    return last.get("reason", last["event"]), last.get("text", "")
+
+
 def finish(shell: Shell, launcher: "subprocess.Popen[str]") -> tuple[str, str]:
     """Have the training end; what was printed."""
     (shell.folder / "stop").touch()
@@ -160,6 +166,9 @@ def test_a_script_that_crashes_everywhere_in_mid_training_ends_the_run_too(shell
     assert done.returncode == 1
     assert done.stderr.count("AssertionError: at ten") == 1
     assert notes(done.stderr)[-1].startswith("every worker failed the same way: the run was ended.")
+    reason, text = end(shell)
+    assert reason == "error"
+    assert re.fullmatch(r"worker \d ended with exit code 1: AssertionError: at ten", text)
 
 
 def test_below_the_minimum_the_launcher_says_for_whom_the_fleet_waits(shell: Shell) -> None:
@@ -210,6 +219,7 @@ def test_a_signal_to_the_launcher_ends_all_quietly(shell: Shell, number: int, co
     assert "Traceback" not in err
     assert [len(lives(shell, worker)) for worker in range(2)] == [1, 1]
     assert not any(alive(pid) for pid in pids)
+    assert end(shell) == ("interrupted", "")
 
 
 def test_workers_leave_by_themselves_when_the_launcher_is_asked_to_end(shell: Shell) -> None:

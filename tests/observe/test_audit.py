@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,16 @@ def test_an_epoch_that_is_still_open_is_not_blamed_for_what_is_still_in_a_queue(
     (found,) = audit(log(record(0, (5, 5), ranges=[[[0, 5]], [[50, 55]]]), end=None))
     assert found.sound
     assert not found.whole
+
+
+@pytest.mark.parametrize(("dealt", "whole"), [(40, False), (20, True), (None, False)])
+def test_an_epoch_in_which_the_script_left_its_loop_is_not_missing_the_rest(dealt, whole):
+    left = ({"event": "left", "step": 1},)
+    loops = ({"first_step": 0, "dealt": dealt}, {"first_step": 1, "dealt": 10})
+    records = record(0, (20,), speeds=(1.0,), ranges=[[[0, 20]]]), record(1, (10,), speeds=(1.0,), ranges=[[[0, 10]]])
+    first, second = audit(replace(log(*records, loops=loops), others=left))
+    assert (first.sound, first.whole, first.missing) == (True, whole, 0)
+    assert (second.sound, second.whole) == (True, True)
 
 
 def test_after_a_resume_in_mid_epoch_what_came_before_is_not_missing():

@@ -48,6 +48,16 @@ class Failure:
             return [f"{line}\n" for line in self.lines if line.startswith("paceline: ")]
         return [prefixed(self.rank, line) for line in self.lines]
 
+    @property
+    def told(self) -> str:
+        """What happened, in one line."""
+        said = headline(self.lines).removeprefix("paceline: ")
+        return (
+            said
+            if self.code == FLEET_FAILED and said
+            else f"worker {self.rank} {self.ended}" + (f": {_cut(said)}" if said else "")
+        )
+
     def said_by(self, voice: Voice) -> bool:
         """Whether the same words are on the screen already: a worker that takes long to end has shown them."""
         recent = voice.shown_since is not None and self.at - voice.shown_since < RECENT_S

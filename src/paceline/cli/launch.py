@@ -125,7 +125,7 @@ class Launcher:
             interrupted = stopped_by and any("KeyboardInterrupt" in line for line in worker.words.held)
             if not interrupted and worker.code != FLEET_FAILED:
                 worker.words.release()
-        self._watching.close()
+        self._watching.close(("interrupted", "") if stopped_by else None)
         return 128 + stopped_by if stopped_by else 0
 
     def _finish_failed(self, cause: Failure) -> int:
@@ -134,7 +134,7 @@ class Launcher:
         for worker in self._workers:
             if worker.code == 0:
                 worker.words.release()
-        log = self._watching.close()
+        log = self._watching.close(("error", cause.told))
         if last := " ".join(filter(None, [closing(cause, self._failures, self._workers), resume_hint(log)])):
             self._watching.say(last)
         return exit_code(cause.code)

@@ -267,8 +267,16 @@ class Supervisor:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
+    def _end(self) -> tuple[str, str] | None:
+        """How the run ended, for its log; None when it goes on elsewhere, or ended well."""
+        if self._roster.maximum is None or self._roster.outsiders or self._finished:
+            return None
+        if self._crew.stopped_by:
+            return "interrupted", ""
+        return "error", self._hopeless[0].told if self._hopeless is not None else "no worker was left"
+
     def _finish(self) -> int:
-        log = self._watching.close()
+        log = self._watching.close(self._end())
         if self._crew.stopped_by:
             return 128 + self._crew.stopped_by
         if self._hopeless is not None:

@@ -49,14 +49,22 @@ class Watching:
         if not self._quiet:
             self.say(text)
 
-    def close(self) -> RunLog | None:
-        """End the view and print the verdict; returns the run's log, None when the script never joined a fleet."""
+    def close(self, end: tuple[str, str] | None = None) -> RunLog | None:
+        """End the view and print the verdict; returns the run's log, None when the script never joined a fleet.
+
+        ``end``: how the run ended (reason, text), for the log, unless a worker has told it there."""
         from paceline.observe import read_log, verdict
+        from paceline.observe.log import EventLog
         from paceline.observe.words import wrapped
 
         self._end_view()
         try:
             log = read_log(self._run_dir)
+            if end is not None and log.end is None:
+                file = EventLog(self._run_dir)
+                file.write("end", reason=end[0], text=end[1])
+                file.close()
+                log = read_log(self._run_dir)
         except ValueError:
             forget(self._run_dir)
             return None

@@ -63,11 +63,13 @@ def audit(log: RunLog) -> list[EpochAudit]:
     finished = log.end is not None and log.end.get("reason") == "finished"
     starts = [int(loop.get("first_step") or 0) for loop in log.loops]
     dealt = [loop.get("dealt") for loop in log.loops]
+    left = {event.get("step") for event in log.others if event.get("event") == "left"}
     parts = _epochs(log.records, starts)
     return [
         _audit(
             part,
             whole=(number > 0 or part[0].step == 0) and (finished or number < len(parts) - 1),
+            left=part[-1].step + 1 in left,
             dealt=_in_force(part[0].step, starts, dealt),
         )
         for number, part in enumerate(parts)
@@ -90,7 +92,8 @@ def _epochs(records: Sequence[StepRecord], starts: Sequence[int]) -> list[list[S
     return parts
 
 
-def _audit(records: Sequence[StepRecord], *, whole: bool, dealt: int) -> EpochAudit:
+def _audit(records: Sequence[StepRecord], *, whole: bool, left: bool, dealt: int) -> EpochAudit:
+    """``left``: the script left its loop after the last of them, which may have been in the middle of the epoch."""
     counted = sum(record.total for record in records)
     cut_off = [record for record in records if record.planned != record.samples]
     undone = sum(max(0, p - s) for record in cut_off for p, s in zip(record.planned, record.samples))
@@ -99,6 +102,7 @@ def _audit(records: Sequence[StepRecord], *, whole: bool, dealt: int) -> EpochAu
         return EpochAudit(records[0].epoch, counted, undone, recorded=False, whole=whole)
     twice, missing = _overlaps(ranges)
     missing += max(0, dealt - int(ranges[:, 1].max()))
+    whole = whole and not (left and (missing or not dealt))
     return EpochAudit(records[0].epoch, counted, undone, twice, missing if whole else 0, whole=whole)
 
 
