@@ -59,8 +59,7 @@ def served(folder, **settings):
 
 def ask(page, path, *, headers=None, method="GET"):
     """Status and body, the path sent as it is: no client may tidy it up."""
-    parts = urlsplit(page.url)
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(page.url).port, timeout=5)
     connection.putrequest(method, path, skip_host=bool(headers and "Host" in headers))
     for name, value in (headers or {}).items():
         connection.putheader(name, value)
@@ -219,6 +218,7 @@ def test_beyond_this_computer_every_address_asks_for_the_token(tmp_path):
     with served(write(tmp_path / "run", calm_run()), host="0.0.0.0") as page:
         token = page.url.rpartition("token=")[2]
         assert len(token) > 16
+        assert "0.0.0.0" not in page.url, "nobody reaches that from elsewhere"
         for path in ("/", "/events", "/report", "/metrics", "/log", "/static/page.js"):
             assert ask(page, path)[0] == 403
             assert ask(page, f"{path}?token={token[:-1]}")[0] == 403
@@ -241,7 +241,8 @@ def test_the_whole_report_is_one_address_away(tmp_path):
 def test_a_run_is_followed_through_the_page_of_another_machine(tmp_path):
     folder = write(tmp_path / "run", calm_run(10)[:-1])
     with served(folder, host="0.0.0.0") as there:
-        host, port, token = address(there.url)
+        _, port, token = address(there.url)
+        host = "127.0.0.1"
         check(host, port, token)
         with served(folder, source=lambda stop: remote_events(host, port, token, stop)) as here:
             eventually(lambda: here.live.steps == 10)
@@ -279,7 +280,7 @@ def test_a_page_that_is_not_there_or_refuses_is_one_clear_error(tmp_path):
     with pytest.raises(ValueError, match="no live page at"):
         check("127.0.0.1", 9, "")
     with served(write(tmp_path / "run", calm_run()), host="0.0.0.0") as page, pytest.raises(ValueError, match="token"):
-        check(*address(page.url)[:2], "wrong")
+        check("127.0.0.1", address(page.url)[1], "wrong")
 
 
 def test_closing_leaves_no_thread_behind_even_with_a_viewer(tmp_path):

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.addresses import reached_at
 from paceline.cli.complain import refuse
-from paceline.cli.tokens import check_host, is_loopback, join_line, own_token, reached_at, written
+from paceline.cli.tokens import check_host, is_loopback, join_line, own_token, written
 
 if TYPE_CHECKING:
     from paceline.roster import Steward

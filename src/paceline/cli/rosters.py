@@ -8,7 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from paceline.cli.tokens import is_loopback, reached_at, written
+from paceline.addresses import reached_at
+from paceline.cli.tokens import is_loopback, written
 
 FINISHED = "finished"
 """What a worker says when it leaves because the training has ended."""

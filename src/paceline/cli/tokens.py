@@ -85,18 +85,6 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 
-def reached_at(host: str) -> str:
-    """The address at which others reach a roster that listens on ``host``."""
-    if host not in ("0.0.0.0", "::"):
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
-        try:
-            datagrams.connect(("10.255.255.254", 9))  # sends nothing, only chooses the route
-            return str(datagrams.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
-
-
 def written(host: str, port: int) -> str:
     """``HOST:PORT``; an IPv6 address stands in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

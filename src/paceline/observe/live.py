@@ -1,6 +1,6 @@
 """The live table on a terminal, drawn with rich by a thread of its own.
 
-The training thread only leaves events behind; drawing takes at most a fiftieth of the time, however slow the terminal.
+The training thread only leaves events behind; drawing takes about a fiftieth of one core at most.
 What the process prints meanwhile appears above the table.
 """
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:  # rich belongs to the command line: training works without it
 
 FASTEST_S = 1 / 8
 """Seconds between two drawings, at least."""
-CALM = 50
-"""Times the duration of a drawing to wait before the next."""
+CALM, LONGEST_S = 50, 1.0
+"""Times the cost of a drawing to wait before the next, and no longer than that."""
 SILENCE_S = 5.0
 """Seconds without a step after which the view says so."""
 MOST_EVENTS = 10_000
@@ -101,9 +101,9 @@ class LiveView:
             while not self._stop.is_set():
                 if self._news.wait(timeout=1.0) or self._silence_s() > SILENCE_S:
                     self._news.clear()
-                    started = time.perf_counter()
+                    started = time.thread_time()
                     self._draw()
-                    self._stop.wait(max(FASTEST_S, CALM * (time.perf_counter() - started)))
+                    self._stop.wait(min(LONGEST_S, max(FASTEST_S, CALM * (time.thread_time() - started))))
             self._draw()
 
     def _draw(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.addresses import reached_at
 from paceline.observe.folders import log_file
 from paceline.observe.metrics import CONTENT_TYPE, metrics
 from paceline.observe.page.html import asset, plotly_js, report_page
@@ -200,6 +201,7 @@ class LivePage:
             thread.join(timeout=3.0)
 
     def _address(self, host: str, port: int) -> str:
+        host = reached_at(host)
         shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
         return f"http://{shown}:{port}/" + (f"?token={self.token}" if self.token else "")
 

@@ -38,14 +38,14 @@
 
   function status() {
     const silence = last === null || ended ? 0 : Date.now() / 1000 - skew - last;
-    const words = !linked ? "connection lost; trying again" : ended ? "ended" : silence > 10 ? `no step for ${Math.round(silence)} s` : "live";
-    const kind = !linked || silence > 10 ? "failed" : ended ? "done" : "live";
+    const words = !linked ? (ended ? "ended; no longer served" : "connection lost; trying again") : ended ? "ended" : silence > 10 ? `no step for ${Math.round(silence)} s` : "live";
+    const kind = ended ? "done" : !linked || silence > 10 ? "failed" : "live";
     if (link.textContent !== words) { link.textContent = words; link.className = "state " + kind; }
   }
 
   const source = new EventSource("events" + query);
   source.onopen = () => { linked = true; status(); };
-  source.onerror = () => { linked = false; status(); };
+  source.onerror = () => { linked = false; if (ended) source.close(); status(); };
   source.onmessage = (event) => {
     const message = JSON.parse(event.data);
     linked = true;
