@@ -461,7 +461,7 @@ class Fleet:
         """This worker leaves: where automatic saving is on and it leads, the others may all be gone soon too."""
         if self._autosaver is not None and self.is_leader:
             self._autosaver.boundary(steps.index, last=True)
-            if self.size == 1:  # nobody waits, and nobody else will tell of it
+            if steps.members is None or steps.members.all_leave:  # nobody waits, and nobody else will tell of it
                 self._autosaver.close()
 
     def _gradients(self, auto: bool) -> Gradients:
@@ -545,7 +545,6 @@ class Fleet:
         if problem:
             kind, text = problem
             raise OSError(text) if kind == "OSError" else ValueError(text)
-        self._witness.event("save", {"step": self._steps.index if self._steps else 0, "path": str(path)})
 
     def autosave(
         self,
@@ -598,6 +597,7 @@ class Fleet:
             return ["OSError", f"cannot write {path}: {error.strerror or error}"]
         except ValueError as error:
             return ["ValueError", f"fleet.save: {error}"]
+        self._witness.event("save", {"step": self._steps.index if self._steps else 0, "path": str(path)})
         return None
 
     def _replica(self) -> dict[str, Any]:

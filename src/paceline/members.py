@@ -50,6 +50,8 @@ class Members:
         self._due = (0, False, False)
         """Of the last round: its generation, whether the fleet is to be formed anew after it, and whether this worker
         has said that it leaves."""
+        self.all_leave = False
+        """Of the last round: whether everybody has said so."""
         self._led = transport.rank == 0
         transport.settler, transport.intact = self, steps.gradients.intact
         transport.begin_loop()
@@ -76,6 +78,7 @@ class Members:
         """What the header of a round of all these workers says of the boundary after it."""
         leaves = bool(header.column("leaves")[workers.index(self._transport.id)])
         self._due = (generation, changes(header), leaves)
+        self.all_leave = bool(header.column("leaves").all())
 
     def at_boundary(self, *, agreed: Callable[[], bool] = lambda: True) -> None:
         """Enter, leave, or form the fleet anew, where that is due. ``agreed`` may be a call of all workers: whether

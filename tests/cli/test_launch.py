@@ -105,16 +105,26 @@ def test_a_failure_that_only_the_fleet_knows_is_told_once(shell: Shell) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("slow", [0, 2])
-def test_words_of_a_worker_that_takes_long_to_end_are_not_repeated_for_one_that_ends_at_once(
-    shell: Shell, slow: int
-) -> None:
+def test_words_of_a_worker_that_takes_long_to_end_are_not_repeated_for_one_that_ends_at_once(shell: Shell) -> None:
     shell.script(
-        f"slow = int(os.environ['RANK']) == {slow}\ntime.sleep(0.0 if slow else 0.9)\n"
-        "print('paceline: worker 1 went silent', file=sys.stderr)\ntime.sleep(2.5 if slow else 0.0)\nsys.exit(75)"
+        "slow = rank == 2\ntime.sleep(0.0 if slow else 2.6)\n"
+        "sys.stderr.write('Traceback (most recent call last):\\nOSError: disk\\n')\n"
+        "sys.stderr.flush()\ntime.sleep(4.5 if slow else 0.0)\nsys.exit(1)"
     )
     done = shell.run("run", "-n", "3", "train.py")
-    assert (done.returncode, done.stderr.count("went silent")) == (75, 1)
+    assert (done.returncode, done.stderr.count("OSError: disk")) == (1, 1)
+
+
+def test_the_traceback_of_a_worker_that_ends_more_slowly_than_those_it_failed_is_the_one_to_see(shell: Shell) -> None:
+    shell.script(
+        "import atexit\nif rank == 1:\n    atexit.register(time.sleep, 1.2)\n    raise KeyError('oops')\n"
+        "time.sleep(0.3)\nprint('paceline: worker 1 ended with KeyError', file=sys.stderr)\nsys.exit(75)"
+    )
+    done = shell.run("run", "-n", "3", "train.py")
+    assert done.returncode == 1
+    assert done.stderr.count("KeyError: 'oops'") == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "paceline: worker 1 ended with KeyError\n" not in done.stderr
 
 
 def test_a_killed_worker_is_named_and_stubborn_survivors_end_too(shell: Shell) -> None:

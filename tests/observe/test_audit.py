@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_runs import record
 
-from paceline.observe.audit import audit
+from paceline.observe.audit import audit, once
 from paceline.observe.reading import RunLog
 
 FINISHED = {"event": "end", "reason": "finished"}
@@ -57,6 +57,20 @@ def test_an_epoch_in_which_the_script_left_its_loop_is_not_missing_the_rest(deal
 def test_after_a_resume_in_mid_epoch_what_came_before_is_not_missing():
     (found,) = audit(log(record(7, (5, 5), ranges=[[[50, 55]], [[60, 65]]])))
     assert found.sound
+
+
+@pytest.mark.parametrize(("start", "whole"), [(0, True), (50, False)])
+def test_a_run_that_went_on_from_a_checkpoint_may_have_begun_in_the_middle_of_an_epoch_or_not(start, whole):
+    loops = ({"first_step": 7, "dealt": 60},)
+    first = record(7, (60 - start,), speeds=(1.0,), ranges=[[[start, 60]]])
+    second = replace(record(8, (60,), speeds=(1.0,), ranges=[[[0, 60]]]), epoch=first.epoch + 1)
+    found = audit(log(first, second, loops=loops))
+    assert [(epoch.sound, epoch.whole, epoch.resumed) for epoch in found] == [
+        (True, whole, not whole),
+        (True, True, False),
+    ]
+    rest = "in 2 epochs." if whole else "in 1 epoch; of the epoch that was resumed, none twice."
+    assert once(found) == f"Audit: every sample counted once, {rest}"
 
 
 @pytest.mark.parametrize(("ranges", "twice", "missing"), [([[[0, 5]], [[4, 9]]], 1, 0), ([[[0, 5]], [[7, 9]]], 0, 2)])

@@ -70,11 +70,17 @@ def test_workers_that_come_and_go_keep_their_own_columns():
     assert second.present.tolist() == [0, 1, 1]
 
 
-def test_a_worker_that_was_stuck_is_late_and_not_idle():
-    (bucket,) = told(
-        [record(0, planned=[5, 5], samples=[5, 0], seconds=[1.0, 0.0], workers=[0, 1], unfinished_s=[0, 1.0])]
-    ).buckets()
-    assert (bucket.late.tolist(), bucket.idle.tolist(), bucket.undone) == ([0, 1], [0, 0], 5)
+@pytest.mark.parametrize("unfinished_s", [1.0, 0.0])
+def test_a_worker_with_work_and_nothing_done_by_the_deadline_missed_the_round_and_was_not_idle(unfinished_s):
+    step = {"planned": [5, 5], "samples": [5, 0], "seconds": [1.0, 0.0], "workers": [0, 1], "deadline_s": 1.0}
+    (bucket,) = told([record(0, **step, unfinished_s=[0, unfinished_s])]).buckets()
+    assert (bucket.missed.tolist(), bucket.idle.tolist(), bucket.undone) == ([0, 1], [0, 0], 5)
+
+
+def test_a_micro_batch_cut_off_after_others_that_counted_misses_no_round():
+    step = {"planned": [5, 9], "samples": [5, 6], "seconds": [1.0, 0.9], "workers": [0, 1], "deadline_s": 1.0}
+    (bucket,) = told([record(0, **step, unfinished_s=[0, 0.1])]).buckets()
+    assert (bucket.missed.tolist(), bucket.idle.tolist(), bucket.undone) == ([0, 0], [0, 0], 3)
 
 
 def test_times_that_are_not_numbers_do_no_harm():

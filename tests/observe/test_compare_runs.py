@@ -62,16 +62,33 @@ def test_a_loss_that_a_run_never_reached_is_said_so(adaptive, equal):
     assert json.loads(call(adaptive, equal, "--loss", 0.04, "--json").stdout)["runs"][1]["time_to_loss_s"] is None
 
 
+def test_a_loss_that_no_run_reached_has_its_row_and_its_sentence(adaptive, equal):
+    told = call(adaptive, equal, "--loss", 0.00001).output
+    row = next(line.split() for line in told.splitlines() if "1e-05" in line)
+    assert row == ["to", "loss", "1e-05", "never", "never"]
+    assert "No run came down to a loss of 1e-05." in " ".join(told.split())
+
+
+@pytest.mark.parametrize("loss", ["nan", "inf", "0", "-1"])
+def test_a_loss_that_is_no_number_above_0_is_refused_in_one_line(adaptive, equal, loss):
+    told = call(adaptive, equal, f"--loss={loss}")
+    assert told.exit_code == 2
+    assert told.stderr == f"paceline: compare: the loss to reach must be a number above 0, not {loss}\n"
+
+
 def test_the_table_names_the_runs_apart_and_the_sentence_says_who_was_fastest(adaptive, equal):
     result = call(adaptive, equal)
     flat = " ".join(result.output.split())
-    assert "digits, adaptive" in flat
-    assert "digits, equal" in flat
-    assert "digits, adaptive was the fastest: 1,293 samples/s, 2.6 times digits, equal." in flat
+    assert "adaptive (digits) was the fastest: 1,293 samples/s, 2.6 times equal (digits)." in flat
     assert [run.name for run in compare([read_log(equal), read_log(equal)]).runs] == [
         "1: digits (equal)",
         "2: digits (equal)",
     ]
+
+
+def test_runs_of_one_name_and_pace_go_by_their_folders_from_where_these_differ(tmp_path):
+    logs = [read_log(write(tmp_path / f"20261115-{hour}-digits", calm_run(20))) for hour in ("195719", "200123")]
+    assert [run.name for run in compare(logs).runs] == ["195719-digits", "200123-digits"]
 
 
 def test_runs_are_drawn_as_one_page_with_names_escaped(adaptive, tmp_path):
@@ -83,6 +100,15 @@ def test_runs_are_drawn_as_one_page_with_names_escaped(adaptive, tmp_path):
     assert "<img" not in text.rpartition("</script>")[0].rpartition("<script type=")[2]
     assert "&lt;img src=x&gt;" in text
     assert "Loss over time" in text
+
+
+def test_the_bars_lie_so_that_long_names_have_room(adaptive, equal):
+    from paceline.observe.page.comparison import _bars
+
+    picture = _bars(compare([read_log(adaptive), read_log(equal)]))
+    assert picture.data[0]["orientation"] == "h"
+    assert picture.data[0]["y"] == ["adaptive (digits)", "equal (digits)"]
+    assert picture.layout["yaxis"]["automargin"]
 
 
 def test_one_run_an_empty_run_or_no_run_is_one_line_and_exit_code_2(adaptive, tmp_path):

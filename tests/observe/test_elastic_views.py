@@ -264,7 +264,9 @@ def test_the_report_ends_with_the_audit(tmp_path):
     said = CliRunner().invoke(app, ["report", str(folder)])
     assert said.exit_code == 0, said.output
     assert said.output.splitlines()[-1] == "Audit: every sample counted once, in 1 epoch."
-    assert "15 steps" in said.output
+    assert "digits: 3 to 4 workers, pace adaptive" in said.output
+    rows = [line.split() for line in said.output.splitlines() if line[:1].isdigit() and "cpu" in line]
+    assert [row[-1] for row in rows] == ["75", "15", "95", "95", "40"]  # the steps in which each was there
 
 
 def test_several_runs_side_by_side_say_how_many_workers_each_had(tmp_path):

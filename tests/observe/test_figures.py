@@ -75,6 +75,16 @@ def test_the_shortfall_is_measured_against_the_machine_that_was_asked_for(make_r
     assert [w.shortfall for w in figures.workers] == pytest.approx([0.1, 0])
 
 
+def test_one_freeze_is_not_a_slow_host_but_a_host_that_is_slow_in_most_steps_is(make_record):
+    def short(*seconds):
+        steps = enumerate(seconds)
+        records = [make_record(k, (100.0,), (100,), seconds=(1.0 + s,), shortfall_s=(s,)) for k, s in steps]
+        return summarise(records).workers[0].shortfall
+
+    assert short(0, 0, 0, 3.0, 0, 0, 0.01, 0) == 0
+    assert short(0.2, 0.3, 0.2, 3.0, 0.2, 0, 0.2, 0.3) == pytest.approx(0.2)
+
+
 def test_records_without_times_or_samples_give_zeros_and_no_error(make_record):
     assert summarise([]) == Figures()
     nothing = summarise([make_record(0, SPEEDS, (0, 0, 0, 0))])

@@ -13,11 +13,12 @@ from paceline.observe import read_log, verdict
 from paceline.observe.page import html as page
 from paceline.observe.page import report_page
 from paceline.observe.page.answers import tiles
-from paceline.observe.page.drawing import small
-from paceline.observe.page.html import tell
+from paceline.observe.page.drawing import RED, small
+from paceline.observe.page.html import tell, workers_table
+from paceline.observe.page.live import LiveRun
 from paceline.observe.page.moments import in_words, last_steps, timeline
 from paceline.observe.page.pictures import changes, pictures, presence, shares, speed
-from paceline.observe.page.whatif import Answer, WhatIf, what_if
+from paceline.observe.page.whatif import Answer, WhatIf, instead, what_if
 from paceline.simulate.recorded import longest_stretch
 
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
@@ -111,7 +112,7 @@ def test_names_with_html_in_them_are_text_wherever_they_appear(tmp_path, small_p
     [
         ([run_event()], "", "No steps were recorded"),
         ([run_event(1), *(step(k, (8,), speeds=(80.0,)) for k in range(30))], "", "one machine"),
-        (calm_run()[:-1], '{"event": "step", "st', "lines of the log could not be read"),
+        (calm_run()[:-1], '{"event": "step", "st', "1 line of the log could not be read"),
         ([run_event(version=99), {"event": "dance", "t": 1.0, "steps": {"a": [1]}}, *calm_run()[1:]], "", "94 % of"),
         ([step(k) for k in range(30)], "", "samples/s"),
         ([run_event(), step(0)], "", "1 step only"),
@@ -142,11 +143,76 @@ def test_deadlines_and_lateness_are_drawn_where_there_are_any(tmp_path, small_pl
     pictures_of = drawn(report_page(log_of(tmp_path, run_with_deadlines())))
     kinds = {trace["name"] for trace in pictures_of["timeline"]["data"]}
     assert {"deadline", "late: unfinished when the round closed", "own compute"} <= kinds
-    assert sum(pictures_of["late"]["data"][0]["y"]) == 10 * 23
-    assert "Worker 3 (cpu) was late most often: 10 steps." in pictures_of["late"]["caption"]
+    assert sum(pictures_of["handed-back"]["data"][0]["y"]) == 10 * 23
+    assert pictures_of["handed-back"]["data"][0]["marker"]["color"] != RED, "it is no loss"
     calm = drawn(report_page(log_of(tmp_path / "calm", calm_run())))
-    assert "late" not in calm
+    assert "handed-back" not in calm
     assert "deadline" not in {trace["name"] for trace in calm["timeline"]["data"]}
+
+
+def columns(log):
+    return re.findall(r"<th[^>]*>([^<]*)</th>", workers_table(verdict(log)))
+
+
+def test_with_deadlines_the_page_tells_of_missed_rounds_and_nobody_is_called_the_last(tmp_path, small_plotly):
+    log = log_of(tmp_path, run_with_deadlines())
+    assert columns(log)[5:] == ["waiting", "missed", "stuck", "cut off"]
+    assert columns(log_of(tmp_path / "calm", calm_run()))[-2:] == ["last in", "waited for"]
+    pictures_of = drawn(report_page(log))
+    assert "wait for nobody" in pictures_of["timeline"]["caption"]
+    strip = pictures_of["presence"]["data"][0]["z"]
+    missed = [row.count(3) for row in strip]
+    assert missed == [0, 0, 0, 10]
+    assert missed[3] - 2 == verdict(log).figures.workers[3].missed  # two of them during warm-up
+    assert not any(1 in row for row in strip), "nobody sat out"
+    assert {tile.question: tile for tile in tiles(verdict(log), WhatIf())}["Who held us back?"].answer == "nobody"
+
+
+def test_the_caption_of_the_last_steps_names_who_was_waited_for_longest_and_not_who_was_last_most_often():
+    seconds = [[0.11, 0.1, 0.1]] * 15 + [[0.1, 0.1, 3.1]]
+    records = [
+        record(k, (10, 10, 10), speeds=(1.0,) * 3, seconds=s, wall_s=max(s), round_s=0.0) for k, s in enumerate(seconds)
+    ]
+    picture = timeline(last_steps(records, [float("nan")] * 16, workers=3), {}, {})
+    assert "The others waited most for worker 2: 95 % of the waiting, which was 44 % of all time" in picture.caption
+    turns = [record(k, (k % 2 + 1, 2 - k % 2), speeds=(1.0,) * 2, other_s=0.0) for k in range(10)]
+    shared = timeline(last_steps(turns, [float("nan")] * 10, workers=2), {}, {})
+    assert "No single worker was waited for most; 25 % of all time" in shared.caption
+    alone = [record(k, (10, 0), speeds=(1.0,) * 2) for k in range(9)]
+    assert "was waiting" in timeline(last_steps(alone, [float("nan")] * 9, workers=2), {}, {}).caption
+    lone = [record(k, (10,), speeds=(1.0,)) for k in range(9)]
+    assert timeline(last_steps(lone, [float("nan")] * 9, workers=1), {}, {}).caption.endswith("one row a worker.")
+
+
+def test_a_run_of_one_step_is_drawn_with_marks_and_whole_steps(tmp_path, small_plotly):
+    evaluated = {"event": "evaluate", "t": 1002.0, "step": 1, "result": {"correct": 3, "count": 10}}
+    text = report_page(log_of(tmp_path, [run_event(), step(0), evaluated]))
+    pictures_of = drawn(text)
+    assert {trace["type"] for trace in pictures_of["shares"]["data"]} == {"bar"}
+    for name in ("speed", "learning"):
+        assert all("markers" in trace["mode"] for trace in pictures_of[name]["data"]), name
+    for name in ("speed", "shares", "learning", "presence"):
+        assert pictures_of[name]["layout"]["xaxis"]["range"] == [-0.5, 1.5]
+        assert pictures_of[name]["layout"]["xaxis"]["dtick"] == 1
+    assert pictures_of["learning"]["layout"]["yaxis2"]["range"] == [0, 1.05]
+    assert pictures_of["timeline"]["caption"].startswith("Step 0, one row")
+    assert "<p>1 step, 256 samples" in text
+    assert "Too short: 1 step with" in text
+    assert "after warm-up" not in text
+
+
+def test_of_a_run_without_steps_the_table_says_who_was_there(tmp_path):
+    log = log_of(tmp_path, [run_event()])
+    assert columns(log) == ["worker", "machine"]
+    assert workers_table(verdict(log)).count("<td>cpu</td>") == 4
+    assert workers_table(verdict([])) == ""
+
+
+def test_the_heading_says_how_many_workers_there_were_where_they_came_and_went(tmp_path, small_plotly):
+    text = report_page(log_of(tmp_path, [*run_with_a_death()[:-1]]))
+    assert "<p id='run'>3 to 4 workers, pace adaptive" in text
+    named = report_page(log_of(tmp_path / "b", [run_event(name="a: 9 workers"), *calm_run()[1:]]))
+    assert "<p id='run'>4 workers, pace adaptive" in named
 
 
 def test_speed_is_drawn_against_the_limit(tmp_path):
@@ -200,6 +266,57 @@ def test_of_two_paces_that_are_as_good_the_default_is_advised():
     assert tried.better_than("equal") == Answer("adaptive", 51.0)
     far = WhatIf((Answer("joint", 40.0), *tried.answers[1:]), actual_s=60.0)
     assert far.better_than("equal") == Answer("joint", 40.0)
+
+
+def change(events, tmp_path, tried):
+    judged = verdict(log_of(tmp_path, events))
+    return next(tile for tile in tiles(judged, tried) if tile.question == "What to change?")
+
+
+def held_up(steps=40):
+    """Every tenth step worker 2 takes a second more, which no share foresees."""
+    return [run_event(), *(step(k, seconds=[0.186, 0.186, 0.188 + (k % 10 == 9), 0.184]) for k in range(steps))]
+
+
+def test_without_a_replay_the_verdicts_own_advice_is_the_answer(tmp_path):
+    events = [event | ({"wall_s": max(event["seconds"]) + 0.01} if "seconds" in event else {}) for event in held_up()]
+    far_off = WhatIf((Answer("joint", 5.0), Answer("adaptive", 8.0)), actual_s=20.0)
+    for number, tried in enumerate((WhatIf(why_not="not replayed"), far_off)):
+        told = change(events, tmp_path / str(number), tried)
+        assert told.answer == "--pace joint"
+        assert re.fullmatch(r"up to [\d,]+ samples/s are in reach, by an estimate", told.reason)
+
+
+def test_that_nothing_would_help_is_said_only_after_a_replay_that_knows_the_run(tmp_path):
+    knows = WhatIf((Answer("adaptive", 7.9), Answer("equal", 20.0)), actual_s=8.0)
+    assert change(calm_run(), tmp_path / "a", knows).answer == "nothing"
+    off = change(calm_run(), tmp_path / "b", WhatIf(knows.answers, actual_s=9.8))
+    assert (off.answer, off.reason) == ("not known", "the replay is off by 19 %, too far to tell")
+    assert change(calm_run(10), tmp_path / "c", WhatIf(why_not="Too short.")) == off.__class__(
+        "What to change?", "not known", "Too short."
+    )
+    assert change(calm_run(2), tmp_path / "d", WhatIf()).reason.startswith("too few steps to tell")
+
+
+def test_the_live_page_does_not_say_that_nothing_would_help(tmp_path):
+    live = LiveRun(tmp_path)
+    for event in calm_run()[:-1]:
+        live.take(event)
+    said = live.full()["parts"]["verdict"]
+    assert "nothing" not in said
+    assert "known when the run has ended: paceline report" in said
+
+
+def test_advice_from_a_stretch_says_which_steps_it_is_about(tmp_path):
+    tried = WhatIf((Answer("joint", 6.0), Answer("adaptive", 9.0)), actual_s=9.0, span=(22, 59))
+    assert change(calm_run(), tmp_path, tried).reason == (
+        "about 6 s instead of 9 s for steps 22 to 59, the longest stretch with the same workers"
+    )
+
+
+def test_a_gain_of_a_few_tenths_of_a_second_can_be_seen():
+    assert instead(6.0, 9.4) == "6 s instead of 9 s"
+    assert instead(8.6, 9.1) == "8.6 s instead of 9.1 s"
 
 
 def test_what_if_replays_the_longest_stretch_with_the_same_workers(tmp_path):

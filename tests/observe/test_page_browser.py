@@ -114,6 +114,28 @@ def test_light_dark_and_print_each_have_their_own_colours(window, tmp_path):
     assert seen["dark", "print"] == seen["light", ""]
 
 
+def test_on_paper_no_legend_is_cut_and_every_size_is_smaller_and_all_comes_back(window, tmp_path):
+    machines = [{"rank": r, "device": "cpu", "emulated": f"{r + 1}x slower, jitter 0.5"} for r in range(4)]
+    open_report(window, tmp_path, [run_event(pace="joint", workers=machines), *run_with_deadlines()[1:]])
+    sizes = "return [...document.querySelectorAll('.plot')].map((place) => [place.offsetWidth, place.offsetHeight])"
+    window.execute_script("dispatchEvent(new Event('resize'))")
+    until(window, "document.querySelector('#timeline .plot').layout.height === undefined")
+    before = window.execute_script(sizes)
+    window.execute_script("dispatchEvent(new Event('beforeprint'))")
+    bars = window.execute_script(
+        "return [...document.querySelectorAll('.legend .scrollbar')].map((bar) => bar.getBBox().height)"
+    )
+    assert bars
+    assert not any(bars)
+    rows = "return document.querySelector('#timeline .plot')._fullLayout.yaxis._length"
+    assert window.execute_script(rows) >= 4 * 20, "four workers, each with room"
+    window.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert window.execute_script(sizes) == before
+    window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": []})
+    assert [colour(window, name, "fontSize") for name in ("html", "body", ".tile h2")] == ["11px", "11px", "9.9px"]
+    window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+
+
 def test_the_live_page_shows_a_death_the_new_shares_and_the_end_and_survives_a_reload(window, page):
     window.get(page.url)
     until(window, f"{TEXT}.includes('step 20')")

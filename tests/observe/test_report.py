@@ -35,7 +35,7 @@ def test_the_report_tells_the_run_its_workers_and_the_verdict_from_the_log_alone
     assert "digits: 4 workers, pace adaptive, combine gradients, gloo" in flat
     assert "finished" in flat
     assert "40 steps, 10,240 samples; the first 5 left out below as warm-up" in flat
-    assert "3 cpu, emulated 4x 805 9 % 125" in flat
+    assert "3 cpu 4x 805 9 % 125" in flat
     assert " ".join(verdict(read_log(folder)).text.split()) in flat
     assert call(folder / "events.jsonl").output == result.output
 
@@ -73,3 +73,4 @@ def test_a_run_killed_before_its_first_step_is_reported_without_an_error(tmp_pat
     assert "[bold]x[/nope]: 4 workers" in result.output
     assert "still running, or killed" in result.output
     assert "No steps were recorded" in result.output
+    assert ["3", "cpu", "4x"] in [line.split() for line in result.output.splitlines()], "who was there to begin with"

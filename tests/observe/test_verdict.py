@@ -76,6 +76,20 @@ def test_an_empty_record_and_one_without_samples_get_a_sentence_and_no_error(mak
     assert verdict(run_of(make_record, (64, 64, 64, 64), steps=1)).text.startswith("1 step only, warm-up included: 500")
 
 
+@pytest.mark.parametrize("pace", ["equal", "adaptive"])
+def test_a_run_of_warm_up_alone_is_told_its_speed_and_given_no_advice(make_record, run_event, pace):
+    def told(steps):
+        return verdict(run_of(make_record, (64, 64, 64, 64), steps=steps, other_s=0.2), run=run_event | {"pace": pace})
+
+    short = told(3)
+    assert short.text.splitlines() == [
+        "3 steps only, warm-up included: 360 samples/s, 26 % of what these 4 machines can do together (1,375).",
+        "Too short to tell who held the fleet back or what to change.",
+    ]
+    assert (short.held_back_by, short.in_reach) == (None, None)
+    assert told(8).in_reach.pace in told(8).text
+
+
 def test_a_lone_worker_is_measured_against_itself(make_record):
     text = verdict([make_record(k, (100.0,), (50,), other_s=0.125) for k in range(20)]).text
     assert text.splitlines()[0] == "80 samples/s on one machine, 80 % of its own compute speed (100)."
@@ -88,8 +102,19 @@ def test_a_dear_round_a_slow_host_and_skipped_updates_are_mentioned(make_record,
     records[7] = make_record(7, SPEEDS, (96, 96, 48, 24), applied=False)
     text = verdict(records, run=run_event).text
     assert "The round took 34 % of the time (97 ms a step)" in text
-    assert "too slow to play worker 3 (cpu, emulated 4x): it ran 19 % slower than asked" in text
+    assert "too slow to play worker 3 (cpu, emulated 4x): it ran 20 % slower than asked" in text
     assert "1 update was skipped" in text
+
+
+def test_a_worker_that_froze_once_is_not_the_hosts_slowness(make_record, run_event):
+    records = run_of(make_record, (96, 96, 48, 24))
+    seconds = (0.192, 0.192, 3.192, 0.192)
+    records[20] = make_record(
+        20, SPEEDS, (96, 96, 48, 24), seconds=seconds, wall_s=3.192, shortfall_s=(0.0, 0.0, 3.0, 0.0)
+    )
+    text = verdict(records, run=run_event).text
+    assert "Worker 2 (cpu, emulated 2x) held everybody up" in text
+    assert "too slow to play" not in text
 
 
 def test_time_between_steps_is_told_apart_from_time_inside_them(make_record):

@@ -248,7 +248,7 @@ def test_once_a_member_has_finished_nobody_enters_and_nobody_is_disturbed() -> N
 def test_a_full_fleet_refuses_and_a_lost_worker_makes_room() -> None:
     desk = Desk(maximum=2)
     desk.begin(0, 1)
-    with pytest.raises(Refused, match="the fleet is full: 2 workers of at most 2"):
+    with pytest.raises(Refused, match="the fleet is full: 2 of at most 2"):
         desk.come(2)
     desk.roll.silent(1, "was silent")
     desk.come(2)

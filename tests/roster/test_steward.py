@@ -325,7 +325,7 @@ def test_a_name_in_use_is_refused_in_words(house: Callable[..., House]) -> None:
 def test_a_full_fleet_is_refused_in_words(house: Callable[..., House]) -> None:
     here = house(maximum=1)
     here.begin(1)
-    with pytest.raises(FleetError, match="the fleet is full: 1 workers of at most 1"):
+    with pytest.raises(FleetError, match="the fleet is full: 1 of at most 1"):
         here.come(1)
 
 

@@ -101,12 +101,16 @@ def resume_hint(log: RunLog | None) -> str:
     """How to go on from here, as far as the run's log tells."""
     if log is None or not log.records:
         return ""
-    saves = [event for event in log.others if event.get("event") == "save"]
+    return checkpoint_hint(log) or "Nothing was saved with fleet.save: the next run starts from the beginning."
+
+
+def checkpoint_hint(log: RunLog | None) -> str:
+    """The last checkpoint that the log tells of, and what it is good for; empty when there is none."""
+    saves = [event for event in log.others if event.get("event") == "save"] if log is not None else []
     if not saves:
-        return "Nothing was saved with fleet.save: the next run starts from the beginning."
-    last = saves[-1]
+        return ""
     return (
-        f"The last checkpoint is {last.get('path')} (step {last.get('step')}): "
+        f"The last checkpoint is {saves[-1].get('path')} (step {saves[-1].get('step')}): "
         "start again with a script that calls fleet.load on it."
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cli.crew import Crew
-from paceline.cli.ending import Failure, closing, first_of, others, resume_hint
+from paceline.cli.ending import Failure, checkpoint_hint, closing, first_of, others, resume_hint
 from paceline.cli.meeting import Meeting, loopback
 from paceline.cli.signals import Signals
 from paceline.cli.watching import Watching
@@ -94,7 +94,8 @@ class Launcher:
         for worker in self._crew.reap(now):
             self._ended(worker, now)
         self._crew.tick(now, failing=bool(self._failures))
-        if self._failures and now - self._failures[0].at > EXPLAIN_S:
+        # Those whom the fleet's failure ended may be quicker than the one that failed: its end is waited for.
+        if any(one.code != FLEET_FAILED and now - one.at > EXPLAIN_S for one in self._failures):
             self._explain()
 
     def _ended(self, worker: Worker, now: float) -> None:
@@ -125,7 +126,9 @@ class Launcher:
             interrupted = stopped_by and any("KeyboardInterrupt" in line for line in worker.words.held)
             if not interrupted and worker.code != FLEET_FAILED:
                 worker.words.release()
-        self._watching.close(("interrupted", "") if stopped_by else None)
+        log = self._watching.close(("interrupted", "") if stopped_by else None)
+        if stopped_by and (hint := checkpoint_hint(log)):
+            self._watching.say(hint)
         return 128 + stopped_by if stopped_by else 0
 
     def _finish_failed(self, cause: Failure) -> int:

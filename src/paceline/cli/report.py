@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,11 +17,16 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.observe import RunLog, Verdict, latest, read_log, verdict
-from paceline.observe.plain import run_line
-from paceline.observe.words import number, percent_cell
+from paceline.observe.run_words import run_words
+from paceline.observe.verdict import steps_text
+from paceline.observe.worker_table import WorkerTable, worker_table
 
 RUNS = Path("runs")
 PAGE = "report.html"
+GAP = 2
+"""Blanks between two columns."""
+LEAST_MISSED = ("last in", "cut off", "samples", "waiting", "stuck")
+"""Columns that are left out one by one where a terminal is too narrow for all."""
 
 Run = Annotated[
     Path | None, typer.Argument(help="A run's folder or its events.jsonl; the latest under runs/ when left out.")
@@ -107,8 +112,7 @@ def _tell(log: RunLog, judged: Verdict) -> None:
     console = Console(highlight=False)
     console.print(_header(log, judged))
     console.print()
-    console.print(_workers(judged))
-    console.print()
+    _print_workers(console, worker_table(judged))
     console.print(Text(judged.text))
 
 
@@ -132,11 +136,11 @@ def _fail(text: str) -> typer.Exit:
 
 
 def _header(log: RunLog, judged: Verdict) -> Text:
-    lines = [run_line(log.run), f"log {log.path}"]
+    lines = [": ".join(run_words(log.run, judged.figures)), f"log {log.path}"]
     if isinstance(started := log.run.get("started", log.run.get("t")), (int, float)):
         lines.append(f"started {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(started))}, {_ending(log)}")
     if log.records:
-        steps = f"{len(log.records):,} steps, {sum(record.total for record in log.records):,} samples"
+        steps = f"{steps_text(len(log.records))}, {sum(record.total for record in log.records):,} samples"
         lines.append(steps + (f"; the first {judged.warm_up} left out below as warm-up" if judged.warm_up else ""))
     if log.unreadable:
         lines.append(f"lines that could not be read: {log.unreadable}")
@@ -150,30 +154,37 @@ def _ending(log: RunLog) -> str:
     return str(log.end.get("reason") or "ended") + (f": {text}" if text else "")
 
 
-def _workers(judged: Verdict) -> Table:
-    columns: dict[str, Any] = {
-        "worker": lambda w: str(w.worker),
-        "machine": lambda w: Text(judged.machines.get(w.worker, "")),
-        "samples": lambda w: f"{w.samples:,}",
-        "share": lambda w: percent_cell(w.share),
-        "samples/s": lambda w: number(w.speed),
-        "waiting": lambda w: percent_cell(w.waiting),
-        "last in": lambda w: percent_cell(w.last),
-    }
-    if judged.figures.deadlines:
-        del columns["last in"]  # nobody was waited for
-        columns["missed"] = lambda w: f"{w.missed:,}"
-    if any(worker.stuck for worker in judged.figures.workers):
-        columns["stuck"] = lambda w: percent_cell(w.stuck)
-    if any(worker.cut for worker in judged.figures.workers):
-        columns["cut off"] = lambda w: percent_cell(w.cut)
-    if any(worker.sat_out for worker in judged.figures.workers):
-        columns["sat out"] = lambda w: f"{w.sat_out:,}"
-    if any(worker.steps < judged.figures.steps for worker in judged.figures.workers):
-        columns["there"] = lambda w: f"{w.steps:,} steps"
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("worker", "machine") else "right")
-    for worker in judged.figures.workers:
-        table.add_row(*(cell(worker) for cell in columns.values()))
-    return table
+def _print_workers(console: Console, table: WorkerTable) -> None:
+    """The table, as much of it as fits the terminal, and which columns do not."""
+    if not table.rows:
+        return
+    table = _shortened(table)
+    shown = fitted(table, console.width)
+    drawn = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+    for place, name in enumerate(shown.names):
+        figure = place >= shown.words
+        drawn.add_column(name, justify="right" if figure else "left", no_wrap=name != "machine")
+    for row in shown.rows:
+        drawn.add_row(*map(Text, row))
+    console.print(drawn)
+    left_out = [name for name in table.names if name not in shown.names]
+    if left_out:
+        console.print(Text(f"No room here for: {', '.join(left_out)}. A wider terminal or --html shows them."))
+    console.print()
+
+
+def _shortened(table: WorkerTable) -> WorkerTable:
+    """``cpu, emulated 4x slower, jitter 0.6`` as ``cpu 4x slower ~0.6``, the sign that ``--emulate`` has for it."""
+    short = [machine.replace(", emulated ", " ").replace(", jitter ", " ~") for _, machine, *_ in table.rows]
+    rows = tuple((row[0], machine, *row[2:]) for machine, row in zip(short, table.rows))
+    return WorkerTable(table.names, rows, table.words)
+
+
+def fitted(table: WorkerTable, width: int) -> WorkerTable:
+    """Without as many of the columns that are missed least as do not fit ``width`` characters."""
+    for count in range(len(LEAST_MISSED) + 1):
+        shown = table.without(LEAST_MISSED[:count])
+        columns = zip(shown.names, *shown.rows)
+        if sum(max(map(len, column)) + GAP for column in columns) - GAP <= width:
+            break
+    return shown

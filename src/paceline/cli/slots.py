@@ -36,6 +36,8 @@ class Slot:
     """Whether any of its processes was ever in the fleet."""
     crashes: int = 0
     """Crashes of the script before that."""
+    news: str = ""
+    """What became of its last process, to be told when the next is started."""
     failure: Failure | None = None
     """How its last process failed, until one has lived for `CALM_S`."""
 

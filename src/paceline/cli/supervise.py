@@ -16,7 +16,7 @@ from contextlib import closing
 from itertools import count
 
 from paceline.cli.crew import Crew
-from paceline.cli.ending import Failure, resume_hint
+from paceline.cli.ending import Failure, checkpoint_hint, resume_hint
 from paceline.cli.faults import Faults
 from paceline.cli.launch import Order, without
 from paceline.cli.meeting import loopback
@@ -30,6 +30,8 @@ from paceline.cli.workers import FLEET_FAILED, Worker, exit_code
 
 LEAVE_S = 20.0
 """After SIGTERM a worker finishes its micro-batch and takes part in one more round."""
+SOON_S = 1.0
+"""A restart that is so near is told when it happens."""
 SHORT_S = 5.0
 """How long the fleet must have waited before the launcher says for whom."""
 RANKED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -133,6 +135,9 @@ class Supervisor:
         if self._ending:
             slot.due = None
             return
+        if slot.news:  # only now: the others may have failed as well, and then nobody is started
+            self._watching.note(f"{slot.news}; it is started again")
+            slot.news = ""
         self._roster.started(slot.number, first=self._beginning)
         slot.begin(self._crew.start(slot.number, self._environment(slot.number)), now)
 
@@ -191,7 +196,10 @@ class Supervisor:
                 self._crew.end_all(now, grace_s=0.0)
                 return
         pause = slot.retry(now)
-        self._watching.note(f"worker {slot.number} {failure.ended}; it starts again in {pause:g} s")
+        slot.news = f"worker {slot.number} {failure.ended}"
+        if pause > SOON_S:
+            self._watching.note(f"{slot.news}; it starts again in {pause:g} s")
+            slot.news = ""
 
     def _show(self, failure: Failure) -> None:
         """Print its last words, unless the like of them were printed lately."""
@@ -278,11 +286,12 @@ class Supervisor:
     def _finish(self) -> int:
         log = self._watching.close(self._end())
         if self._crew.stopped_by:
+            if hint := checkpoint_hint(log):
+                self._watching.say(hint)
             return 128 + self._crew.stopped_by
         if self._hopeless is not None:
             failure, why = self._hopeless
-            if failure.code != FLEET_FAILED:
-                self._watching.say(" ".join(filter(None, [f"{why}: the run was ended.", resume_hint(log)])))
+            self._watching.say(" ".join(filter(None, [f"{why}: the run was ended.", resume_hint(log)])))
             return exit_code(failure.code)
         if self._late is not None:
             self._watching.say(f"worker {self._late.rank} {self._late.ended} after the training had finished.")

@@ -2,7 +2,8 @@
 
 Last words are held back. A traceback, a usage message or a ``paceline: `` line may be the beginning of a worker's end,
 and when one worker fails the others soon follow with the same words or with complaints about the first. So from such
-a line on a worker's stderr is held until it ends, or until half a second shows that it lives on.
+a line on a worker's stderr is held until it ends, or until two seconds show that it lives on: a process with torch in
+it takes most of a second to end.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-HOLD_S = 0.5
+HOLD_S = 2.0
 MOST_HELD = 5000
 """Lines; a worker that holds more than this lives on and has a lot to say."""
 PARTIAL_S = 0.1

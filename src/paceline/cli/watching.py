@@ -80,6 +80,8 @@ class Watching:
         view = None
         try:
             for event in follow(self._run_dir, stop=self._stop):
+                if event.get("event") == "end" and event.get("reason") == "error":
+                    continue  # the launcher says it, once
                 view = view or make_view(sys.stderr)
                 view.show(event)
         finally:

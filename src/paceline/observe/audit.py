@@ -34,6 +34,8 @@ class EpochAudit:
     """Whether the records hold positions at all: streams have none."""
     whole: bool = True
     """Whether the records hold the epoch from its beginning to its end."""
+    resumed: bool = False
+    """Whether its beginning is in an earlier run, whose checkpoint this one went on from."""
 
     @property
     def sound(self) -> bool:
@@ -49,9 +51,17 @@ def once(epochs: Sequence[EpochAudit]) -> str:
         return f"Audit: NOT exact: {_samples(lost)} lost, and {_samples(doubled)} counted more than once."
     whole = sum(epoch.whole for epoch in told)
     if whole and len(told) == len(epochs):
-        part = "" if whole == len(told) else "; of the epoch that was not finished, none twice"
-        return f"Audit: every sample counted once, in {whole:,} epoch{'' if whole == 1 else 's'}{part}."
+        return f"Audit: every sample counted once, in {whole:,} epoch{'' if whole == 1 else 's'}{_rest(told)}."
+    if any(epoch.resumed for epoch in told):
+        return "Audit: no epoch is in this run from its beginning to its end; no sample counted twice."
     return "Audit: no epoch was finished; no sample counted twice so far." if told else ""
+
+
+def _rest(epochs: Sequence[EpochAudit]) -> str:
+    """What is known of those that are not whole."""
+    rest = [epoch for epoch in epochs if not epoch.whole]
+    names = ["that was resumed" if epoch.resumed else "that was not finished" for epoch in rest]
+    return f"; of the epoch {' and of the one '.join(names)}, none twice" if names else ""
 
 
 def _samples(count: int) -> str:
@@ -68,8 +78,9 @@ def audit(log: RunLog) -> list[EpochAudit]:
     return [
         _audit(
             part,
-            whole=(number > 0 or part[0].step == 0) and (finished or number < len(parts) - 1),
+            whole=finished or number < len(parts) - 1,
             left=part[-1].step + 1 in left,
+            resumed=number == 0 and part[0].step > 0,
             dealt=_in_force(part[0].step, starts, dealt),
         )
         for number, part in enumerate(parts)
@@ -92,18 +103,21 @@ def _epochs(records: Sequence[StepRecord], starts: Sequence[int]) -> list[list[S
     return parts
 
 
-def _audit(records: Sequence[StepRecord], *, whole: bool, left: bool, dealt: int) -> EpochAudit:
-    """``left``: the script left its loop after the last of them, which may have been in the middle of the epoch."""
+def _audit(records: Sequence[StepRecord], *, whole: bool, left: bool, resumed: bool, dealt: int) -> EpochAudit:
+    """``left``: the script left its loop after the last of them, which may have been in the middle of the epoch;
+    ``resumed``: the run went on from a checkpoint, and may have begun in the middle."""
     counted = sum(record.total for record in records)
     cut_off = [record for record in records if record.planned != record.samples]
     undone = sum(max(0, p - s) for record in cut_off for p, s in zip(record.planned, record.samples))
     ranges = _positions(records)
     if ranges is None:
-        return EpochAudit(records[0].epoch, counted, undone, recorded=False, whole=whole)
+        return EpochAudit(records[0].epoch, counted, undone, recorded=False, whole=whole and not resumed)
     twice, missing = _overlaps(ranges)
     missing += max(0, dealt - int(ranges[:, 1].max()))
-    whole = whole and not (left and (missing or not dealt))
-    return EpochAudit(records[0].epoch, counted, undone, twice, missing if whole else 0, whole=whole)
+    partly = bool(missing or not dealt)
+    whole = whole and not (partly and (left or resumed))
+    missing = missing if whole else 0
+    return EpochAudit(records[0].epoch, counted, undone, twice, missing, whole=whole, resumed=resumed and partly)
 
 
 def _positions(records: Sequence[StepRecord]) -> NDArray[np.int64] | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.observe.stretches import bounded
 from paceline.records import StepRecord
 
 CAPACITY = 800
@@ -55,9 +56,9 @@ class Bucket:
     present: Floats
     """Steps in which the worker was there, and of these:"""
     idle: Floats
-    """those without samples for it,"""
-    late: Floats
-    """those whose round closed before it had finished."""
+    """those in which none were dealt to it,"""
+    missed: Floats
+    """those whose round closed without anything from it, as in `paceline.observe.figures`."""
     stuck_s: Floats
     """Seconds it had spent on micro-batches that were unfinished when a round closed."""
 
@@ -128,6 +129,7 @@ def gather(
     total, limit = done.sum(axis=1), (shown * present).sum(axis=1)
     wall = np.array([r.wall_s if r.wall_s > 0 else max(busy.max(), 0.0) for r, busy in zip(records, busy_s)])
     speed = np.divide(total, wall, out=np.zeros_like(wall), where=wall > 0)
+    closes_without = np.array([bounded(record) for record in records])[:, None]
     losses = np.array([r.loss for r in records if r.loss is not None and math.isfinite(r.loss)])
     foretold = np.where(np.isfinite(forecast_s) & told, forecast_s, 0.0).max(axis=1)
     bucket = Bucket(
@@ -148,8 +150,8 @@ def gather(
         done=done.sum(axis=0),
         busy_s=busy_s.sum(axis=0),
         present=present.sum(axis=0),
-        idle=((present > 0) & (done == 0) & (unfinished_s == 0)).sum(axis=0).astype(np.float64),
-        late=(unfinished_s > 0).sum(axis=0).astype(np.float64),
+        idle=((present > 0) & (planned == 0) & (done == 0)).sum(axis=0).astype(np.float64),
+        missed=(closes_without & (planned > 0) & (done == 0)).sum(axis=0).astype(np.float64),
         stuck_s=np.minimum(unfinished_s, wall[:, None]).sum(axis=0),
     )
     return bucket, shown[-1]
@@ -183,12 +185,12 @@ def merge(a: Bucket, b: Bucket) -> Bucket:
         busy_s=a.busy_s + b.busy_s,
         present=a.present + b.present,
         idle=a.idle + b.idle,
-        late=a.late + b.late,
+        missed=a.missed + b.missed,
         stuck_s=a.stuck_s + b.stuck_s,
     )
 
 
-PER_WORKER = ("done", "busy_s", "present", "idle", "late", "stuck_s")
+PER_WORKER = ("done", "busy_s", "present", "idle", "missed", "stuck_s")
 
 
 def _widened(bucket: Bucket, size: int) -> Bucket:

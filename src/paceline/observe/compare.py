@@ -55,17 +55,21 @@ class Comparison:
     runs: tuple[Compared, ...]
     target: float
     """The loss of ``time_to_loss_s``: by default the lowest that every run reached; NaN when one has no loss."""
+    asked: bool = False
+    """Whether the target was asked for, so that a run that never came down to it is worth a word."""
 
 
 def compare(logs: Sequence[RunLog], *, target: float | None = None) -> Comparison:
     """Compare runs, in the order given. ``target`` is the loss to reach."""
+    if target is not None and not 0 < target < math.inf:
+        raise ValueError(f"the loss to reach must be a number above 0, not {target:g}")
     if len(logs) < 2:
         raise ValueError("name at least two runs to compare")
     if empty := next((log for log in logs if not log.records), None):
         raise ValueError(f"{empty.path} holds no steps, so there is nothing to compare")
     runs = [_read(log, name) for log, name in zip(logs, _names(logs))]
     goal = target if target is not None else max(_lowest(run) for run in runs)
-    return Comparison(tuple(_timed(run, goal) for run in runs), goal)
+    return Comparison(tuple(_timed(run, goal) for run in runs), goal, asked=target is not None)
 
 
 def _read(log: RunLog, name: str) -> Compared:
@@ -100,9 +104,18 @@ def _timed(run: Compared, goal: float) -> Compared:
 
 
 def _names(logs: Sequence[RunLog]) -> list[str]:
-    """The shortest that tells them apart: name, with the pace, with the folder, with a number."""
+    """The shortest that tells them apart, what differs in front: name, pace and name, folder, a number."""
     plain = [str(log.run.get("name") or log.path.parent.name or "run") for log in logs]
-    paced = [f"{name}, {log.run.get('pace') or 'pace unknown'}" for name, log in zip(plain, logs)]
-    placed = [f"{name} ({log.path.parent.name})" for name, log in zip(plain, logs)]
-    numbered = [f"{place}: {name}" for place, name in enumerate(placed, start=1)]
+    paced = [f"{log.run.get('pace') or 'pace unknown'} ({name})" for name, log in zip(plain, logs)]
+    folders = [log.path.parent.name for log in logs]
+    placed = _without_common_front(folders)
+    numbered = [f"{place}: {name} ({folder})" for place, (name, folder) in enumerate(zip(plain, folders), start=1)]
     return next(names for names in (plain, paced, placed, numbered) if len(set(names)) == len(names))
+
+
+def _without_common_front(folders: Sequence[str]) -> list[str]:
+    """``20261115-195719-digits`` and ``20261115-200123-digits`` as ``195719-digits`` and ``200123-digits``."""
+    parts = [folder.split("-") for folder in folders]
+    while all(len(each) > 1 and each[0] == parts[0][0] for each in parts):
+        parts = [each[1:] for each in parts]
+    return ["-".join(each) for each in parts]

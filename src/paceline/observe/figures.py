@@ -47,7 +47,8 @@ class WorkerFigures:
     """Steps with no samples for it."""
     micro_batches: int = 0
     shortfall: float = 0.0
-    """Emulated: seconds the host was too slow by, over the seconds the machine should have taken."""
+    """Emulated: seconds the host was too slow by, over the seconds the machine should have taken, in the typical step:
+    the median over those with work, for a single freeze is not a slow host."""
     missed: int = 0
     """Rounds that closed without anything from it."""
     stuck: float = 0.0
@@ -132,7 +133,8 @@ class _Sums:
     would_hold_s: float = 0.0
     sat_out: int = 0
     micro_batches: int = 0
-    shortfall_s: float = 0.0
+    shortfalls: list[Floats] = field(default_factory=list)
+    """Of each step with work: seconds too slow over seconds asked for."""
 
 
 def own_speeds(records: Iterable[StepRecord], known: Mapping[int, float] | None = None) -> dict[int, float]:
@@ -216,7 +218,6 @@ def _charge(stretch: Stretch, lost: Lost, times: Times, sums: dict[int, _Sums]) 
         "timed": np.where(told, stretch.samples, 0.0),
         "seconds": np.where(told, stretch.seconds, 0.0),
         "micro_batches": np.where(told, stretch.micro_batches, 0.0),
-        "shortfall_s": np.where(told, stretch.shortfall_s, 0.0),
         "missed": stretch.missed,
         "sat_out": (stretch.samples == 0) & ~stretch.missed,
         "stalls": stalled,
@@ -229,12 +230,20 @@ def _charge(stretch: Stretch, lost: Lost, times: Times, sums: dict[int, _Sums]) 
         "would_hold_s": np.where(times.last[:, None] == np.arange(len(stretch.workers)), times.longer[:, None], 0.0),
     }
     totals = {name: table.sum(axis=0).tolist() for name, table in columns.items()}
+    short = _shortfalls(stretch)
     for rank, worker in enumerate(stretch.workers):
         mine = sums.setdefault(worker, _Sums())
         mine.steps += len(stretch.samples)
+        mine.shortfalls.append(short[told[:, rank], rank])
         for name, column in totals.items():
             kind = type(getattr(mine, name))  # counts stay whole numbers
             setattr(mine, name, getattr(mine, name) + kind(column[rank]))
+
+
+def _shortfalls(stretch: Stretch) -> Floats:
+    """By step and worker: seconds the host was too slow by, over those that the machine should have taken."""
+    asked = stretch.seconds - stretch.shortfall_s
+    return np.divide(stretch.shortfall_s, asked, out=np.zeros_like(asked), where=asked > 0)
 
 
 def _blame(stretch: Stretch, times: Times, sums: Mapping[int, _Sums]) -> None:
@@ -320,7 +329,7 @@ def _worker(
         blamed=_over(sums.blamed_s, wall),
         sat_out=sums.sat_out,
         micro_batches=sums.micro_batches,
-        shortfall=_over(sums.shortfall_s, sums.seconds - sums.shortfall_s),
+        shortfall=_median(sums.shortfalls),
         missed=sums.missed,
         stuck=_over(sums.stuck_s + sums.inside_s, sums.wall_s),
         stalls=sums.stalls,
@@ -330,6 +339,11 @@ def _worker(
         held_s=_over(sums.held_s, sums.held),
         would_hold=_over(sums.would_hold_s, would_hold_s),
     )
+
+
+def _median(pieces: Sequence[Floats]) -> float:
+    values = np.concatenate(pieces)
+    return float(np.median(values)) if values.any() else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:

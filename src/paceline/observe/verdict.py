@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.observe.audit import audit, once
 from paceline.observe.coming_and_going import Move, moves, moves_text
-from paceline.observe.deadline_words import deadline_sentences, with_deadlines
+from paceline.observe.deadline_words import SAME, deadline_sentences, with_deadlines
 from paceline.observe.figures import Figures, WorkerFigures, own_speeds, summarise
 from paceline.observe.reading import RunLog
 from paceline.observe.words import duration, machines, number, percent, size, times
@@ -24,6 +24,14 @@ UNLIKE = 1.25
 """The fastest worker's speed over the slowest's from which machines count as unlike."""
 NOTABLE = 0.10
 """A part of the time from which it is worth a sentence."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Another pace that the figures speak for, and the samples a second that it may come to."""
+
+    pace: str
+    samples_per_s: float
 
 
 @dataclass(frozen=True)
@@ -50,16 +58,35 @@ class Verdict:
         """Speed over what equal shares would have given; 0 when unknown."""
         return self.figures.samples_per_s / self.figures.equal if self.figures.equal > 0 else 0.0
 
+    @property
+    def too_short(self) -> bool:
+        """Whether the first steps, cold and with shares not found yet, are all there is: no ground for advice."""
+        return not self.warm_up
+
     @cached_property
     def held_back_by(self) -> int | None:
-        """The worker behind most of the waiting; None when shares are balanced, all took turns, or a deadline spared
-        them the wait."""
-        if with_deadlines(self.figures):
+        """The worker behind most of the waiting; None when shares are balanced, all took turns, a deadline spared them
+        the wait, or the run was too short to tell."""
+        if self.too_short or with_deadlines(self.figures):
             return None
         culprit = max(self.figures.workers, key=lambda w: w.blamed, default=None)
         blame = sum(w.blamed for w in self.figures.workers)
         named = culprit is not None and blame > BALANCED and culprit.blamed > blame / 2
         return culprit.worker if culprit is not None and named else None
+
+    @cached_property
+    def in_reach(self) -> Reach | None:
+        """The pace that `text` advises; None when it advises none."""
+        f = self.figures
+        if self.too_short or len(f.workers) < 2 or not f.samples_per_s:
+            return None
+        if with_deadlines(f):
+            return Reach("adaptive", f.patient) if f.patient * (1 - SAME) > f.samples_per_s else None
+        if f.balanced < f.samples_per_s * (1 + NOTABLE):
+            return None
+        if self.pace == "equal":
+            return Reach("adaptive", f.balanced)
+        return Reach("joint", f.balanced) if self.pace == "adaptive" and _held_up(self) else None
 
     @property
     def text(self) -> str:
@@ -111,8 +138,11 @@ def _sentences(v: Verdict) -> list[str]:
     if not v.figures.steps:
         return ["No steps were recorded, so there is nothing to judge."]
     if not v.figures.samples_per_s:
-        nothing = f"{_steps(v.figures.steps)}, but no samples or no times in the record: there is nothing to judge."
+        nothing = f"{steps_text(v.figures.steps)}, but no samples or no times in the record: there is nothing to judge."
         return [sentence for sentence in (nothing, moves_text(v.moves), v.audit) if sentence]
+    if v.too_short:
+        said = [_speed(v), _only_warm_up(v), _skipped(v), moves_text(v.moves), v.audit]
+        return [sentence for sentence in said if sentence]
     if with_deadlines(v.figures):
         name = partial(_name, v, first=False)
         middle = [*deadline_sentences(v.figures, v.pace, name), _idle(v).strip()]
@@ -124,7 +154,7 @@ def _sentences(v: Verdict) -> list[str]:
 
 def _speed(v: Verdict) -> str:
     f = v.figures
-    few = "" if v.warm_up else f"{_steps(f.steps)} only, warm-up included: "
+    few = f"{steps_text(f.steps)} only, warm-up included: " if v.too_short else ""
     if not f.limit:
         return f"{few}{number(f.samples_per_s)} samples/s; the workers' own times are not in the record."
     speed = f"{few}{number(f.samples_per_s)} samples/s"
@@ -135,17 +165,22 @@ def _speed(v: Verdict) -> str:
     return f"{speed}, {percent(f.of_limit)} of what {these}{stuck} can do together ({number(f.limit)})."
 
 
+def _only_warm_up(v: Verdict) -> str:
+    who = "who held the fleet back or " if len(v.figures.workers) > 1 else ""
+    return f"Too short to tell {who}what to change."
+
+
 def _equal_shares(v: Verdict) -> str:
     f = v.figures
     if len(f.workers) < 2 or not f.equal:
         return ""
     gain, reach = v.over_equal, f.balanced / f.samples_per_s
     if v.pace == "equal":
-        if reach < 1 + NOTABLE:
+        if v.in_reach is None:
             return "Shares were equal, and that suits these machines."
         return (
-            f'Shares were equal. With shares that follow speed (pace="adaptive") about {number(f.balanced)} samples/s '
-            f"are in reach, {times(reach)} times as fast."
+            f'Shares were equal. With shares that follow speed (pace="{v.in_reach.pace}") about '
+            f"{number(v.in_reach.samples_per_s)} samples/s are in reach, {times(reach)} times as fast."
         )
     if abs(gain - 1) < BALANCED:
         return "Equal shares would have run as fast."
@@ -180,8 +215,7 @@ def _who(v: Verdict) -> str:
 def _held_back(v: Verdict, culprit: WorkerFigures, busy: Sequence[WorkerFigures]) -> str:
     others = "the other" if len(busy) == 2 else "the others"
     spent = f"and {others} spent {percent(culprit.blamed)} of the time waiting for it."
-    steps = culprit.steps - culprit.sat_out
-    if v.pace != "equal" and 0 < culprit.micro_batches <= 2 * steps:
+    if v.pace != "equal" and few_micro_batches(culprit):
         advice = " It does one or two micro-batches a step: a smaller micro_batch would let its share fit."
     elif v.pace == "adaptive" and culprit.held:
         held = f"in {percent(culprit.held)} of the steps, each time for about {duration(culprit.held_s)}"
@@ -192,6 +226,19 @@ def _held_back(v: Verdict, culprit: WorkerFigures, busy: Sequence[WorkerFigures]
     here = "" if culprit.steps == v.figures.steps else " it was there for"
     often = f"every step{here}" if culprit.last == 1 else f"{percent(culprit.last)} of the steps{here}"
     return f"{_name(v, culprit)} held the fleet back: it was last in {often}, {spent}{advice}"
+
+
+def few_micro_batches(worker: WorkerFigures) -> bool:
+    """Whether it does one or two a step, so that its share cannot fit its speed."""
+    return 0 < worker.micro_batches <= 2 * (worker.steps - worker.sat_out)
+
+
+def _held_up(v: Verdict) -> bool:
+    """Whether somebody, the same one or now this one and now that one, held the others up now and then."""
+    culprit = next((w for w in v.figures.workers if w.worker == v.held_back_by), None)
+    if culprit is not None:
+        return culprit.held > 0 and not few_micro_batches(culprit)
+    return v.figures.waiting > BALANCED and any(worker.held for worker in v.figures.workers)
 
 
 def _anybody(v: Verdict) -> str:
@@ -206,10 +253,10 @@ def _anybody(v: Verdict) -> str:
 
 def _joint(v: Verdict, whom: str) -> str:
     """Shares that follow speed do not help against a machine whose speed nobody can foresee: a deadline does."""
-    f = v.figures
-    if f.balanced < f.samples_per_s * (1 + NOTABLE):
+    if v.in_reach is None:
         return ""
-    return f' pace="joint" does not wait for {whom}: up to {number(f.balanced)} samples/s are in reach.'
+    best = number(v.in_reach.samples_per_s)
+    return f' pace="{v.in_reach.pace}" does not wait for {whom}: up to {best} samples/s are in reach.'
 
 
 def _idle(v: Verdict) -> str:
@@ -262,5 +309,6 @@ def _name(v: Verdict, worker: WorkerFigures, *, first: bool = True) -> str:
     return f"{'Worker' if first else 'worker'} {worker.worker}" + (f" ({known})" if known else "")
 
 
-def _steps(count: int) -> str:
+def steps_text(count: int) -> str:
+    """``1 step``, ``12 steps``."""
     return f"{count:,} step" + ("" if count == 1 else "s")

@@ -30,6 +30,8 @@ logger = logging.getLogger("paceline")
 CONNECT_S = 60.0
 """How long a new worker looks for the roster."""
 BUSY_S = 30.0
+STOOD_STILL_S = 1.0
+"""A beat that comes so late shows that this process stood still."""
 """How long it tries again while its name is in use: the process it replaces may not be given up yet."""
 BACK_OFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 """Between attempts to find the roster; the last for ever."""
@@ -176,6 +178,7 @@ class Member:
             selector.register(door.socket, selectors.EVENT_READ)
             while not self._closing:
                 now = time.monotonic()
+                answered = now if now - beat_at > STOOD_STILL_S else answered  # it was this process that heard nothing
                 if now >= beat_at:
                     count, beat_at = count + 1, max(beat_at + BEAT_S, now)
                     if not self._beat(count):
@@ -270,6 +273,8 @@ class Member:
             except Rejected as rejected:
                 if rejected.kind != "busy" or waited > BUSY_S:
                     raise _refusal(rejected) from None
+                if attempt == 0:  # the one before may be about to end
+                    logger.warning("%s; trying for %.0f s", rejected, BUSY_S)
             except (OSError, EOFError, wire.Garbled) as error:
                 if waited > CONNECT_S:
                     raise FleetError(self._nobody(error)) from None
@@ -301,7 +306,7 @@ class Member:
         if self._closing:
             door.close()
             return
-        logger.info("the roster at %s:%d is back", *self._address)
+        logger.warning("the roster is back")
         with self._changed:
             self._door, self.id = door, door.id  # a roster that has lost its book may give another
             asking = self._asking

@@ -103,7 +103,7 @@ class Roll:
         self._replace(hello.name)
         here = sum(worker.present for worker in book.workers.values())
         if here >= book.maximum:
-            raise Refused("full", f"the fleet is full: {here} workers of at most {book.maximum}")
+            raise Refused("full", f"the fleet is full: {here} of at most {book.maximum} are there")
         if hello.name not in book.ids:
             book.ids[hello.name] = free_id(hello.name, set(book.ids.values()))
             self.unsaved = True

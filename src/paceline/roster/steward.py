@@ -211,7 +211,8 @@ class Steward:
     def _check_proof(self, connection: Connection, message: dict[str, Any]) -> None:
         theirs, mine = str(message["challenge"]), connection.challenge
         if not wire.proven(message["proof"], wire.proof(self._token, "worker", mine, theirs)):
-            self._refuse(connection, "token", "does not know this run's token")
+            advice = "give it as PACELINE_TOKEN or --token-file"
+            self._refuse(connection, "token", f"it does not know this run's token: {advice}")
             return
         connection.prove()
         connection.send({"proof": wire.proof(self._token, "roster", mine, theirs)})

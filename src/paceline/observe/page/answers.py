@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.observe.deadline_words import with_deadlines
 from paceline.observe.figures import WorkerFigures
-from paceline.observe.page.whatif import WhatIf
-from paceline.observe.verdict import BALANCED, NOTABLE, Verdict
+from paceline.observe.page.whatif import WhatIf, instead
+from paceline.observe.verdict import BALANCED, NOTABLE, Verdict, few_micro_batches
 from paceline.observe.words import duration, number, percent, times
+
+TOO_SHORT = "too few steps to tell: only warm-up was measured"
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ def _how_fast(v: Verdict) -> Tile:
     f = v.figures
     gain = (
         f"{times(v.over_equal)} times the speed of equal shares"
-        if len(f.workers) > 1 and v.over_equal and v.pace != "equal"
+        if len(f.workers) > 1 and v.over_equal and v.pace != "equal" and not v.too_short
         else ""
     )
     each = f"{duration(f.seconds / f.steps)} a step"
@@ -61,6 +64,8 @@ def _who(v: Verdict, stuck: Mapping[int, float]) -> Tile:
     question, f = "Who held us back?", v.figures
     if len(f.workers) < 2:
         return Tile(question, "nobody", "one machine, alone")
+    if v.too_short:
+        return Tile(question, "not known", TOO_SHORT)
     if sum(stuck.values()) / len(f.workers) > BALANCED:
         return _most_stuck(v, stuck)
     named = next((w for w in f.workers if w.worker == v.held_back_by), None)
@@ -69,6 +74,8 @@ def _who(v: Verdict, stuck: Mapping[int, float]) -> Tile:
         often = f"last in {percent(named.last)} of the steps{here}"
         reason = f"{often}; the others waited {percent(named.blamed)} of the time for it"
         return Tile(question, _name(v, named), reason)
+    if with_deadlines(f):
+        return Tile(question, "nobody", "a round closes at its deadline, whoever is late")
     if f.waiting > BALANCED:
         return Tile(question, "no single worker", f"they took turns, and waited {percent(f.waiting)} of the time")
     slowest = min((w for w in f.workers if w.speed > 0), key=lambda w: w.speed, default=None)
@@ -86,11 +93,33 @@ def _most_stuck(v: Verdict, stuck: Mapping[int, float]) -> Tile:
 
 
 def _change(v: Verdict, tried: WhatIf) -> Tile:
-    """The one change that is worth most; what the simulator saw comes first, for it has a figure."""
-    question, f = "What to change?", v.figures
+    """The one change that is worth most: another pace, for it has a figure, else a part of the time that weighs."""
+    question = "What to change?"
+    if v.too_short:
+        return Tile(question, "not known", TOO_SHORT)
+    return _another_pace(question, v, tried) or _what_weighs(question, v) or _no_change(question, v, tried)
+
+
+def _another_pace(question: str, v: Verdict, tried: WhatIf) -> Tile | None:
+    """What the replay saw; without one that can be trusted, what the verdict's figures speak for."""
     if (best := tried.better_than(v.pace)) is not None:
-        took = f"about {duration(best.seconds)} instead of {duration(tried.actual_s)} for these steps"
+        took = f"about {instead(best.seconds, tried.actual_s)} for {_replayed(tried)}"
         return Tile(question, f"--pace {best.pace}", took)
+    if v.in_reach is None or tried.known(v.pace):
+        return None
+    reach = f"up to {number(v.in_reach.samples_per_s)} samples/s are in reach, by an estimate"
+    return Tile(question, f"--pace {v.in_reach.pace}", reach)
+
+
+def _replayed(tried: WhatIf) -> str:
+    if tried.span is None:
+        return "these steps"
+    first, last = tried.span
+    return f"steps {first} to {last}, the longest stretch with the same workers"
+
+
+def _what_weighs(question: str, v: Verdict) -> Tile | None:
+    f = v.figures
     if v.outside > NOTABLE and v.outside > f.round:
         return Tile(
             question, "the time between steps", f"{percent(v.outside)} of the run: evaluation, saving, your own code"
@@ -99,7 +128,7 @@ def _change(v: Verdict, tried: WhatIf) -> Tile:
         cost = f"the round takes {percent(f.round)} of the time, whatever the batch"
         return Tile(question, "a larger global_batch", cost)
     named = next((w for w in f.workers if w.worker == v.held_back_by), None)
-    if named is not None and 0 < named.micro_batches <= 2 * (named.steps - named.sat_out):
+    if named is not None and few_micro_batches(named):
         return Tile(
             question, "a smaller micro_batch", f"{_name(v, named)} does one or two a step: its share cannot fit"
         )
@@ -107,7 +136,17 @@ def _change(v: Verdict, tried: WhatIf) -> Tile:
         return Tile(
             question, "the update", f"{percent(f.rest)} of a step passes after the round: optimiser and the rest"
         )
-    return Tile(question, "nothing", "no change in sight would gain more than a few per cent")
+    return None
+
+
+def _no_change(question: str, v: Verdict, tried: WhatIf) -> Tile:
+    """That nothing would help is known only from a replay; a machine alone has no shares to deal out otherwise."""
+    if len(v.figures.workers) < 2:
+        return Tile(question, "nothing", "one machine alone, and most of its time is work")
+    if tried.known(v.pace):
+        return Tile(question, "nothing", "no change in sight would gain more than a few per cent")
+    off = f"the replay is off by {percent(tried.off_by(v.pace))}, too far to tell"
+    return Tile(question, "not known", off if tried.answers else tried.why_not)
 
 
 def _name(v: Verdict, worker: WorkerFigures) -> str:

@@ -48,13 +48,15 @@ def in_words(compared: Comparison) -> str:
         first, last = (pick(timed, key=lambda run: run.time_to_loss_s) for pick in (min, max))
         told = f"{duration(first.time_to_loss_s)} ({first.name}) to {duration(last.time_to_loss_s)} ({last.name})"
         said.append(f"To a loss of {compared.target:.3g} it took from {told}.")
+    if compared.asked and not timed:
+        said.append(f"No run came down to a loss of {compared.target:.3g}.")
     return " ".join(said)
 
 
 def cells(compared: Comparison) -> tuple[list[str], list[list[str]]]:
     """The table's head and rows, for the page and the terminal."""
     head = ["run", "pace", "workers", "steps", "time", "samples/s", "of limit", "loss"]
-    timed = any(math.isfinite(run.time_to_loss_s) for run in compared.runs)
+    timed = compared.asked or any(math.isfinite(run.time_to_loss_s) for run in compared.runs)
     head += [f"to loss {compared.target:.3g}"] if timed else []
     judged = next((run.evaluated[0] for run in compared.runs if run.evaluated), None)
     head += [judged] if judged else []
@@ -114,14 +116,15 @@ def _bars(compared: Comparison) -> Picture:
     runs, colours = compared.runs, worker_colours(len(compared.runs))
     data = [
         {
-            "type": "bar", "x": [text(run.name) for run in runs], "marker": {"color": colours}, "showlegend": False,
-            "y": small(100 * run.verdict.figures.of_limit for run in runs),
+            "type": "bar", "orientation": "h", "y": [text(run.name) for run in runs], "marker": {"color": colours},
+            "x": small(100 * run.verdict.figures.of_limit for run in runs), "showlegend": False,
             "text": [percent_cell(run.verdict.figures.of_limit) for run in runs],
             "textposition": "outside", "cliponaxis": False,
-            "hovertemplate": "%{x}: %{text}<extra></extra>",
+            "hovertemplate": "%{y}: %{text}<extra></extra>",
         }
     ]  # fmt: skip
-    frame_ = layout(y="% of the limit", x="", hovermode="closest")
-    frame_["yaxis"] |= {"range": [0, 110]}
+    frame_ = layout(x="% of the limit", hovermode="closest", height=110 + 34 * len(runs))
+    frame_["xaxis"] |= {"range": [0, 110]}
+    frame_["yaxis"] |= {"autorange": "reversed", "automargin": True}
     said = "The limit is what a run's own machines can do together."
     return Picture("of-limit", "How near the limit", said, data, frame_)

@@ -16,6 +16,9 @@ WORKERS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW, GREY)
 CIVIDIS = ("#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838")
 """For more workers than there are distinct colours: dark is slow, bright is fast."""
 
+FEW = 10
+"""Points that get marks of their own: a line through one point is nothing, and through two hardly more."""
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -58,7 +61,8 @@ def layout(*, y: str = "", x: str = "step", height: int = 300, **more: Any) -> d
 
 def line(x: Sequence[Any], y: Iterable[float], name: str, colour: str, **more: Any) -> dict[str, Any]:
     style = {"color": colour, "width": 2} | more.pop("line", {})
-    return {"type": "scatter", "mode": "lines", "x": x, "y": small(y), "name": text(name), "line": style} | more
+    mode = "lines+markers" if len(x) <= FEW else "lines"
+    return {"type": "scatter", "mode": mode, "x": x, "y": small(y), "name": text(name), "line": style} | more
 
 
 def band(x: Sequence[Any], low: Iterable[float], high: Iterable[float], name: str, colour: str) -> list[dict[str, Any]]:

@@ -14,16 +14,17 @@ from paceline.observe.audit import EpochAudit, audit
 from paceline.observe.chronicle import Chronicle
 from paceline.observe.coming_and_going import moves_text
 from paceline.observe.evaluations import evaluations
+from paceline.observe.figures import Figures
 from paceline.observe.page.answers import Tile, tiles
 from paceline.observe.page.drawing import Picture
 from paceline.observe.page.moments import in_words, last_steps, timeline, what_if_picture
 from paceline.observe.page.pictures import Story, changes, pictures
 from paceline.observe.page.whatif import what_if
-from paceline.observe.plain import run_line
 from paceline.observe.progress import describe
 from paceline.observe.reading import RunLog
-from paceline.observe.verdict import Verdict, verdict
-from paceline.observe.words import number, percent_cell
+from paceline.observe.run_words import run_words
+from paceline.observe.verdict import Verdict, steps_text, verdict
+from paceline.observe.worker_table import worker_table
 
 PAGE = "report.html"
 MOST_NOTES = 200
@@ -41,10 +42,11 @@ def report_page(log: RunLog) -> str:
     steps = last_steps(log.records, log.times, workers=len(story.workers))
     drawn = [timeline(steps, judged.machines, _blamed(judged)), what_if_picture(tried, judged), *pictures(story)]
     shown = [picture for picture in drawn if picture is not None]
-    asked = "" if tried.answers else f"<p class='quiet'>What if? {escape(in_words(tried, judged))}</p>"
+    why_not = f"<section class='quiet'>What if? {escape(in_words(tried, judged))}</section>"
+    asked = why_not if log.records and not tried.answers else ""
     body = "".join(
         (
-            heading(log.run, state(log)),
+            heading(log.run, judged.figures, state(log)),
             verdict_part(judged, tiles(judged, tried, story.stuck()), moved=changes(story)),
             f"<main id='pictures'>{''.join(map(frame, shown))}</main>{asked}",
             f"<section id='workers'>{workers_table(judged)}</section>",
@@ -107,10 +109,9 @@ def document(*, title: str, body: str, style: str, scripts: str) -> str:
     )
 
 
-def heading(run: Mapping[str, Any], status: tuple[str, str]) -> str:
+def heading(run: Mapping[str, Any], figures: Figures, status: tuple[str, str]) -> str:
     kind, words = status
-    name = escape(run.get("name") or "run")
-    details = escape(run_line(run).partition(": ")[2])
+    name, details = map(escape, run_words(run, figures))
     return (
         f"<header><h1>{name}</h1><span id='state' class='state {kind}'>{escape(words)}</span>"
         f"<p id='run'>{details}</p></header>"
@@ -168,18 +169,11 @@ def _figure(place: int, words: int) -> str:
 
 
 def workers_table(judged: Verdict) -> str:
-    head = ["worker", "machine", "samples", "share", "samples/s", "waiting", "last in", "others waited", "sat out"]
-    rows = [
-        [
-            str(w.worker), judged.machines.get(w.worker, ""), f"{w.samples:,}", percent_cell(w.share), number(w.speed),
-            percent_cell(w.waiting), percent_cell(w.last), percent_cell(w.blamed), f"{w.sat_out:,}",
-        ]
-        for w in judged.figures.workers
-    ]  # fmt: skip
-    if any(w.steps < judged.figures.steps for w in judged.figures.workers):
-        head.append("steps there")
-        rows = [[*row, f"{w.steps:,}"] for row, w in zip(rows, judged.figures.workers)]
-    return table("The workers, after warm-up", head, rows, words=2)
+    shown = worker_table(judged)
+    if not shown.rows:
+        return ""
+    after = ", after warm-up" if judged.warm_up else ""
+    return table(f"The workers{after}", shown.names, shown.rows, words=shown.words)
 
 
 def audit_table(epochs: Sequence[EpochAudit]) -> str:
@@ -236,11 +230,16 @@ def _clock(t: Any) -> str:
 
 def footer(log: RunLog, judged: Verdict) -> str:
     samples = sum(record.total for record in log.records)
-    said = [f"{len(log.records):,} steps, {samples:,} samples"]
-    said += [f"the first {judged.warm_up} steps are left out of the figures as warm-up"] if judged.warm_up else []
-    said += [f"{log.unreadable} lines of the log could not be read"] if log.unreadable else []
+    said = [f"{steps_text(len(log.records))}, {samples:,} samples"]
+    said += [f"{warm_up_text(judged.warm_up)} left out of the figures as warm-up"] if judged.warm_up else []
+    lines = "1 line" if log.unreadable == 1 else f"{log.unreadable} lines"
+    said += [f"{lines} of the log could not be read"] if log.unreadable else []
     said += [f"{key} {log.run[key]}" for key in ("torch", "paceline") if log.run.get(key)]
     return f"<footer><p>{escape('; '.join(said))}</p><p>{escape(log.path)}</p></footer>"
+
+
+def warm_up_text(steps: int) -> str:
+    return "the first step is" if steps == 1 else f"the first {steps} steps are"
 
 
 def asset_address(name: str, query: str) -> str:

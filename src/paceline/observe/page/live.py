@@ -47,6 +47,8 @@ MOST_SLICES = 1500
 """Of the timeline, which is drawn anew with every step."""
 MOST_NOTES, MOST_EVALUATIONS = 100, 1000
 MOST_CHANGES = 200
+NOT_YET = WhatIf(why_not="known when the run has ended: paceline report")
+"""A replay takes a second or two of a processor: too much for every message."""
 TAIL = 8
 """Of an elastic run, the steps that may still turn out to be void: by its rules it is one, so this is plenty."""
 
@@ -153,8 +155,8 @@ class LiveRun:
             parts = {
                 "now": now_line(self._progress.snapshot()),
                 "notes": notes(self._notes, self.end),
-                "heading": heading(self.run, state(log) if self.end else ("live", "running")),
-                "verdict": verdict_part(judged, tiles(judged, WhatIf(), story.stuck()), moved=changes(story)),
+                "heading": heading(self.run, judged.figures, state(log) if self.end else ("live", "running")),
+                "verdict": verdict_part(judged, tiles(judged, NOT_YET, story.stuck()), moved=changes(story)),
                 "workers": workers_table(judged),
             }
             drawn = [self._timeline(), *pictures(story)]

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.observe.page.drawing import BLUE, GREY, ORANGE, PURPLE, RED, Picture, layout, row_axis, small, text
-from paceline.observe.page.whatif import WhatIf
+from paceline.observe.page.whatif import WhatIf, instead
+from paceline.observe.stretches import bounded
 from paceline.observe.timeline import KINDS, TimedStep, lay_out
 from paceline.observe.verdict import Verdict
 from paceline.observe.words import duration, percent
@@ -16,6 +17,10 @@ MOST_SLICES = 6_000
 """Drawn at most: more only slows the browser."""
 MOST_ROWS = 64
 FEWEST, MOST_STEPS = 4, 16
+NAMES = KINDS | {"waiting": "waiting for the round"}
+"""As the picture calls them: with a deadline nobody waits for the last worker."""
+BARELY = 0.01
+"""Waiting below this part of the time is not worth a name."""
 HOVER = "step %{customdata[0]}, worker %{customdata[1]}: %{customdata[2]} ms"
 COLOURS = {"compute": BLUE, "late": RED, "waiting": ORANGE, "round": PURPLE, "rest": "#BBBBBB"}
 
@@ -43,7 +48,9 @@ def timeline(steps: Sequence[TimedStep], machines: Mapping[int, str], blamed: Ma
         if len(rows) < len(everybody)
         else ""
     )
-    said = f"Steps {first} to {last}, one row a worker.{_worst(steps)}{hidden}"
+    these = f"Steps {first} to {last}" if first != last else f"Step {first}"
+    waited = f" {_waited(steps)}" if len(everybody) > 1 else ""
+    said = f"{these}, one row a worker.{waited}{hidden}"
     frame = layout(x="seconds", height=min(960, 110 + max(14, min(34, 800 // len(rows))) * len(rows)))
     frame |= {"barmode": "overlay", "bargap": 0.15, "hovermode": "closest"}
     frame["yaxis"] = row_axis([(worker, machines.get(worker, "")) for worker in rows])
@@ -57,12 +64,12 @@ def _bars(kind: str, steps: Sequence[TimedStep], place: Mapping[int, int]) -> di
     if kind == "late":  # told apart by more than its colour
         marker["pattern"] = {"shape": "/", "size": 5, "fillmode": "overlay", "fgcolor": "white", "fgopacity": 0.6}
     return {
-        "type": "bar", "orientation": "h", "name": KINDS[kind], "marker": marker,
+        "type": "bar", "orientation": "h", "name": NAMES[kind], "marker": marker,
         "x": small(piece.seconds for _, piece in found),
         "base": [round(piece.start - zero, 5) for _, piece in found],
         "y": [place[piece.worker] for _, piece in found],
         "customdata": [[step.record.step, piece.worker, round(1000 * piece.seconds, 2)] for step, piece in found],
-        "hovertemplate": HOVER + f"<extra>{KINDS[kind]}</extra>",
+        "hovertemplate": HOVER + f"<extra>{NAMES[kind]}</extra>",
     }  # fmt: skip
 
 
@@ -78,19 +85,34 @@ def _deadlines(steps: Sequence[TimedStep], rows: int) -> list[dict[str, Any]]:
     ]
 
 
-def _worst(steps: Sequence[TimedStep]) -> str:
-    """Who was last most often, and what the others lost to it here."""
-    turns: dict[int, int] = {}
+def _waited(steps: Sequence[TimedStep]) -> str:
+    """How much of the time was waiting, and who caused most of it."""
+    whole = sum((step.stop - step.start) * len(step.record.workers) for step in steps)
+    waited = sum(map(_waiting_s, steps))
+    if whole <= 0 or waited < BARELY * whole:
+        return "Hardly anybody waited."
+    part = percent(waited / whole)
+    if 2 * sum(bounded(step.record) for step in steps) > len(steps):
+        return f"Rounds close at their deadline and wait for nobody; {part} of all time here was waiting until then."
+    caused = _caused_s(steps)
+    who = max(caused, key=lambda worker: caused[worker], default=None)
+    if who is None or caused[who] <= waited / 2:
+        return f"No single worker was waited for most; {part} of all time here was waiting."
+    most = f"{percent(caused[who] / waited)} of the waiting"
+    return f"The others waited most for worker {who}: {most}, which was {part} of all time here."
+
+
+def _waiting_s(step: TimedStep) -> float:
+    return sum(piece.seconds for piece in step.slices if piece.kind == "waiting")
+
+
+def _caused_s(steps: Sequence[TimedStep]) -> dict[int, float]:
+    """Seconds that the others waited for each worker, all of them together; a wait is charged to the last to finish."""
+    caused: dict[int, float] = {}
     for step in steps:
         if (worker := step.last) is not None:
-            turns[worker] = turns.get(worker, 0) + 1
-    if not turns:
-        return ""
-    who = max(turns, key=lambda worker: turns[worker])
-    waited = sum(piece.seconds for step in steps for piece in step.slices if piece.kind == "waiting")
-    whole = sum((step.stop - step.start) * len(step.record.workers) for step in steps)
-    part = percent(waited / whole) if whole > 0 else "0 %"
-    return f" Worker {who} was last in {turns[who]} of {len(steps)}; {part} of all time here was waiting."
+            caused[worker] = caused.get(worker, 0.0) + _waiting_s(step)
+    return caused
 
 
 def what_if_picture(tried: WhatIf, judged: Verdict) -> Picture | None:
@@ -151,12 +173,12 @@ def in_words(tried: WhatIf, judged: Verdict) -> str:
         this = "this stretch"
     best, own = tried.better_than(judged.pace), tried.of(judged.pace)
     if best is not None:
-        said.append(f"With {best.pace} {this} would have taken {_instead(best.seconds, tried.actual_s)}.")
+        said.append(f"With {best.pace} {this} would have taken {instead(best.seconds, tried.actual_s)}.")
     elif tried.trusted(judged.pace):
         said.append(f"No other pace would have been much faster than {judged.pace or 'this one'}.")
     equal = tried.of("equal")
     if equal is not None and judged.pace != "equal":
-        said.append(f"With equal shares it would have taken {_instead(equal.seconds, tried.actual_s)}.")
+        said.append(f"With equal shares it would have taken {instead(equal.seconds, tried.actual_s)}.")
     if own is not None:
         off = percent(tried.off_by(judged.pace))
         care = "" if tried.trusted(judged.pace) else ", so take these figures with care"
@@ -164,7 +186,3 @@ def in_words(tried: WhatIf, judged: Verdict) -> str:
     if tried.replayed < tried.steps:
         said.append(f"Estimated from {tried.replayed:,} of {tried.steps:,} steps.")
     return " ".join(said)
-
-
-def _instead(seconds: float, actual_s: float) -> str:
-    return f"{duration(seconds)} instead of {duration(actual_s)}"

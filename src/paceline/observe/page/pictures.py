@@ -15,11 +15,13 @@ from paceline.observe.coming_and_going import Move, moves_text
 from paceline.observe.evaluations import MEANS, Evaluation
 from paceline.observe.page.drawing import (
     BLUE,
+    FEW,
     GREEN,
     GREY,
     ORANGE,
     PURPLE,
     RED,
+    SKY,
     WORKERS,
     Picture,
     band,
@@ -27,11 +29,12 @@ from paceline.observe.page.drawing import (
     line,
     row_axis,
     small,
+    text,
     worker_colours,
 )
 from paceline.observe.words import percent
 
-STATES = {1: ("sat out", "#56B4E9"), 2: ("at work", BLUE), 3: ("late", RED)}
+STATES = {1: ("sat out", SKY), 2: ("at work", BLUE), 3: ("missed the round", RED)}
 """Who was there, by number: the highest in a bucket is drawn, but for a worker that was away, 0, which is a gap."""
 MOST_ROWS = 64
 MOST_MARKS = 100
@@ -80,8 +83,19 @@ def pictures(story: Story) -> list[Picture]:
     """Those that have something to show, in the order of the page."""
     if not story.buckets:
         return []
-    drawn = [speed(story), shares(story), learning(story), forecast(story), presence(story), late_work(story)]
-    return [picture for picture in drawn if picture is not None]
+    drawn = [speed(story), shares(story), learning(story), forecast(story), presence(story), handed_back(story)]
+    shown = [picture for picture in drawn if picture is not None]
+    if len(story.buckets) <= FEW:
+        for picture in shown:
+            picture.layout["xaxis"] |= _whole_steps(story)
+    return shown
+
+
+def _whole_steps(story: Story) -> dict[str, Any]:
+    """An axis for a few steps, where the drawing's own choice would be halves of a step and a range around nothing."""
+    shown = [*story.steps, *(each.step for each in story.evaluations)]
+    first, last = min(shown), max(shown)
+    return {"range": [first - 0.5, last + 0.5], "tick0": 0, "dtick": max(1, (last - first) // FEW)}
 
 
 def speed(story: Story) -> Picture:
@@ -124,18 +138,27 @@ def shares(story: Story) -> Picture | None:
         busy = story.table(lambda b: b.busy_s).sum(axis=0)
         own = np.divide(done.sum(axis=0), busy, out=np.zeros(len(order)), where=busy > 0)
         order.sort(key=lambda column: own[column])
-    colours = worker_colours(len(order))
+    layer = _bar if len(story.buckets) <= FEW else _layer
     data = [
-        line(story.steps, part[:, column], story.name(story.workers[column]).replace("emulated ", ""), colour,
-             stackgroup="all", fillcolor=colour, line={"width": 0}, showlegend=not many, hovertemplate="%{y:.1f} %")
-        for column, colour in zip(order, colours)
-    ]  # fmt: skip
-    frame = layout(y="% of the samples", height=340, shapes=_marks(story))
+        layer(story.steps, part[:, column], story.name(story.workers[column]).replace("emulated ", ""), colour)
+        | {"showlegend": not many, "hovertemplate": "%{y:.1f} %"}
+        for column, colour in zip(order, worker_colours(len(order)))
+    ]
+    frame = layout(y="% of the samples", height=340, shapes=_marks(story), barmode="stack")
     frame["yaxis"] |= {"range": [0, 100]}
     if many:
         frame["hovermode"] = "closest"
     how = "The slowest machine is at the bottom and dark, the fastest on top and bright." if many else ""
     return Picture("shares", "Shares of the work", f"Each worker's part of every batch. {how}".strip(), data, frame)
+
+
+def _layer(steps: Sequence[int], part: Sequence[float], name: str, colour: str) -> dict[str, Any]:
+    return line(steps, part, name, colour, stackgroup="all", fillcolor=colour, line={"width": 0})
+
+
+def _bar(steps: Sequence[int], part: Sequence[float], name: str, colour: str) -> dict[str, Any]:
+    """A few steps are bars: a layer through one point has no area."""
+    return {"type": "bar", "x": steps, "y": small(part), "name": text(name), "marker": {"color": colour}}
 
 
 def learning(story: Story) -> Picture | None:
@@ -158,9 +181,16 @@ def learning(story: Story) -> Picture | None:
     if on_right:
         frame["yaxis2"] = {"overlaying": "y", "side": "right", "showgrid": False, "tickmode": "auto", "zeroline": False,
                            "title": {"text": "mean over samples"}}  # fmt: skip
+        frame["yaxis2"] |= _around_one([value for _, _, values, _ in on_right for value in values])
         frame["margin"] |= {"r": 64}
     said = f"The last loss was {_last(loss):.3g}." if math.isfinite(_last(loss)) else ""
     return Picture("learning", "Loss and what was evaluated", said or "No loss was recorded.", data, frame)
+
+
+def _around_one(values: Sequence[float]) -> dict[str, Any]:
+    """An axis from 0 for a single value, around which the drawing's own choice would be a range below 0."""
+    known = {value for value in values if math.isfinite(value)}
+    return {"range": [0, max(1.0, *known) * 1.05]} if len(known) == 1 and min(known) >= 0 else {}
 
 
 def forecast(story: Story) -> Picture | None:
@@ -179,13 +209,13 @@ def forecast(story: Story) -> Picture | None:
 
 
 def presence(story: Story) -> Picture | None:
-    """A strip a worker: at work, sitting out, late, away."""
+    """A strip a worker: at work, sitting out, missing the round, away."""
     if len(story.workers) < 2:
         return None
     rows = sorted(enumerate(story.workers), key=lambda row: row[1])[:MOST_ROWS]
-    present, late = story.table(lambda b: b.present), story.table(lambda b: b.late)
+    present, missed = story.table(lambda b: b.present), story.table(lambda b: b.missed)
     idle = story.table(lambda b: b.idle)
-    state = np.where(late > 0, 3, np.where(idle >= np.maximum(present, 1), 1, 2))
+    state = np.where(missed > 0, 3, np.where(idle >= np.maximum(present, 1), 1, 2))
     away = present < story.table(lambda b: np.full(len(story.workers), b.steps))
     by_row = np.where(away, 0, state).T[[column for column, _ in rows]].tolist()
     z = [[value or None for value in row] for row in by_row]
@@ -233,27 +263,20 @@ def changes(story: Story, most: int = 6) -> str:
     return said[0].upper() + said[1:] + "."
 
 
-def late_work(story: Story) -> Picture | None:
-    """Samples that were dealt, not finished in their step, and dealt again; nothing when there were none."""
+def handed_back(story: Story) -> Picture | None:
+    """Samples that were dealt, not counted in their step, and dealt again; nothing when there were none."""
     undone = story.column(lambda b: b.undone)
     if not any(undone):
         return None
-    late = story.table(lambda b: b.late).sum(axis=0)
-    worst = int(np.argmax(late))
-    who = (
-        f" {story.name(story.workers[worst]).capitalize()} was late most often: {int(late[worst]):,} steps."
-        if late.any()
-        else ""
-    )
     data = [
-        {"type": "bar", "x": story.steps, "y": small(undone), "name": "dealt, not finished in its step",
-         "marker": {"color": RED}},
+        {"type": "bar", "x": story.steps, "y": small(undone), "name": "dealt, not counted in its step",
+         "marker": {"color": SKY}},
     ]  # fmt: skip
     said = (
-        f"More is dealt than a deadline needs. What was not finished by then, {sum(undone):,.0f} samples in all, "
-        f"stayed in its queue and was dealt again; none was lost (see the audit).{who}"
+        "With a deadline more is dealt than a step needs, so that nobody runs out of work. What was not done by then, "
+        f"{sum(undone):,.0f} samples in all, stayed in its queue and was dealt again; none was lost (see the audit)."
     )
-    return Picture("late", "Late and dealt again", said, data, layout(y="samples", bargap=0))
+    return Picture("handed-back", "Dealt and handed back", said, data, layout(y="samples", bargap=0))
 
 
 def _means(story: Story) -> dict[str, list[float]]:

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.observe.figures import summarise
+from paceline.observe.verdict import steps_text
+from paceline.observe.words import duration
 from paceline.records import StepRecord
 
 MOST_NUMBERS = 16_000
@@ -66,6 +68,10 @@ class WhatIf:
     def trusted(self, pace: str) -> bool:
         return self.off_by(pace) < TRUSTED
 
+    def known(self, pace: str) -> bool:
+        """Whether the run was replayed, and closely enough to say that no other pace is better."""
+        return bool(self.answers) and self.trusted(pace)
+
     def _best(self) -> Answer | None:
         """The fastest; of those that are as good as the fastest, the default."""
         usual = self.of(USUAL)
@@ -81,6 +87,14 @@ class WhatIf:
         return best if best.seconds < to_beat / WORTH else None
 
 
+def instead(seconds: float, actual_s: float) -> str:
+    """``6 s instead of 9 s``; with a tenth where whole seconds would be the same."""
+    told, actual = duration(seconds), duration(actual_s)
+    if told == actual and 1 <= min(seconds, actual_s) < 60:
+        told, actual = f"{seconds:.1f} s", f"{actual_s:.1f} s"
+    return f"{told} instead of {actual}"
+
+
 def what_if(records: Sequence[StepRecord]) -> WhatIf:
     """Replay the longest stretch with the same workers (its last steps, when it is long) and scale to all of it."""
     from paceline.simulate.recorded import longest_stretch
@@ -91,7 +105,8 @@ def what_if(records: Sequence[StepRecord]) -> WhatIf:
         return WhatIf(why_not="There is nothing to deal out differently: one worker only." if size else "No steps.")
     stretch = whole[-max(FEWEST_STEPS, MOST_NUMBERS // size) :]
     if len(stretch) < FEWEST_STEPS:
-        return WhatIf(why_not=f"Too short: {len(stretch)} steps with the same workers, {FEWEST_STEPS} are needed.")
+        found = steps_text(len(stretch))
+        return WhatIf(why_not=f"Too short: {found} with the same workers, {FEWEST_STEPS} are needed.")
     try:
         seconds = _replayed(stretch)
     except ValueError as error:  # the simulator says what the record lacks

@@ -11,9 +11,22 @@ const paceline = (() => {
 
   const everyPlot = (act) => document.querySelectorAll(".plot.js-plotly-plot").forEach((place) => act(place));
 
-  // Paper is narrower than the window: drawn again for it, and back afterwards.
-  addEventListener("beforeprint", () => everyPlot((place) => Plotly.relayout(place, { width: 680 })));
-  addEventListener("afterprint", () => everyPlot((place) => Plotly.relayout(place, { width: null, autosize: true })));
+  // Paper is narrower than the window: drawn again for it, with room for a legend of a line a name, and back afterwards.
+  const named = (place) => place._fullData.filter((trace) => trace.showlegend && trace.visible === true).length;
+
+  function fit(place, size, height) {
+    place.style.height = `${height}px`;
+    return Plotly.relayout(place, { ...size, height });
+  }
+
+  addEventListener("beforeprint", () => everyPlot((place) => {
+    place.dataset.height ??= place.offsetHeight;  // a window that changed its size has taken it out of the layout
+    fit(place, { width: 680 }, Number(place.dataset.height) + 20 * named(place));
+  }));
+  addEventListener("afterprint", () => everyPlot((place) => {
+    fit(place, { width: null, autosize: true }, Number(place.dataset.height));
+    delete place.dataset.height;
+  }));
 
   const given = document.getElementById("figures");
   if (given) {
