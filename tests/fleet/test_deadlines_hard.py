@@ -179,10 +179,10 @@ def test_custom_orders_that_differ_between_workers_in_a_later_epoch_are_an_error
 @pytest.mark.parametrize(
     ("how", "who", "pace", "named", "within"),
     [
-        ("kill", [1], SHORT["pace"], "worker 1", 9.0),
-        ("raise", [1], SHORT["pace"], "ValueError: a bug in the script", 5.0),
-        ("interrupt", [2], SHORT["pace"], "KeyboardInterrupt", 5.0),
-        ("raise", [1, 2], {"deadline_s": None, "wait_for": 2}, "a bug in the script", 5.0),
+        ("kill", [1], SHORT["pace"], "worker 1", 20.0),
+        ("raise", [1], SHORT["pace"], "ValueError: a bug in the script", 15.0),
+        ("interrupt", [2], SHORT["pace"], "KeyboardInterrupt", 15.0),
+        ("raise", [1, 2], {"deadline_s": None, "wait_for": 2}, "a bug in the script", 15.0),
         ("stop", [1], SHORT["pace"], "worker 1", 20.0),
     ],
     ids=["killed", "an error", "ctrl-c", "too few to count to", "stopped"],

@@ -287,7 +287,14 @@ def test_without_a_replay_the_verdicts_own_advice_is_the_answer(tmp_path):
         assert re.fullmatch(r"up to [\d,]+ samples/s are in reach, by an estimate", told.reason)
 
 
-def test_that_nothing_would_help_is_said_only_after_a_replay_that_knows_the_run(tmp_path):
+def test_near_the_limit_there_is_little_to_change_whether_it_was_replayed_or_not(tmp_path):
+    found = change(calm_run(), tmp_path, WhatIf(why_not="known when the run has ended"))
+    assert found.answer == "nothing much"
+    assert found.reason.endswith("of what these machines can do is reached")
+
+
+def test_that_nothing_would_help_is_said_only_after_a_replay_that_knows_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.observe.page.answers.NEAR", 1.0)
     knows = WhatIf((Answer("adaptive", 7.9), Answer("equal", 20.0)), actual_s=8.0)
     assert change(calm_run(), tmp_path / "a", knows).answer == "nothing"
     off = change(calm_run(), tmp_path / "b", WhatIf(knows.answers, actual_s=9.8))
@@ -298,7 +305,8 @@ def test_that_nothing_would_help_is_said_only_after_a_replay_that_knows_the_run(
     assert change(calm_run(2), tmp_path / "d", WhatIf()).reason.startswith("too few steps to tell")
 
 
-def test_the_live_page_does_not_say_that_nothing_would_help(tmp_path):
+def test_the_live_page_does_not_say_that_nothing_would_help(tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.observe.page.answers.NEAR", 1.0)
     live = LiveRun(tmp_path)
     for event in calm_run()[:-1]:
         live.take(event)

@@ -15,9 +15,9 @@ logger = logging.getLogger("paceline.observe")
 
 QUICK_S, FULL_S = 0.4, 2.0
 """Seconds between two messages, at least."""
-QUICK_CALM, FULL_CALM = 50, 100
-"""Times the cost of a message to wait before the next of its kind: making them takes three hundredths of one core."""
-SLOWEST_QUICK_S = 0.8
+CALM = 100
+"""Times the cost of a message to wait before the next of its kind."""
+SLOWEST_QUICK_S = 0.6
 """A step is on the screen within a second, whatever it costs."""
 STILL_HERE_S = 15.0
 """A comment is sent after so much silence, so that neither side takes the other for gone."""
@@ -51,11 +51,11 @@ class Publisher:
                 self._publish(full=self._made(self._live.full))
                 full_revision = quick_revision = revision
                 full_at = time.monotonic()
-                full_pause = max(FULL_S, FULL_CALM * (full_at - started))
+                full_pause = max(FULL_S, CALM * (full_at - started))
             elif self.viewers and revision != quick_revision:
                 self._publish(quick=self._made(self._live.quick))
                 quick_revision = revision
-            self._wanted.wait(min(SLOWEST_QUICK_S, max(QUICK_S, QUICK_CALM * (time.monotonic() - started))))
+            self._wanted.wait(min(SLOWEST_QUICK_S, max(QUICK_S, CALM * (time.monotonic() - started))))
 
     def _made(self, make: Callable[[], Mapping[str, Any]]) -> bytes | None:
         """The message, or None when the log holds something that cannot be shown: the page waits for better."""

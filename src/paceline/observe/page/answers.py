@@ -11,6 +11,8 @@ from paceline.observe.page.whatif import WhatIf, instead
 from paceline.observe.verdict import BALANCED, NOTABLE, Verdict, few_micro_batches
 from paceline.observe.words import duration, number, percent, times
 
+NEAR = 0.9
+"""A part of the limit from which there is little left to gain, whatever the pace."""
 TOO_SHORT = "too few steps to tell: only warm-up was measured"
 
 
@@ -145,6 +147,8 @@ def _no_change(question: str, v: Verdict, tried: WhatIf) -> Tile:
         return Tile(question, "nothing", "one machine alone, and most of its time is work")
     if tried.known(v.pace):
         return Tile(question, "nothing", "no change in sight would gain more than a few per cent")
+    if v.figures.of_limit > NEAR:
+        return Tile(question, "nothing much", f"{percent(v.figures.of_limit)} of what these machines can do is reached")
     off = f"the replay is off by {percent(tried.off_by(v.pace))}, too far to tell"
     return Tile(question, "not known", off if tried.answers else tried.why_not)
 
