@@ -32,8 +32,9 @@ browser:
 	    { apt-get update -qq && apt-get install -y -qq chromium chromium-driver; } >/dev/null 2>&1; }; } || \
 	  echo "No chromium and chromedriver here: the tests in a browser are SKIPPED."
 
+# Many of these tests wait for processes more than they compute: three at a time keep two cores busy.
 test: lint browser
-	$(BIN)/python -m pytest -m "not long" -n 2
+	$(BIN)/python -m pytest -m "not long" -n 3 --dist worksteal
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long -n 2
