@@ -371,3 +371,17 @@ def test_a_sum_while_another_thread_forms_the_group_anew_is_cut_short() -> None:
         transport.sum(torch.zeros(1)).wait()
     with pytest.raises(GenerationOver):
         transport.receive(torch.zeros(1), 1, 0)
+
+
+def test_who_awaits_facts_in_a_generation_that_another_thread_has_left_asks_again_in_the_next() -> None:
+    transport = bare()
+    transport._store = SimpleNamespace(set=lambda key, value: None, check=lambda keys: False)
+    transport._rank, transport._size, transport._now = 0, 2, generation(5, 4, 6)
+
+    def look() -> None:  # the other thread has formed generation 6 since, and nothing is wrong with that
+        transport._store, transport._now = SimpleNamespace(), generation(6, 4, 7)
+
+    transport._check = look
+    with pytest.raises(GenerationOver) as over:
+        transport._gather("call/3", "fleet.evaluate()", None)
+    assert over.value.generation == 5

@@ -241,7 +241,7 @@ class Elastic(Linked):
         try:
             self._open_store(generation)
             self._store.set(f"here/{self._rank}", "")
-            self._await([f"here/{rank}" for rank in range(self._size)])
+            self._await([f"here/{rank}" for rank in range(self._size)], self._store)
             if self._size > 1:
                 store = dist.PrefixStore("group", self._store)
                 self._group = self._form_group(store, self._rank, self._size, towards=generation.store)
@@ -403,7 +403,7 @@ class Elastic(Linked):
         if self._rank == giver:
             self._store.set(key, json.dumps(lane.result))
         elif self._rank in behind:
-            self._await([key])
+            self._await([key], self._store)
             lane.result = list(json.loads(self._store.get(key)))
 
     def _hand_over_tensors(self, name: str, giver: int, behind: Sequence[int]) -> None:
@@ -583,6 +583,11 @@ class Elastic(Linked):
             raise self._member.failure
         if self._over >= self._number:
             raise self._why_over()
+
+    def _check_store(self, store: Store) -> None:
+        """Another thread may have formed the fleet anew before this one saw that its generation was over."""
+        if store is not self._store:
+            raise GenerationOver("the fleet was formed anew", generation=self._number - 1)
 
     def _why_over(self) -> GenerationOver:
         return GenerationOver(f"generation {self._number} is over", generation=self._number)

@@ -110,6 +110,9 @@ class Fixed(Linked):
         if self._presence.failure:
             raise self.failed(self._presence.failure)
 
+    def _check_store(self, store: Store) -> None:
+        assert store is self._store, "it is the same from beginning to end"
+
     def _unlike_calls(self, labels: dict[int, str]) -> FleetError:
         self._noticed.set()
         return self._presence.mismatch(labels)

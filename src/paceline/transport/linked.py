@@ -88,6 +88,10 @@ class Linked(ABC):
         """Raise when what this worker waits for can never come."""
 
     @abstractmethod
+    def _check_store(self, store: Store) -> None:
+        """Raise when what is awaited in this store is asked for in another by now."""
+
+    @abstractmethod
     def failed(self, error: BaseException) -> Exception:
         """What to raise for an engine's error."""
 
@@ -162,27 +166,29 @@ class Linked(ABC):
 
     def _gather(self, key: str, label: str, value: Any) -> list[Any]:
         """Workers put their values, the leader puts the list: two store operations a worker."""
+        store = self._store
         if self._rank:
-            self._store.set(f"{key}/{self._rank}", json.dumps([label, value]))
-            self._await([f"{key}/all"])
-            return list(json.loads(self._store.get(f"{key}/all")))
+            store.set(f"{key}/{self._rank}", json.dumps([label, value]))
+            self._await([f"{key}/all"], store)
+            return list(json.loads(store.get(f"{key}/all")))
         others = [f"{key}/{rank}" for rank in range(1, self._size)]
         if others:
-            self._await(others)
-        said = [[label, json.loads(json.dumps(value))], *(json.loads(self._store.get(other)) for other in others)]
+            self._await(others, store)
+        said = [[label, json.loads(json.dumps(value))], *(json.loads(store.get(other)) for other in others)]
         if any(theirs != label for theirs, _ in said):
             raise self._unlike_calls({rank: theirs for rank, (theirs, _) in enumerate(said)})
         values = [theirs for _, theirs in said]
-        self._store.set(f"{key}/all", json.dumps(values))
+        store.set(f"{key}/all", json.dumps(values))
         for old in (*others, *self._spent):  # everybody has read the list before this one
-            self._store.delete_key(old)
+            store.delete_key(old)
         self._spent = [f"{key}/all"]
         return values
 
-    def _await(self, keys: list[str]) -> None:
+    def _await(self, keys: list[str], store: Store) -> None:
         pause = 0.0002
-        while not self._store.check(keys):
+        while not store.check(keys):
             self._check()
+            self._check_store(store)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.01)
 
