@@ -29,12 +29,8 @@ def record_of(turn: Turn, header: Header, name: Callable[[int], str], *, round_s
     """The record of a step whose round is over."""
     bounded = turn.bounded
     return StepRecord(
+        **_dealt(turn),
         **said(header, name),
-        step=turn.index,
-        epoch=turn.epoch,
-        generation=turn.generation,
-        workers=turn.workers,
-        planned=turn.shares,
         slowest_s=tuple(header.column("slowest_s").tolist()),
         unfinished_s=tuple(header.column("unfinished_s").tolist()) if bounded else (),
         behind=_ints(header.column("behind")) if bounded else (),
@@ -51,16 +47,18 @@ def record_of(turn: Turn, header: Header, name: Callable[[int], str], *, round_s
 def void_record(turn: Turn) -> StepRecord:
     """Of a step that does not count: the fleet went on without this worker."""
     nobody = (0,) * len(turn.shares)
-    return StepRecord(
-        step=turn.index,
-        epoch=turn.epoch,
-        generation=turn.generation,
-        workers=turn.workers,
-        planned=turn.shares,
-        samples=nobody,
-        seconds=tuple(map(float, nobody)),
-        applied=False,
-    )
+    return StepRecord(**_dealt(turn), samples=nobody, seconds=tuple(map(float, nobody)), applied=False)
+
+
+def _dealt(turn: Turn) -> dict[str, Any]:
+    """Which step it is, and what was dealt to whom."""
+    return {
+        "step": turn.index,
+        "epoch": turn.epoch,
+        "generation": turn.generation,
+        "workers": turn.workers,
+        "planned": turn.shares,
+    }
 
 
 def has_gradient(header: Header) -> bool:

@@ -52,11 +52,9 @@ class Failure:
     def told(self) -> str:
         """What happened, in one line."""
         said = headline(self.lines).removeprefix("paceline: ")
-        return (
-            said
-            if self.code == FLEET_FAILED and said
-            else f"worker {self.rank} {self.ended}" + (f": {_cut(said)}" if said else "")
-        )
+        if said and self.code == FLEET_FAILED:  # it names somebody else
+            return said
+        return f"worker {self.rank} {self.ended}" + (f": {_cut(said)}" if said else "")
 
     def said_by(self, voice: Voice) -> bool:
         """Whether the same words are on the screen already: a worker that takes long to end has shown them."""

@@ -79,9 +79,6 @@ class NcclSum:
             work.wait()
             self._ended.record(stream)
 
-    def is_completed(self) -> bool:
-        return bool(self._ended.query())
-
     def wait_for_host(self, check: Callable[[], None]) -> None:
         """Until the sum stands in the tensor, for the host and for the stream that is current here."""
         pause = 0.00005

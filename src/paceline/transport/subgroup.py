@@ -38,8 +38,8 @@ class Subgroup:
         pending: Callable[..., Pending],
     ) -> None:
         """``engine``: the members' process group, in the order of ``ranks``; ``gpus``: the same for what lies on GPUs,
-        where all have one. ``alike``: all hold their tensors on one
-        kind of device. ``pending`` starts an engine's work and watches over it."""
+        where all have one. ``alike``: all hold their tensors on one kind of device. ``pending`` starts an engine's work
+        and watches over it."""
         self._alike = alike
         self._fleet, self._engine, self._presence, self._pending = fleet, engine, presence, pending
         self.gpus = gpus
