@@ -279,9 +279,8 @@ class Averaged(Steps):
         assert isinstance(transport, Elastic)
         if not broken_off(transport, over, sums):
             round = round.emptied(self._layout)  # something may still write into the other one
-            transport.expect([*round.wired(), *round.total.flats])
         transport.recover(over)
-        return round if transport.given() else None
+        return round if transport.given([*round.wired(), *round.total.flats]) else None
 
     def _sum(self, parts: Sequence[torch.Tensor], sums: list[Pending]) -> None:
         """Sum over the fleet, and note the sums in ``sums`` as they are begun."""

@@ -6,22 +6,12 @@ import json
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from crew import Outcome
 from elastic_cases import LENGTH
 from flock import Flock, sound
-
-from paceline.errors import GenerationOver
-from paceline.roster import Generation
-from paceline.transport import elastic
-from paceline.transport.changes import Change
-from paceline.transport.lanes import Lane
-from paceline.transport.presence import CALLS, ROUNDS
-from paceline.transport.works import Already, Watched
 
 pytestmark = pytest.mark.fleet
 
@@ -330,58 +320,3 @@ def test_one_that_freezes_in_an_evaluation_enters_anew_or_asks_to_be_started_aga
         outcomes = flock.wait()
     equal_and_sound(tmp_path, outcomes, ended={0, 2}, epochs=10)
     assert outcomes[1].code in (0, 75), outcomes[1].err[-1500:]
-
-
-# -- parts of the transport, without processes -------------------------------------------------------------------------
-
-
-def bare() -> Any:
-    """A transport that is connected to nobody."""
-    transport: Any = elastic.Elastic.__new__(elastic.Elastic)
-    transport._lanes = {CALLS: Lane(), ROUNDS: Lane()}
-    transport._slots, transport._renewed, transport.settler, transport.outside = {}, set(), None, False
-    transport._now, transport._over, transport._group, transport._gpus = None, 0, None, None
-    transport._gone, transport.intact, transport._stars = {}, lambda: True, 0
-    transport._member = SimpleNamespace(id=4, failure=None, report=lambda **said: None)
-    return transport
-
-
-def generation(number: int, *workers: int) -> Generation:
-    return Generation(number, workers, (), (), (), {}, ("", 0), True, 0)
-
-
-def test_the_sum_of_a_worker_alone_can_be_abandoned() -> None:
-    Watched(Already(), bare()).abandon()
-
-
-def test_the_training_never_sees_a_rank_and_size_of_other_members_than_it_follows() -> None:
-    transport = bare()
-    members = generation(5, 3, 4, 6)
-    change = Change(kept=(0, 1, 2), joined=(), left=(), facts=({}, {}, {}), generation=members)
-    transport._rank, transport._size = 0, 2  # another thread forms generation 6, of workers 4 and 6, by now
-    transport._show(change)
-    assert (transport.rank, transport.size) == (1, 3) == (transport.workers.index(4), len(transport.workers))
-
-
-def test_a_sum_while_another_thread_forms_the_group_anew_is_cut_short() -> None:
-    transport = bare()
-    transport._now, transport._unfollowed, transport._summed = generation(5, 4, 6), None, 0
-    transport._alike, transport._size, transport._rank, transport.backend = True, 2, 0, "gloo"
-    with pytest.raises(GenerationOver):
-        transport.sum(torch.zeros(1)).wait()
-    with pytest.raises(GenerationOver):
-        transport.receive(torch.zeros(1), 1, 0)
-
-
-def test_who_awaits_facts_in_a_generation_that_another_thread_has_left_asks_again_in_the_next() -> None:
-    transport = bare()
-    transport._store = SimpleNamespace(set=lambda key, value: None, check=lambda keys: False)
-    transport._rank, transport._size, transport._now = 0, 2, generation(5, 4, 6)
-
-    def look() -> None:  # the other thread has formed generation 6 since, and nothing is wrong with that
-        transport._store, transport._now = SimpleNamespace(), generation(6, 4, 7)
-
-    transport._check = look
-    with pytest.raises(GenerationOver) as over:
-        transport._gather("call/3", "fleet.evaluate()", None)
-    assert over.value.generation == 5

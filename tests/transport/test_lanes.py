@@ -24,12 +24,13 @@ def test_calls_are_counted_and_one_that_was_cut_short_keeps_its_number() -> None
     assert (lane.entered, lane.finished, lane.label, lane.waiting) == (2, 1, "another", True)
 
 
-def test_what_was_given_stands_where_the_call_awaited_it_and_counts_as_finished() -> None:
-    room = (torch.zeros(2),)
-    lane = Lane(entered=5, finished=4, pending=room, result=["of the call before"])
+def test_what_was_given_is_kept_to_be_given_on_and_counts_as_finished() -> None:
+    received = (torch.zeros(2),)
+    lane = Lane(entered=5, finished=4, pending=(torch.ones(2),), result=["of the call before"])
     assert lane.says() == {"finished": 4, "facts_kept": True}
+    lane.kept = received
     lane.finish_given(facts=False)
-    assert (lane.finished, lane.kept, lane.pending, lane.given) == (5, room, (), True)
+    assert (lane.finished, lane.kept, lane.pending, lane.given) == (5, received, (), True)
     assert lane.says() == {"finished": 5, "facts_kept": False}
 
 

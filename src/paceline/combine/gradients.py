@@ -341,9 +341,8 @@ class Gradients:
             parts = [torch.empty_like(part) for part in parts]
             for bucket in self.buckets.buckets:
                 bucket.renew()
-        transport.expect([*self.buckets.tensors(), *parts, self._norm_kept])
         transport.recover(over)
-        self._is_mean, self._sums = transport.given(), []
+        self._is_mean, self._sums = transport.given([*self.buckets.tensors(), *parts, self._norm_kept]), []
         if self._is_mean:
             return list(parts)
         self._extremes, self._squares = [], []
@@ -471,9 +470,8 @@ def recovered(
     of them had finished the round and gave its result."""
     if not broken_off(transport, over, sums):
         tensors = [torch.empty_like(tensor) for tensor in tensors]
-    transport.expect(tensors, aside=True)
     transport.recover(over)
-    return list(tensors) if transport.given(aside=True) else None
+    return list(tensors) if transport.given(tensors, aside=True) else None
 
 
 def broken_off(transport: Any, over: GenerationOver, sums: Sequence[Pending]) -> bool:

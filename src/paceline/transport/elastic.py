@@ -412,11 +412,13 @@ class Elastic(Linked):
             for number, tensor in enumerate(lane.kept):
                 data = _bytes_of(tensor)
                 self._sent += [(data, self._engine.send([data], rank, number)) for rank in behind]
-        elif self._rank in behind:
+        elif self._rank in behind:  # not into the call's own tensors: what was cut short may still write there
+            received = []
             for number, tensor in enumerate(lane.pending):
                 data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
                 self.receive(data, giver, number)
-                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+                received.append(data.view(tensor.dtype).view(tensor.shape))
+            lane.kept = received
 
     def _pass_state(self, giver: int, newcomers: Sequence[int]) -> None:
         """At a step boundary: the giver packs its state and sends it while it goes on; a newcomer waits for it."""
@@ -452,29 +454,38 @@ class Elastic(Linked):
         self._lanes[lane].waiting = False
         self._report()
 
-    def _finish(self, lane: str, *, facts: list[Any] | None = None, kept: Sequence[torch.Tensor] = ()) -> None:
-        self._lanes[lane].finish(facts=facts, kept=kept)
+    def _finish(
+        self, lane: str, began: int, *, facts: list[Any] | None = None, kept: Sequence[torch.Tensor] = ()
+    ) -> bool:
+        """A call that began in this generation has ended. False: it has not, for another thread has formed the fleet
+        anew, and told the others so."""
+        with self._recovering:
+            if self._number != began:
+                return False
+            self._lanes[lane].finish(facts=facts, kept=kept)
+            return True
 
     @contextmanager
     def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
         lane = ROUNDS if aside else CALLS
         self._lanes[lane].pending = keeps
         with super().round(label, aside=aside):
+            began = self._number
             yield
-        self._finish(lane, kept=keeps)
+        if not self._finish(lane, began, kept=keeps):
+            raise self._why_over()  # the new one too: some of the sums may have begun there
 
-    def given(self, *, aside: bool = False) -> bool:
-        """After `recover`: whether others had finished the round under way, whose result now stands in its tensors."""
+    @torch.no_grad()
+    def given(self, into: Sequence[torch.Tensor], *, aside: bool = False) -> bool:
+        """After `recover`: whether others had finished the round under way; what it gave then stands in ``into``."""
         lane = self._lanes[ROUNDS if aside else CALLS]
         if not lane.given:
             self.follow()
             return False
+        for mine, theirs in zip(into, lane.kept, strict=True):
+            mine.copy_(theirs)
         lane.given, lane.result = False, None
         return True
-
-    def expect(self, tensors: Sequence[torch.Tensor], *, aside: bool = False) -> None:
-        """The result of the round under way is to stand in these tensors instead."""
-        self._lanes[ROUNDS if aside else CALLS].pending = tensors
 
     def gather(self, label: str, value: Any) -> list[Any]:
         if self.outside:
@@ -482,23 +493,24 @@ class Elastic(Linked):
             return [json.loads(mine) for _ in range(self.size)]
         call = self._enter(label, lane=CALLS)
         try:
-            values = self._try_gather(call, label, value)
-            self._finish(CALLS, facts=values)
-            return values
+            return self._try_gather(call, label, value)
         finally:
             self._leave(lane=CALLS)
 
     def _try_gather(self, call: int, label: str, value: Any) -> list[Any]:
         lane = self._lanes[CALLS]
         while True:
-            mine = value() if callable(value) else value
+            began, mine = self._number, value() if callable(value) else value
             try:
-                return self._gather(f"call/{call}", label, mine)
+                values = self._gather(f"call/{call}", label, mine)
+                if self._finish(CALLS, began, facts=values):
+                    return values
             except RuntimeError as error:
                 self._recover_in(label, error)
-                if lane.given:
-                    return list(lane.result or [])
-                self.follow()
+            if lane.given:
+                lane.finish(facts=lane.result, kept=())
+                return list(lane.result or [])
+            self.follow()
 
     def _recover_in(self, label: str, error: Exception) -> None:
         if isinstance(error, PacelineError) and not isinstance(error, GenerationOver):
@@ -518,7 +530,7 @@ class Elastic(Linked):
                 return
             except GenerationOver as over:
                 self._recover_in("the leader's broadcast", over)
-                if self.given():
+                if self.given(tensors):
                     return
 
     def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -28,7 +28,7 @@ class Lane:
     kept: Sequence[torch.Tensor] = ()
     """The tensors that hold the last finished call's result, when that was a round."""
     pending: Sequence[torch.Tensor] = ()
-    """Where the result of the call under way will stand."""
+    """Where the result of the round under way will stand."""
     given: bool = False
     """The call under way was finished by others, and its result handed over."""
 
@@ -43,9 +43,9 @@ class Lane:
         self.result, self.kept, self.pending, self.given = facts, kept, (), False
 
     def finish_given(self, *, facts: bool) -> None:
-        """The call under way has ended by what others gave."""
-        self.finished, self.kept, self.pending, self.given = self.entered, self.pending, (), True
-        self.result = self.result if facts else None
+        """The call under way has ended by what others gave: facts, in ``result``, or a round's tensors, in ``kept``."""
+        self.finished, self.pending, self.given = self.entered, (), True
+        self.result, self.kept = (self.result, ()) if facts else (None, self.kept)
 
     def forget(self) -> None:
         """The fleet went on without this worker: what was under way is no longer its business."""

@@ -20,10 +20,13 @@ ABANDON = timedelta(milliseconds=50)
 
 
 class Watched:
-    """An engine's work, whose errors come out as the transport's. ``whole``: a sum or broadcast of the whole group."""
+    """An engine's work, whose errors come out as the transport's.
 
-    def __init__(self, work: Any, transport: Linked, *, whole: bool = True) -> None:
-        self._work, self._transport, self._whole = work, transport, whole
+    ``group``: the transport's when this was begun. ``whole``: a sum or broadcast of the whole group.
+    """
+
+    def __init__(self, work: Any, transport: Linked, *, group: Any, whole: bool = True) -> None:
+        self._work, self._transport, self._group, self._whole = work, transport, group, whole
 
     def wait(self) -> None:
         try:
@@ -33,7 +36,7 @@ class Watched:
 
     def _wait(self) -> None:
         if isinstance(self._work, NcclSum):
-            self._work.wait_for_host(self._transport._check)
+            self._work.wait_for_host(self._look)
         elif isinstance(self._work, StarSum):
             self._work.wait()
         elif self._whole:
@@ -50,7 +53,13 @@ class Watched:
             except RuntimeError:
                 if self._work.is_completed():
                     raise
-            self._transport._check()
+            self._look()
+
+    def _look(self) -> None:
+        """Whether it can still end; another thread may have formed the fleet anew since, unseen by this one."""
+        self._transport._check()
+        if self._transport._group is not self._group:
+            raise RuntimeError("the fleet was formed anew")
 
     def abandon(self) -> bool:
         """Its result is not wanted any more. False: it has not ended, and may still write into its tensor."""
