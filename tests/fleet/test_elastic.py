@@ -144,6 +144,18 @@ def test_the_roster_may_die_and_come_back(tmp_path: Path) -> None:
     assert len(set(numbers)) == 3
 
 
+def test_who_is_asked_to_leave_while_it_waits_for_a_roster_that_is_gone_leaves(tmp_path: Path) -> None:
+    with Flock(CASE, 3, tmp_path, args={"epochs": 1000}) as flock:
+        flock.wait_for_step(8)
+        flock.steward.close()
+        flock.kill(1)
+        flock.wait_until(lambda: flock.complaints().count("waiting for the roster, which is away") >= 2)
+        for slot in (0, 2):
+            flock.send(slot, signal.SIGTERM)
+        outcomes = flock.wait()
+    assert [outcomes[slot].code for slot in (0, 2)] == [143, 143], outcomes[0].err[-2000:]
+
+
 def test_a_death_while_the_roster_is_away_pauses_the_fleet_until_it_is_back(tmp_path: Path) -> None:
     with Flock(CASE, 3, tmp_path, state=tmp_path / "roster.json") as flock:
         flock.wait_for_step(8)

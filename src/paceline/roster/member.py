@@ -30,9 +30,9 @@ logger = logging.getLogger("paceline")
 CONNECT_S = 60.0
 """How long a new worker looks for the roster."""
 BUSY_S = 30.0
+"""How long it tries again while its name is in use: the process it replaces may not be given up yet."""
 STOOD_STILL_S = 1.0
 """A beat that comes so late shows that this process stood still."""
-"""How long it tries again while its name is in use: the process it replaces may not be given up yet."""
 BACK_OFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 """Between attempts to find the roster; the last for ever."""
 BYE_S = 2.0
@@ -91,13 +91,16 @@ class Member:
 
     # -- for the engine --------------------------------------------------------------------------------------------
 
-    def next_generation(self, *, after: int, fresh: bool, orderly: bool) -> Generation:
+    def next_generation(
+        self, *, after: int, fresh: bool, orderly: bool, still: Callable[[float], None] = lambda waited_s: None
+    ) -> Generation:
         """Say that this worker has left generation ``after`` (0: none) and wait for the next that has it in.
 
         ``fresh``: it holds no state of the training; ``orderly``: it comes from a step boundary. Whether it must take
         a peer's state is for the answer to say (`Generation.fresh`): the fleet may have gone on without it meanwhile.
         Raises `RunOver` when the run has ended, and `Dropped` when the fleet has gone on without a worker that still
-        holds the state of its last step: it asks again, fresh, once it is at a step boundary.
+        holds the state of its last step: it asks again, fresh, once it is at a step boundary. ``still`` hears now and
+        then how long this has taken, and may raise.
         """
         with self._changed:
             self._asking, self._reason, self.dropped = (after, fresh, orderly), "", False
@@ -106,7 +109,9 @@ class Member:
         with self._changed:
             while not self._answered(after):
                 self._changed.wait(timeout=0.5)
-                nagged = self._nag(time.monotonic() - began, nagged)
+                waited_s = time.monotonic() - began
+                nagged = self._nag(waited_s, nagged)
+                still(waited_s)
             assert self.generation is not None
             return self.generation
 

@@ -44,6 +44,8 @@ FORMING = timedelta(seconds=5)
 """How long the engine may take to connect members that are all there."""
 STORE = timedelta(seconds=20)
 BURY_S = 3.0
+IN_VAIN_S = 3.0
+"""How long a worker that was asked to leave waits for the others in the middle of a step."""
 STATE_TAG = 1 << 29
 LOOP = "loop"
 WAITED = "left (SIGTERM) while it waited"
@@ -193,7 +195,9 @@ class Elastic(Linked):
                     if not orderly:
                         self._bury()
                     self.at_rest = orderly
-                    generation = self._member.next_generation(after=self._number, fresh=fresh, orderly=orderly)
+                    generation = self._member.next_generation(
+                        after=self._number, fresh=fresh, orderly=orderly, still=self._leave_if_asked
+                    )
                     self.at_rest = False
                     self._bury()  # in good order: only once everybody is out
                     self._form(generation)
@@ -209,6 +213,11 @@ class Elastic(Linked):
                     self._tell_of_failure(error)
                     continue
                 return
+
+    def _leave_if_asked(self, waited_s: float) -> None:
+        """A step that cannot go on is not waited for by one who was asked to leave: its part is dealt again."""
+        if self.leaving and waited_s > IN_VAIN_S:
+            raise Leave
 
     def _tell_of_failure(self, error: GenerationOver) -> None:
         if self._over >= self._number:  # the roster said so: somebody was lost
