@@ -79,7 +79,10 @@ class Minder:
         if silent_s < silence.LOOK_S:
             return
         look = look_at(*connection.process)
-        connection.silence = connection.silence or Silence(look)
+        if connection.silence is None:
+            connection.silence = Silence(look)
+            if not look.gone:  # whether it computes shows at the next look; by then what lies here unread is read
+                return
         verdict = connection.silence.judge(silent_s, patience_s=connection.patience.limit_s, look=look)
         if verdict == silence.GONE:
             self._lose(connection, cut=False)

@@ -1,12 +1,14 @@
 """A look at a silent worker's process, where it runs on the roster's own computer: is it gone, stopped, or busy?
 
-A process that computes while its interpreter is held (a long call into a library) cannot beat, yet it is alive. Only
-Linux tells, through /proc; elsewhere, and for workers on other computers, nothing is known and patience decides.
+A process that computes while its interpreter is held (a long call into a library) cannot beat, yet it is alive; so is
+one that waits for a processor, on a computer with too much to do. Only Linux tells, through /proc; elsewhere, and for
+workers on other computers, nothing is known and patience decides.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +21,8 @@ class Look(NamedTuple):
     stopped: bool = False
     ticks: int | None = None
     """Processor time it has used so far, in clock ticks; None where nothing is known."""
+    ready: bool = False
+    """One of its threads runs, or would if it were given a processor."""
 
 
 UNKNOWN = Look()
@@ -42,16 +46,28 @@ def look_at(pid: int, where: str) -> Look:
     """How process ``pid`` on computer ``where`` is doing.
 
     >>> look_at(os.getpid(), computer()).gone, look_at(1, "another computer")
-    (False, Look(gone=False, stopped=False, ticks=None))
+    (False, Look(gone=False, stopped=False, ticks=None, ready=False))
     """
     if not where or where != computer() or pid < 1:
         return UNKNOWN
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        fields = _stat(Path(f"/proc/{pid}/stat"))
     except (FileNotFoundError, ProcessLookupError):
         return GONE
     except OSError:
         return UNKNOWN
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything, spaces and brackets too
     state, ticks = fields[0], int(fields[11]) + int(fields[12])
-    return GONE if state in "ZXx" else Look(stopped=state in "Tt", ticks=ticks)
+    return GONE if state in "ZXx" else Look(stopped=state in "Tt", ticks=ticks, ready=_ready(pid))
+
+
+def _ready(pid: int) -> bool:
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # it has ended since
+            if _stat(thread)[0] == "R":
+                return True
+    return False
+
+
+def _stat(file: Path) -> list[str]:
+    """What /proc says of a process or thread, after its name, which may hold anything, spaces and brackets too."""
+    return file.read_text().rpartition(")")[2].split()

@@ -28,7 +28,7 @@ class Silence:
         if silent_s < max(patience_s, self._due_s):
             return FINE
         computes = look.ticks is not None and self._ticks is not None and look.ticks > self._ticks
-        if look.stopped or not computes or silent_s > HOLDING_S:
+        if look.stopped or not (computes or look.ready) or silent_s > HOLDING_S:
             return FROZEN
         self._ticks, self._due_s = look.ticks, silent_s + patience_s
         return BUSY

@@ -145,10 +145,11 @@ class Steward:
         while not self._closing:
             events = self._selector.select(TICK_S)
             with self._lock:
-                self._minder.forgive(time.monotonic())
+                now = time.monotonic()  # of both: were the roster held up in between, nobody was silent for that long
+                self._minder.forgive(now)
                 for key, mask in events:
                     self._attend(key.fileobj, mask)
-                self._tick(time.monotonic())
+                self._tick(now)
                 self._carry_out()
                 self._arm()
             self._report()
