@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nursery import Nursery, Worker
+
+from ports import own_port
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Crew:
     def __init__(self, case: str, size: int, folder: Path, *, args: Any = None, env: dict[str, str] | None = None):
         self.folder, self.size = folder, size
         folder.mkdir(parents=True, exist_ok=True)
-        port = free_port()
+        port = own_port()
         self.workers = [self._start(case, rank, port, args, env or {}) for rank in range(size)]
 
     def _start(self, case: str, rank: int, port: int, args: Any, env: dict[str, str]) -> Worker:
@@ -92,12 +93,6 @@ def run(case: str, size: int, folder: Path, *, args: Any = None, env: dict[str, 
     for rank, outcome in enumerate(outcomes):
         assert outcome.code == 0, f"worker {rank} ended with {outcome.code}:\n{outcome.err[-4000:]}"
     return [outcome.value for outcome in outcomes]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _text(path: Path) -> str:

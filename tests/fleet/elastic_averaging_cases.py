@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from elastic_cases import BATCH, EPOCHS, LENGTH, Ghost, data, network
+from elastic_cases import BATCH, EPOCHS, LENGTH, Ghost, data, network, pause, wait_for
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -39,7 +40,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
         haunt(ghost, steps)
         for step in steps:
             for x, y in step:
-                time.sleep(args.get("pause_s", 0.01))
+                pause(args.get("pause_s", 0.01))
                 ghost.at("in work", step.round)
                 step.backward(nn.functional.cross_entropy(model(x), y))
             step.commit(optimizer)
@@ -97,28 +98,33 @@ def haunt(ghost: Ghost, steps: Any) -> None:
 
 
 def _lose_the_second_sum(ghost: Ghost, steps: Any) -> None:
-    """A leader that dies when it has sent a round's result to the second worker and not to the third."""
-    transport = steps._transport
-    start = transport._start_sum
-    if not any(point == "half told" for point, _ in ghost.points):
-        return
+    """A leader that dies when the second worker has a round's result and the third has not."""
+    transport, start = steps._transport, steps._transport._start_sum
+    told = Path(os.environ["PACELINE_RUN_DIR"])
 
     def start_sum(tensor: torch.Tensor) -> Any:
         star = start(tensor)
         second = tensor.numel() == sum(p.numel() for p in steps.gradients.everything)
-        if second and transport.rank == 0 and transport.size > 2:
-            send = star._do
-
-            def do(act: Any, what: Any, other: int) -> Any:
-                if other == 2 and act == transport._group.send:
-                    time.sleep(0.1)  # the second worker has it by then
-                    ghost.at("half told", steps.rounds)
-                return send(act, what, other)
-
-            star._do = do
+        if second and transport.size > 2:
+            mark = told.with_name(f"told.{steps.rounds}")
+            if transport.rank == 0 and any(point == "half told" for point, _ in ghost.points):
+                star._do = partial(half_tell, star._do, mark)
+            elif transport.rank == 1:
+                star.wait = partial(note, star.wait, mark)
         return star
 
+    def half_tell(send: Any, mark: Path, act: Any, what: Any, other: int) -> Any:
+        if other == 2 and act == transport._group.send:
+            wait_for(mark)
+            ghost.at("half told", steps.rounds)
+        return send(act, what, other)
+
     transport._start_sum = start_sum
+
+
+def note(wait: Any, mark: Path) -> None:
+    wait()
+    mark.touch()
 
 
 def line_data(length: int) -> TensorDataset:

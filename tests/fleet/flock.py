@@ -17,6 +17,7 @@ from nursery import Worker
 from paceline.observe import RunLog, read_log
 from paceline.observe.audit import audit
 from paceline.roster import Steward
+from ports import own_port
 
 TOKEN = "a token for tests"
 
@@ -42,7 +43,7 @@ class Flock:
         self.case, self.folder, self.args, self.env = case, folder, args or {}, env or {}
         folder.mkdir(parents=True, exist_ok=True)
         self._sizes, self._state = (minimum, maximum), state
-        self.steward = self._host(expect=size)
+        self.steward = self._host(expect=size, port=own_port() if state else 0)  # it may come back there
         self.workers: dict[int, Worker] = {}
         for slot in range(size):
             self.start(slot, expected=True)
@@ -119,6 +120,10 @@ class Flock:
         """Until the last step in the log was made by so many."""
         self.wait_until(lambda: len(self.records()[-1]["workers"]) == number)
 
+    def wait_for_member(self, worker: int) -> None:
+        """Until the last step in the log was made with this one."""
+        self.wait_until(lambda: worker in self.records()[-1]["workers"])
+
     def wait_until(self, happened: Callable[[], bool], *, within: float = 60.0) -> None:
         until = time.monotonic() + within
         while not happened():
@@ -137,6 +142,15 @@ class Flock:
             assert time.monotonic() < until, f"a worker hangs: {self.complaints()}"
             time.sleep(0.02)
         return {slot: self._outcome(slot) for slot in self.workers}
+
+    def wait_for_end(self, slot: int) -> None:
+        """Until this worker's process has ended."""
+        self.wait_until(lambda: self.workers[slot].poll() is not None)
+
+    def hurry(self) -> dict[int, Outcome]:
+        """Nothing more is to happen: come to the end, without pauses where the case makes some."""
+        (self.folder / "hurry").touch()
+        return self.wait()
 
     def _outcome(self, slot: int) -> Outcome:
         value = self.folder / f"value.{slot}"

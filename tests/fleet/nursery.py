@@ -23,6 +23,7 @@ class Nursery:
     def __init__(self) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE_", "TORCHELASTIC"))}
         environment["OMP_NUM_THREADS"] = "1"
+        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")])
         # torch's store looks its peers' names up; where no name server answers, that must not take 5 s each time.
         environment["RES_OPTIONS"] = "timeout:1 attempts:1"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from deadline_cases import Deadline
-from elastic_cases import BATCH, LENGTH, RATE, Ghost, data, flat, network
+from elastic_cases import BATCH, LENGTH, RATE, Ghost, data, flat, network, pause, wait_for
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -23,6 +23,11 @@ import paceline
 from paceline.transport import elastic, linked, star
 
 ME = os.environ.get("PACELINE_WORKER", "")
+
+
+def beside(name: str) -> Path:
+    """A file beside the run's folder, by which workers and the test tell each other things."""
+    return Path(os.environ["PACELINE_RUN_DIR"]).with_name(name)
 
 
 def half_finish(steps: Any, *, at: int) -> None:
@@ -33,15 +38,20 @@ def half_finish(steps: Any, *, at: int) -> None:
     sums = len(gradients.buckets.buckets) + bool(gradients._counters) + 1  # the header comes last
 
     def arm(label: str) -> None:
-        left["waits"] = sums if label == f"the round of step {at}" else 0
+        left["waits"] = sums if ME == "0" and label == f"the round of step {at}" else 0
 
     def armed(header: Any, samples: int, label: str) -> Any:
         arm(label)
-        return exchange(header, samples, label)
+        return told(label, exchange(header, samples, label))
 
     def armed_aside(mine: Any, header: Any, label: str) -> Any:
         arm(label)
-        return exchange_aside(mine, header, label)
+        return told(label, exchange_aside(mine, header, label))
+
+    def told(label: str, ended: bool) -> bool:
+        if ME == "1" and ended and label == f"the round of step {at}":
+            beside("told").touch()
+        return ended
 
     def wait(self: Any) -> None:
         left["waits"] -= 1
@@ -53,7 +63,7 @@ def half_finish(steps: Any, *, at: int) -> None:
         for part in self._theirs:
             self._tensor.add_(part)
         self._do(self._group.send, self._tensor, 1).wait()
-        time.sleep(0.3)
+        wait_for(beside("told"))
         os.kill(os.getpid(), signal.SIGKILL)
 
     gradients.exchange, gradients.exchange_aside = armed, armed_aside
@@ -101,16 +111,16 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
             else None
         )
         evaluations = []
-        for _ in range(args.get("loops", 1)):
+        for epochs in args.get("loops", [args.get("epochs", 4)]):
             steps = fleet.steps(
                 Stream() if args.get("stream") else data(),
                 global_batch=BATCH,
                 micro_batch=4,
-                epochs=args.get("epochs", 4),
+                epochs=epochs,
                 order=order,
                 varying_count=args.get("varying", "none"),
             )
-            if "half" in args and ME == "0" and not os.environ.get("PACELINE_TEST_WHOLE"):
+            if "half" in args and ME in "01" and not os.environ.get("PACELINE_TEST_WHOLE"):
                 half_finish(steps, at=args["half"])
             if args.get("hands_half_over") == ME:
                 hand_half_over()
@@ -122,11 +132,11 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
                 if "freeze_at" in args and step.index >= args["freeze_at"]:
                     model[0].requires_grad_(False)
                 for x, y in step:
-                    time.sleep(args.get("pause_s", 0.01))
-                    if args.get("sleeps", {}).get(ME, [-1])[0] == step.index and not slept:
+                    pause(args.get("pause_s", 0.01))
+                    if args.get("sleeps") == [ME, step.index] and not slept:
                         slept = True
-                        Path(os.environ["PACELINE_RUN_DIR"]).with_name("asleep").touch()
-                        time.sleep(args["sleeps"][ME][1])
+                        beside("asleep").touch()
+                        wait_for(beside("wake"))
                     ghost.at("in work", step.index)
                     if args.get("raises") == [ME, step.index]:
                         raise RuntimeError("the script's own mistake")
@@ -139,7 +149,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
                     step.commit(optimizer)
                 ghost.at("after commit", step.index)
                 if args.get("evaluate") and step.index % args["evaluate"] == args["evaluate"] - 1:
-                    Path(os.environ["PACELINE_RUN_DIR"]).with_name(f"evaluating.{ME}.{step.index}").touch()
+                    beside(f"evaluating.{ME}.{step.index}").touch()
                     found = fleet.evaluate(partial(score, args, step.index), data())
                     evaluations.append([step.index, found["n"], found["count"]])
     return {
@@ -155,10 +165,9 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
 
 def score(args: dict[str, Any], step: int, x: Any, y: Any) -> dict[str, int]:
     if "slow_score" in args:
-        beside = Path(os.environ["PACELINE_RUN_DIR"])
-        beside.with_name(f"scoring.{ME}.{step}").touch()
+        beside(f"scoring.{ME}.{step}").touch()
         time.sleep(args["slow_score"])
-        beside.with_name(f"scored.{ME}.{step}").touch()
+        beside(f"scored.{ME}.{step}").touch()
     return {"n": len(x)}
 
 

@@ -41,7 +41,7 @@ def counted(args: dict[str, Any]) -> dict[str, Any]:
         _get_stuck_in_fsync(args["stuck_at"], Path(args["sign"]))
     with paceline.join(args.get("pace", "adaptive"), combine=args.get("combine", "gradients"), quiet=True) as fleet:
         model = fleet.model(nn.Linear(1, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-7, momentum=0.9)
         tally = Tally(epochs, length)
         fleet.track(optimizer=optimizer, tally=tally)
         fleet.autosave(

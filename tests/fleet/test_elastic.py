@@ -15,6 +15,8 @@ from flock import Flock, sound
 pytestmark = pytest.mark.fleet
 
 CASE = "elastic_cases.py:train"
+UNHURRIED: dict[str, Any] = {"epochs": 12, "pause_s": 0.05}
+"""Long enough for whatever is to happen meanwhile, on the busiest computer; then the test hurries."""
 
 
 def must_be_sound(folder: Path, outcomes: dict[int, Outcome], *, ended: set[int], epochs: int = 4) -> Any:
@@ -39,14 +41,15 @@ def must_be_sound(folder: Path, outcomes: dict[int, Outcome], *, ended: set[int]
     ],
 )
 def test_a_killed_worker_is_done_without_and_comes_back(tmp_path: Path, pace: str) -> None:
-    with Flock(CASE, 3, tmp_path, args={"pace": pace, "epochs": 12}) as flock:
+    with Flock(CASE, 3, tmp_path, args={"pace": pace, **UNHURRIED}) as flock:
         flock.wait_for_step(8)
         flock.kill(1)
         flock.wait_for_workers(2)
         flock.start(1)
         flock.wait_for_workers(3)
         flock.kill(2)
-        outcomes = flock.wait()
+        flock.wait_for_workers(2)
+        outcomes = flock.hurry()
     run = must_be_sound(tmp_path, outcomes, ended={0, 1}, epochs=12)
     assert [len(change.workers) for change in run.changes] == [2, 3, 2]
     assert run.changes[0].left[0].worker == 1
@@ -80,64 +83,70 @@ def test_workers_die_in_the_middle_of_an_evaluation_and_of_a_save(tmp_path: Path
 
 
 def test_a_worker_that_is_asked_to_leave_does_so_in_good_order(tmp_path: Path) -> None:
-    with Flock(CASE, 3, tmp_path) as flock:
+    with Flock(CASE, 3, tmp_path, args=UNHURRIED) as flock:
         flock.wait_for_step(8)
         flock.send(0, signal.SIGTERM)
-        outcomes = flock.wait()
-    run = must_be_sound(tmp_path, outcomes, ended={1, 2})
+        flock.wait_for_end(0)
+        outcomes = flock.hurry()
+    run = must_be_sound(tmp_path, outcomes, ended={1, 2}, epochs=12)
     assert outcomes[0].code == 143, outcomes[0].err
     assert run.changes[0].left[0].text == "left (SIGTERM)"
 
 
 @pytest.mark.parametrize("slot", [0, pytest.param(1, marks=pytest.mark.long)], ids=["the leader", "another"])
 def test_a_frozen_worker_is_done_without_and_enters_anew_when_it_wakes(tmp_path: Path, slot: int) -> None:
-    with Flock(CASE, 3, tmp_path, args={"epochs": 20}) as flock:
+    with Flock(CASE, 3, tmp_path, args=UNHURRIED) as flock:
         flock.wait_for_step(8)
         flock.send(slot, signal.SIGSTOP)
-        before = flock.records()[-1]["step"]
-        flock.wait_for_step(before + 10)
+        flock.wait_for_workers(2)
         flock.send(slot, signal.SIGCONT)
-        outcomes = flock.wait()
-    run = must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=20)
+        flock.wait_for_workers(3)
+        outcomes = flock.hurry()
+    run = must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=12)
     assert [len(change.workers) for change in run.changes] == [2, 3]
     assert "silent" in run.changes[0].left[0].text
 
 
 def test_one_that_dies_while_it_takes_its_state_harms_nobody(tmp_path: Path) -> None:
-    with Flock(CASE, 2, tmp_path, args={"die": {"2": [["taking", 0]]}}) as flock:
+    with Flock(CASE, 2, tmp_path, args={"die": {"2": [["taking", 0]]}, **UNHURRIED}) as flock:
         flock.wait_for_step(5)
         flock.start(2)
-        outcomes = flock.wait()
-    must_be_sound(tmp_path, outcomes, ended={0, 1})
+        flock.wait_for_end(2)
+        outcomes = flock.hurry()
+    must_be_sound(tmp_path, outcomes, ended={0, 1}, epochs=12)
 
 
 def test_the_peer_that_gives_its_state_may_die_over_it(tmp_path: Path) -> None:
-    with Flock(CASE, 3, tmp_path, args={"die": {"0": [["giving", 0]]}}) as flock:
+    with Flock(CASE, 3, tmp_path, args={"die": {"0": [["giving", 0]]}, **UNHURRIED}) as flock:
         flock.wait_for_step(5)
         flock.start(3)
-        outcomes = flock.wait()
-    must_be_sound(tmp_path, outcomes, ended={1, 2, 3})
+        flock.wait_for_end(0)
+        flock.wait_for_member(3)
+        outcomes = flock.hurry()
+    must_be_sound(tmp_path, outcomes, ended={1, 2, 3}, epochs=12)
     assert outcomes[3].value["steps"], "it entered in the end"
 
 
 def test_below_the_minimum_the_fleet_waits_and_goes_on_when_it_is_met(tmp_path: Path) -> None:
-    with Flock(CASE, 2, tmp_path, minimum=2) as flock:
+    with Flock(CASE, 2, tmp_path, minimum=2, args=UNHURRIED) as flock:
         flock.wait_for_step(5)
         flock.kill(1)
         flock.start(1)
-        outcomes = flock.wait()
-    run = must_be_sound(tmp_path, outcomes, ended={0, 1})
+        flock.wait_until(lambda: (last := flock.records()[-1])["generation"] > 1 and len(last["workers"]) == 2)
+        outcomes = flock.hurry()
+    run = must_be_sound(tmp_path, outcomes, ended={0, 1}, epochs=12)
     alone = [record for record in run.records if len(record.workers) == 1]
     assert len(alone) <= 1, "the step under way is finished, and no other begun"
 
 
 def test_the_roster_may_die_and_come_back(tmp_path: Path) -> None:
-    with Flock(CASE, 3, tmp_path, state=tmp_path / "roster.json", args={"epochs": 12}) as flock:
+    with Flock(CASE, 3, tmp_path, state=tmp_path / "roster.json", args=UNHURRIED) as flock:
         flock.wait_for_step(8)
         flock.restart_roster()
         flock.wait_until(lambda: flock.records()[-1]["generation"] > 1)
         flock.kill(1)
-        outcomes = flock.wait()
+        flock.wait_for_workers(2)
+        outcomes = flock.hurry()
     run = must_be_sound(tmp_path, outcomes, ended={0, 2}, epochs=12)
     numbers = [record.generation for record in run.records]
     assert numbers == sorted(numbers)
@@ -157,11 +166,11 @@ def test_who_is_asked_to_leave_while_it_waits_for_a_roster_that_is_gone_leaves(t
 
 
 def test_a_death_while_the_roster_is_away_pauses_the_fleet_until_it_is_back(tmp_path: Path) -> None:
-    with Flock(CASE, 3, tmp_path, state=tmp_path / "roster.json") as flock:
+    with Flock(CASE, 3, tmp_path, state=tmp_path / "roster.json", args=UNHURRIED) as flock:
         flock.wait_for_step(8)
         flock.steward.close()
         flock.kill(1)
         flock.restart_roster(pause=1.0)
         flock.tell_death(1)
-        outcomes = flock.wait()
-    must_be_sound(tmp_path, outcomes, ended={0, 2})
+        outcomes = flock.hurry()
+    must_be_sound(tmp_path, outcomes, ended={0, 2}, epochs=12)

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.fleet
 TRAIN, LINE = "elastic_averaging_cases.py:train", "elastic_averaging_cases.py:line"
 AVERAGE: dict[str, Any] = {"combine": "average", "settings": {"every_steps": 2}}
 SPRINGS: dict[str, Any] = {"combine": "elastic-average", "settings": {"tau": 2}}
+UNHURRIED: dict[str, Any] = {"epochs": 16, "pause_s": 0.05}
 BOTH = pytest.mark.parametrize("combine", [AVERAGE, SPRINGS], ids=["average", "elastic-average"])
 
 
@@ -57,13 +58,14 @@ def test_the_leader_may_die_and_a_round_that_only_some_finished_is_handed_over(
 
 @BOTH
 def test_a_killed_worker_comes_back_with_the_shared_parameters(tmp_path: Path, combine: dict[str, Any]) -> None:
-    with Flock(TRAIN, 3, tmp_path, args={**combine, "epochs": 8, "evaluate": True}) as flock:
+    with Flock(TRAIN, 3, tmp_path, args={**combine, **UNHURRIED, "evaluate": True}) as flock:
         flock.wait_for_step(6)
         flock.kill(1)
         flock.wait_for_workers(2)
         flock.start(1)
-        outcomes = flock.wait()
-    run = must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=8)
+        flock.wait_for_workers(3)
+        outcomes = flock.hurry()
+    run = must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=16)
     assert [len(change.workers) for change in run.changes] == [2, 3]
     assert run.changes[1].joined == (1,)
     said = [dict(map(tuple, outcomes[slot].value["evaluated"])) for slot in (0, 1, 2)]
@@ -74,13 +76,13 @@ def test_a_killed_worker_comes_back_with_the_shared_parameters(tmp_path: Path, c
 
 @BOTH
 def test_a_frozen_worker_is_done_without_and_enters_anew_when_it_wakes(tmp_path: Path, combine: dict[str, Any]) -> None:
-    with Flock(TRAIN, 3, tmp_path, args={**combine, "epochs": 16}) as flock:
+    with Flock(TRAIN, 3, tmp_path, args={**combine, **UNHURRIED}) as flock:
         flock.wait_for_step(6)
         flock.send(1, signal.SIGSTOP)
-        before = flock.records()[-1]["step"]
-        flock.wait_for_step(before + 5)
+        flock.wait_for_workers(2)
         flock.send(1, signal.SIGCONT)
-        outcomes = flock.wait()
+        flock.wait_for_workers(3)
+        outcomes = flock.hurry()
     run = must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=16)
     assert [len(change.workers) for change in run.changes] == [2, 3]
     assert "silent" in run.changes[0].left[0].text
@@ -88,11 +90,12 @@ def test_a_frozen_worker_is_done_without_and_enters_anew_when_it_wakes(tmp_path:
 
 @BOTH
 def test_a_worker_that_is_asked_to_leave_does_so_after_a_round(tmp_path: Path, combine: dict[str, Any]) -> None:
-    with Flock(TRAIN, 3, tmp_path, args=combine) as flock:
+    with Flock(TRAIN, 3, tmp_path, args={**combine, **UNHURRIED}) as flock:
         flock.wait_for_step(6)
         flock.send(0, signal.SIGTERM)
-        outcomes = flock.wait()
-    run = must_be_sound(tmp_path, outcomes, ended={1, 2})
+        flock.wait_for_end(0)
+        outcomes = flock.hurry()
+    run = must_be_sound(tmp_path, outcomes, ended={1, 2}, epochs=16)
     assert outcomes[0].code == 143, outcomes[0].err
     assert run.changes[0].left[0].text == "left (SIGTERM)"
     assert run.records[run.changes[0].step - 1].workers == (0, 1, 2), "its last round counts"
@@ -117,24 +120,27 @@ def test_running_statistics_are_those_of_who_is_left(tmp_path: Path) -> None:
 
 def test_by_the_clock_with_an_outer_optimiser_workers_come_and_go(tmp_path: Path) -> None:
     settings = {"period_s": 0.15}
-    args = {"combine": "average", "settings": settings, "outer": {"lr": 0.7, "momentum": 0.9}, "epochs": 16}
-    with Flock(TRAIN, 2, tmp_path, args={**args, "pace": "adaptive"}) as flock:
+    args = {"combine": "average", "settings": settings, "outer": {"lr": 0.7, "momentum": 0.9}}
+    with Flock(TRAIN, 2, tmp_path, args={**args, **UNHURRIED, "pace": "adaptive"}) as flock:
         flock.wait_for_step(5)
         flock.start(2)
         flock.wait_for_workers(3)
         flock.kill(0)
-        outcomes = flock.wait()
+        flock.wait_for_workers(2)
+        outcomes = flock.hurry()
     run = must_be_sound(tmp_path, outcomes, ended={1, 2}, epochs=16)
     assert [len(change.workers) for change in run.changes] == [3, 2]
 
 
 def test_a_joiner_or_the_one_that_gives_its_state_may_die_over_it(tmp_path: Path) -> None:
-    args = {**SPRINGS, "epochs": 8, "die": {"0": [["giving", 0]], "3": [["taking", 0]]}}
+    args = {**SPRINGS, **UNHURRIED, "die": {"0": [["giving", 0]], "3": [["taking", 0]]}}
     with Flock(TRAIN, 3, tmp_path, args=args) as flock:
         flock.wait_for_step(4)
         flock.start(3)
-        outcomes = flock.wait()
-    must_be_sound(tmp_path, outcomes, ended={1, 2}, epochs=8)
+        flock.wait_for_end(0)
+        flock.wait_for_end(3)
+        outcomes = flock.hurry()
+    must_be_sound(tmp_path, outcomes, ended={1, 2}, epochs=16)
 
 
 def test_the_average_is_over_those_who_are_left(tmp_path: Path) -> None:

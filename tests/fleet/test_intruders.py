@@ -117,7 +117,8 @@ def test_a_worker_with_another_token_is_refused_and_the_fleet_goes_on(tmp_path: 
         flock.steward._observe = lambda kind, said: refused.append(said) if kind == "refused" else None
         flock.wait_for_step(5)
         flock.start(2, PACELINE_TOKEN="another run's token")
-        outcomes = flock.wait()
+        flock.wait_for_end(2)
+        outcomes = flock.hurry()
     run = must_be_sound(tmp_path, outcomes, ended={0, 1}, epochs=12)
     assert outcomes[2].code == 75
     assert "does not know this run's token" in outcomes[2].err
@@ -130,7 +131,8 @@ def test_code_in_a_peers_state_is_not_executed(tmp_path: Path) -> None:
     with Flock(CASE, 2, tmp_path, args={"epochs": 12, "trap": str(trap)}) as flock:
         flock.wait_for_step(5)
         flock.start(2)
-        outcomes = flock.wait()
+        flock.wait_for_end(2)
+        outcomes = flock.hurry()
     must_be_sound(tmp_path, outcomes, ended={0, 1}, epochs=12)
     assert outcomes[2].code not in (0, 999)
     assert "in unpack" in outcomes[2].err, "it came as far as to read it"

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from crew import free_port
 
 import paceline
 from lone import flat, linear, numbers, plain, sgd, training
 from paceline.combine.header import SUMS
 from paceline.transport.fixed import Fixed, launched
 from paceline.transport.linked import choose_backend
+from ports import own_port
 
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variables a launcher sets for a fleet of one."""
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
 
