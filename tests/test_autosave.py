@@ -156,7 +156,7 @@ def test_what_is_due_during_a_write_is_put_off_and_not_queued(tmp_path: Path, mo
     monkeypatch.setattr(sealing, "write", lambda path, content: (go.wait(30), write(path, content)))
     rig = Rig(tmp_path, every_steps=2)
     rig.train(0, 1, 2, 3, 4, 5, 6, 7, settle=False)
-    assert threading.active_count() <= 3
+    assert [thread.name for thread in threading.enumerate()].count("paceline-autosave") <= 1
     go.set()
     rig.saver._finish()
     rig.train(9, 10)
@@ -186,6 +186,8 @@ def test_leaving_waits_for_a_write_but_not_for_ever(tmp_path: Path, monkeypatch:
     assert len(rig.warnings) == 1
     assert "was not written within" in rig.warnings[0]
     go.set()
+    assert rig.saver._thread is not None
+    rig.saver._thread.join(30)
 
 
 # -- trouble -------------------------------------------------------------------------------------------------------

@@ -4,12 +4,22 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import paceline
 
 SOURCE = str(Path(paceline.__file__).parents[1])
+TIMES = {
+    "GRACE_S": "launch",
+    "INTERRUPT_GRACE_S": "crew",
+    "LEAVE_S": "supervise",
+    "FIRST_S": "slots",
+    "SOON_S": "supervise",
+    "HOLD_S": "voices",
+    "PARTIAL_S": "voices",
+}
+"""How patient the launcher is, and in which of its modules that stands."""
 
 
 class Shell:
@@ -23,9 +33,12 @@ class Shell:
         (self.folder / name).write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + text)
 
     def start(self, *args: str, **environment: str) -> "subprocess.Popen[str]":
-        """The command with these arguments; ``GRACE_S`` in the environment shortens the launcher's patience."""
-        grace = environment.pop("GRACE_S", None)
-        patch = f"import paceline.cli.launch as launch; launch.GRACE_S = {grace}; " if grace else ""
+        """The command with these arguments; those of `TIMES` in the environment replace the launcher's own."""
+        patch = "".join(
+            f"import paceline.cli.{module} as module; module.{name} = {environment.pop(name)}; "
+            for name, module in TIMES.items()
+            if name in environment
+        )
         process = subprocess.Popen(
             [sys.executable, "-c", f"{patch}from paceline.cli import main; main()", *args],
             cwd=self.folder,
@@ -51,7 +64,7 @@ class Shell:
 
     def pids(self, count: int) -> list[int]:
         """The process numbers that ``count`` workers wrote to files called ``pid-...``."""
-        wait_for(lambda: len(list(self.folder.glob("pid-*"))) >= count)
+        wait_for(lambda: len(list(self.folder.glob("pid-*"))) >= count, 60)
         return [int(path.name.removeprefix("pid-")) for path in self.folder.glob("pid-*")]
 
 
@@ -62,6 +75,11 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
+
+
+def wait_for_end(pids: Sequence[int]) -> None:
+    """Wait until none of these processes runs."""
+    wait_for(lambda: not any(map(alive, pids)))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:

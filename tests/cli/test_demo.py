@@ -4,10 +4,12 @@ import json
 import re
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
 import pytest
-from shells import Shell, alive, wait_for
+from shells import Shell, wait_for, wait_for_end
 
 from paceline.cli import demo as command
 from paceline.machines import parse_fleet
@@ -86,7 +88,7 @@ def test_without_plotly_the_demo_says_how_to_get_pictures(monkeypatch: pytest.Mo
 @pytest.mark.fleet
 def test_the_demo_trains_twice_and_compares(shell: Shell) -> None:
     process = shell.start("demo", "--emulate", "1,3", "--epochs", "2", "--sample-ms", "0.6")
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     (folder,) = (shell.folder / "runs").iterdir()
     log, plain = read_log(folder), json.loads((folder / "ddp.json").read_text())
@@ -94,27 +96,30 @@ def test_the_demo_trains_twice_and_compares(shell: Shell) -> None:
     rows = {line.split("  ")[0]: line.split() for line in out.splitlines()}
     assert float(rows["plain torch DDP"][3]) == pytest.approx(sum(plain["seconds"][12:]), abs=0.006)
     assert float(rows["Paceline"][1]) == pytest.approx(sum(r.wall_s for r in log.records[12:]), abs=0.006)
-    assert float(rows["Paceline"][1]) < float(rows["plain torch DDP"][3])
+    assert median(r.wall_s for r in log.records[12:]) < median(plain["seconds"][12:])
     assert rows["plain torch DDP"][-1] == f"{plain['accuracy']:.1%}"
     assert re.search(r"of what these 2 machines.* can do together", err)
     assert f"paceline report runs/{folder.name}" in out
     assert out.splitlines()[-1] == f"runs/{folder.name}/report.html"
-    assert "of what these 2 machines can do together" in (folder / "report.html").read_text()
+    assert re.search(r"of what these 2 machines.* can do together", (folder / "report.html").read_text())
 
 
 @pytest.mark.fleet
 def test_ctrl_c_ends_the_demo_and_leaves_nothing_running(shell: Shell) -> None:
-    process = shell.start("demo", "--epochs", "50")
-    wait_for(lambda: len(children(process.pid)) >= 5)  # four workers and the guard
+    process = shell.start("demo", "--epochs", "50", PARTIAL_S="30")
+    wait_for(lambda: len(children(process.pid)) >= 5, 60)  # four workers and the guard
     started = children(process.pid)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "Both" not in out
-    wait_for(lambda: not any(map(alive, started)), seconds=5)
+    wait_for_end(started)
 
 
 def children(pid: int) -> list[int]:
-    text = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
-    return [int(child) for child in text.split()]
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # this thread has ended
+            found += map(int, path.read_text().split())
+    return found

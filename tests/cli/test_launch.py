@@ -4,11 +4,11 @@ import json
 import os
 import re
 import signal
-import time
 import urllib.request
+from contextlib import suppress
 
 import pytest
-from shells import Shell, alive, wait_for
+from shells import Shell, wait_for, wait_for_end
 
 pytestmark = pytest.mark.fleet
 
@@ -18,6 +18,8 @@ STORE = """
 from torch.distributed import TCPStore
 store = TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)
 """
+UNHURRIED = {"HOLD_S": "30", "PARTIAL_S": "30", "GRACE_S": "30"}
+"""For a launcher that hears its workers out, however slowly a busy computer lets them speak and end."""
 
 
 def test_every_worker_gets_its_place_and_the_arguments_untouched(shell: Shell) -> None:
@@ -46,7 +48,7 @@ def test_every_worker_gets_its_place_and_the_arguments_untouched(shell: Shell) -
 
 
 def test_worker_0_prints_as_if_alone_and_a_module_can_be_run(shell: Shell) -> None:
-    shell.script("print('out', rank)\nprint('err', rank, file=sys.stderr)", name="module.py")
+    shell.script("sys.stdout.write(f'out {rank}\\n')\nsys.stderr.write(f'err {rank}\\n')", name="module.py")
     done = shell.run("run", "-n", "2", "-m", "module", OMP_NUM_THREADS="3")
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == ["[1] out 1", "out 0"]
@@ -56,7 +58,7 @@ def test_worker_0_prints_as_if_alone_and_a_module_can_be_run(shell: Shell) -> No
 def test_workers_meet_through_the_launchers_store_and_reduce(shell: Shell) -> None:
     shell.script(
         "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\nt = torch.tensor([rank + 1.0])\n"
-        "dist.all_reduce(t)\nprint(t.item())\ndist.destroy_process_group()"
+        "dist.all_reduce(t)\nsys.stdout.write(f'{t.item()}\\n')\ndist.destroy_process_group()"
     )
     done = shell.run("run", "-n", "2", "train.py")
     assert sorted(done.stdout.splitlines()) == ["3.0", "[1] 3.0"]
@@ -65,7 +67,7 @@ def test_workers_meet_through_the_launchers_store_and_reduce(shell: Shell) -> No
 
 def test_a_script_that_raises_everywhere_shows_its_traceback_once_and_keeps_its_code(shell: Shell) -> None:
     shell.script("def f():\n    raise ValueError('no such thing')\nf()")
-    done = shell.run("run", "-n", "3", "train.py")
+    done = shell.run("run", "-n", "3", "train.py", **UNHURRIED)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.count("ValueError: no such thing") == 1
@@ -81,7 +83,7 @@ def test_a_script_that_raises_everywhere_shows_its_traceback_once_and_keeps_its_
 )
 def test_errors_without_a_traceback_are_shown_once_as_well(shell: Shell, text: str, said: str) -> None:
     shell.script(text)
-    done = shell.run("run", "-n", "2", "train.py", "--wrong")
+    done = shell.run("run", "-n", "2", "train.py", "--wrong", **UNHURRIED)
     assert done.returncode in (1, 2)
     assert done.stderr.count(said) == 1
     assert "failed the same way" in done.stderr
@@ -90,17 +92,17 @@ def test_errors_without_a_traceback_are_shown_once_as_well(shell: Shell, text: s
 def test_one_worker_that_raises_stops_the_others_which_learn_its_name(shell: Shell) -> None:
     shell.script(
         PID + "if rank == 2:\n    " + "time.sleep(0.3)\n    sys.exit(3)\n" + STORE + "store.get('paceline/died/2')\n"
-        "print('paceline: worker 2', store.get('paceline/died/2').decode(), file=sys.stderr)\nsys.exit(75)"
+        "sys.stderr.write(f'paceline: worker 2 {store.get(\"paceline/died/2\").decode()}\\n')\nsys.exit(75)"
     )
     done = shell.run("run", "-n", "4", "train.py")
     assert done.returncode == 3
     assert done.stderr.splitlines() == ["paceline: worker 2 ended with exit code 3; the other 3 were stopped."]
-    assert not any(alive(pid) for pid in shell.pids(4))
+    wait_for_end(shell.pids(4))
 
 
 def test_a_failure_that_only_the_fleet_knows_is_told_once(shell: Shell) -> None:
-    shell.script("print('paceline: worker 1 went silent', file=sys.stderr)\nsys.exit(75)")
-    done = shell.run("run", "-n", "3", "train.py")
+    shell.script("sys.stderr.write('paceline: worker 1 went silent\\n')\nsys.exit(75)")
+    done = shell.run("run", "-n", "3", "train.py", **UNHURRIED)
     assert (done.returncode, done.stderr.count("worker 1 went silent")) == (75, 1)
     assert len(done.stderr.splitlines()) == 1
 
@@ -118,9 +120,9 @@ def test_words_of_a_worker_that_takes_long_to_end_are_not_repeated_for_one_that_
 def test_the_traceback_of_a_worker_that_ends_more_slowly_than_those_it_failed_is_the_one_to_see(shell: Shell) -> None:
     shell.script(
         "import atexit\nif rank == 1:\n    atexit.register(time.sleep, 1.2)\n    raise KeyError('oops')\n"
-        "time.sleep(0.3)\nprint('paceline: worker 1 ended with KeyError', file=sys.stderr)\nsys.exit(75)"
+        "time.sleep(0.3)\nsys.stderr.write('paceline: worker 1 ended with KeyError\\n')\nsys.exit(75)"
     )
-    done = shell.run("run", "-n", "3", "train.py")
+    done = shell.run("run", "-n", "3", "train.py", **UNHURRIED)
     assert done.returncode == 1
     assert done.stderr.count("KeyError: 'oops'") == 1
     assert done.stderr.count("Traceback") == 1
@@ -130,15 +132,14 @@ def test_the_traceback_of_a_worker_that_ends_more_slowly_than_those_it_failed_is
 def test_a_killed_worker_is_named_and_stubborn_survivors_end_too(shell: Shell) -> None:
     shell.script(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + PID + CHILD + "if rank == 1:\n"
-        "    time.sleep(0.5)\n    os.kill(os.getpid(), 9)\ntime.sleep(60)"
+        "    while sum(name.startswith('pid-') for name in os.listdir()) < 4: time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), 9)\ntime.sleep(60)"
     )
-    began = time.monotonic()
     done = shell.run("run", "-n", "2", "train.py", GRACE_S="0.5")
-    assert time.monotonic() - began < 8
     assert done.returncode == 137
     assert "worker 1 was killed by signal 9 (SIGKILL); the other one was stopped." in done.stderr
     assert len(done.stderr.splitlines()) == 1
-    assert not any(alive(pid) for pid in shell.pids(4))
+    wait_for_end(shell.pids(4))
 
 
 def test_a_handled_exception_is_not_the_end(shell: Shell) -> None:
@@ -154,38 +155,37 @@ def test_a_signal_to_the_launcher_ends_all_workers_and_their_children_quietly(
     shell: Shell, number: int, code: int
 ) -> None:
     shell.script(CHILD + PID + "time.sleep(60)")
-    launcher = shell.start("run", "-n", "2", "train.py")
+    launcher = shell.start("run", "-n", "2", "train.py", PARTIAL_S="30")
     pids = shell.pids(4)
     launcher.send_signal(number)
-    _, err = launcher.communicate(timeout=10)
+    _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == code
     assert "Traceback" not in err
-    assert not any(alive(pid) for pid in pids)
+    wait_for_end(pids)
 
 
 def test_a_second_ctrl_c_kills_at_once(shell: Shell) -> None:
     shell.script("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + PID + "time.sleep(60)")
-    launcher = shell.start("run", "-n", "2", "train.py")
+    launcher = shell.start("run", "-n", "2", "train.py", INTERRUPT_GRACE_S="60")
     pids = shell.pids(2)
     launcher.send_signal(signal.SIGINT)
     assert launcher.stderr is not None
     assert "stopping" in launcher.stderr.readline()
-    began = time.monotonic()
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=10)
-    assert time.monotonic() - began < 2
+    launcher.communicate(timeout=30)
     assert launcher.returncode == 130
-    assert not any(alive(pid) for pid in pids)
+    wait_for_end(pids)
 
 
 def test_a_script_that_takes_its_time_to_leave_after_ctrl_c_gets_it(shell: Shell) -> None:
     shell.script(
-        PID + "try: time.sleep(60)\nexcept KeyboardInterrupt:\n    time.sleep(0.5)\n    open(f'saved-{rank}', 'w')"
+        f"try:\n    {PID}    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    time.sleep(0.5)\n    open(f'saved-{rank}', 'w')"
     )
-    launcher = shell.start("run", "-n", "2", "train.py")
+    launcher = shell.start("run", "-n", "2", "train.py", INTERRUPT_GRACE_S="60")
     shell.pids(2)
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=10)
+    launcher.communicate(timeout=30)
     assert launcher.returncode == 130
     assert len(list(shell.folder.glob("saved-*"))) == 2
 
@@ -195,15 +195,14 @@ def test_killing_the_launcher_itself_leaves_nothing_running(shell: Shell) -> Non
     launcher = shell.start("run", "-n", "2", "train.py")
     pids = shell.pids(4)
     launcher.kill()
-    wait_for(lambda: not any(alive(pid) for pid in pids), seconds=5)
-    assert not any(alive(pid) for pid in pids)
+    wait_for_end(pids)
 
 
 def test_a_child_that_a_finished_worker_left_behind_is_ended(shell: Shell) -> None:
     shell.script(CHILD)
     done = shell.run("run", "-n", "2", "train.py")
     assert done.returncode == 0
-    assert not any(alive(pid) for pid in shell.pids(2))
+    wait_for_end(shell.pids(2))
 
 
 def test_a_reader_that_goes_away_ends_the_run(shell: Shell) -> None:
@@ -212,9 +211,9 @@ def test_a_reader_that_goes_away_ends_the_run(shell: Shell) -> None:
     pids = shell.pids(2)
     assert launcher.stdout is not None
     launcher.stdout.close()
-    launcher.wait(timeout=15)
+    launcher.wait(timeout=30)
     assert launcher.returncode == 128 + signal.SIGPIPE
-    assert not any(alive(pid) for pid in pids)
+    wait_for_end(pids)
 
 
 LOGGING = """
@@ -242,7 +241,7 @@ def test_a_run_that_logs_is_shown_and_judged_at_the_end(shell: Shell) -> None:
 
 
 def test_a_quiet_run_keeps_its_log_and_says_nothing(shell: Shell) -> None:
-    shell.script(LOGGING + "print('mine')")
+    shell.script(LOGGING + "sys.stdout.write('mine\\n')")
     done = shell.run("run", "-q", "-n", "2", "train.py")
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == ["[1] mine", "mine"]
@@ -257,7 +256,7 @@ def test_a_run_that_dies_tells_where_to_resume_and_still_gives_its_verdict(shell
     pids = shell.pids(2)
     wait_for(lambda: any("best.pt" in log.read_text() for log in shell.folder.glob("runs/*/events.jsonl")))
     os.kill(pids[0], signal.SIGKILL)
-    _, err = launcher.communicate(timeout=15)
+    _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == 137
     last = err.splitlines()[-1]
     assert "was killed by signal 9 (SIGKILL)" in last
@@ -268,10 +267,10 @@ def test_a_run_that_dies_tells_where_to_resume_and_still_gives_its_verdict(shell
 
 def test_ctrl_c_prints_the_verdict_of_what_was_done(shell: Shell) -> None:
     shell.script(LOGGING + PID + "time.sleep(60)")
-    launcher = shell.start("run", "-n", "2", "train.py")
+    launcher = shell.start("run", "-n", "2", "train.py", PARTIAL_S="30")
     shell.pids(2)
     launcher.send_signal(signal.SIGINT)
-    _, err = launcher.communicate(timeout=10)
+    _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == 130
     assert "run folder: " in err
     assert "samples/s" in err
@@ -285,16 +284,16 @@ def test_a_watched_run_has_a_live_page_that_ends_with_it(shell: Shell) -> None:
     said = launcher.stderr.readline()
     found = re.fullmatch(r"paceline: live page at (http://127\.0\.0\.1:\d+/)\n", said)
     assert found is not None, said
-    metrics = ""
 
     def shown() -> bool:
-        nonlocal metrics
-        metrics = urllib.request.urlopen(f"{found[1]}metrics", timeout=5).read().decode()
-        return re.search(r"^paceline_step\S* 20", metrics, re.MULTILINE) is not None
+        with suppress(OSError):
+            metrics = urllib.request.urlopen(f"{found[1]}metrics", timeout=5).read().decode()
+            return re.search(r"^paceline_step\S* 20", metrics, re.MULTILINE) is not None
+        return False
 
-    wait_for(shown)
+    wait_for(shown, 60)
     (shell.folder / "seen").touch()
-    _, err = launcher.communicate(timeout=20)
+    _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == 0, err
     assert "run folder: " in err
     with pytest.raises(OSError):

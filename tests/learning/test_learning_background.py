@@ -28,7 +28,7 @@ def record(step: int) -> StepRecord:
     return StepRecord(step, 0, 0, workers=(0, 1, 2), planned=(4, 4, 4), samples=(4, 4, 4), seconds=seconds)
 
 
-def wait(learner: Learner, seconds: float = 120.0) -> None:
+def wait(learner: Learner, seconds: float = 600.0) -> None:
     until = time.monotonic() + seconds
     while learner.busy and learner._process is not None and learner._process.poll() is None:
         assert time.monotonic() < until, "the trainer takes too long"
@@ -138,7 +138,7 @@ def test_a_trainer_whose_run_was_killed_ends_by_itself(tmp_path: Path) -> None:
     pid = int(process.stdout.readline())
     process.kill()
     process.communicate()
-    until = time.monotonic() + 120
+    until = time.monotonic() + 600
     while alive(pid):
         assert time.monotonic() < until, "the trainer outlived its run"
         time.sleep(0.05)

@@ -32,7 +32,7 @@ def browser(*flags: str) -> Iterator[Any]:
         driver.quit()
 
 
-def until(driver: Any, script: str, *, seconds: float = 15.0) -> Any:
+def until(driver: Any, script: str, *, seconds: float = 60.0) -> Any:
     """The value of a JavaScript expression once it is true."""
     from selenium.webdriver.support.ui import WebDriverWait
 

@@ -6,6 +6,7 @@ import math
 import shutil
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -18,20 +19,22 @@ from paceline.records import LOG_VERSION
 SPEEDS = (500.0, 500.0, 250.0, 125.0)
 
 
-def wait_until(condition, seconds=5.0):
+def wait_until(condition, seconds=30.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.01)
 
 
+@contextmanager
 def ended_after(seconds):
     """A stop that comes by itself, so that a follower that misses something fails and does not hang."""
     stop = threading.Event()
     timer = threading.Timer(seconds, stop.set)
     timer.daemon = True
     timer.start()
-    return stop
+    yield stop
+    timer.cancel()
 
 
 def test_what_is_written_is_read_back(tmp_path, make_record, run_event):
@@ -242,28 +245,30 @@ def test_follow_yields_events_as_they_are_written_and_ends_when_stopped(tmp_path
         time.sleep(0.002)
     log.close()
     stop.set()
-    reader.join(5)
+    reader.join(30)
     assert [event["n"] for event in seen] == list(range(100))
 
 
 def test_follow_waits_for_the_rest_of_a_partial_line(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "note", "n": 0}\n{"event": "no')
-    events = follow(path, stop=ended_after(5.0), poll_s=0.01)
-    assert next(events)["n"] == 0
-    with path.open("a") as stream:
-        stream.write('te", "n": 1}\n')
-    assert next(events)["n"] == 1
-    events.close()
+    with ended_after(30.0) as stop:
+        events = follow(path, stop=stop, poll_s=0.01)
+        assert next(events)["n"] == 0
+        with path.open("a") as stream:
+            stream.write('te", "n": 1}\n')
+        assert next(events)["n"] == 1
+        events.close()
 
 
 def test_follow_starts_again_when_the_file_is_replaced_by_a_shorter_one(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "note", "n": 0, "padding": "long"}\n')
-    events = follow(path, stop=ended_after(5.0), poll_s=0.01)
-    assert next(events)["n"] == 0
-    path.write_text('{"event": "note", "n": 1}\n')
-    assert next(events)["n"] == 1
+    with ended_after(30.0) as stop:
+        events = follow(path, stop=stop, poll_s=0.01)
+        assert next(events)["n"] == 0
+        path.write_text('{"event": "note", "n": 1}\n')
+        assert next(events)["n"] == 1
 
 
 def test_run_folders_are_unique_and_safe_whatever_the_name(tmp_path):

@@ -260,9 +260,16 @@ def test_a_stuck_fleet_does_not_look_alive(make_record, run_event):
     assert "no step for 12 s" in screen.file.getvalue()
 
 
+def patient(view):
+    """The view; closing it waits for its last drawing, however busy the computer is."""
+    join = view._thread.join
+    view._thread.join = lambda timeout: join(30)
+    return view
+
+
 def test_the_live_view_prints_notes_above_the_table_and_leaves_the_last_state(make_record, run_event):
     screen = console(100)
-    view = LiveView(console=screen)
+    view = patient(LiveView(console=screen))
     for event in feed(make_record, run_event):
         view.show(event)
     view.show({"event": "note", "level": "warning", "text": "memory is short"})
@@ -278,7 +285,7 @@ def test_the_live_view_prints_notes_above_the_table_and_leaves_the_last_state(ma
 def test_what_the_process_prints_appears_above_the_live_table(make_record, run_event, monkeypatch):
     out = Terminal()
     monkeypatch.setattr(sys, "stdout", out)
-    view = LiveView(console=console(100))
+    view = patient(LiveView(console=console(100)))
     for event in feed(make_record, run_event):
         view.show(event)
     print("epoch done")
@@ -304,7 +311,7 @@ def test_names_that_look_like_markup_are_shown_as_they_are(make_record, run_even
     assert "[red]<b>run</b>[/red] · adaptive" in drawn(events, width=120)
     assert "[bold]cpu[/bold]" in drawn(events, width=120)
     screen = console(100)
-    view = LiveView(console=screen)
+    view = patient(LiveView(console=screen))
     view.show({"event": "note", "text": "[/oops] [link=x]"})
     view.close()
     assert "[/oops] [link=x]" in screen.file.getvalue()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,19 @@ import pytest
 from paceline.errors import CallMismatch, FleetError
 from paceline.roster import Generation, Member, RunOver, Steward, member, minding, patience, steward, wire
 from paceline.roster.knock import Door, knock
+from ports import own_port
 
 TOKEN = "a token"
 FACTS = {"host": "here", "device": "cpu", "pid": 1}
 
 
 class Watch:
-    """A member, and when it heard that its generation was over."""
+    """A member, and whether it has heard that its generation was over."""
 
     def __init__(self, address: str, slot: int, *, token: str = TOKEN) -> None:
         self.over = threading.Event()
-        self.heard_at = 0.0
-        self.member = Member(address, token=token, name=f"here/{slot}", facts=FACTS, on_over=self._note)
-
-    def _note(self, number: int) -> None:
-        self.heard_at = time.perf_counter()
-        self.over.set()
+        name = f"here/{slot}"
+        self.member = Member(address, token=token, name=name, facts=FACTS, on_over=lambda number: self.over.set())
 
 
 class House:
@@ -48,8 +46,8 @@ class House:
         self.pool = ThreadPoolExecutor(16)
         self.steward = self.open()
 
-    def open(self, **more: Any) -> Steward:
-        one = Steward(observe=self._note, **{**self.settings, **more})
+    def open(self) -> Steward:
+        one = Steward(observe=self._note, **self.settings)
         one.start()
         return one
 
@@ -89,14 +87,15 @@ class House:
 
 @pytest.fixture
 def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., House]]:
-    """The same rules, a few times faster."""
+    """The same rules, a few times faster; but nobody's time runs out unless a test says when."""
     for where, name, seconds in (
         (member, "BEAT_S", 0.05),
         (member, "BUSY_S", 0.3),
         (patience, "BEAT_S", 0.05),
-        (patience, "FLOOR_S", 0.6),
-        (minding, "RETURN_S", 1.0),
-        (steward, "PROVE_S", 0.4),
+        (patience, "FLOOR_S", 60.0),
+        (patience, "CEILING_S", 60.0),
+        (minding, "RETURN_S", 60.0),
+        (steward, "PROVE_S", 60.0),
     ):
         monkeypatch.setattr(where, name, seconds)
     made: list[House] = []
@@ -132,10 +131,8 @@ def await_message(door: Door, key: str) -> dict[str, Any]:
 def test_a_closed_connection_ends_the_generation_on_the_others_at_once(house: Callable[..., House]) -> None:
     here = house()
     watches = here.begin(4)
-    began = time.perf_counter()
     watches[3].member.close()
-    assert all(watch.over.wait(5) for watch in watches[:3])
-    assert max(watch.heard_at for watch in watches[:3]) - began < 1.0
+    assert all(watch.over.wait(30) for watch in watches[:3])  # long before any silence or absence counts
     second = here.ask(*watches[:3], after=1, orderly=False)
     assert {one.result(10).workers for one in second} == {(0, 1, 2)}
 
@@ -144,13 +141,15 @@ def test_what_the_launcher_saw_stands_in_the_next_generation(house: Callable[...
     here = house()
     watches = here.begin(2)
     here.steward.died("here/1", "was killed by signal 9 (SIGKILL)")
-    assert watches[0].over.wait(5)
+    assert watches[0].over.wait(30)
     [second] = here.ask(watches[0], after=1, orderly=False)
     assert [(gone.id, gone.text) for gone in second.result(10).left] == [(1, "was killed by signal 9 (SIGKILL)")]
 
 
 @pytest.mark.slow
-def test_a_silent_worker_is_dropped_and_told_so_when_it_wakes(house: Callable[..., House]) -> None:
+def test_a_silent_worker_is_dropped_and_told_so_when_it_wakes(
+    house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = house(expect=2)
     first = here.come(0)
     frozen = puppet(here, 1)
@@ -158,7 +157,8 @@ def test_a_silent_worker_is_dropped_and_told_so_when_it_wakes(house: Callable[..
     say(frozen, ready=[0, True, True])
     assert asked[0].result(10).workers == (0, 1)
     await_message(frozen, "generation")
-    assert first.over.wait(10)  # not a word from the other one
+    monkeypatch.setattr(patience, "FLOOR_S", 0.6)
+    assert first.over.wait(30)  # not a word from the other one
     [second] = here.ask(first, after=1, orderly=False)
     [gone] = second.result(10).left
     assert gone.id == 1
@@ -174,7 +174,7 @@ def test_a_newcomer_is_announced_and_enters_at_the_boundary(house: Callable[...,
     newcomer = here.come(5)
     assert newcomer.member.running
     entering = here.ask(newcomer, after=0, fresh=True)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while not all(watch.member.news for watch in watches):
         assert time.monotonic() < until
         time.sleep(0.005)
@@ -203,7 +203,7 @@ def test_an_error_that_ends_one_worker_is_quoted_to_the_others(house: Callable[.
     here = house()
     watches = here.begin(2)
     watches[1].member.leave("ValueError: no such file")
-    assert watches[0].over.wait(5)
+    assert watches[0].over.wait(30)
     [second] = here.ask(watches[0], after=1, orderly=False)
     assert [(gone.id, gone.text) for gone in second.result(10).left] == [(1, "ValueError: no such file")]
 
@@ -246,15 +246,15 @@ def test_a_worker_does_not_trust_a_roster_without_the_token() -> None:
     "garbage",
     [b"\x00\xff" * 200, b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"challenge": 1}\n', b"{" * 900 + b"\n", b"x" * 100_000],
 )
-def test_garbage_before_the_proof_disturbs_nobody(house: Callable[..., House], garbage: bytes) -> None:
+def test_garbage_before_the_proof_disturbs_nobody(
+    house: Callable[..., House], garbage: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steward, "PROVE_S", 0.4)
     here = house()
-    with socket.create_connection(wire.parse_address(here.steward.address)) as stranger:
+    address = wire.parse_address(here.steward.address)
+    with socket.create_connection(address, timeout=30) as stranger, suppress(ConnectionError):
         stranger.sendall(garbage)
-        stranger.settimeout(5)
-        try:
-            while stranger.recv(65536):
-                pass
-        except ConnectionError:
+        while stranger.recv(65536):
             pass
     here.begin(1)
 
@@ -295,15 +295,16 @@ def test_nonsense_from_a_worker_costs_it_its_connection_alone(
     assert not watches[0].over.is_set()
 
 
-def test_one_who_says_nothing_is_shown_the_door(house: Callable[..., House]) -> None:
+def test_one_who_says_nothing_is_shown_the_door(house: Callable[..., House], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steward, "PROVE_S", 0.4)
     here = house()
-    with socket.create_connection(wire.parse_address(here.steward.address)) as loris:
-        loris.settimeout(5)
+    address = wire.parse_address(here.steward.address)
+    with socket.create_connection(address, timeout=30) as loris, suppress(ConnectionError):
         for _ in range(3):
             loris.sendall(b" ")
             time.sleep(0.05)
-        loris.recv(4096)
-        assert loris.recv(4096) == b""
+        while loris.recv(4096):
+            pass
 
 
 def test_a_crowd_of_strangers_does_not_keep_a_worker_out(house: Callable[..., House]) -> None:
@@ -331,13 +332,12 @@ def test_a_full_fleet_is_refused_in_words(house: Callable[..., House]) -> None:
 
 @pytest.mark.slow
 def test_the_fleet_outlives_its_roster_and_goes_on_with_the_next(house: Callable[..., House], tmp_path: Path) -> None:
-    here = house(state=tmp_path / "roster.json")
+    here = house(state=tmp_path / "roster.json", port=own_port())
     watches = here.begin(3)
-    port = here.steward.port
     here.steward.close()
     assert not any(watch.over.wait(0.2) for watch in watches)
-    here.steward = here.open(port=port)
-    until = time.monotonic() + 10
+    here.steward = here.open()
+    until = time.monotonic() + 30
     while not all(watch.member.news for watch in watches):
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -348,15 +348,15 @@ def test_the_fleet_outlives_its_roster_and_goes_on_with_the_next(house: Callable
 
 @pytest.mark.slow
 def test_a_member_that_died_while_the_roster_was_away_is_lost_after_a_while(
-    house: Callable[..., House], tmp_path: Path
+    house: Callable[..., House], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = house(state=tmp_path / "roster.json")
+    monkeypatch.setattr(minding, "RETURN_S", 1.0)
+    here = house(state=tmp_path / "roster.json", port=own_port())
     watches = here.begin(2)
-    port = here.steward.port
     here.steward.close()
     watches[1].member.close()
-    here.steward = here.open(port=port)
-    assert watches[0].over.wait(10)
+    here.steward = here.open()
+    assert watches[0].over.wait(30)
     [second] = here.ask(watches[0], after=1, orderly=False)
     assert [(gone.id, gone.text) for gone in second.result(10).left] == [
         (1, "did not come back after the roster's restart")
@@ -366,13 +366,12 @@ def test_a_member_that_died_while_the_roster_was_away_is_lost_after_a_while(
 def test_a_request_made_while_the_roster_is_away_is_answered_by_the_next(
     house: Callable[..., House], tmp_path: Path
 ) -> None:
-    here = house(state=tmp_path / "roster.json")
+    here = house(state=tmp_path / "roster.json", port=own_port())
     watches = here.begin(2)
-    port = here.steward.port
     here.steward.close()
     asked = here.ask(*watches, after=1)
-    here.steward = here.open(port=port)
-    assert {one.result(10).number for one in asked} == {2}
+    here.steward = here.open()
+    assert {one.result(30).number for one in asked} == {2}
 
 
 def test_a_torn_state_file_is_explained(tmp_path: Path) -> None:
@@ -412,7 +411,7 @@ def test_whoever_waits_is_told_for_whom(
     with caplog.at_level(logging.WARNING, logger="paceline"):
         watches[0].member.report(doing="step 41", begun=41, spots={"calls": (9, "the round of step 41", True)})
         watches[1].member.report(doing="its own code after step 40", begun=40, spots={"calls": (8, "before", False)})
-        until = time.monotonic() + 5
+        until = time.monotonic() + 30
         while "waiting for worker 1 (its own code after step 40)" not in caplog.text:
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -429,7 +428,9 @@ def _stay(address: str, told: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks at processes through /proc")
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_real_process_that_is_stopped_or_killed_is_noticed(house: Callable[..., House], how: int) -> None:
+def test_a_real_process_that_is_stopped_or_killed_is_noticed(
+    house: Callable[..., House], how: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = house(expect=2)
     context = multiprocessing.get_context("fork")
     told: Any = context.SimpleQueue()
@@ -440,7 +441,9 @@ def test_a_real_process_that_is_stopped_or_killed_is_noticed(house: Callable[...
     pid = told.get()
     try:
         os.kill(pid, how)
-        assert first.over.wait(10)
+        if how == signal.SIGSTOP:
+            monkeypatch.setattr(patience, "FLOOR_S", 0.6)
+        assert first.over.wait(30)
         [second] = here.ask(first, after=1, orderly=False)
         text = second.result(10).left[0].text
         assert ("was silent for" in text) == (how == signal.SIGSTOP)
