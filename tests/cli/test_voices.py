@@ -60,6 +60,18 @@ def test_last_words_are_held_and_shown_only_when_the_worker_lives_on() -> None:
     assert (voice.held, voice.shown) == ([], TRACEBACK)
 
 
+def test_the_unfinished_beginning_of_last_words_is_not_shown_as_a_progress_bar_is() -> None:
+    voice, said = listen(0)
+    voice.feed(b"paceline: worker 2 was", 0.0)
+    voice.tick(PARTIAL_S * 2, failing=False)
+    voice.feed(b" lost\n", 1.0)
+    assert (said, voice.held) == ([], ["paceline: worker 2 was lost"])
+    voice, said = listen(0, holds=False)
+    voice.feed(b"paceline: ", 0.0)
+    voice.tick(PARTIAL_S * 2, failing=False)
+    assert said == ["paceline: "], "on stdout they are words like any other"
+
+
 def test_while_the_fleet_fails_last_words_stay_held() -> None:
     voice, said = listen(1)
     voice.feed(b"paceline: worker 2 was lost\n", 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -223,6 +224,17 @@ def test_a_wrong_token_is_refused_and_noted(house: Callable[..., House]) -> None
         here.come(0, token="another token")
     assert here.await_event("refused")["kind"] == "token"
     assert here.come(0).member.id == 0
+
+
+def test_a_stranger_who_trusts_any_roster_is_refused_all_the_same(house: Callable[..., House]) -> None:
+    here = house()
+    with socket.create_connection(wire.parse_address(here.steward.address), timeout=30) as stranger:
+        lines = stranger.makefile("rb")
+        theirs, mine = json.loads(lines.readline())["challenge"], wire.challenge()
+        stranger.sendall(wire.encode({"challenge": mine, "proof": wire.proof("guessed", "worker", theirs, mine)}))
+        assert json.loads(lines.readline())["refused"] == "token"
+        assert lines.readline() == b"", "and not a word more"
+    assert here.await_event("refused")["kind"] == "token"
 
 
 def test_a_worker_does_not_trust_a_roster_without_the_token() -> None:

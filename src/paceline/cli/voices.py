@@ -49,7 +49,11 @@ class Voice:
         if self.held_since is not None and not failing and now - self.held_since > HOLD_S:
             self.release()
         if self._rank == 0 and self._partial and self.held_since is None and now - self._partial_since > PARTIAL_S:
-            self._out(self._partial.decode(errors="replace"))
+            self._show_partial(self._partial.decode(errors="replace"))
+
+    def _show_partial(self, text: str) -> None:
+        if not (self._holds and LAST_WORDS.match(text)):  # else the rest of the line is on its way, and it is held back
+            self._out(text)
             self._partial, self._mid_line = b"", True
 
     def close(self, now: float) -> None:
