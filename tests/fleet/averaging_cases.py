@@ -12,6 +12,7 @@ from exact_cases import Net, Tokens
 from torch import nn
 
 import paceline
+from paceline import rounds
 
 
 def make(case: dict[str, Any]) -> Any:
@@ -65,7 +66,14 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             "extra": extra,
             "waited": [record.round_s for record in fleet.history],
             "records": [
-                {"epoch": r.epoch, "ranges": r.ranges, "samples": r.samples, "sums": dict(r.sums)}
+                {
+                    "epoch": r.epoch,
+                    "ranges": r.ranges,
+                    "planned": r.planned,
+                    "samples": r.samples,
+                    "seconds": r.seconds,
+                    "sums": dict(r.sums),
+                }
                 for r in fleet.history
             ],
         }
@@ -96,6 +104,8 @@ def line_data(length: int) -> torch.utils.data.TensorDataset:
 
 def line(case: dict[str, Any]) -> dict[str, Any]:
     """Least squares with plain SGD from zero, in the dataset's own order: small enough to be worked out by hand."""
+    if case.get("lands_late"):  # a round beside local steps is taken over when the next is due, and no earlier
+        rounds.Round.over = property(lambda round: False)  # type: ignore[assignment,method-assign]
     with paceline.join("equal", combine=make(case), quiet=True, device="cpu") as fleet:
         model = nn.Linear(2, 1, bias=False).double()
         nn.init.zeros_(model.weight)
@@ -136,7 +146,7 @@ def group_facts(case: dict[str, Any]) -> list[Any]:
 
 def a_member_fails(case: dict[str, Any]) -> None:
     """Worker 1, of the group of 0 and 1, is killed or makes a call by itself."""
-    combine = paceline.Averaging(every_steps=1000, groups=[[0, 1], [2]])
+    combine = paceline.Averaging(every_steps=200, groups=[[0, 1], [2]])
     with paceline.join("equal", combine=combine, quiet=True, device="cpu") as fleet:
         model = fleet.model(nn.Linear(2, 1).double())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

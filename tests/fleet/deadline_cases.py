@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import random
 import time
 from typing import Any
@@ -49,11 +51,22 @@ class Deadline:
 
 
 class Stalls:
-    """Sleeps inside forward: a little always, long at the given (step, micro-batch) places of this worker."""
+    """Sleeps inside forward: a little always, long at the given places of this worker.
 
-    def __init__(self, rank: int, case: dict[str, Any]) -> None:
+    At (rank, step, micro-batch) it sleeps for ``long_s``. With a fourth number it is stuck there, or at its next
+    micro-batch, until so many rounds have closed without it, and for ``linger_s`` more.
+    """
+
+    def __init__(self, rank: int, case: dict[str, Any], steps: Any = None) -> None:
         self.each_s, self.long_s = case.get("each_s", 0.004), case.get("long_s", 0.5)
-        self.places = {tuple(place[1:]) for place in case.get("stalls", ()) if place[0] == rank}
+        self.linger_s, self.steps = case.get("linger_s", 0.0), steps
+        mine = [tuple(place[1:]) for place in case.get("stalls", ()) if place[0] == rank]
+        self.places = {place for place in mine if len(place) == 2}
+        self.traps = sorted(place for place in mine if len(place) == 3)
+        self.stuck: list[int] = []
+        """The steps in which it was stuck."""
+        self.others_wait = case.get("evaluate_after", math.inf) + 1
+        """The others do not go beyond this step without it."""
         self.dice = random.Random(f"{case.get('seed', 0)}/{rank}")
         self.chance = case.get("chance", 0.0)
         self.kernel = case.get("kernel") and torch.cuda.is_available() and rank == 0
@@ -64,16 +77,31 @@ class Stalls:
 
     def wait(self) -> None:
         self.micro += 1
+        if self.traps and (self.step, self.micro) >= self.traps[0][:2]:
+            self._be_stuck(self.traps.pop(0)[2])
         stalled = (self.step, self.micro) in self.places or self.dice.random() < self.chance
         if stalled and self.kernel:
             torch.cuda._sleep(int(self.long_s * 1.8e9))  # about so many cycles a second
         else:
             time.sleep(self.long_s if stalled else self.each_s)
 
+    def _be_stuck(self, rounds: int) -> None:
+        self.stuck.append(self.step)
+        books, given_up = self.steps.books, time.monotonic() + 60.0
+        while books.index < min(self.step + rounds, self.others_wait) and not books.finished:
+            assert time.monotonic() < given_up, f"the others wait for a worker that is stuck in step {self.step}"
+            time.sleep(0.005)
+        time.sleep(self.linger_s)
+
+
+def bound_kept_sums(case: dict[str, Any]) -> None:
+    """Let the workers named in ``case`` keep so many bytes of sums of rounds that they have yet to take over."""
+    proxy.MOST_BYTES = case.get("most_bytes", {}).get(os.environ.get("RANK"), proxy.MOST_BYTES)
+
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """One training; ``case`` says how, and the result is what this worker saw."""
-    proxy.MOST_BYTES = case.get("most_bytes", proxy.MOST_BYTES)
+    bound_kept_sums(case)
     loop.FINGERPRINT_EVERY = case.get("fingerprint_every", loop.FINGERPRINT_EVERY)
     pace = Deadline(**case.get("pace", {})) if not isinstance(case.get("pace"), str) else case["pace"]
     device = None if case.get("gpu") else "cpu"
@@ -100,7 +128,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         fleet.track(scheduler=scheduler, ema=ema, scaler=scaler)
         if case.get("load"):
             fleet.load(case["load"])
-        stalls = Stalls(fleet.rank, case)
+        stalls = Stalls(fleet.rank, case, steps)
         seen: list[dict[str, Any]] = []
         evaluations: list[float] = []
         for step in steps:
@@ -147,4 +175,5 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             "optimizer": [value.flatten().tolist() for state in optimizer.state.values() for value in state.values()],
             "scale": scaler.get_scale(),
             "evaluations": evaluations,
+            "stuck": stalls.stuck,
         }

@@ -12,8 +12,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.transport import fixed
 
 RANK = int(os.environ.get("RANK", "0"))
+STORE_GONE = "the leader or launcher that holds the fleet's store is gone"
+"""What a worker says that is slow to listen: worker 0, which holds the store, stays a few seconds after a failure."""
 
 
 def data(length: int = 400) -> TensorDataset:
@@ -35,6 +38,11 @@ def note(args: dict[str, Any], name: str) -> None:
     (Path(args["folder"]) / name).write_text(str(time.time()))
 
 
+def hear_everybody_out() -> None:
+    """Where all are alive, worker 0 can stay until the last has heard of a failure."""
+    fixed.HEARING_S = 20.0
+
+
 def train_forever(args: dict[str, Any]) -> None:
     """Trains until somebody ends it; says when it has begun."""
     with paceline.join(quiet=True) as fleet:
@@ -46,6 +54,7 @@ def train_forever(args: dict[str, Any]) -> None:
 
 
 def one_raises(args: dict[str, Any]) -> None:
+    hear_everybody_out()
     with paceline.join(quiet=True) as fleet:
         model = fleet.model(nn.Linear(4, 1))
         for step in training(fleet, model, epochs=100):
@@ -54,6 +63,7 @@ def one_raises(args: dict[str, Any]) -> None:
 
 
 def leader_calls_alone(args: dict[str, Any]) -> None:
+    hear_everybody_out()
     with paceline.join(quiet=True) as fleet:
         model = fleet.model(nn.Linear(4, 1))
         for step in training(fleet, model, epochs=100):
@@ -75,6 +85,7 @@ def call(fleet: paceline.Fleet, name: str, folder: str) -> None:
 
 
 def one_leaves_early(args: dict[str, Any]) -> None:
+    hear_everybody_out()
     with paceline.join(quiet=True) as fleet:
         model = fleet.model(nn.Linear(4, 1))
         for step in training(fleet, model, epochs=100):

@@ -6,7 +6,9 @@ import copy
 import gc
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -427,10 +429,20 @@ def left_behind(args: Args) -> dict[str, int]:
     try:
         with join() as fleet:
             list(loop(fleet, fleet.model(net())))
-        threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-        return {"gloo": sum("gloo" in name for name in threads)}
+        until = time.monotonic() + 10.0  # a thread that has ended may be listed a little longer
+        while (left := engine_threads()) and time.monotonic() < until:
+            time.sleep(0.01)
+        return {"gloo": left}
     finally:
         gc.enable()
+
+
+def engine_threads() -> int:
+    count = 0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            count += "gloo" in (task / "comm").read_text()
+    return count
 
 
 CASES: tuple[Callable[[Args], Any], ...] = (

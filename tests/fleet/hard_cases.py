@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deadline_cases import Deadline, Stalls
+from deadline_cases import Deadline, Stalls, bound_kept_sums
 from exact_cases import Net, Tokens
+from failure_cases import hear_everybody_out
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
-from paceline import proxy
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -68,7 +68,7 @@ def pace(case: dict[str, Any]) -> Deadline:
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """A training; ``case`` says what is unusual about its loop. Tells what each step counted and trained on."""
-    proxy.MOST_BYTES = case.get("most_bytes", proxy.MOST_BYTES)
+    bound_kept_sums(case)
     with paceline.join(pace(case), quiet=True, device="cpu") as fleet:
         model = fleet.model(net())
         if case.get("tight"):
@@ -90,7 +90,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             whole=case.get("whole"),
             order=(lambda epoch: list(range(case["length"]))[:: -1 if epoch % 2 else 1]) if "order" in case else None,
         )
-        stalls, told, trained = Stalls(fleet.rank, case), [], []
+        stalls, told, trained = Stalls(fleet.rank, case, steps), [], []
         for step in steps:
             stalls.begin(step.index)
             taken = 0
@@ -155,20 +155,30 @@ def leave_and_begin_again(case: dict[str, Any]) -> dict[str, Any]:
             step.commit(optimizer)
             told.append([step.index, step.epoch, step.record.ranges])
         agreed = fleet.agree(False)
-    return {"parameters": flat(model), "steps": told, "seconds": time.monotonic() - began, "agreed": agreed}
+    seconds, proxy_lives = time.monotonic() - began, steps._proxy._thread.is_alive()
+    return {
+        "parameters": flat(model),
+        "steps": told,
+        "seconds": seconds,
+        "proxy_lives": proxy_lives,
+        "agreed": agreed,
+    }
 
 
 # -- between the begin of a step and its work --------------------------------------------------------------------------
 
 
-class SlowSave(Dataset[Any]):
-    """Something to track whose state takes long to write."""
+class SlowSave:
+    """Something to track whose state takes long to write: until the round of the step under way has closed."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    steps: Any = None
+    """None before there are any: then it takes no time."""
 
     def state_dict(self) -> dict[str, Any]:
-        time.sleep(self.seconds)
+        given_up = time.monotonic() + 60.0
+        while self.steps is not None and self.steps.books.index == self.steps.index:
+            assert time.monotonic() < given_up, f"the round of step {self.steps.index} waits for a checkpoint"
+            time.sleep(0.005)
         return {}
 
     def load_state_dict(self, state: Any) -> None:
@@ -180,13 +190,15 @@ def save_before_the_work(case: dict[str, Any]) -> dict[str, Any]:
     with paceline.join(pace(case), quiet=True, device="cpu") as fleet:
         model = fleet.model(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        fleet.track(optimizer=optimizer, slow=SlowSave(0.2))
+        slow = SlowSave()
+        fleet.track(optimizer=optimizer, slow=slow)
         if case.get("load"):
             fleet.load(case["load"])
         told = []
-        for step in fleet.steps(
+        slow.steps = fleet.steps(
             Numbered(case["length"]), global_batch=case["global_batch"], micro_batch=case["micro_batch"]
-        ):
+        )
+        for step in slow.steps:
             due = step.index == case["save_at"] and not case.get("load")
             if due and fleet.is_leader:
                 fleet.save(case["save"])
@@ -291,8 +303,9 @@ def unlike_orders(case: dict[str, Any]) -> str:
 
 
 def end(case: dict[str, Any]) -> dict[str, Any]:
-    """One worker comes to an end in the middle of a step; what the others say, and after how many seconds."""
-    began = 0.0
+    """One worker comes to an end in the middle of a step; what the others say."""
+    if case["how"] in ("raise", "interrupt"):  # all live to hear of it
+        hear_everybody_out()
     try:
         with paceline.join(pace(case), quiet=True, device="cpu") as fleet:
             model = fleet.model(net())
@@ -305,9 +318,8 @@ def end(case: dict[str, Any]) -> dict[str, Any]:
                         _end(case["how"])
                     step.backward(nn.functional.cross_entropy(model(x), y))
                 step.commit(optimizer)
-                began = time.monotonic()
     except (paceline.FleetError, ValueError, KeyboardInterrupt) as error:
-        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began}
+        return {"error": f"{type(error).__name__}: {error}"}
     return {"error": "none"}
 
 
@@ -318,6 +330,6 @@ def _end(how: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(5.0)
+        time.sleep(60.0)
     elif how == "raise":
         raise ValueError("a bug in the script")

@@ -58,13 +58,13 @@ class Script:
                 continue
         self._process.wait()
 
-    def wait(self, *, within: float = 100.0) -> Script:
+    def wait(self, *, within: float = 300.0) -> Script:
         """Until it has ended, as it should: with 0."""
         code = self._process.wait(timeout=within)
         assert code == 0, f"ended with {code}:\n{self.err[-4000:]}"
         return self
 
-    def wait_for(self, text: str, *, within: float = 100.0) -> None:
+    def wait_for(self, text: str, *, within: float = 300.0) -> None:
         """Until a line of standard output begins so."""
         until = time.monotonic() + within
         while not any(line.startswith(text) for line in self.out):

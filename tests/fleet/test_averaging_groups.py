@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from averaging_cases import line_data
 from crew import Crew, run
 from test_averaging import CASE, check
+from test_failures import tells
 
 pytestmark = pytest.mark.fleet
 
@@ -75,17 +77,30 @@ def test_one_group_of_all_is_gradients_at_every_step(tmp_path: Path) -> None:
     assert apart.abs().max() < 1e-12
 
 
+def check_divided_by_speed(records: list[dict[str, Any]], members: tuple[int, int]) -> None:
+    """Whoever was faster in one period is dealt no less for the next, and more where it was much faster."""
+    unlike = 0
+    for last, then in pairwise(records):
+        speeds = [last["samples"][member] / max(last["seconds"][member], 1e-9) for member in members]
+        dealt = [then["planned"][member] for member in members]
+        if min(speeds) > 0 and sum(dealt) > 8:  # else one's speed is not known, or little is left to be dealt
+            (slow, less), (fast, more) = sorted(zip(speeds, dealt, strict=True))
+            assert more >= less + (fast > 1.5 * slow), (last, then)
+            unlike += fast > 1.5 * slow
+    assert unlike > 0, "neither was ever much faster"
+
+
 @pytest.mark.parametrize("weights", ["wp", "mse"])
 def test_by_the_clock_a_group_steps_as_one_and_divides_its_batch_by_speed(weights: str, tmp_path: Path) -> None:
     settings = {"period_s": 0.2, "groups": [[0, 2], [1]], "weights": weights}
     case = CASE | {"settings": settings, "length": 480, "pace": "adaptive", "weight_decay": 0.01}
-    env = {"PACELINE_EMULATE": "1,1,3", "PACELINE_SAMPLE_MS": "2"}
+    env = {"PACELINE_EMULATE": "1,1,3", "PACELINE_SAMPLE_MS": "6"}
     told = run("averaging_cases.py:train", 3, tmp_path, args=case, env=env)
     check(told, case)
     assert told[0]["local"] == told[2]["local"], "members step together"
-    later = told[0]["records"][len(told[0]["records"]) // 2 :]
-    fast, slow = (sum(record["samples"][rank] for record in later) for rank in (0, 2))
-    assert fast > 1.5 * slow, "the slow member has the smaller part"
+    check_divided_by_speed(told[0]["records"], (0, 2))
+    fast, slow = (sum(record["samples"][rank] for record in told[0]["records"]) for rank in (0, 2))
+    assert fast > slow, "the slow member has the smaller part"
 
 
 def test_batch_norm_in_groups_counts_every_micro_batch_once(tmp_path: Path) -> None:
@@ -118,16 +133,16 @@ def test_a_dead_member_is_named(tmp_path: Path) -> None:
     with Crew("averaging_cases.py:a_member_fails", 3, tmp_path, args={"how": "", "folder": str(tmp_path)}) as crew:
         crew.wait_for("begun")
         os.kill(crew.workers[1].pid, signal.SIGKILL)
-        outcomes = crew.wait(within=40)
+        outcomes = crew.wait()
     for rank in (0, 2):
         assert outcomes[rank].code == 75
-        assert "worker 1 (cpu) went silent" in outcomes[rank].err.strip().splitlines()[-1]
+        assert tells(outcomes[rank], rank, "worker 1 (cpu) went silent")
 
 
 def test_a_member_that_makes_a_call_by_itself_is_named(tmp_path: Path) -> None:
     args = {"how": "agrees alone", "folder": str(tmp_path)}
     with Crew("averaging_cases.py:a_member_fails", 3, tmp_path, args=args) as crew:
-        outcomes = crew.wait(within=40)
+        outcomes = crew.wait()
     assert outcomes[0].code == outcomes[1].code == 75
     assert "worker 1 (cpu) called the round after" in outcomes[0].err
     assert "worker 0 (cpu) called local step" in outcomes[0].err
@@ -136,7 +151,7 @@ def test_a_member_that_makes_a_call_by_itself_is_named(tmp_path: Path) -> None:
 def test_a_bad_gradient_is_put_down_to_the_right_worker(tmp_path: Path) -> None:
     args = {"how": "bad gradient", "folder": str(tmp_path)}
     with Crew("averaging_cases.py:a_member_fails", 3, tmp_path, args=args) as crew:
-        outcomes = crew.wait(within=40)
+        outcomes = crew.wait()
     assert "worker 1 had NaN or infinite gradients" in outcomes[0].err
     assert "worker 1 had NaN or infinite gradients" in outcomes[1].err
 
@@ -144,5 +159,5 @@ def test_a_bad_gradient_is_put_down_to_the_right_worker(tmp_path: Path) -> None:
 def test_emulated_failures_are_refused_in_groups(tmp_path: Path) -> None:
     case = CASE | {"settings": {"every_steps": 2, "groups": GROUPS}}
     with Crew("averaging_cases.py:train", 3, tmp_path, args=case, env={"PACELINE_FAILURES": "lost:0.5"}) as crew:
-        outcomes = crew.wait(within=60)
+        outcomes = crew.wait()
     assert all("emulated failures cannot be had with groups" in outcome.err for outcome in outcomes)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from crew import Crew, run
+from failure_cases import STORE_GONE
 from hard_cases import Numbered, net
 from torch import nn
 
@@ -84,7 +85,7 @@ def test_a_step_is_exact_however_the_loop_is_written(unusual: dict[str, Any], tm
     ids=lambda unusual: next(iter(unusual)),
 )
 def test_replicas_stay_equal_and_samples_count_once_with_a_late_worker(unusual: dict[str, Any], tmp_path: Path) -> None:
-    case = SHORT | {"stalls": [(1, 4, 1)], "long_s": 0.4} | unusual
+    case = SHORT | {"stalls": [(1, 4, 1, 4)]} | unusual
     told = run("hard_cases.py:train", 3, tmp_path, args=case)
     check_equal(told)
     assert len({worker["scale"] for worker in told}) == 1
@@ -94,7 +95,8 @@ def test_replicas_stay_equal_and_samples_count_once_with_a_late_worker(unusual: 
 @pytest.mark.parametrize("most_bytes", [1000, 2500])
 def test_a_worker_that_asked_for_a_copy_is_not_forgotten_when_the_others_meet(most_bytes: int, tmp_path: Path) -> None:
     # One round's sums take 984 bytes: it asks in the round of step 6 or of step 7, after which the others evaluate.
-    case = SHORT | {"stalls": [(2, 4, 0)], "long_s": 1.2, "epochs": 2, "evaluate_after": 7, "most_bytes": most_bytes}
+    case = SHORT | {"stalls": [(2, 4, 0, 4)], "linger_s": 0.5, "epochs": 2, "evaluate_after": 7}
+    case["most_bytes"] = {"2": most_bytes}
     told = run("hard_cases.py:train", 3, tmp_path, args=case)
     check_equal(told[:2])
     assert told[2]["parameters"] == told[0]["parameters"]
@@ -126,7 +128,8 @@ def test_a_loop_left_in_mid_step_and_entered_again_goes_on_with_every_sample(tmp
 @pytest.mark.parametrize("leave_at", [3, 8])
 def test_a_fleet_whose_loop_is_left_in_mid_step_ends_at_once(leave_at: int, tmp_path: Path) -> None:
     told = run("hard_cases.py:leave_and_begin_again", 2, tmp_path, args=SHORT | {"leave_at": leave_at})
-    assert max(worker["seconds"] for worker in told) < 4.0, "nobody is waited for in a round that nobody needs"
+    assert not any(worker["proxy_lives"] for worker in told), "nobody is waited for in a round that nobody needs"
+    assert max(worker["seconds"] for worker in told) < 30.0
 
 
 # -- between the begin of a step and its work --------------------------------------------------------------------------
@@ -134,7 +137,7 @@ def test_a_fleet_whose_loop_is_left_in_mid_step_ends_at_once(leave_at: int, tmp_
 
 def test_a_checkpoint_written_while_its_steps_deadline_passes_belongs_to_the_weights(tmp_path: Path) -> None:
     path = str(tmp_path / "saved.pt")
-    case = SHORT | {"save_at": 4, "save": path}
+    case = CASE | {"pace": {"deadline_s": 2.0, "over": 1.4}, "save_at": 4, "save": path}
     told = run("hard_cases.py:save_before_the_work", 2, tmp_path, args=case)
     again = run("hard_cases.py:save_before_the_work", 2, tmp_path, args=case | {"load": path})
     assert again[0]["steps"][0][0] == 4
@@ -177,32 +180,34 @@ def test_custom_orders_that_differ_between_workers_in_a_later_epoch_are_an_error
 
 
 @pytest.mark.parametrize(
-    ("how", "who", "pace", "named", "within"),
+    ("how", "who", "pace", "named"),
     [
-        ("kill", [1], SHORT["pace"], "worker 1", 20.0),
-        ("raise", [1], SHORT["pace"], "ValueError: a bug in the script", 15.0),
-        ("interrupt", [2], SHORT["pace"], "KeyboardInterrupt", 15.0),
-        ("raise", [1, 2], {"deadline_s": None, "wait_for": 2}, "a bug in the script", 15.0),
-        ("stop", [1], SHORT["pace"], "worker 1", 20.0),
+        ("kill", [1], SHORT["pace"], "worker 1"),
+        ("raise", [1], SHORT["pace"], "ValueError: a bug in the script"),
+        ("interrupt", [2], SHORT["pace"], "KeyboardInterrupt"),
+        ("raise", [1, 2], {"deadline_s": None, "wait_for": 2}, "a bug in the script"),
+        ("stop", [1], SHORT["pace"], "worker 1"),
     ],
     ids=["killed", "an error", "ctrl-c", "too few to count to", "stopped"],
 )
 def test_a_worker_that_ends_in_a_step_with_a_deadline_is_named_on_all_others(
-    how: str, who: list[int], pace: dict[str, Any], named: str, within: float, tmp_path: Path
+    how: str, who: list[int], pace: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     case = {"how": how, "who": who, "pace": pace, "folder": str(tmp_path)}
-    with Crew("hard_cases.py:end", 3, tmp_path, args=case) as crew:
+    with Crew("hard_cases.py:end", 3, tmp_path, args=case, env={"QUICK_EXIT": "1"}) as crew:
         for rank in who:
             crew.wait_for(f"ends.{rank}")
         ended = time.monotonic()
         while any(worker.poll() is None for rank, worker in enumerate(crew.workers) if rank not in who):
-            assert time.monotonic() - ended < within, "a survivor hangs"
+            assert time.monotonic() - ended < 60.0, "a survivor hangs"
             time.sleep(0.05)
         if how == "stop":
             os.kill(crew.workers[1].pid, signal.SIGKILL)
-        outcomes = crew.wait(within=10.0)
+        outcomes = crew.wait(within=60.0)
     for rank, outcome in enumerate(outcomes):
         if rank not in who:
             assert outcome.value is not None, outcome.err[-2000:]
             assert outcome.value["error"].startswith("WorkerLost"), outcome.value
-            assert named in outcome.value["error"]
+            # Where one cannot hear, worker 0 does not stay for long: who is slow to listen finds it gone.
+            deaf = how in ("kill", "stop") and rank > 0 and STORE_GONE in outcome.value["error"]
+            assert named in outcome.value["error"] or deaf

@@ -13,7 +13,7 @@ from typing import Any
 import feature_cases as cases
 import pytest
 import torch
-from crew import run
+from crew import Crew
 from torch import nn
 
 pytestmark = pytest.mark.fleet
@@ -37,7 +37,11 @@ class Told:
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     folder = tmp_path_factory.mktemp("features")
-    return Told(run("feature_cases.py:everything", 2, folder, args={"folder": str(folder)}))
+    args, env = {"folder": str(folder)}, {"QUICK_EXIT": "1"}
+    with Crew("feature_cases.py:everything", 2, folder, args=args, env=env) as crew:
+        outcomes = crew.wait(within=300)
+    assert [outcome.code for outcome in outcomes] == [0, 0], [outcome.err[-4000:] for outcome in outcomes]
+    return Told([outcome.value for outcome in outcomes])
 
 
 def close(ours: Any, expected: torch.Tensor, tolerance: float = 1e-12) -> bool:
@@ -257,7 +261,7 @@ def test_torchrun_starts_a_fleet_over_its_own_store_and_the_named_interface(tmp_
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
     env |= {"OMP_NUM_THREADS": "1", "PACELINE_RUN_DIR": str(tmp_path / "run"), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     said = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith("parameters of worker"))
     assert set(said) == {"parameters of worker 0", "parameters of worker 1"}
