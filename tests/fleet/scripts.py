@@ -66,10 +66,11 @@ class Script:
 
     def wait_for(self, text: str, *, within: float = 300.0) -> None:
         """Until a line of standard output begins so."""
-        until = time.monotonic() + within
+        until, ended = time.monotonic() + within, False
         while not any(line.startswith(text) for line in self.out):
             assert time.monotonic() < until, f"no line began with {text!r}:\n{self.err[-4000:]}"
-            assert self._process.poll() is None, f"it ended before {text!r}:\n{self.err[-4000:]}"
+            assert not ended, f"it ended before {text!r}:\n{self.err[-4000:]}"
+            ended = self._process.poll() is not None  # it may have said so at the very end
             time.sleep(0.01)
 
 
