@@ -261,6 +261,7 @@ class Books:
             "step": self.index,
             "epoch": self.settings.epochs if self.finished else self.dealing.epoch,
             "epoch_step": self.epoch_step,
+            "global_batch": self.settings.global_batch,
             "dealing": None if self.finished else self.dealing.state_dict(),
         }
 
@@ -273,8 +274,10 @@ class Books:
         length, left, batch = self.dealing.length, self.dealing.remaining, self.settings.global_batch
         done = 0 if length is None or left is None else length - left
         saved = state.get("epoch_step", 0)
-        # Saved with another global batch: as many steps as would have done so much.
-        self.epoch_step = saved if abs(saved * batch - done) < batch else done // batch
+        # Saved with another global batch: as many steps as would have done so much. With the same one, whatever is
+        # undone was left so by deadlines.
+        same = state.get("global_batch") == batch or abs(saved * batch - done) < batch
+        self.epoch_step = saved if same else done // batch
 
 
 def differ(header: Header) -> bool:

@@ -313,7 +313,7 @@ def end(case: dict[str, Any]) -> dict[str, Any]:
             for step in fleet.steps(Numbered(4000), global_batch=48, micro_batch=4):
                 for number, (x, y, _) in enumerate(step):
                     time.sleep(0.004)
-                    if step.index == 5 and number == 1 and fleet.rank in case["who"]:
+                    if step.index >= 5 and number >= 1 and fleet.rank in case["who"]:
                         Path(case["folder"], f"ends.{fleet.rank}").touch()
                         _end(case["how"])
                     step.backward(nn.functional.cross_entropy(model(x), y))

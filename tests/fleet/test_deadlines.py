@@ -130,6 +130,13 @@ def test_a_first_so_many_cut_off_counts_whole_shares_and_waits_for_no_more(tmp_p
             assert whole or step["ends_epoch"], "a whole share counts or not"
 
 
+def test_a_worker_that_asks_late_for_a_rounds_sum_gets_it_though_the_others_are_done_with_the_next_step(
+    tmp_path: Path,
+) -> None:
+    case = CASE | {"pace": {"deadline_s": None, "wait_for": 2}, "asks_late": [9, 19, 29]}
+    check_invariants(run("deadline_cases.py:train", 3, tmp_path, args=case), case)
+
+
 def test_a_round_in_which_nobody_finished_updates_nothing(tmp_path: Path) -> None:
     case = CASE | {"stalls": [(rank, 5, 0, 1) for rank in range(2)]}
     told = run("deadline_cases.py:train", 2, tmp_path, args=case)
@@ -146,6 +153,17 @@ def test_a_checkpoint_pairs_the_weights_with_the_data_of_their_own_step(tmp_path
     assert positions(told[0]["steps"][:7]) + positions(again[0]["steps"]) == Counter(
         (epoch, p) for epoch in range(2) for p in range(case["length"])
     )
+
+
+def test_an_epoch_that_is_resumed_far_behind_keeps_its_number_of_steps(tmp_path: Path) -> None:
+    """Nobody finishes anything in steps 2 to 5; the schedule of the learning rate bears no further step."""
+    path = str(tmp_path / "saved.pt")
+    stalls = [(rank, step, 0, 1) for rank in range(2) for step in range(2, 6)]
+    case = CASE | {"stalls": stalls, "save_at": 6, "save": path}
+    told = run("deadline_cases.py:train", 2, tmp_path, args=case)
+    check_invariants(told, case)
+    again = run("deadline_cases.py:train", 2, tmp_path, args=case | {"load": path, "stalls": [], "save_at": None})
+    assert sum(step["epoch"] == 0 for step in again[0]["steps"]) in (1, 2)
 
 
 def test_a_worker_far_behind_takes_over_a_peers_state(tmp_path: Path) -> None:

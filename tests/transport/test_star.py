@@ -113,3 +113,15 @@ def test_a_connection_that_is_broken_already_is_a_named_error_too(call: str) -> 
     args = () if call == "sum" else (1, 7)
     with pytest.raises(WorkerLost, match="worker 1"):
         getattr(transport, call)(torch.zeros(3), *args)
+
+
+def test_a_sum_is_kept_until_another_round_of_sums_is_over_whatever_rounds_without_sums_end_meanwhile() -> None:
+    outbox: Any = Outbox()
+    outbox.keep("a sum")
+    outbox.round_is_over()
+    outbox.round_is_over()
+    outbox.round_is_over()
+    assert outbox._before == ["a sum"]
+    outbox.keep("the next")
+    outbox.round_is_over()
+    assert outbox.empty() == ["the next"]

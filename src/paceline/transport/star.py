@@ -72,7 +72,8 @@ class Outbox:
 
     def round_is_over(self) -> None:
         """Everybody has come to this round, and so has all that was sent before it."""
-        self._before, self._now = self._now, []
+        if self._now:  # a round without sums shows nothing of who has come
+            self._before, self._now = self._now, []
 
     def empty(self) -> list[StarSum]:
         """Give them up."""
