@@ -39,7 +39,7 @@ def test_a_leader_that_keeps_the_interpreter_to_itself_is_waited_for_and_named(t
     assert {record.generation for record in run.records} == {1}, "nobody was done without"
     held = [said["text"] for kind, said in told if kind == "holding"]
     assert held, "the roster told of its silence"
-    assert all("worker 0 is silent for" in text and "its process computes: it is waited for" in text for text in held)
+    assert all("worker 0 is silent for" in text and "it is waited for" in text for text in held)
 
 
 def test_a_frozen_leader_is_done_without_and_is_back_as_the_last_when_it_wakes(tmp_path: Path) -> None:

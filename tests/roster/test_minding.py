@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,3 +102,12 @@ def test_a_thread_that_runs_shows_and_a_process_that_sleeps_is_not_ready() -> No
     finally:
         sleeper.kill()
         sleeper.communicate()
+
+
+@LINUX
+def test_a_process_that_vanishes_between_two_looks_is_no_error_and_a_threads_name_may_be_anything(
+    tmp_path: Path,
+) -> None:
+    assert not process._ready(2**22 + 1)
+    (tmp_path / "stat").write_bytes(b"7 (worker \xc3) R 1 7 7")
+    assert process._stat(tmp_path / "stat")[0] == "R"

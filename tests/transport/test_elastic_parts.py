@@ -28,6 +28,7 @@ def bare() -> Any:
     transport._now, transport._over, transport._group, transport._gpus = None, 0, None, None
     transport._gone, transport.intact, transport._stars = {}, lambda: True, 0
     transport._member = SimpleNamespace(id=4, failure=None, report=lambda **said: None)
+    transport._store = None
     transport._recovering, transport._doing, transport._begun = threading.RLock(), "", 0
     transport._unfollowed, transport._summed, transport._link, transport._outbox = None, 0, None, Outbox()
     return transport
@@ -38,7 +39,7 @@ def generation(number: int, *workers: int) -> Generation:
 
 
 def test_the_sum_of_a_worker_alone_can_be_abandoned() -> None:
-    Watched(Already(), bare(), group=None).abandon()
+    Watched(Already(), bare(), store=None).abandon()
 
 
 def test_the_training_never_sees_a_rank_and_size_of_other_members_than_it_follows() -> None:
@@ -86,9 +87,9 @@ class Stuck:
 
 def test_who_waits_in_a_sum_of_a_group_that_another_thread_has_buried_is_freed() -> None:
     transport = bare()
-    transport._now, transport._group = generation(5, 4, 6), "the group of generation 5"
+    transport._now, transport._store = generation(5, 4, 6), "the store of generation 5"
     stuck = transport._started(Stuck)
-    transport._now, transport._group = generation(6, 4, 7), "the group of generation 6"
+    transport._now, transport._store = generation(6, 4, 7), "the store of generation 6"
     with pytest.raises(GenerationOver, match="formed anew"):
         stuck.wait()
 

@@ -87,6 +87,7 @@ def test_where_devices_are_unlike_everybody_goes_the_way_that_all_can(alike: boo
         return lambda *_: went.append(way)
 
     transport = Fixed.__new__(Fixed)
+    transport._store = None
     transport.backend, transport._rank, transport._size, transport._alike = "gloo", 1, 2, alike
     transport._stars = transport._summed = 0
     transport._outbox = Outbox()
@@ -103,6 +104,7 @@ def test_a_connection_that_is_broken_already_is_a_named_error_too(call: str) -> 
         raise RuntimeError("Connection closed by peer")
 
     transport = Fixed.__new__(Fixed)
+    transport._store = None
     transport.backend, transport._rank, transport._size = "gloo", 0, 2
     transport._alike = True
     transport._stars, transport._noticed = 0, threading.Event()

@@ -89,6 +89,11 @@ class Member:
         door = self._door
         return self._address[0], door.store_port if door is not None else 0
 
+    @property
+    def away(self) -> bool:
+        """The roster does not answer, and is looked for."""
+        return self._door is None
+
     # -- for the engine --------------------------------------------------------------------------------------------
 
     def next_generation(
@@ -131,7 +136,7 @@ class Member:
         due = NAG_S[nagged] if nagged < len(NAG_S) else NAG_S[-1] + 60.0 * (nagged - len(NAG_S) + 1)
         if waited_s < due:
             return nagged
-        where = "waiting for the roster, which is away" if self._door is None else self._reason or "waiting"
+        where = "waiting for the roster, which is away" if self.away else self._reason or "waiting"
         logger.warning("the next generation of the fleet: %s", where)
         return nagged + 1
 

@@ -87,7 +87,7 @@ class Minder:
         if verdict == silence.GONE:
             self._lose(connection, cut=False)
         elif verdict == silence.BUSY:
-            text = f"worker {id} is silent for {silent_s:.0f} s, but its process computes: it is waited for"
+            text = f"worker {id} is silent for {silent_s:.0f} s, but its process computes, or would: it is waited for"
             self._roll.book.workers[id].doing = "computing, without a word"
             self._note("holding", {"id": id, "text": text})
         elif verdict == silence.FROZEN:

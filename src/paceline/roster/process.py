@@ -61,13 +61,14 @@ def look_at(pid: int, where: str) -> Look:
 
 
 def _ready(pid: int) -> bool:
-    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with suppress(OSError):  # it has ended since
-            if _stat(thread)[0] == "R":
-                return True
+    with suppress(OSError):  # it has ended since
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                if _stat(Path(f"/proc/{pid}/task/{thread}/stat"))[0] == "R":
+                    return True
     return False
 
 
 def _stat(file: Path) -> list[str]:
     """What /proc says of a process or thread, after its name, which may hold anything, spaces and brackets too."""
-    return file.read_text().rpartition(")")[2].split()
+    return file.read_text(errors="replace").rpartition(")")[2].split()

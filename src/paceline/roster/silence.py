@@ -7,7 +7,7 @@ from paceline.roster.process import Look
 LOOK_S = 0.5
 """Silent for so long, a worker's process is looked at."""
 HOLDING_S = 120.0
-"""How long a process that computes may keep its beats back."""
+"""How long a process that computes, or waits for a processor, may keep its beats back."""
 
 FINE, BUSY, FROZEN, GONE = "fine", "busy", "frozen", "gone"
 

@@ -45,7 +45,7 @@ FORMING = timedelta(seconds=5)
 STORE = timedelta(seconds=20)
 BURY_S = 3.0
 IN_VAIN_S = 3.0
-"""How long a worker that was asked to leave waits for the others in the middle of a step."""
+"""How long a worker that was asked to leave waits for a roster that is away, in the middle of a step."""
 STATE_TAG = 1 << 29
 LOOP = "loop"
 WAITED = "left (SIGTERM) while it waited"
@@ -205,6 +205,10 @@ class Elastic(Linked):
                 except Dropped:
                     self._fall_out()
                     raise
+                except Leave:
+                    if not orderly:  # else it says so itself, and saves first
+                        self.depart(agreed=False)
+                    raise
                 except RunOver as over:
                     self.outside = True
                     logger.warning("%s", over)
@@ -215,8 +219,8 @@ class Elastic(Linked):
                 return
 
     def _leave_if_asked(self, waited_s: float) -> None:
-        """A step that cannot go on is not waited for by one who was asked to leave: its part is dealt again."""
-        if self.leaving and waited_s > IN_VAIN_S:
+        """Without a roster a step cannot go on; one who was asked to leave does not wait: its part is dealt again."""
+        if self.leaving and self._member.away and waited_s > IN_VAIN_S:
             raise Leave
 
     def _tell_of_failure(self, error: GenerationOver) -> None:

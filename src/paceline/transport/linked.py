@@ -117,9 +117,9 @@ class Linked(ABC):
         return self._started(self._start_sum, tensor)
 
     def _started(self, start: Callable[..., Any], *args: Any, whole: bool = True) -> Pending:
-        group = self._group  # read first: whoever began in the next one without knowing it is then told so
+        store = self._store  # read first: whoever began in the next generation without knowing it is then told so
         try:
-            return Watched(start(*args), self, group=group, whole=whole)
+            return Watched(start(*args), self, store=store, whole=whole)
         except RuntimeError as error:  # on a connection that broke, even the start fails
             raise self.failed(error) from None
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from paceline.transport.nccl import NcclSum
-from paceline.transport.network import ENGINE_TIMEOUT
+from paceline.transport.network import ENGINE_TIMEOUT, Store
 from paceline.transport.star import StarSum
 
 if TYPE_CHECKING:
@@ -22,11 +22,12 @@ ABANDON = timedelta(milliseconds=50)
 class Watched:
     """An engine's work, whose errors come out as the transport's.
 
-    ``group``: the transport's when this was begun. ``whole``: a sum or broadcast of the whole group.
+    ``store``: the transport's when this was begun, which tells its generation. ``whole``: a sum or broadcast of the
+    whole group.
     """
 
-    def __init__(self, work: Any, transport: Linked, *, group: Any, whole: bool = True) -> None:
-        self._work, self._transport, self._group, self._whole = work, transport, group, whole
+    def __init__(self, work: Any, transport: Linked, *, store: Store, whole: bool = True) -> None:
+        self._work, self._transport, self._store, self._whole = work, transport, store, whole
 
     def wait(self) -> None:
         try:
@@ -58,7 +59,7 @@ class Watched:
     def _look(self) -> None:
         """Whether it can still end; another thread may have formed the fleet anew since, unseen by this one."""
         self._transport._check()
-        if self._transport._group is not self._group:
+        if self._transport._store is not self._store:
             raise RuntimeError("the fleet was formed anew")
 
     def abandon(self) -> bool:
