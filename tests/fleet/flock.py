@@ -159,6 +159,10 @@ class Flock:
         texts = [_text(self.folder / f"{name}.{slot}") for name in ("out", "err")]
         return Outcome(999 if code is None else code, parsed, *texts)
 
+    def said(self, slot: int) -> str:
+        """What this worker has written to stderr so far."""
+        return _text(self.folder / f"err.{slot}")
+
     def complaints(self) -> str:
         said = {slot: self._outcome(slot) for slot in self.workers}
         return "\n".join(f"worker {slot} ({one.code}): {one.err[-2500:]}" for slot, one in said.items())

@@ -21,7 +21,7 @@ def test_a_worker_that_is_busy_with_its_own_code_is_waited_for_and_named(tmp_pat
     with Flock(CASE, 3, tmp_path, args={"epochs": 3, "busy": busy, "busy_at": 7, "holds": False}) as flock:
         waiting = f"waiting for worker {busy} (its own code after step 7)"
         for other in {0, 1, 2} - {busy}:
-            flock.wait_until(lambda said=tmp_path / f"err.{other}": waiting in said.read_text())
+            flock.wait_until(lambda other=other: waiting in flock.said(other))
         (tmp_path / "enough").touch()
         outcomes = flock.wait()
     run = must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=3)

@@ -185,7 +185,7 @@ def test_a_cut_that_outlasts_the_connections_is_healed_all_the_same(
     with Scattered(3, tmp_path, env={"DEAD_PATH_MS": "2000"}) as flock:
         flock.wait_for_commits(1, 8)
         flock.network.cut("1")
-        flock.wait_until(lambda: "the roster is away" in (tmp_path / "err.1").read_text())
+        flock.wait_until(lambda: "the roster is away" in flock.said(1))
         goes_on_without(flock, {1})
         flock.network.heal("1")
         is_back(flock, {1})
@@ -232,7 +232,7 @@ def test_workers_that_do_not_reach_one_another_wait_for_the_network_and_say_so(t
     with Scattered(3, tmp_path, epochs=8) as flock:
         flock.wait_for_commits(1, 8)
         flock.network.estrange("0", "2")
-        flock.wait_until(lambda: "waiting for the network" in (tmp_path / "err.0").read_text())
+        flock.wait_until(lambda: "waiting for the network" in flock.said(0))
         flock.network.reconcile("0", "2")
         outcomes = flock.hurry()
         must_be_one_fleet(flock, cuts={})

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import Crew, run
+from crew import Crew, _text, run
 from flock import Flock
 
 from paceline import sealing, shelf
@@ -91,7 +91,7 @@ def test_a_disk_that_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
         crew.wait_for("writing")
         log = tmp_path / "crew" / "run" / "events.jsonl"
         until = time.monotonic() + 60
-        while log.read_text().count('"event": "step"') < LAST - 1:  # at the end of the loop it is waited for
+        while _text(log).count('"event": "step"') < LAST - 1:  # at the end of the loop it is waited for
             assert time.monotonic() < until, "the training stands still"
             time.sleep(0.02)
         kill(crew)
