@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from functools import partial
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from elastic_cases import BATCH, EPOCHS, LENGTH, Ghost, data, network, pause, wait_for
+from elastic_cases import BATCH, EPOCHS, LENGTH, Ghost, beside, data, network, pause, wait_for
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -100,13 +99,12 @@ def haunt(ghost: Ghost, steps: Any) -> None:
 def _lose_the_second_sum(ghost: Ghost, steps: Any) -> None:
     """A leader that dies when the second worker has a round's result and the third has not."""
     transport, start = steps._transport, steps._transport._start_sum
-    told = Path(os.environ["PACELINE_RUN_DIR"])
 
     def start_sum(tensor: torch.Tensor) -> Any:
         star = start(tensor)
         second = tensor.numel() == sum(p.numel() for p in steps.gradients.everything)
         if second and transport.size > 2:
-            mark = told.with_name(f"told.{steps.rounds}")
+            mark = beside(f"told.{steps.rounds}")
             if transport.rank == 0 and any(point == "half told" for point, _ in ghost.points):
                 star._do = partial(half_tell, star._do, mark)
             elif transport.rank == 1:

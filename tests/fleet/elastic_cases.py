@@ -37,9 +37,14 @@ def flat(model: nn.Module) -> list[float]:
     return [float(value) for parameter in model.parameters() for value in parameter.detach().flatten()]
 
 
+def beside(name: str) -> Path:
+    """A file beside the run's folder, by which workers and the test tell each other things."""
+    return Path(os.environ["PACELINE_RUN_DIR"]).with_name(name)
+
+
 def pause(seconds: float) -> None:
     """Work takes time; none any more once there is a file *hurry*."""
-    if not Path(os.environ["PACELINE_RUN_DIR"]).with_name("hurry").exists():
+    if not beside("hurry").exists():
         time.sleep(seconds)
 
 
@@ -58,7 +63,7 @@ class Ghost:
     def at(self, point: str, step: int) -> None:
         for entry in self.points:
             name, when = entry
-            mark = Path(os.environ["PACELINE_RUN_DIR"]).with_name(f"died.{os.environ['PACELINE_WORKER']}.{name}.{when}")
+            mark = beside(f"died.{os.environ['PACELINE_WORKER']}.{name}.{when}")
             if name == point and step >= when and not mark.exists():
                 mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)

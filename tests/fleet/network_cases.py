@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import elastic_cases
@@ -27,7 +26,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
     """As `elastic_cases.train`, with a witness of every commit; on the computer that COMPUTER names."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
     move()
-    witness = Path(os.environ["PACELINE_RUN_DIR"]).with_name(f"commits.{os.environ['PACELINE_WORKER']}")
+    witness = elastic_cases.beside(f"commits.{os.environ['PACELINE_WORKER']}")
     with paceline.join(args.get("pace", "adaptive")) as fleet, witness.open("a", buffering=1) as file:
         model = fleet.model(elastic_cases.network())
         optimizer = torch.optim.SGD(model.parameters(), lr=elastic_cases.RATE, momentum=0.9)
@@ -112,8 +111,7 @@ def be_busy(args: dict[str, Any], step: int) -> None:
     if args["holds"]:
         sum(range(int(args["busy_s"] * additions_per_second())))
         return
-    enough = Path(os.environ["PACELINE_RUN_DIR"]).with_name("enough")
-    while not enough.exists():
+    while not elastic_cases.beside("enough").exists():
         time.sleep(0.05)
 
 

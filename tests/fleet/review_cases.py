@@ -10,12 +10,11 @@ import sys
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from deadline_cases import Deadline
-from elastic_cases import BATCH, LENGTH, RATE, Ghost, data, flat, network, pause, wait_for
+from elastic_cases import BATCH, LENGTH, RATE, Ghost, beside, data, flat, network, pause, wait_for
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -23,11 +22,6 @@ import paceline
 from paceline.transport import elastic, linked, star
 
 ME = os.environ.get("PACELINE_WORKER", "")
-
-
-def beside(name: str) -> Path:
-    """A file beside the run's folder, by which workers and the test tell each other things."""
-    return Path(os.environ["PACELINE_RUN_DIR"]).with_name(name)
 
 
 def half_finish(steps: Any, *, at: int) -> None:

@@ -12,12 +12,12 @@ import pytest
 from crew import Outcome
 from elastic_cases import LENGTH
 from flock import Flock, sound
+from test_elastic import UNHURRIED
 
 pytestmark = pytest.mark.fleet
 
 CASE = "review_cases.py:train"
 DEADLINE = {"deadline_s": 0.15, "over": 1.3}
-UNHURRIED: dict[str, Any] = {"epochs": 12, "pause_s": 0.05}
 COUNT = {"deadline_s": None, "wait_for": 2, "over": 1.3}
 
 
