@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import runpy
 import subprocess
 import sys
 import time
@@ -100,7 +101,12 @@ def _text(path: Path) -> str:
 
 
 def work(case: str, value: str, args: str) -> None:
-    """The worker's side: ``file.py:function`` beside this file, where to put the value, and the arguments."""
+    """The worker's side: ``file.py:function`` beside this file, where to put the value, and the arguments. Or a whole
+    script, ``/folder/train.py``, whose value is what it leaves in its variable ``result``."""
+    if ":" not in case:
+        sys.argv = [case, *map(str, json.loads(args) or [])]
+        Path(value).write_text(json.dumps(runpy.run_path(case, run_name="__main__").get("result")))
+        return
     file, function = case.split(":")
     spec = importlib.util.spec_from_file_location("case", Path(__file__).with_name(file))
     assert spec is not None
