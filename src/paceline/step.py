@@ -19,10 +19,12 @@ from paceline.dealing import MicroBatch
 from paceline.errors import MisuseError
 from paceline.feed import seed_micro_batch
 from paceline.memory import OutOfMemory
+from paceline.parts import ADVICE, Parts
 from paceline.records import StepRecord
 from paceline.turn import Turn, Work
 
 if TYPE_CHECKING:
+    from paceline.combine.buckets import Among
     from paceline.combine.gradients import Aside
     from paceline.loop import Steps
 
@@ -59,7 +61,10 @@ class Step:
         self._finished: Work | None = None
         self._aside: Aside | None = None
         """Under a deadline: a micro-batch whose backward is done, and its gradients, until the loop comes back for
-        more."""
+        more. Where it may have to come again (``micro_batch="auto"``): the gradients of its parts so far."""
+        self._parts = Parts(self.index)
+        self._part: Work | None = None
+        """The micro-batch, when some models have had their backward and others may have theirs."""
 
     def __repr__(self) -> str:
         return f"<Step {self.index} of epoch {self.epoch}: {self.share} samples here>"
@@ -95,6 +100,7 @@ class Step:
 
     def _close_micro_batch(self) -> None:
         """The loop comes back for more: the micro-batch it had must have been used."""
+        self._end_parts()
         if self._open is not None:
             raise MisuseError(
                 f"a micro-batch of step {self.index} had no step.backward(loss): its samples would be counted without "
@@ -110,41 +116,81 @@ class Step:
         self._pending = {}
         self._void = False
 
-    def backward(self, loss: torch.Tensor, *, weight: Any = None) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: Any = None,
+        models: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
         """Add the gradient of this micro-batch's mean loss.
 
         ``weight`` says how much the mean counts: the number of samples unless given (for a loss that is a mean over
         tokens, the number of tokens). 0 drops the micro-batch.
+
+        ``models``: the gradient is for the parameters of these alone, and other models may have a loss of their own in
+        the same micro-batch, with the same weight; ``step.loss`` is then the sum of the losses. ``retain_graph``: a
+        later one of them goes through the same graph.
         """
         micro = self._require_open("step.backward(loss)")
         weight = _check_weight(micro.samples if weight is None else weight)
         _check_loss(loss)
-        done = Work(samples=micro.samples, micro_batches=1)
+        among = self._parts.choose(models, self._gradients.everything, weight, used=self._part is not None)
+        done = self._part or Work(samples=micro.samples, micro_batches=1)
         if isinstance(weight, torch.Tensor) or weight > 0:
-            if not self._try_backward(loss, weight, micro):
+            if not self._try_backward(loss, weight, micro, among=among, retain_graph=retain_graph):
                 return
-            done.weight, done.loss_sum = weight, _weighted(loss.detach().to(torch.float64), weight)
+            done.weight = weight
+            done.loss_sum = done.loss_sum + _weighted(loss.detach().to(torch.float64), weight)
+        self._part = done
+        if among is None:
+            self._end_parts()
+            return
+        self._parts.add(among)
+        if self._parts.given.issuperset(map(id, self._gradients.buckets.parameters)):
+            self._end_parts()
+
+    def _end_parts(self) -> None:
+        """The micro-batch has had its backward, or those that it gets."""
+        done, micro = self._part, self._open
+        if done is None or micro is None:
+            return
+        self._part = None
+        self._parts.close(
+            self._gradients.buckets.parameters, counts=isinstance(done.weight, torch.Tensor) or done.weight > 0
+        )
+        if self._aside is not None and not self.turn.bounded:
+            self._gradients.join_whole(self._aside)
+            self._aside = None
         self._done(micro, done)
 
-    def _try_backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch) -> bool:
+    def _try_backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> bool:
         """False when memory ran out: then the micro-batch comes again, in halves."""
         try:
-            if not self.turn.bounded:
-                self._gradients.backward(loss, weight, last=micro.last)
-            elif self._steps.check(self.turn):
-                self._aside = self._gradients.backward_aside(loss, weight)
+            if self.turn.bounded:
+                if self._steps.check(self.turn):
+                    self._aside = _both(self._aside, self._gradients.backward_aside(loss, weight, among=among, **graph))
+            elif among is not None and self._gradients.whole:  # the part before may be for nothing
+                self._gradients.begin_whole()
+                self._aside = _both(self._aside, self._gradients.backward_aside(loss, weight, among=among, **graph))
+            else:
+                self._gradients.backward(loss, weight, last=micro.last, among=among, **graph)
         except OutOfMemory:
             if not self._steps.auto or not self._steps.shrink(micro.samples, again=True):
                 raise
         else:
             return True
-        self._open = None
+        self._open = self._part = self._aside = None
+        self._parts.drop()
         self._void = True
         return False
 
     def skip(self) -> None:
         """Leave this micro-batch out: its samples count as done, without a gradient."""
         micro = self._require_open("step.skip()")
+        if self._part is not None:
+            raise MisuseError(f"step.skip() after step.backward in one micro-batch of step {self.index}: it is in use")
         self._done(micro, Work(samples=micro.samples, micro_batches=1))
 
     def add(self, **figures: Any) -> None:
@@ -172,11 +218,7 @@ class Step:
     def _require_open(self, call: str) -> MicroBatch:
         self._steps.require_current(self)
         if self._open is None:
-            why = (
-                "it was used already; add the losses and call step.backward once"
-                if self._iterated
-                else "none was taken"
-            )
+            why = f"it was used already; {ADVICE}" if self._iterated else "none was taken"
             raise MisuseError(f"{call} without a micro-batch in step {self.index}: {why}")
         return self._open
 
@@ -214,6 +256,7 @@ class Step:
         if self._committed or self._combined:
             raise MisuseError(f"step {self.index} has had its round: one a step")
         self._steps.require_current(self)
+        self._end_parts()
         self._check_finished()
         self._close_micro_batch()
         work = self.turn.work
@@ -222,6 +265,9 @@ class Step:
             work.seconds = time.perf_counter() - self._work_began
         self._combined = True
         self.applied = self._steps.exchange(self, clip_norm, own=own)
+        if self.applied and float(work.weight) > 0:
+            assert self.turn.header is not None
+            self._parts.check_round(self._gradients.buckets.parameters, self.turn.header.used.tolist())
 
     @property
     def device_works_on(self) -> bool:
@@ -312,6 +358,13 @@ def _weighted(loss: torch.Tensor, weight: Any) -> torch.Tensor:
         loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
     product: torch.Tensor = loss * weight
     return product
+
+
+def _both(first: Aside | None, second: Aside) -> Aside:
+    """The gradients of two parts of a micro-batch, and the statistics after both."""
+    if first is None:
+        return second
+    return [other if grad is None else grad for grad, other in zip(first[0], second[0], strict=True)], second[1]
 
 
 def _check_loss(loss: Any) -> None:

@@ -26,6 +26,14 @@ FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 """As in DDP: a small first bucket starts the round early, then large ones keep it efficient."""
 
+Among = frozenset[int] | None
+"""Parameters, by id, that a loss's gradient is for; None: all."""
+
+REACHED_NO_MODEL = (
+    "the loss given to step.backward(models=...) reached no parameter of these models: compute it with them, and "
+    "without detach() or no_grad() on the way"
+)
+
 
 class Slot:
     """One parameter's place."""
@@ -121,14 +129,25 @@ class Buckets:
 
     # -- during the step -------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, *, last: bool, whole: bool = False, keep_graph: bool = False) -> None:
-        """Add the gradient of ``loss``. ``last`` says that nothing more comes in this step.
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        last: bool,
+        whole: bool = False,
+        keep_graph: bool = False,
+        retain_graph: bool = False,
+        among: Among = None,
+    ) -> None:
+        """Add the gradient of ``loss``, to all parameters or to those ``among``. ``last`` says that nothing more comes
+        in this step; ``retain_graph`` that another loss's backward goes through the same graph.
 
         With ``whole`` a backward that fails half-way (out of memory) leaves the sum as it was.
         """
         self.check_untouched()
         if whole:
-            self._backward_whole(loss)
+            self.join(self.backward_aside(loss, retain_graph=retain_graph, among=among))
+            self.show()
             return
         if not any(slot.grad is not None for slot in self.slots):
             for parameter in self.parameters:
@@ -136,31 +155,40 @@ class Buckets:
         self._pass += 1
         self._inside, self._last = True, last
         try:
-            loss.backward(create_graph=keep_graph)  # type: ignore[no-untyped-call]
+            retain = retain_graph or keep_graph
+            loss.backward(retain_graph=retain, create_graph=keep_graph, inputs=self._inputs(among))  # type: ignore[no-untyped-call]
         finally:
             self._inside = False
         self._note_versions()
+        if among is not None and not any(slot.seen == self._pass for slot in self._chosen(among)):
+            raise MisuseError(REACHED_NO_MODEL)
 
-    def _backward_whole(self, loss: torch.Tensor) -> None:
-        self.join(self.backward_aside(loss))
-        self.show()
+    def _chosen(self, among: Among) -> list[Slot]:
+        return self.slots if among is None else [slot for slot in self.slots if id(slot.parameter) in among]
 
-    def backward_aside(self, loss: torch.Tensor) -> list[torch.Tensor | None]:
-        """The gradients of ``loss``, beside the sum. They stay in ``p.grad`` until `show`."""
-        for parameter in self.parameters:
-            parameter.grad = None
+    def _inputs(self, among: Among) -> list[torch.nn.Parameter] | None:
+        return None if among is None else [slot.parameter for slot in self._chosen(among)]
+
+    def backward_aside(
+        self, loss: torch.Tensor, *, retain_graph: bool = False, among: Among = None
+    ) -> list[torch.Tensor | None]:
+        """The gradients of ``loss``, beside the sum: of all parameters or of those ``among``, None for the others. They
+        stay in ``p.grad`` until `show`."""
+        chosen = self._chosen(among)
+        for slot in chosen:
+            slot.parameter.grad = None
         self._inside = self._aside = True
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward(retain_graph=retain_graph, inputs=self._inputs(among))  # type: ignore[no-untyped-call]
         except BaseException:
             self.show()
             raise
         finally:
             self._inside = self._aside = False
-        for slot in self.slots:
+        for slot in chosen:
             slot.shown = slot.parameter.grad
         self._note_versions()
-        return [slot.shown for slot in self.slots]
+        return [slot.shown if among is None or id(slot.parameter) in among else None for slot in self.slots]
 
     @torch.no_grad()
     def join(self, aside: Sequence[torch.Tensor | None]) -> None:

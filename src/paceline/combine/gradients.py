@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.combine.buckets import Buckets
+from paceline.combine.buckets import REACHED_NO_MODEL, Among, Buckets
 from paceline.combine.header import Header, Layout
 from paceline.combine.scaling import is_active, next_state
 from paceline.combine.scaling import scaled as scale_loss
@@ -160,13 +160,20 @@ class Gradients:
         self._trained = trained
         self._build()
 
-    def backward(self, loss: torch.Tensor, weight: Any, *, last: bool) -> None:
-        """Add the gradient of a micro-batch's mean loss with this weight."""
+    def backward(
+        self, loss: torch.Tensor, weight: Any, *, last: bool, retain_graph: bool = False, among: Among = None
+    ) -> None:
+        """Add the gradient of a micro-batch's mean loss with this weight, to all parameters or to those ``among``."""
         if not self._begun:
             self._notice_freezing()
             self._begin_work()
         self.buckets.backward(
-            self._scaled(loss, weight), last=last and self.overlap, whole=self.whole, keep_graph=self.keep_graph
+            self._scaled(loss, weight),
+            last=last and self.overlap and among is None,  # what the other parts are for is not final yet
+            whole=self.whole,
+            keep_graph=self.keep_graph,
+            retain_graph=retain_graph,
+            among=among,
         )
 
     def _begin_work(self) -> None:
@@ -179,14 +186,27 @@ class Gradients:
 
     # -- work under a deadline: a micro-batch joins the sum whole or not at all, and any thread may close it ---------
 
-    def backward_aside(self, loss: torch.Tensor, weight: Any) -> Aside:
+    def backward_aside(
+        self, loss: torch.Tensor, weight: Any, *, retain_graph: bool = False, among: Among = None
+    ) -> Aside:
         """The gradient of a micro-batch's mean loss, beside the sum until `join`."""
         if not self._begun:
             self._begin_work()
-        grads = self.buckets.backward_aside(self._scaled(loss, weight))
+        grads = self.buckets.backward_aside(self._scaled(loss, weight), retain_graph=retain_graph, among=among)
         if all(grad is None for grad in grads):
-            raise MisuseError(_REACHED_NOTHING)
+            raise MisuseError(_REACHED_NOTHING if among is None else REACHED_NO_MODEL)
         return grads, self._statistics.look()
+
+    def begin_whole(self) -> None:
+        """Before a micro-batch's first part is computed beside the sum in a step without a deadline."""
+        if not self._begun:
+            self._notice_freezing()
+        self.buckets.check_untouched()
+
+    def join_whole(self, aside: Aside) -> None:
+        """All parts of a micro-batch are there, in a step without a deadline."""
+        self.buckets.join(aside[0])
+        self.buckets.show()
 
     def no_gradient(self) -> Aside:
         """Of a micro-batch that was left out."""
