@@ -21,6 +21,7 @@ from paceline import checkpoint
 from paceline.accounts import has_gradient, record_of, said, void_record
 from paceline.beside import Beside
 from paceline.books import Books, differ
+from paceline.closures import refuse_closures
 from paceline.combine import Gradients, Header
 from paceline.combine.gradients import Aside
 from paceline.combine.scaling import is_active
@@ -610,6 +611,7 @@ class Steps:
                 continue
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise ValueError(f"step.commit takes optimizers, got {type(optimizer).__name__}")
+            refuse_closures(optimizer)
             ours = {id(parameter) for parameter in self.gradients.everything}
             groups = (group["params"] for group in optimizer.param_groups)
             if any(id(parameter) not in ours for group in groups for parameter in group):

@@ -224,6 +224,12 @@ class Buckets:
                 "a plain loss.backward() ran on the fleet's model: its gradient would not be weighted by the "
                 "micro-batch; use step.backward(loss) instead"
             )
+        if parameter.grad is None:
+            raise MisuseError(
+                "a hook took a parameter's gradient away during backward (an optimiser that steps in "
+                "register_post_accumulate_grad_hook?): it would update from one micro-batch of one worker; remove the "
+                "hooks, and give step.commit an optimizer of all parameters"
+            )
         if self._aside:
             return
         again, slot.seen = slot.seen == self._pass, self._pass
@@ -240,8 +246,7 @@ class Buckets:
 
     def _adopt(self, slot: Slot, parameter: torch.nn.Parameter) -> None:
         grad = parameter.grad
-        assert grad is not None
-        if grad is not slot.grad:
+        if grad is not None and grad is not slot.grad:
             parameter.grad = slot.grad = slot.shown = self._at_home(slot, grad)
 
     def _at_home(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:

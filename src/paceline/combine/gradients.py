@@ -17,7 +17,7 @@ import torch
 
 from paceline.combine.buckets import REACHED_NO_MODEL, Among, Buckets
 from paceline.combine.header import Header, Layout
-from paceline.combine.scaling import is_active, next_state
+from paceline.combine.scaling import is_active, next_state, scale_in
 from paceline.combine.scaling import scaled as scale_loss
 from paceline.combine.statistics import Look, RunningStatistics
 from paceline.combine.varying import VaryingCount
@@ -65,6 +65,8 @@ class Gradients:
         self._trained = self._trained_now()
         self._statistics = RunningStatistics(models)
         self._build()
+        self._looked = False
+        """Whether a whole step's losses were looked at for a scale that was left in."""
         self.scaler: Any = None
         self.next_scaler: Any = None
         """Takes effect with the next step: half a step with a scale and half without would be wrong."""
@@ -181,6 +183,11 @@ class Gradients:
         self._versions = self._versions_now()
 
     def _scaled(self, loss: torch.Tensor, weight: Any) -> torch.Tensor:
+        if not self._looked and (scale := scale_in(loss)) is not None:
+            raise MisuseError(
+                f"the loss was multiplied by a GradScaler's scale, {scale:g}, which nothing would divide out: call "
+                "fleet.track(scaler=scaler) before the first step, and write step.backward(loss) without scaler.scale"
+            )
         scaled: torch.Tensor = loss * (weight / self._planned)
         return scale_loss(self.scaler, scaled) if is_active(self.scaler) else scaled
 
@@ -464,6 +471,7 @@ class Gradients:
         if self._transport.elastic:
             self.intact()
         self.buckets.clear()
+        self._looked = self._looked or self._begun
         self._begun = False
         if is_active(self.scaler):
             self.scaler.load_state_dict(next_state(self.scaler.state_dict(), overflow=overflow))

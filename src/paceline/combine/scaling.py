@@ -6,6 +6,7 @@ share a step. An overflow anywhere skips the update everywhere, and every scaler
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -58,6 +59,45 @@ def give_back(scaler: Any) -> None:
 def scaled(scaler: Any, loss: torch.Tensor) -> torch.Tensor:
     """The loss times the scaler's scale."""
     return cast(torch.Tensor, type(scaler).scale(scaler, loss))
+
+
+LOOKED_AT = 64
+"""Operations at the end of a loss's graph among which a scale is looked for: it was multiplied in last, or nearly."""
+
+
+def scale_in(loss: torch.Tensor) -> float | None:
+    """The scale that ``scaler.scale(loss)`` of some GradScaler has left in this loss; None: it has none.
+
+    Only a product with the very tensor in which a living scaler keeps its scale counts, so a factor of the user's own
+    is none, whatever its size.
+    """
+    factors = {factor.data_ptr() for node in _last_operations(loss) for factor in _factors(node)}
+    if not factors:
+        return None
+    scalers = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.amp.GradScaler)]
+    kept = [scale for scaler in scalers if (scale := getattr(scaler, "_scale", None)) is not None]
+    return next((float(scale) for scale in kept if scale.data_ptr() in factors), None)
+
+
+def _last_operations(loss: torch.Tensor) -> list[Any]:
+    """Those nearest to the loss, breadth first."""
+    found: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
+    for node in found:  # grows meanwhile
+        if len(found) >= LOOKED_AT:
+            break
+        found += [other for other, _ in node.next_functions if other is not None and other not in found]
+    return found
+
+
+def _factors(node: Any) -> list[torch.Tensor]:
+    """Single numbers in float32, as scalers keep theirs, that this operation multiplied by."""
+    if node.name() != "MulBackward0":
+        return []
+    try:
+        saved = [node._saved_other, node._saved_self]
+    except RuntimeError:  # backward has been through here, which is for torch to say
+        return []
+    return [s for s in saved if isinstance(s, torch.Tensor) and s.numel() == 1 and s.dtype == torch.float32]
 
 
 def _refuse(name: str, instead: str) -> Callable[..., None]:
