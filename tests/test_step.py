@@ -24,7 +24,7 @@ def fleet(tmp_path: Path) -> Iterator[paceline.Fleet]:
 
 @pytest.fixture
 def model(fleet: paceline.Fleet) -> nn.Linear:
-    return fleet.model(linear())  # type: ignore[no-any-return]
+    return fleet.model(linear())
 
 
 def first(fleet: paceline.Fleet, **options: Any) -> paceline.Step:

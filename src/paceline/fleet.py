@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -49,6 +49,9 @@ from paceline.transport import Alone, Fixed, Transport, elastic, launched
 from paceline.witness import Witness
 
 logger = logging.getLogger("paceline")
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+"""The user's own class."""
 
 
 def join(
@@ -242,7 +245,7 @@ class Fleet:
 
     # -- what is trained -------------------------------------------------------------------------------------------
 
-    def model(self, module: torch.nn.Module, *, overlap: bool = True) -> Any:
+    def model(self, module: Model, *, overlap: bool = True) -> Model:
         """Your own module back: on ``fleet.device``, with the leader's weights on every worker.
 
         ``overlap=False`` starts the sums only when backward is over (for models whose parameters get their gradient
