@@ -31,6 +31,7 @@ from paceline.local import LocalSteps
 from paceline.loop import Steps
 from paceline.members import Members
 from paceline.memory import Guard
+from paceline.observe.trackers import Trackers
 from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace import make as make_pacer
 from paceline.pace.shares import proportional
@@ -161,6 +162,7 @@ class Fleet:
         self._steps: Steps | None = None
         self._resume: dict[str, Any] | None = None
         self._autosaver: Autosaver | None = None
+        self._trackers = Trackers(leads=lambda: self.is_leader, observe=lambda *event: self._witness.event(*event))
         combine = self.combine if isinstance(self.combine, str) else self.combine.name
         settings = {"pace": self.pacer.name, "combine": combine, "seed": self.seed, "nonfinite": self.nonfinite}
         must_agree(self._transport, "paceline.join()", {**settings, "combine": repr(self.combine)})
@@ -239,6 +241,7 @@ class Fleet:
                 self._steps.await_proxy()
             if self._autosaver is not None:
                 self._autosaver.close()
+            self._trackers.close()
             self._witness.close(error)
             if isinstance(error, FleetError):
                 end_with_one_line(error)
@@ -536,6 +539,26 @@ class Fleet:
         """True on every worker when any of them says True: for stopping together. All workers call it."""
         with self._meeting("fleet.agree()"):
             return any(self._transport.gather("fleet.agree()", bool(flag)))
+
+    def log(self, figures: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any) -> None:
+        """Note figures: ``fleet.log(loss=step.loss)`` or ``fleet.log({"train/loss": step.loss})``.
+
+        They go into the run's log and to whatever ``fleet.log_to`` named. Any worker may call it, the leader of the
+        moment writes, and nobody waits: give figures that are the fleet's, such as ``step.loss`` and ``step.sums``.
+        ``step``: the index of the step that the loop is in, unless given.
+        """
+        if step is None:
+            step = self._steps.current_index if self._steps is not None else 0
+        self._trackers.log({**(figures or {}), **named}, step)
+
+    def log_to(self, writer: Any = None, *, make: Callable[[], Any] | None = None) -> None:
+        """Where ``fleet.log`` writes: a TensorBoard SummaryWriter, a wandb run, the mlflow module, or a function of
+        (figures, step). Only the leader's is used; a worker without one gives None.
+
+        ``make``: a function that makes one, called when this worker first has something to write as the leader, and
+        ended when it leaves the fleet: where workers come and go, who leads later has its own.
+        """
+        self._trackers.add(writer, make)
 
     def save(self, path: str | Path, *, extra: Any = None) -> None:
         """Write everything that is needed to go on: models, tracked objects, the data's position, the pace.

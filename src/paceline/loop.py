@@ -238,6 +238,11 @@ class Steps:
         return self._next
 
     @property
+    def current_index(self) -> int:
+        """The index of the step that the loop is in, its commit included; before the first, the first's."""
+        return self._next if self._step is None else self._step.index
+
+    @property
     def rounds(self) -> int:
         """Shared updates so far."""
         return self._next

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from paceline.observe.evaluations import evaluations
 from paceline.observe.exports.scalars import scalars
+from paceline.observe.logged import logged
 from paceline.observe.reading import RunLog
 
 MOST_STEPS = 10_000
@@ -41,6 +42,8 @@ def _rows(log: RunLog) -> Iterator[tuple[int, float, Mapping[str, float]]]:
     for found in evaluations(log.others):
         means = {f"evaluate/{name}": value for name, value in found.means.items()}
         yield found.step, found.t if math.isfinite(found.t) else started, means
+    for step, t, figures in logged(log.others):
+        yield step, t if math.isfinite(t) else started, figures
 
 
 def _time(log: RunLog) -> float:
