@@ -15,8 +15,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.combine.averaging_settings import Averaging, ElasticAverage
     from paceline.combine.outer import Outer
-    from paceline.errors import CallMismatch, FleetError, MisuseError, NonFiniteGradients, PacelineError, WorkerLost
+    from paceline.errors import (
+        CallMismatch,
+        FleetError,
+        MisuseError,
+        NonFiniteGradients,
+        PacelineError,
+        WorkerFailed,
+        WorkerLost,
+    )
     from paceline.fleet import Fleet, join
+    from paceline.launching import launch
     from paceline.loop import Steps
     from paceline.pace import Adaptive, Cutoff, Epoch, Equal, Fixed, Joint
     from paceline.records import History, Plan, StepRecord
@@ -45,15 +54,26 @@ __all__ = [
     "Step",
     "StepRecord",
     "Steps",
+    "WorkerFailed",
     "WorkerLost",
     "join",
+    "launch",
 ]
 
 _ROOMS = {
     "combine.averaging_settings": ("Averaging", "ElasticAverage"),
     "combine.outer": ("Outer",),
-    "errors": ("CallMismatch", "FleetError", "MisuseError", "NonFiniteGradients", "PacelineError", "WorkerLost"),
+    "errors": (
+        "CallMismatch",
+        "FleetError",
+        "MisuseError",
+        "NonFiniteGradients",
+        "PacelineError",
+        "WorkerFailed",
+        "WorkerLost",
+    ),
     "fleet": ("Fleet", "join"),
+    "launching": ("launch",),
     "loop": ("Steps",),
     "pace": ("Adaptive", "Cutoff", "Epoch", "Equal", "Fixed", "Joint"),
     "records": ("History", "Plan", "StepRecord"),

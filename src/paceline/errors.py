@@ -30,6 +30,14 @@ class NonFiniteGradients(FleetError):
     """A worker's gradients were NaN or infinite."""
 
 
+class WorkerFailed(PacelineError):
+    """A worker that `paceline.launch` started has failed; the text holds its traceback."""
+
+    def __init__(self, text: str, *, rank: int) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
 class GenerationOver(PacelineError):
     """Members changed under a call: it did not happen, and is made again. Never the user's to see."""
 
