@@ -140,6 +140,15 @@ def test_micro_batches_of_one_step_that_train_unlike_models_are_refused(fleet: p
         step.backward(both(pair, x))
 
 
+def test_a_commit_that_forgets_the_optimizer_of_a_model_is_refused(fleet: paceline.Fleet, pair: Pair) -> None:
+    step, batches = opened(fleet)
+    for x, y in batches:
+        step.backward(both(pair, x), models=pair[0])
+        step.backward(mse(pair[1], x, y), models=pair[1])
+    with pytest.raises(MisuseError, match=r"no optimizer of step\.commit updates"):
+        step.commit(torch.optim.SGD(pair[0].parameters(), lr=0.1))
+
+
 def test_models_that_are_not_the_fleets_or_frozen_are_refused(pair: Pair) -> None:
     ours = [*pair[0].parameters(), *pair[1].parameters()]
     with pytest.raises(ValueError, match="not the fleet's"):

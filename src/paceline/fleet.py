@@ -27,6 +27,7 @@ from paceline.endings import end_with_one_line
 from paceline.errors import FleetError, MisuseError
 from paceline.feed import Source
 from paceline.feed.overlap import overlapped
+from paceline.hooks import hooks_text
 from paceline.local import LocalSteps
 from paceline.loop import Steps
 from paceline.members import Members
@@ -473,6 +474,8 @@ class Fleet:
     def _gradients(self, auto: bool) -> Gradients:
         alone = not isinstance(self.combine, str)  # a local step's gradient is this worker's own
         transport = Alone() if alone else self._transport
+        if text := hooks_text(self._models):
+            self._warn_everywhere(text)
         gradients = Gradients(transport, self._models, overlap=self._overlap and not auto)
         gradients.next_scaler = self._scaler
         optimizers = [thing for thing in self._tracked.values() if isinstance(thing, torch.optim.Optimizer)]

@@ -50,6 +50,8 @@ class Parts:
         self._weight: Any = None
         self._alike: frozenset[int] | None = None
         """What the step's first micro-batch trained; the empty set: everything, in one backward or in parts."""
+        self._all: set[frozenset[int]] = set()
+        """All parts of the step, by what they were for."""
 
     def choose(
         self, models: Any, ours: Iterable[torch.nn.Parameter], weight: Any, *, used: bool
@@ -78,6 +80,7 @@ class Parts:
 
     def add(self, chosen: frozenset[int]) -> None:
         self.given |= chosen
+        self._all.add(chosen)
 
     def drop(self) -> None:
         """The micro-batch comes again."""
@@ -96,6 +99,16 @@ class Parts:
                 f"the micro-batches of step {self._index} trained unlike models, so that a mean over all of them would "
                 "be too small for some: give every micro-batch of a step its backward for the same models, and train "
                 "others in other steps"
+            )
+
+    def check_commit(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """A loss was for these models: somebody must update them."""
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        updated = {id(parameter) for group in groups for parameter in group}
+        if any(updated.isdisjoint(part) for part in self._all):
+            raise MisuseError(
+                f"step {self._index} had a step.backward(loss, models=...) for models that no optimizer of step.commit "
+                "updates, so their gradient would be lost: give step.commit the optimizers of all of them"
             )
 
     def check_round(self, trained: Sequence[torch.nn.Parameter], used: Sequence[float]) -> None:

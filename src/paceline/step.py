@@ -240,6 +240,7 @@ class Step:
         self._steps.check_optimizers(optimizers)
         combined_before = self._combined
         if not combined_before:
+            self._parts.check_commit(optimizers)
             self._combine(clip_norm=clip_norm, own=False)
         updated = time.perf_counter()
         if self.applied:

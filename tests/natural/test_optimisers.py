@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import BEFORE, apart, refusals, results
+from programs import BEFORE, apart, outcomes, refusals, results
 
 pytestmark = pytest.mark.fleet
 
@@ -154,3 +154,25 @@ def test_sam_takes_two_steps_on_the_same_batch_and_is_exact(tmp_path: Path) -> N
 def test_sam_given_to_commit_is_refused_with_the_way_to_write_it(tmp_path: Path) -> None:
     text = script("SAM(model.parameters(), torch.optim.SGD, lr=0.1)")
     assert "SAM takes two gradients of one batch for an update" in refusals(tmp_path, text, before=BEFORE + SAM)
+
+
+CLAMPED = """
+with paceline.join() as fleet:
+    model = fleet.model(network())
+    for p in model.parameters():
+        p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fleet.track(optimizer=optimizer)
+    for step in fleet.steps(data, global_batch=12, micro_batch=3):
+        for x, y in step:
+            step.backward(loss_fn(model(x), y))
+        step.commit(optimizer)
+"""
+
+
+def test_hooks_that_see_parts_of_the_gradient_are_warned_of_once(tmp_path: Path) -> None:
+    ended = outcomes(tmp_path, CLAMPED)
+    assert [outcome.code for outcome in ended] == [0, 0]
+    assert ended[0].err.count("parameter 0.weight and 3 more has hooks on its gradient") == 1
+    assert "hooks" not in ended[1].err, "the leader's words are enough"
+    assert "has hooks" not in outcomes(tmp_path / "none", script())[0].err
