@@ -53,6 +53,11 @@ class Parts:
         self._all: set[frozenset[int]] = set()
         """All parts of the step, by what they were for."""
 
+    @property
+    def partial(self) -> bool:
+        """Whether this worker left models out of the step."""
+        return bool(self._alike)
+
     def choose(
         self, models: Any, ours: Iterable[torch.nn.Parameter], weight: Any, *, used: bool
     ) -> frozenset[int] | None:
@@ -113,7 +118,8 @@ class Parts:
 
     def check_round(self, trained: Sequence[torch.nn.Parameter], used: Sequence[float]) -> None:
         """After the round: nobody may have trained what this worker left out. ``used``: by parameter, how many did."""
-        if self._alike and any(n > 0 and id(p) not in self._alike for p, n in zip(trained, used, strict=True)):
+        mine = self._alike
+        if mine and any(n > 0 and id(p) not in mine for p, n in zip(trained, used, strict=True)):
             raise MisuseError(
                 f"in step {self._index} other workers trained models that this one left out of step.backward(models="
                 "...): choose by step.index, which is the same on every worker, not by a count of micro-batches"

@@ -266,7 +266,7 @@ class Step:
             work.seconds = time.perf_counter() - self._work_began
         self._combined = True
         self.applied = self._steps.exchange(self, clip_norm, own=own)
-        if self.applied and float(work.weight) > 0:
+        if self.applied and self._parts.partial and float(work.weight) > 0:
             assert self.turn.header is not None
             self._parts.check_round(self._gradients.buckets.parameters, self.turn.header.used.tolist())
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from crew import Crew
-from programs import apart, refusals, results
+from programs import apart, elastic, refusals, results
 from torch import nn
 
 pytestmark = pytest.mark.fleet
@@ -126,6 +126,17 @@ def test_the_same_with_a_scaler_and_micro_batches_by_memory(tmp_path: Path) -> N
 def test_averages_of_a_worker_alone_are_plain_training_too(tmp_path: Path) -> None:
     told = results(tmp_path, TOGETHER, before=BEFORE, workers=1, PACELINE_COMBINE="average")
     assert apart(told[0][0], plain(by_turns=False)[0]) < 1e-12
+
+
+@pytest.mark.parametrize("micro", ["3", '"auto"'])
+def test_the_same_where_workers_may_come_and_go(tmp_path: Path, micro: str) -> None:
+    """Gradients are kept apart from their sums there."""
+    script = TOGETHER.replace("micro_batch=3", f"micro_batch={micro}")
+    with elastic(tmp_path, script, before=BEFORE) as flock:
+        ended = flock.wait()
+    assert [outcome.code for outcome in ended.values()] == [0, 0], flock.complaints()
+    assert ended[0].value == ended[1].value
+    assert apart(ended[0].value[0], plain(by_turns=False)[0]) < 1e-12
 
 
 @pytest.mark.parametrize("models", ["", ", models=d if trains_d else g"])
