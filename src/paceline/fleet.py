@@ -34,7 +34,9 @@ from paceline.memory import Guard
 from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace import make as make_pacer
 from paceline.pace.shares import proportional
+from paceline.passes import Passes, Place
 from paceline.records import History
+from paceline.resuming import LOOPS, Resume
 from paceline.settings import (
     LoopSettings,
     check_sync_batch_norm,
@@ -156,7 +158,15 @@ class Fleet:
         self._history = History()
         self._overlap = True
         self._steps: Steps | None = None
-        self._resume: dict[str, Any] | None = None
+        self._passes = Passes()
+        self._lengths: list[int | None] = []
+        """Of the datasets, loop by loop."""
+        self._resume: Resume | None = None
+        """A checkpoint that was loaded, until the script is where it was saved."""
+        self._told: list[list[Any]] = []
+        """What calls between loops gave, for a run that goes on from a checkpoint and makes them again."""
+        self._saves = 0
+        """Calls of `save` since the last loop ended."""
         self._autosaver: Autosaver | None = None
         combine = self.combine if isinstance(self.combine, str) else self.combine.name
         settings = {"pace": self.pacer.name, "combine": combine, "seed": self.seed, "nonfinite": self.nonfinite}
@@ -330,14 +340,28 @@ class Fleet:
                 rank=self.rank,
                 size=self.size,
             )
-            if self._steps is not None:
-                self._steps.close()
             varying = VaryingCount(varying_count, settings.global_batch)
-            self._steps = self._build_steps(source, settings, order, whole, varying)
+            place = self._next_place(source)
+            if (seed := place.seed(self.seed)) != self.seed:
+                source.close()
+                source = Source(data, device=self.device, seed=seed, rank=self._identity)
+            self._steps = self._build_steps(source, settings, order, whole, varying, place)
         except BaseException:
             source.close()
             raise
+        self._passes.begin(place, source.dataset)
+        self._lengths[place.loop :] = [source.length]
+        self._saves = 0
         return self._steps
+
+    def _next_place(self, source: Source) -> Place:
+        """Which of the script's loops this is."""
+        if self._steps is not None:
+            self._steps.close()
+            self._passes.note(self._steps.place, self._steps.books.passes)
+        if self._resume is not None:
+            self._settle_resume(self._resume, source)
+        return self._passes.place(source.dataset)
 
     def _build_steps(
         self,
@@ -346,17 +370,18 @@ class Fleet:
         order: Callable[[int], Sequence[int]] | None,
         whole: bool | None,
         varying: VaryingCount,
+        place: Place,
     ) -> Steps:
         agreed = {key: value for key, value in vars(settings).items() if key != "micro_batch"}
         facts = {"dataset length": source.length, **agreed, "order": order is not None, "varying_count": varying.rule}
-        must_agree(self._transport, "fleet.steps()", facts)
+        must_agree(self._transport, "fleet.steps()", {**facts, "the loop": list(vars(place).values())})
         ahead = self._transport.gather("loading ahead", [source.ahead * settings.micro_batch, settings.micro_batch])
         sizes = [size for _, size in ahead]
         check_sync_batch_norm(self._models, pace=self.pacer.name, settings=settings, sizes=sizes, length=source.length)
         gradients = self._gradients(settings.auto)
         gradients.varying = varying
         try:
-            steps = self._new_steps(source, settings, order, whole, gradients, ahead)
+            steps = self._new_steps(source, settings, order, whole, gradients, ahead, place)
             self._follow_members(steps, ahead=source.ahead * settings.micro_batch, agreed=facts)
             self._go_on(steps)
         except BaseException:
@@ -369,7 +394,8 @@ class Fleet:
                 "length": source.length,
                 "global_batch": settings.global_batch,
                 "micro_batch": sizes,
-                "epochs": settings.epochs,
+                "epochs": steps.books.end_epoch,
+                "first_epoch": steps.books.first_epoch,
                 "steps": len(steps) if source.length is not None else None,
                 "first_step": steps.rounds,
                 "dealt": None if order is not None else steps.books.dealing.length,
@@ -385,17 +411,18 @@ class Fleet:
         whole: bool | None,
         gradients: Gradients,
         ahead: list[list[int]],
+        place: Place,
     ) -> Steps:
         compiled = any(is_compiled(model) for model in self._models)
         local: dict[str, Any] = {}
         if not isinstance(self.combine, str):
             local = {"combine": self.combine, "models": self._models, "failures": self._failures, "lengths": ()}
-            local["first_round"] = self._steps.rounds if self._steps is not None else 0
+            local["first_round"] = self._steps_so_far("round")
             part = getattr(self.combine, "overlap", 0.0) if isinstance(self.combine, ElasticAverage) else 0.0
             if part:
                 if order is not None or source.length is None:
                     raise ValueError("an overlap deals the dataset in an order of its own: leave order= out")
-                mixed: Any = overlapped(source.length, workers=self.size, part=part, seed=self.seed)
+                mixed: Any = overlapped(source.length, workers=self.size, part=part, seed=place.seed(self.seed))
                 order, local["lengths"] = mixed
         kind: Any = LocalSteps if local else Steps
         steps: Steps = kind(
@@ -407,21 +434,23 @@ class Fleet:
                 source,
                 settings,
                 order=order,
-                seed=self.seed,
+                seed=place.seed(self.seed),
                 rank=self.rank,
                 size=self.size,
                 ahead=[more for more, _ in ahead],
                 identity=self._identity,
+                epoch=place.first_epoch,
             ),
             settings=settings,
             unit=max(size for _, size in ahead) if (compiled if whole is None else whole) else 1,
             avoid_singles=any(has_batch_norm(model) for model in self._models),
-            seed=self.seed,
+            seed=place.seed(self.seed),
             device=self.device,
             machine=self.machine,
             nonfinite=self.nonfinite,
             history=self._history,
-            first_index=self._steps.index if self._steps is not None else 0,
+            first_index=self._steps_so_far("step"),
+            place=place,
             observe=self._witness.event,
             repair=lambda: replicas.spread(self._transport, self._models),
             tracked=lambda: {id(thing) for thing in self._tracked.values()},
@@ -431,6 +460,13 @@ class Fleet:
         self._learn(steps)
         steps.dataset_length, steps.at_boundary = source.length, self._at_boundary
         return steps
+
+    def _steps_so_far(self, what: str) -> int:
+        """Steps, or rounds, of the loops before a new one."""
+        if self._steps is not None:
+            return self._steps.index if what == "step" else self._steps.rounds
+        rest = self._resume is not None and self._resume.loops == "rest"
+        return int(self._resume.saved.get(what, 0)) if rest and self._resume is not None else 0
 
     @property
     def _identity(self) -> int:
@@ -448,6 +484,7 @@ class Fleet:
             ahead=ahead,
             agreed={**agreed, **own},
             witness=self._witness,
+            passes=self._passes,
             leads=lambda: self._learn(steps),
             before_leaving=lambda: self._save_last(steps),
         )
@@ -494,7 +531,22 @@ class Fleet:
         are in evaluation mode and no gradients are kept. All workers call it.
         """
         with self._meeting("fleet.evaluate()"):
-            return self._evaluate(score, data, batch_size)
+            return dict(self._between_loops("evaluate", lambda: self._evaluate(score, data, batch_size)))
+
+    def _between_loops(self, kind: str, call: Callable[[], Any]) -> Any:
+        """The call's result, remembered where it lies between two loops: a run that goes on from a checkpoint and makes
+        it again, with parameters that are already further on, gets it from there."""
+        if self._outside or not (self._steps is None or self._steps.left):
+            return call()
+        known = passing.told_again(kind) if (passing := self._passing) is not None else []
+        result = known[0] if known else call()
+        self._told.append([kind, checkpoint.plain(result, f"the result of fleet.{kind}")])
+        return result
+
+    @property
+    def _passing(self) -> Resume | None:
+        """The checkpoint that was loaded, while the script passes over loops on its way to where it was saved."""
+        return self._resume if self._resume is not None and self._resume.loops == "all" else None
 
     def _meeting(self, label: str) -> AbstractContextManager[Any]:
         """All workers at one point of the training, with the parameters that are to be shown."""
@@ -532,7 +584,8 @@ class Fleet:
     def agree(self, flag: bool) -> bool:
         """True on every worker when any of them says True: for stopping together. All workers call it."""
         with self._meeting("fleet.agree()"):
-            return any(self._transport.gather("fleet.agree()", bool(flag)))
+            call = lambda: any(self._transport.gather("fleet.agree()", bool(flag)))  # noqa: E731
+            return bool(self._between_loops("agree", call))
 
     def save(self, path: str | Path, *, extra: Any = None) -> None:
         """Write everything that is needed to go on: models, tracked objects, the data's position, the pace.
@@ -540,6 +593,11 @@ class Fleet:
         All workers call it, the leader writes. ``extra`` is yours: plain values and tensors.
         """
         path = Path(path)
+        if self._steps is not None and self._steps.left:
+            self._saves += 1
+        if (passing := self._passing) is not None:
+            self._come_by_save(passing, path)
+            return
         with self._meeting("fleet.save()"):
             problem = self._transport.gather("fleet.save()", lambda: self._write(path, extra))[0]
         if problem:
@@ -619,51 +677,90 @@ class Fleet:
         }
 
     def _steps_state(self) -> dict[str, Any] | None:
-        if self._steps is None:
-            return self._resume
-        return {**self._steps.state_dict(), "dataset_length": self._steps.dataset_length}
+        steps = self._steps
+        if steps is None:
+            return dict(self._resume.saved) if self._resume is not None else None
+        return {
+            **steps.state_dict(),
+            "dataset_length": steps.dataset_length,
+            "loop": steps.place.loop,
+            "data": steps.place.data,
+            "epochs": steps.settings.epochs,
+            "lengths": list(self._lengths),
+            "passes": self._passes_now(steps),
+            "saves": self._saves,
+            "told": list(self._told),
+        }
+
+    def _passes_now(self, steps: Steps) -> dict[str, Any]:
+        self._passes.note(steps.place, steps.books.passes)
+        return self._passes.state_dict()
 
     def _pace_state(self) -> dict[str, Any]:
         return self.pacer.state_dict() if self._steps is None else self._steps.pace_state()
 
-    def load(self, path: str | Path, *, missing_ok: bool = False) -> Any:
+    def load(self, path: str | Path, *, missing_ok: bool = False, loops: str | None = None) -> Any:
         """Go on from a checkpoint, at any fleet size; returns its ``extra``. Call it before the first step.
 
-        A folder stands for the newest whole checkpoint that ``fleet.autosave`` left in it. With ``missing_ok`` nothing
-        there means a new training: nothing is changed, and None comes back. All workers call it; the leader reads the
-        file and hands it to the others.
+        All workers call it; the leader reads the file and hands it to the others. After a loop of this run, models and
+        tracked objects are set back, and the next loop begins as usual.
+
+        Args:
+            path: a file, or a folder: the newest whole checkpoint that ``fleet.autosave`` left in it.
+            missing_ok: nothing there means a new training: nothing is changed, and None comes back.
+            loops: which of its loops over ``fleet.steps`` the script makes now: "all" (those that were over are passed
+                over) or "rest" (it begins with the one where the checkpoint was saved, or with the next if that was
+                over). It needs to be said only where the checkpoint does not tell.
         """
         if self._steps is not None and self._steps.begun and not self._steps.finished:
             raise MisuseError("fleet.load in the middle of a training: call it before the first step")
+        if loops not in (None, *LOOPS):
+            raise ValueError(f'loops must be "all" or "rest", got {loops!r}')
         if self._outside:
-            return self._load_outside(Path(path))
+            return self._load_outside(Path(path), loops)
         found = checkpoint.fetch(
             self._transport, Path(path), device=self.device, missing_ok=missing_ok, warn=self._warn_everywhere
         )
-        return None if found is None else self._take_over(*found)
+        return None if found is None else self._take_over(*found, loops=loops)
 
-    def _load_outside(self, path: Path) -> Any:
+    def _load_outside(self, path: Path, loops: str | None) -> Any:
         """A worker that waits to enter gets a peer's state: of the file it needs what is the script's own, if that."""
         try:
             found = checkpoint.fetch(
                 Alone(), path, device=self.device, missing_ok=True, warn=lambda text: logger.warning("%s", text)
             )
-            return None if found is None else self._take_over(*found)
+            return None if found is None else self._take_over(*found, loops=loops)
         except ValueError as error:
             logger.warning("%s: a peer's state comes instead", error)
             return None
 
-    def _take_over(self, path: Path, content: dict[str, Any]) -> Any:
-        checkpoint.must_match(path, content, self._tracked, self._models)
-        checkpoint.check_length(path, content["steps"], self._steps.dataset_length if self._steps else None)
+    def _take_over(self, path: Path, content: dict[str, Any], *, loops: str | None) -> Any:
+        steps = self._steps if self._steps is not None and not self._steps.begun else None
+        resume = None
+        if content["steps"] is not None and (self._steps is None or steps is not None):
+            resume = Resume(path, content, loops=loops, made=len(self._told))
+        position = resume.in_first if resume is not None else None
+        checkpoint.check_length(path, position, steps.dataset_length if steps else None)
         self._take_seed(path, content["seed"])
-        checkpoint.restore(path, content, self._tracked, self._models)
+        self._restore(path, content, later=resume is not None and resume.later)
         if content["pace"]["name"] == self.pacer.name:
             self.pacer.load_state_dict(content["pace"]["state"])
-        self._resume = content["steps"]
-        if self._steps is not None and not self._steps.begun:
-            self._go_on(self._steps)
+        self._resume = resume
+        if resume is not None and steps is not None:  # its loop is there already, so it is the first
+            resume.settle(steps.dataset_length)
+            self._go_on(steps)
         return content["extra"]
+
+    def _restore(self, path: Path, content: Mapping[str, Any], *, later: bool = False) -> None:
+        """``later``: what does not fit yet may do so once the script is where the checkpoint was saved."""
+        try:
+            checkpoint.must_match(path, content, self._tracked, self._models)
+        except ValueError as misfit:
+            if not later:
+                raise
+            self._note("info", f"{misfit}; it is looked at again where the checkpoint was saved")
+            return
+        checkpoint.restore(path, content, self._tracked, self._models)
 
     def _take_seed(self, path: Path, seed: int) -> None:
         """The epoch's order and every sample's noise depend on the seed: a resumed run keeps it."""
@@ -674,12 +771,54 @@ class Fleet:
         self._note("info", f"the seed is now {seed}, as in the checkpoint: the epoch's order depends on it")
         self.seed = seed
 
+    # -- on the way to where a checkpoint was saved -------------------------------------------------------------------
+
+    def _settle_resume(self, resume: Resume, source: Source) -> None:
+        """The first loop after loading: find out which of the script's loops it is."""
+        first = resume.loops is None
+        resume.settle(source.length)
+        if resume.loops == "rest" and (first or self._steps is None):
+            self._passes.go_on_after(resume.passes, loop=resume.first)
+            if source.length == resume.lengths[-1]:
+                self._passes.recognise(source.dataset, resume.data)
+
     def _go_on(self, steps: Steps) -> None:
-        if self._resume is not None:
-            checkpoint.check_length("the checkpoint", self._resume, steps.dataset_length)
-            steps.load_state_dict(self._resume)
+        """A loop was made after loading: pass it over, go on in it, or find that everything is behind."""
+        resume, loop = self._resume, steps.place.loop
+        if resume is None:
+            return
+        if resume.passes_over(loop):
+            steps.pass_over(resume.saved["step"])
+            self._note(
+                "warning",
+                f"loop {loop + 1} of the script is passed over: {resume.path} was saved in loop {resume.loop + 1}",
+            )
+            return
+        if loop == resume.loop:
+            checkpoint.check_length(resume.path, resume.saved, steps.dataset_length)
+            steps.load_state_dict(resume.saved)
             steps.gradients.statistics_were_set()
-            self._resume = None
+            if not resume.over or resume.saved_in_the_loop:
+                self._arrive(resume)
+            return
+        self._arrive(resume)
+
+    def _come_by_save(self, resume: Resume, path: Path) -> None:
+        """``fleet.save`` while loops are passed over: everything is further on than the script, so nothing is written.
+        In the very call that wrote the checkpoint, the script is where it was saved."""
+        here = self._steps is not None and self._steps.place.loop == resume.loop and resume.saved_here()
+        if here:
+            self._arrive(resume)
+        else:
+            self._note("info", f"fleet.save({str(path)!r}): not written, because its loop is passed over")
+
+    def _arrive(self, resume: Resume) -> None:
+        """The script is where the checkpoint was saved: undo what it did to tracked things on its way."""
+        self._resume = None
+        if resume.loops == "all" and resume.later:
+            self._restore(resume.path, resume.content)
+        self._passes.load_state_dict(resume.passes)
+        self._told = list(resume.saved.get("told", ()))
 
     def _warn_everywhere(self, text: str) -> None:
         """A warning that every worker has: the leader's is enough."""

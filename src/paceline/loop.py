@@ -27,9 +27,11 @@ from paceline.combine.scaling import is_active
 from paceline.copies import Copies
 from paceline.dealing import Dealing
 from paceline.errors import Dropped, GenerationOver, MisuseError, NonFiniteGradients
+from paceline.feed import Generators
 from paceline.flights import Flights
 from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace.fitting import RECENT, fit, ladder, recent_pace
+from paceline.passes import Place
 from paceline.proxy import Proxy
 from paceline.records import History, Plan, StepRecord
 from paceline.replicas import fingerprint
@@ -65,6 +67,7 @@ class Steps:
         nonfinite: str,
         history: History,
         first_index: int,
+        place: Place,
         observe: Callable[[str, Mapping[str, Any]], None],
         repair: Callable[[], None],
         tracked: Callable[[], set[int]],
@@ -91,8 +94,10 @@ class Steps:
             avoid_singles=avoid_singles,
             history=history,
             first_index=first_index,
+            first_epoch=place.first_epoch,
             observe=observe,
         )
+        self.place = place
         self._flights = Flights(
             device, beside=self._beside, gradients=gradients, changed=self.books.changed, paces=self.paces
         )
@@ -104,6 +109,8 @@ class Steps:
         """Called between two steps, and after the last: the state is whole then."""
         self.dataset_length: int | None = None
         self.finished = self._closed = False
+        self.left = False
+        """Whether the script has come to the end of the loop, or has left it."""
         self._turns: dict[int, Turn] = {}
         self._first = self._next = first_index
         self._progress = 0.0
@@ -140,6 +147,7 @@ class Steps:
         return -(-self.dealing.length // self.settings.global_batch) * self.settings.epochs
 
     def __iter__(self) -> Iterator[Step]:
+        self.left = False
         try:
             while not self.finished:
                 if self.members is not None and self.members.passed_by:
@@ -150,6 +158,7 @@ class Steps:
                 self._require_committed()
             self.at_boundary(self)
         finally:
+            self.left = True
             if self.finished:
                 self._copies.give(self._packed)
             self._transport.doing("after the last step")
@@ -290,6 +299,9 @@ class Steps:
         self._transport.calls = state["calls"]
         self._next, self.finished, self._progress = state["next"], state["finished"], state["progress"]
         self.full_shares = tuple(state["full_shares"])
+        numbers = Generators()
+        numbers.load_state_dict(state["random"])
+        numbers.restore()
 
     def _place(self) -> dict[str, Any]:
         """This worker's replica and its place in the training, at a step boundary."""
@@ -302,6 +314,7 @@ class Steps:
             "progress": self._progress,
             "full_shares": list(self.full_shares),
             "trained": self.gradients.trained,
+            "random": Generators().state_dict(),
         }
 
     def _packed(self) -> torch.Tensor:
@@ -661,6 +674,12 @@ class Steps:
         self.gradients.load_state_dict(state["gradients"])
         self.books.load_state_dict(state)
         self._next, self.finished, self._progress = self.books.index, self.books.finished, self.books.progress
+
+    def pass_over(self, step: int) -> None:
+        """This loop was over before ``step``, in a run that this one goes on from: it gives no steps."""
+        self.books.finish(step)
+        self._first = self._next = step
+        self.finished, self._progress = True, 1.0
 
     def await_proxy(self) -> None:
         """Once the transport is closed: the process must not end under the proxy's thread."""

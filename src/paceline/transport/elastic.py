@@ -95,7 +95,7 @@ class Elastic(Linked):
         self.deaf = False
         """Signals do not come through: the roster, which keeps the store, is away."""
         self.loop = 0
-        """How many loops (``fleet.steps``) this worker's script has begun."""
+        """The number of the loop (``fleet.steps``) that this worker's script is in, from 1; 0 before the first."""
         self._free = threading.Event()
         """Not set: a round aside was handed over, and its books are not closed yet, under the old membership."""
         self._free.set()
@@ -151,9 +151,9 @@ class Elastic(Linked):
         self._member.leave(LEFT if agreed else WAITED)
         self.outside = True
 
-    def begin_loop(self) -> None:
-        """This worker's script begins another loop."""
-        self.loop += 1
+    def begin_loop(self, number: int) -> None:
+        """This worker's script begins another loop, with ``number - 1`` loops before it."""
+        self.loop = number
         self._note_loop()
 
     def _note_loop(self) -> None:
