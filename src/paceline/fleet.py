@@ -18,7 +18,7 @@ from paceline import checkpoint, devices, evaluating, machines, replicas, sealin
 from paceline.autosave import Autosaver, Schedule
 from paceline.combine import Gradients
 from paceline.combine.averaging_settings import Averaging, ElasticAverage
-from paceline.combine.scaling import give_back, take_over
+from paceline.combine.scaling import give_back
 from paceline.combine.second_order import needs_graph
 from paceline.combine.varying import VaryingCount
 from paceline.combining import check_combine, failures_from_env, make_combine
@@ -47,7 +47,9 @@ from paceline.settings import (
     whole_number,
 )
 from paceline.signals import leave_on_sigterm
+from paceline.tracking import Tracked
 from paceline.transport import Alone, Fixed, Transport, elastic, launched
+from paceline.values import Values
 from paceline.witness import Witness
 
 logger = logging.getLogger("paceline")
@@ -151,8 +153,10 @@ class Fleet:
         if self._elastic is not None:
             self._at_the_end.enter_context(leave_on_sigterm(self._elastic))
         self._models: list[torch.nn.Module] = []
-        self._tracked: dict[str, Any] = {}
-        self._scaler: torch.amp.GradScaler | None = None
+        self._tracking = Tracked(lambda: (p for model in self._models for p in model.parameters()))
+        self._known: list[torch.Tensor] = []
+        """Parameters and buffers that were made equal on all workers."""
+        self._said_missing = False
         self._hooks: list[Any] = []
         self._guards: list[Guard] = []
         self._history = History()
@@ -229,8 +233,9 @@ class Fleet:
         """Leave the fleet; the context manager does it for you."""
         if self._steps is not None:
             self._steps.close(orderly=error is None)
-        if self._scaler is not None:
-            give_back(self._scaler)
+        self._tracking.close()
+        if self._tracking.scaler is not None:
+            give_back(self._tracking.scaler)
         for attached in (*self._hooks, *self._guards):
             attached.remove()
         if self._learner is not None:
@@ -274,28 +279,32 @@ class Fleet:
         if self.size > 1 and not self._outside:
             replicas.spread(self._transport, [module])
         self._models.append(module)
+        self._known += [*module.parameters(), *module.buffers()]
         if not is_compiled(module):
             self._hooks.append(module.register_forward_pre_hook(_refuse_ddp))
         self._overlap = self._overlap and overlap
         return module
 
     def track(self, **objects: Any) -> None:
-        """Name what has state (optimizer, scheduler, scaler, your own): it is saved, loaded and sent along."""
-        for name, thing in objects.items():
-            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                raise ValueError(f"fleet.track({name}=...): it has no state_dict and load_state_dict")
-            if name in self._tracked and self._tracked[name] is not thing:
-                raise ValueError(f"fleet.track({name}=...): that name is taken by another object")
-        tracked = self._tracked | objects
-        scalers = {id(thing): thing for thing in tracked.values() if isinstance(thing, torch.amp.GradScaler)}
-        if len(scalers) > 1:
-            raise ValueError("fleet.track knows more than one GradScaler: one loss scale serves the whole step")
-        self._tracked = tracked
-        for scaler in scalers.values():
-            take_over(scaler)
-            self._scaler = scaler
+        """Name what has state (optimizer, scheduler, scaler, your own): it is saved, loaded and sent along.
+
+        Everybody tracks the same names, before the first step where workers come and go: one that joins takes over what
+        the others track. Plain values have a place in `state`.
+        """
+        if self._elastic is not None and self._steps is not None and self._steps.begun and not self._steps.left:
+            raise MisuseError(
+                "fleet.track after the first step: a worker that joins takes over what is tracked at its own first "
+                "step; track everything before the loop"
+            )
+        self._tracking.add(objects)
         if self._steps is not None:
-            self._steps.gradients.next_scaler = self._scaler
+            self._steps.gradients.next_scaler = self._tracking.scaler
+
+    @property
+    def state(self) -> Values:
+        """Plain values of your own that belong to the training: ``fleet.state.best = 0.0``. They are saved with every
+        checkpoint, loaded with it, and handed to a worker that joins or returns. Set them before ``fleet.load``."""
+        return self._tracking.state
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -349,6 +358,7 @@ class Fleet:
         except BaseException:
             source.close()
             raise
+        self.state.loop_begins()
         self._passes.begin(place, source.dataset)
         self._lengths[place.loop :] = [source.length]
         self._saves = 0
@@ -372,6 +382,7 @@ class Fleet:
         varying: VaryingCount,
         place: Place,
     ) -> Steps:
+        self._spread_what_is_new()
         agreed = {key: value for key, value in vars(settings).items() if key != "micro_batch"}
         facts = {"dataset length": source.length, **agreed, "order": order is not None, "varying_count": varying.rule}
         must_agree(self._transport, "fleet.steps()", {**facts, "the loop": list(vars(place).values())})
@@ -402,6 +413,22 @@ class Fleet:
             },
         )
         return steps
+
+    def _spread_what_is_new(self) -> None:
+        """Layers may have been replaced or added since the last loop: every worker gets the leader's weights there."""
+        tensors = [tensor for model in self._models for tensor in (*model.parameters(), *model.buffers())]
+        known = {id(tensor) for tensor in self._known}
+        new = sum(id(tensor) not in known for tensor in tensors)
+        facts = {"parameters and buffers": len(tensors), "of them new since fleet.model": new}
+        must_agree(self._transport, "fleet.steps()", facts)
+        if new:
+            for model in self._models:
+                model.to(self.device)
+                replicas.check_same_shape(self._transport, model)
+            if self.size > 1 and not self._outside:
+                replicas.spread(self._transport, self._models)
+            self._note("info", f"{new} new parameters and buffers: every worker has the leader's")
+        self._known = [tensor for model in self._models for tensor in (*model.parameters(), *model.buffers())]
 
     def _new_steps(
         self,
@@ -452,14 +479,39 @@ class Fleet:
             first_index=self._steps_so_far("step"),
             place=place,
             observe=self._witness.event,
-            repair=lambda: replicas.spread(self._transport, self._models),
-            tracked=lambda: {id(thing) for thing in self._tracked.values()},
+            repair=self._make_equal,
+            tracking=self._tracking,
             snapshot=self._replica,
-            restore=lambda state: checkpoint.restore(Path("a peer's state"), state, self._tracked, self._models),
+            restore=lambda state: self._put_back(Path("a peer's state"), state),
         )
         self._learn(steps)
         steps.dataset_length, steps.at_boundary = source.length, self._at_boundary
+        steps.before_first, steps.after_first = self._before_first_step, self._check_tracked
         return steps
+
+    def _before_first_step(self, steps: Steps) -> None:
+        """What a loop needs is there by now: everybody tracks the same, and everything where it may be handed over."""
+        self._tracking.must_agree(self._transport, "the first step")
+        if steps.hands_over_state:
+            self._tracking.note_averages()
+            self._check_tracked(steps)
+
+    def _check_tracked(self, steps: Steps) -> None:
+        missing = self._tracking.missing() if steps.hands_over_state else []
+        if missing and self._elastic is not None:
+            raise MisuseError(
+                "a worker that joins could not take over the state of what is not tracked: call "
+                f"fleet.track({', '.join(missing)}) before the first step, with your own objects"
+            )
+        steps.copyable = not missing
+
+    def _make_equal(self) -> replicas.Repair:
+        """Every worker takes over the leader's models and everything tracked."""
+        state = replicas.hand_round(self._transport, self._replica(), device=self.device)
+        mine = {"device": self.device.type, "distance": replicas.distance(self._models, state["models"])}
+        self._put_back(Path("the leader's state"), state)
+        found = self._transport.gather("how far replicas were apart", mine)
+        return replicas.Repair([one["distance"] for one in found], [one["device"] for one in found])
 
     def _steps_so_far(self, what: str) -> int:
         """Steps, or rounds, of the loops before a new one."""
@@ -482,7 +534,7 @@ class Fleet:
             self._elastic,
             steps,
             ahead=ahead,
-            agreed={**agreed, **own},
+            agreed=lambda: {**agreed, **own, **self._tracking.facts()},
             witness=self._witness,
             passes=self._passes,
             leads=lambda: self._learn(steps),
@@ -505,8 +557,8 @@ class Fleet:
         alone = not isinstance(self.combine, str)  # a local step's gradient is this worker's own
         transport = Alone() if alone else self._transport
         gradients = Gradients(transport, self._models, overlap=self._overlap and not auto)
-        gradients.next_scaler = self._scaler
-        optimizers = [thing for thing in self._tracked.values() if isinstance(thing, torch.optim.Optimizer)]
+        gradients.next_scaler = self._tracking.scaler
+        optimizers = self._tracking.optimizers.values()
         gradients.keep_graph = transport.size == 1 and any(needs_graph(optimizer) for optimizer in optimizers)
         gradients.whole = auto
         return gradients
@@ -560,7 +612,7 @@ class Fleet:
             must_agree(self._transport, "fleet.evaluate()", {"dataset length": source.length})
             own = self._steps.settings.micro_batch if self._steps else 64
             size = whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
-            tracked = [thing for thing in self._tracked.values() if isinstance(thing, torch.nn.Module)]
+            tracked = [thing for thing in self._tracking.things.values() if isinstance(thing, torch.nn.Module)]
 
             def mine() -> dict[str, Any]:
                 """This worker's part among those who are there; once more when some are lost meanwhile."""
@@ -593,12 +645,14 @@ class Fleet:
         All workers call it, the leader writes. ``extra`` is yours: plain values and tensors.
         """
         path = Path(path)
-        if self._steps is not None and self._steps.left:
-            self._saves += 1
-        if (passing := self._passing) is not None:
-            self._come_by_save(passing, path)
-            return
+        if self._steps is not None:
+            self._saves += self._steps.left
+            if (passing := self._passing) is not None:
+                self._come_by_save(passing, self._steps, path)
+                return
         with self._meeting("fleet.save()"):
+            self._tracking.must_agree(self._transport, "fleet.save()")
+            self._warn_of_missing()
             problem = self._transport.gather("fleet.save()", lambda: self._write(path, extra))[0]
         if problem:
             kind, text = problem
@@ -663,8 +717,10 @@ class Fleet:
         return {
             "models": [checkpoint.plain(model.state_dict(), "the model's state") for model in self._models],
             "tracked": {
-                name: checkpoint.plain(t.state_dict(), f"the state of {name}") for name, t in self._tracked.items()
+                name: checkpoint.plain(t.state_dict(), f"the state of {name}")
+                for name, t in self._tracking.things.items()
             },
+            "state": self.state.state_dict(),
         }
 
     def _content(self, extra: Any) -> dict[str, Any]:
@@ -716,12 +772,31 @@ class Fleet:
             raise MisuseError("fleet.load in the middle of a training: call it before the first step")
         if loops not in (None, *LOOPS):
             raise ValueError(f'loops must be "all" or "rest", got {loops!r}')
+        self._refuse_untracked(path)
         if self._outside:
             return self._load_outside(Path(path), loops)
+        self._tracking.must_agree(self._transport, "fleet.load()")
         found = checkpoint.fetch(
             self._transport, Path(path), device=self.device, missing_ok=missing_ok, warn=self._warn_everywhere
         )
         return None if found is None else self._take_over(*found, loops=loops)
+
+    def _refuse_untracked(self, path: str | Path) -> None:
+        """Whatever the checkpoint has for them, they would begin anew."""
+        self._tracking.note_averages()  # whether one of those alive is of this training, its first update will tell
+        if missing := self._tracking.missing(optimizers=True):
+            raise MisuseError(
+                f"fleet.load({str(path)!r}) would not give back the state of what is not tracked: call "
+                f"fleet.track({', '.join(missing)}) before it, with your own objects"
+            )
+
+    def _warn_of_missing(self) -> None:
+        if not self._said_missing and (missing := self._tracking.missing()):
+            self._said_missing = True
+            self._warn_everywhere(
+                "the checkpoint does not hold the state of what is not tracked, which a run that goes on from it would "
+                f"begin anew: call fleet.track({', '.join(missing)}) with your own objects"
+            )
 
     def _load_outside(self, path: Path, loops: str | None) -> Any:
         """A worker that waits to enter gets a peer's state: of the file it needs what is the script's own, if that."""
@@ -739,28 +814,31 @@ class Fleet:
         resume = None
         if content["steps"] is not None and (self._steps is None or steps is not None):
             resume = Resume(path, content, loops=loops, made=len(self._told))
-        position = resume.in_first if resume is not None else None
-        checkpoint.check_length(path, position, steps.dataset_length if steps else None)
+        if resume is not None and steps is not None:
+            resume.must_be_in(steps.place.loop, steps.dataset_length)
         self._take_seed(path, content["seed"])
         self._restore(path, content, later=resume is not None and resume.later)
         if content["pace"]["name"] == self.pacer.name:
             self.pacer.load_state_dict(content["pace"]["state"])
         self._resume = resume
-        if resume is not None and steps is not None:  # its loop is there already, so it is the first
-            resume.settle(steps.dataset_length)
+        if resume is not None and steps is not None:
             self._go_on(steps)
         return content["extra"]
 
     def _restore(self, path: Path, content: Mapping[str, Any], *, later: bool = False) -> None:
         """``later``: what does not fit yet may do so once the script is where the checkpoint was saved."""
         try:
-            checkpoint.must_match(path, content, self._tracked, self._models)
+            checkpoint.must_match(path, content, self._tracking.things, self._models)
         except ValueError as misfit:
             if not later:
                 raise
             self._note("info", f"{misfit}; it is looked at again where the checkpoint was saved")
             return
-        checkpoint.restore(path, content, self._tracked, self._models)
+        self._put_back(path, content, guard=True)
+
+    def _put_back(self, path: Path, content: Mapping[str, Any], *, guard: bool = False) -> None:
+        checkpoint.restore(path, content, self._tracking.things, self._models)
+        self.state.load_state_dict(content.get("state", {}), guard=guard)
 
     def _take_seed(self, path: Path, seed: int) -> None:
         """The epoch's order and every sample's noise depend on the seed: a resumed run keeps it."""
@@ -798,16 +876,15 @@ class Fleet:
             checkpoint.check_length(resume.path, resume.saved, steps.dataset_length)
             steps.load_state_dict(resume.saved)
             steps.gradients.statistics_were_set()
-            if not resume.over or resume.saved_in_the_loop:
+            if not steps.finished or resume.saved_in_the_loop:
                 self._arrive(resume)
             return
         self._arrive(resume)
 
-    def _come_by_save(self, resume: Resume, path: Path) -> None:
+    def _come_by_save(self, resume: Resume, steps: Steps, path: Path) -> None:
         """``fleet.save`` while loops are passed over: everything is further on than the script, so nothing is written.
         In the very call that wrote the checkpoint, the script is where it was saved."""
-        here = self._steps is not None and self._steps.place.loop == resume.loop and resume.saved_here()
-        if here:
+        if steps.place.loop == resume.loop and resume.saved_here():
             self._arrive(resume)
         else:
             self._note("info", f"fleet.save({str(path)!r}): not written, because its loop is passed over")

@@ -37,7 +37,7 @@ class Members:
         steps: Steps,
         *,
         ahead: int,
-        agreed: Mapping[str, Any],
+        agreed: Callable[[], Mapping[str, Any]],
         witness: Witness,
         passes: Passes,
         leads: Callable[[], None],
@@ -47,7 +47,7 @@ class Members:
         worker's script. ``leads`` is called when this worker comes to lead, ``before_leaving`` when it was asked to
         leave, at a step boundary."""
         self._transport, self._steps, self._witness = transport, steps, witness
-        self._ahead, self._agreed, self._passes = ahead, dict(agreed), passes
+        self._ahead, self._agreed, self._passes = ahead, agreed, passes
         self._leads, self._before_leaving = leads, before_leaving
         self._due = (0, False, False)
         """Of the last round: its generation, whether the fleet is to be formed anew after it, and whether this worker
@@ -160,7 +160,7 @@ class Members:
 
     def give(self) -> torch.Tensor:
         run = {
-            "agreed": self._agreed,
+            "agreed": dict(self._agreed()),
             "run_dir": str(self._witness.run_dir.absolute()),
             "rounds": self._transport.rounds,
             "loop": self._loop,
@@ -172,11 +172,11 @@ class Members:
         state = checkpoint.unpack(data, device=self._steps.device)
         if state["loop"] != self._loop:
             raise FleetError(f"the fleet went on to loop {state['loop']} while this worker waited: start it again")
+        ours = self._agreed()
         for name, theirs in state["agreed"].items():
-            if self._agreed.get(name) != theirs:
-                mine = self._agreed.get(name)
+            if ours.get(name) != theirs:
                 raise ValueError(
-                    f"this worker's script is not the fleet's: {name} is {mine!r} here and {theirs!r} there"
+                    f"this worker's script is not the fleet's: {name} is {ours.get(name)!r} here and {theirs!r} there"
                 )
         self._transport.rounds = state["rounds"]
         self._passes.load_state_dict(state["passes"])

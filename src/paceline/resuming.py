@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline import checkpoint
+
 LOOPS = ("all", "rest")
 
 
@@ -46,10 +48,14 @@ class Resume:
         """Whether the script may still do things before it is where the checkpoint was saved."""
         return self._beyond_first and self.loops != "rest"
 
-    @property
-    def in_first(self) -> Mapping[str, Any]:
-        """The saved position, where it is known to be in the script's first loop; else nothing."""
-        return {} if self._beyond_first else self.saved
+    def must_be_in(self, loop: int, length: int | None) -> None:
+        """The script has made that loop before it loads: then it must be the one that the checkpoint was saved in."""
+        if loop != self.loop:
+            raise ValueError(
+                f"{self.path} was saved in loop {self.loop + 1} of its script: call fleet.load before fleet.steps"
+            )
+        checkpoint.check_length(self.path, self.saved, length)
+        self.loops = "all"
 
     @property
     def data(self) -> int:
