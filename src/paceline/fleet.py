@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
-from paceline import checkpoint, devices, evaluating, machines, replicas, sealing
+from paceline import checkpoint, devices, evaluating, machines, replicas, schedules, sealing
 from paceline.autosave import Autosaver, Schedule
 from paceline.combine import Gradients
 from paceline.combine.averaging_settings import Averaging, ElasticAverage
@@ -407,7 +408,7 @@ class Fleet:
                 "micro_batch": sizes,
                 "epochs": steps.books.end_epoch,
                 "first_epoch": steps.books.first_epoch,
-                "steps": len(steps) if source.length is not None else None,
+                "steps": steps.most,
                 "first_step": steps.rounds,
                 "dealt": None if order is not None else steps.books.dealing.length,
             },
@@ -486,12 +487,17 @@ class Fleet:
         )
         self._learn(steps)
         steps.dataset_length, steps.at_boundary = source.length, self._at_boundary
+        if source.length is not None and source.batch_size is not None:
+            steps.micro_batches = settings.epochs * -(-source.length // source.batch_size)
         steps.before_first, steps.after_first = self._before_first_step, self._check_tracked
         return steps
 
     def _before_first_step(self, steps: Steps) -> None:
         """What a loop needs is there by now: everybody tracks the same, and everything where it may be handed over."""
         self._tracking.must_agree(self._transport, "the first step")
+        for name, thing in self._tracking.things.items():
+            if isinstance(thing, LRScheduler) and steps.dataset_length is not None:
+                schedules.check_length(name, thing, steps=steps.most, micro_batches=steps.micro_batches)
         if steps.hands_over_state:
             self._tracking.note_averages()
             self._check_tracked(steps)

@@ -118,6 +118,8 @@ class Steps:
         self.copyable = True
         """Whether a copy of a peer's state would hold everything that has state."""
         self.dataset_length: int | None = None
+        self.micro_batches: int | None = None
+        """What a DataLoader would count as steps, in all epochs."""
         self.finished = self._closed = False
         self.left = False
         """Whether the script has come to the end of the loop, or has left it."""
@@ -156,6 +158,18 @@ class Steps:
     def __len__(self) -> int:
         if self.dealing.length is None:
             raise TypeError("an iterable dataset does not say how many steps it makes")
+        if self.most is None:
+            raise TypeError(
+                "with rounds by the clock a fast worker makes more steps than a slow one, so nobody knows how many: "
+                "follow step.progress, or use paceline.Averaging(every_steps=...)"
+            )
+        return self.most
+
+    @property
+    def most(self) -> int | None:
+        """The number of steps, where it is known: no worker makes more."""
+        if self.dealing.length is None:
+            return None
         return -(-self.dealing.length // self.settings.global_batch) * self.settings.epochs
 
     def __iter__(self) -> Iterator[Step]:

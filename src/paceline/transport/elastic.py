@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import Dropped, FleetError, GenerationOver, PacelineError
+from paceline.errors import SAME_CALLS, Dropped, FleetError, GenerationOver, PacelineError
 from paceline.roster import LEFT, Generation, Gone, Member, RunOver
 from paceline.signals import Leave
 from paceline.transport.base import Pending
@@ -624,7 +624,7 @@ class Elastic(Linked):
 
     def _unlike_calls(self, labels: dict[int, str]) -> Exception:
         said = ", but ".join(f"worker {self.workers[rank]} called {label}" for rank, label in labels.items())
-        return FleetError(f"{said}: every worker must make the same calls in the same order")
+        return FleetError(f"{said}: {SAME_CALLS}")
 
     @property
     def calls(self) -> int:
