@@ -164,14 +164,8 @@ class Fleet:
         self._overlap = True
         self._steps: Steps | None = None
         self._passes = Passes()
-        self._lengths: list[int | None] = []
-        """Of the datasets, loop by loop."""
         self._resume: Resume | None = None
         """A checkpoint that was loaded, until the script is where it was saved."""
-        self._told: list[list[Any]] = []
-        """What calls between loops gave, for a run that goes on from a checkpoint and makes them again."""
-        self._saves = 0
-        """Calls of `save` since the last loop ended."""
         self._autosaver: Autosaver | None = None
         combine = self.combine if isinstance(self.combine, str) else self.combine.name
         settings = {"pace": self.pacer.name, "combine": combine, "seed": self.seed, "nonfinite": self.nonfinite}
@@ -360,9 +354,7 @@ class Fleet:
             source.close()
             raise
         self.state.loop_begins()
-        self._passes.begin(place, source.dataset)
-        self._lengths[place.loop :] = [source.length]
-        self._saves = 0
+        self._passes.begin(place, source.dataset, source.length)
         return self._steps
 
     def _next_place(self, source: Source) -> Place:
@@ -598,7 +590,7 @@ class Fleet:
             return call()
         known = passing.told_again(kind) if (passing := self._passing) is not None else []
         result = known[0] if known else call()
-        self._told.append([kind, checkpoint.plain(result, f"the result of fleet.{kind}")])
+        self._passes.told.append([kind, checkpoint.plain(result, f"the result of fleet.{kind}")])
         return result
 
     @property
@@ -652,7 +644,7 @@ class Fleet:
         """
         path = Path(path)
         if self._steps is not None:
-            self._saves += self._steps.left
+            self._passes.saves += self._steps.left
             if (passing := self._passing) is not None:
                 self._come_by_save(passing, self._steps, path)
                 return
@@ -748,10 +740,7 @@ class Fleet:
             "loop": steps.place.loop,
             "data": steps.place.data,
             "epochs": steps.settings.epochs,
-            "lengths": list(self._lengths),
             "passes": self._passes_now(steps),
-            "saves": self._saves,
-            "told": list(self._told),
         }
 
     def _passes_now(self, steps: Steps) -> dict[str, Any]:
@@ -819,7 +808,7 @@ class Fleet:
         steps = self._steps if self._steps is not None and not self._steps.begun else None
         resume = None
         if content["steps"] is not None and (self._steps is None or steps is not None):
-            resume = Resume(path, content, loops=loops, made=len(self._told))
+            resume = Resume(path, content, loops=loops, made=len(self._passes.told))
         if resume is not None and steps is not None:
             resume.must_be_in(steps.place.loop, steps.dataset_length)
         self._take_seed(path, content["seed"])
@@ -901,7 +890,6 @@ class Fleet:
         if resume.loops == "all" and resume.later:
             self._restore(resume.path, resume.content)
         self._passes.load_state_dict(resume.passes)
-        self._told = list(resume.saved.get("told", ()))
 
     def _warn_everywhere(self, text: str) -> None:
         """A warning that every worker has: the leader's is enough."""

@@ -36,9 +36,15 @@ class Place:
 
 
 class Passes:
-    """Counts loops, and passes over each dataset."""
+    """Counts loops, and passes over each dataset; and what else a script that makes its loops again needs to know."""
 
     def __init__(self) -> None:
+        self.lengths: list[int | None] = []
+        """Of the datasets, loop by loop."""
+        self.told: list[list[Any]] = []
+        """What calls between loops gave: ``[call, result]``."""
+        self.saves = 0
+        """Calls of ``fleet.save`` since the last loop ended."""
         self._next = 0
         self._counts: list[int] = []
         self._datasets: list[Callable[[], Any]] = []
@@ -49,10 +55,12 @@ class Passes:
         number = next(known, len(self._datasets))
         return Place(self._next, number, self._counts[number] if number < len(self._counts) else 0)
 
-    def begin(self, place: Place, dataset: Any) -> None:
+    def begin(self, place: Place, dataset: Any, length: int | None) -> None:
         """The next loop begins there."""
         self.recognise(dataset, place.data)
         self._next = place.loop + 1
+        self.lengths[place.loop :] = [length]
+        self.saves = 0
 
     def note(self, place: Place, passes: int) -> None:
         """So many passes over the loop's dataset have begun, in this loop and before."""
@@ -69,10 +77,12 @@ class Passes:
         self._datasets[number] = _reference(dataset)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"counts": list(self._counts)}
+        counts, told = list(self._counts), [list(entry) for entry in self.told]
+        return {"counts": counts, "lengths": list(self.lengths), "told": told, "saves": self.saves}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         counts = list(state["counts"])
+        self.lengths, self.told, self.saves = list(state["lengths"]), list(state["told"]), state["saves"]
         self._counts = counts + self._counts[len(counts) :]
         self._make_room(len(self._counts))
 

@@ -34,10 +34,12 @@ class Resume:
         """In which it was saved."""
         self.over: bool = steps["dealing"] is None
         """Whether that loop was over."""
-        self.lengths: Sequence[int | None] = steps.get("lengths") or [steps.get("dataset_length")]
+        self.passes: Mapping[str, Any] = steps.get("passes") or _of_one_loop(steps)
+        """Passes over each dataset until then, and what the script had done."""
+        self.lengths: Sequence[int | None] = self.passes["lengths"]
         self.loops = loops if loops is not None or self._beyond_first else "all"
-        self._saves: int = steps.get("saves", 0)
-        self._told = list(steps.get("told", ()))[made:]
+        self._saves: int = self.passes["saves"]
+        self._told = list(self.passes["told"])[made:]
 
     @property
     def _beyond_first(self) -> bool:
@@ -61,11 +63,6 @@ class Resume:
     def data(self) -> int:
         """The number of the dataset of the loop it was saved in."""
         return int(self.saved.get("data", 0))
-
-    @property
-    def passes(self) -> Mapping[str, Any]:
-        """Passes over each dataset, until then."""
-        return self.saved.get("passes") or {"counts": [self.saved["epoch"] + (not self.over)]}
 
     def settle(self, length: int | None) -> None:
         """The first loop after loading goes over a dataset of this length: find out which of the two ways it is."""
@@ -114,6 +111,12 @@ class Resume:
     def told_again(self, kind: str) -> list[Any]:
         """What that call gave at this place: one value, or none when nobody knows."""
         return [self._told.pop(0)[1]] if self._told and self._told[0][0] == kind else []
+
+
+def _of_one_loop(steps: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a checkpoint from before loops were counted."""
+    passes = steps["epoch"] + (steps["dealing"] is not None)
+    return {"counts": [passes], "lengths": [steps.get("dataset_length")], "told": [], "saves": 0}
 
 
 def _holds(value: Any, number: int) -> bool:
