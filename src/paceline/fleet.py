@@ -156,7 +156,7 @@ class Fleet:
         self._models: list[torch.nn.Module] = []
         self._tracking = Tracked(lambda: (p for model in self._models for p in model.parameters()))
         self._known: list[torch.Tensor] = []
-        """Parameters and buffers that were made equal on all workers."""
+        """Parameters that were made equal on all workers."""
         self._said_missing = False
         self._hooks: list[Any] = []
         self._guards: list[Guard] = []
@@ -274,7 +274,7 @@ class Fleet:
         if self.size > 1 and not self._outside:
             replicas.spread(self._transport, [module])
         self._models.append(module)
-        self._known += [*module.parameters(), *module.buffers()]
+        self._known += module.parameters()
         if not is_compiled(module):
             self._hooks.append(module.register_forward_pre_hook(_refuse_ddp))
         self._overlap = self._overlap and overlap
@@ -409,10 +409,10 @@ class Fleet:
 
     def _spread_what_is_new(self) -> None:
         """Layers may have been replaced or added since the last loop: every worker gets the leader's weights there."""
-        tensors = [tensor for model in self._models for tensor in (*model.parameters(), *model.buffers())]
-        known = {id(tensor) for tensor in self._known}
-        new = sum(id(tensor) not in known for tensor in tensors)
-        facts = {"parameters and buffers": len(tensors), "of them new since fleet.model": new}
+        parameters = [parameter for model in self._models for parameter in model.parameters()]
+        known = {id(parameter) for parameter in self._known}
+        new = sum(id(parameter) not in known for parameter in parameters)
+        facts = {"the number of parameters": len(parameters), "of them new since fleet.model": new}
         must_agree(self._transport, "fleet.steps()", facts)
         if new:
             for model in self._models:
@@ -420,8 +420,8 @@ class Fleet:
                 replicas.check_same_shape(self._transport, model)
             if self.size > 1 and not self._outside:
                 replicas.spread(self._transport, self._models)
-            self._note("info", f"{new} new parameters and buffers: every worker has the leader's")
-        self._known = [tensor for model in self._models for tensor in (*model.parameters(), *model.buffers())]
+            self._note("info", f"{new} new parameters: every worker has the leader's")
+        self._known = parameters
 
     def _new_steps(
         self,
@@ -495,13 +495,16 @@ class Fleet:
             self._check_tracked(steps)
 
     def _check_tracked(self, steps: Steps) -> None:
-        missing = self._tracking.missing() if steps.hands_over_state else []
+        if not steps.hands_over_state:
+            return
+        # Of an optimiser that has not stepped yet nobody knows whether it will: then a copy is not safe.
+        steps.copyable = not self._tracking.missing(optimizers=True)
+        missing = self._tracking.missing()
         if missing and self._elastic is not None:
             raise MisuseError(
                 "a worker that joins could not take over the state of what is not tracked: call "
                 f"fleet.track({', '.join(missing)}) before the first step, with your own objects"
             )
-        steps.copyable = not missing
 
     def _make_equal(self) -> replicas.Repair:
         """Every worker takes over the leader's models and everything tracked."""
@@ -608,7 +611,7 @@ class Fleet:
             if source.length is None:
                 raise ValueError("fleet.evaluate needs a dataset with a length, so that every sample counts once")
             must_agree(self._transport, "fleet.evaluate()", {"dataset length": source.length})
-            own = self._steps.settings.micro_batch if self._steps else 64
+            own = self._steps.settings.micro_batch if self._steps is not None else 64
             size = whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
             tracked = [thing for thing in self._tracking.things.values() if isinstance(thing, torch.nn.Module)]
 
@@ -623,7 +626,7 @@ class Fleet:
         finally:
             source.close()
         result = evaluating.total(sums[:1] if self._outside else sums)
-        self._witness.event("evaluate", {"step": self._steps.index if self._steps else 0, "result": result})
+        self._witness.event("evaluate", {"step": self._steps.index if self._steps is not None else 0, "result": result})
         return result
 
     def _speeds(self) -> tuple[int, ...]:
@@ -707,7 +710,7 @@ class Fleet:
             return ["OSError", f"cannot write {path}: {error.strerror or error}"]
         except ValueError as error:
             return ["ValueError", f"fleet.save: {error}"]
-        self._witness.event("save", {"step": self._steps.index if self._steps else 0, "path": str(path)})
+        self._witness.event("save", {"step": self._steps.index if self._steps is not None else 0, "path": str(path)})
         return None
 
     def _replica(self) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def test_parameters_that_only_some_workers_add_are_refused(tmp_path: Path) -> No
             model.extra = nn.Parameter(torch.randn(2, dtype=torch.float64))
         fleet.steps(data, global_batch=12)
     """
-    assert "parameters and buffers is 4 on worker 0 and 5 on worker 1" in refusals(tmp_path, text)
+    assert "the number of parameters is 4 on worker 0 and 5 on worker 1" in refusals(tmp_path, text)
 
 
 def test_replicas_that_part_again_and_again_stop_the_run_and_the_causes_are_named(tmp_path: Path) -> None:
