@@ -86,9 +86,9 @@ def training(options: argparse.Namespace, fleet: paceline.Fleet) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=options.amp and cuda)
     fleet.track(ema=ema, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
 
-    best, bad_epochs = 0.0, 0
+    fleet.state.best, fleet.state.bad_epochs = 0.0, 0
     if options.resume:
-        best, bad_epochs = fleet.load(options.resume)
+        fleet.load(options.resume)
 
     def score(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         with autocast:
@@ -106,13 +106,14 @@ def training(options: argparse.Namespace, fleet: paceline.Fleet) -> None:
             continue
 
         accuracy = fleet.evaluate(score, test_loader)["correct"] / len(test)
-        best, bad_epochs = max(best, accuracy), 0 if accuracy > best else bad_epochs + 1
-        fleet.save(options.folder / "last.pt", extra=[best, bad_epochs])
-        if bad_epochs == 0:
-            fleet.save(options.folder / "best.pt", extra=[best, bad_epochs])
+        fleet.state.bad_epochs = 0 if accuracy > fleet.state.best else fleet.state.bad_epochs + 1
+        fleet.state.best = max(fleet.state.best, accuracy)
+        fleet.save(options.folder / "last.pt")
+        if fleet.state.bad_epochs == 0:
+            fleet.save(options.folder / "best.pt")
         if fleet.is_leader:
             print(f"epoch {step.epoch + 1}: loss {step.loss:.4f}, test accuracy {accuracy:.2%}", flush=True)
-        if bad_epochs >= options.patience:
+        if fleet.state.bad_epochs >= options.patience:
             break
 
 

@@ -109,6 +109,11 @@ class Averaged(Steps):
         """Shared updates so far."""
         return self._round
 
+    @property
+    def most(self) -> int | None:
+        by_clock = getattr(self.combine, "period_s", None) is not None and self._transport.size > 1
+        return None if by_clock else super().most
+
     # -- periods -------------------------------------------------------------------------------------------------------
 
     def _open(self) -> Period:

@@ -41,9 +41,12 @@ class Books:
         avoid_singles: bool,
         history: History,
         first_index: int,
+        first_epoch: int = 0,
         observe: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
         self.dealing, self.settings, self.pacer = dealing, settings, pacer
+        self.first_epoch = first_epoch
+        """Passes over the dataset before this loop."""
         self.changed = threading.Condition(threading.RLock())
         """Held while the books or a turn change; notified after."""
         self.index = first_index
@@ -148,7 +151,7 @@ class Books:
             if turn.last or left <= 0:
                 epoch, step, length = epoch + 1, 0, self.dealing.next_length
                 left = length
-        if epoch >= self.settings.epochs:
+        if epoch >= self.end_epoch:
             return None
         total, last = self._goal(step, left, length)
         return self._ask(turn.index + 1, epoch, total, last)
@@ -218,12 +221,26 @@ class Books:
         if self._transport.size > 1 or self._transport.elastic:  # a worker alone has nothing to divide
             self.pacer.observe(record)
 
+    @property
+    def end_epoch(self) -> int:
+        """The first epoch that is no longer this loop's."""
+        return self.first_epoch + self.settings.epochs
+
+    @property
+    def passes(self) -> int:
+        """Passes over the dataset that have begun, in this loop and before it."""
+        return self.end_epoch if self.finished else self.dealing.epoch + 1
+
+    def finish(self, step: int) -> None:
+        """This loop was over before ``step``, in a run that this one goes on from."""
+        self.index, self.finished = step, True
+
     def next_epoch(self) -> None:
         self._open_epoch(self.dealing.epoch + 1)
 
     def _open_epoch(self, epoch: int) -> None:
         """Open an epoch or, beyond the last, finish."""
-        self.finished = epoch >= self.settings.epochs
+        self.finished = epoch >= self.end_epoch
         length = self.dealing.length
         # Steps beyond an epoch's number, because workers were lost in its last ones, are saved in the next.
         self.epoch_step = 0 if length is None else max(0, self.epoch_step + length // -self.settings.global_batch)
@@ -232,8 +249,9 @@ class Books:
 
     @property
     def progress(self) -> float:
-        """The part of the whole training that is done."""
-        return 1.0 if self.finished else (self.dealing.epoch + self.dealing.progress) / self.settings.epochs
+        """The part of this loop that is done."""
+        done = self.dealing.epoch - self.first_epoch + self.dealing.progress
+        return 1.0 if self.finished else done / self.settings.epochs
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -252,6 +270,7 @@ class Books:
         self.pacer.load_state_dict(state["pacer"])
         self._history.replace(StepRecord.from_json(record) for record in json.loads(state["history"]))
         self.index, self.epoch_step, self.plan = state["step"], state["epoch_step"], None
+        self.first_epoch = state["first_epoch"]
         self.finished = state["dealing"] is None
         if state["dealing"] is not None:
             self.dealing.take_over(state["dealing"], rank=self._transport.rank, ahead=ahead)
@@ -259,15 +278,16 @@ class Books:
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self.index,
-            "epoch": self.settings.epochs if self.finished else self.dealing.epoch,
+            "epoch": self.end_epoch if self.finished else self.dealing.epoch,
+            "first_epoch": self.first_epoch,
             "epoch_step": self.epoch_step,
             "global_batch": self.settings.global_batch,
             "dealing": None if self.finished else self.dealing.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.index = state["step"]
-        if state["dealing"] is None or state["epoch"] >= self.settings.epochs:
+        self.index, self.first_epoch = state["step"], state.get("first_epoch", 0)
+        if state["dealing"] is None or state["epoch"] >= self.end_epoch:
             self._open_epoch(state["epoch"])  # an epoch was over
             return
         self.dealing.load_state_dict(state["dealing"])

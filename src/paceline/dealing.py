@@ -286,14 +286,14 @@ class FromStream:
     length = None
     next_length = None
 
-    def __init__(self, source: Source, *, identity: int, micro_batch: int) -> None:
+    def __init__(self, source: Source, *, identity: int, micro_batch: int, epoch: int = 0) -> None:
         self.micro_batch, self.smallest = micro_batch, 1
-        self.epoch = 0
+        self.epoch = epoch
         self.ended = False
         self._source, self._identity = source, identity
         self._share = self._drawn = 0
         self._all_ended = False
-        source.restart(0)
+        source.restart(epoch)
 
     @property
     def remaining(self) -> int | None:
@@ -370,13 +370,15 @@ def make_dealing(
     size: int,
     ahead: Sequence[int],
     identity: int | None = None,
+    epoch: int = 0,
 ) -> Dealing:
     """The dealing for this kind of data. ``ahead``: samples that each worker's loader likes to hold; ``identity``: this
-    worker's number for good (None: its rank)."""
+    worker's number for good (None: its rank); ``epoch``: the first."""
     if source.length is None:
         if order is not None:
             raise ValueError("order= needs a dataset with a length: an iterable dataset has its own order")
-        return FromStream(source, identity=rank if identity is None else identity, micro_batch=settings.micro_batch)
+        own = rank if identity is None else identity
+        return FromStream(source, identity=own, micro_batch=settings.micro_batch, epoch=epoch)
     feed = Feed(
         source.length,
         workers=size,
@@ -384,5 +386,6 @@ def make_dealing(
         shuffle=settings.shuffle,
         order=order,
         multiple_of=settings.global_batch if settings.drop_last else 1,
+        epoch=epoch,
     )
     return FromFeed(feed, source, rank=rank, micro_batch=settings.micro_batch, ahead=ahead)

@@ -38,6 +38,13 @@ class WorkerFailed(PacelineError):
         self.rank = rank
 
 
+SAME_CALLS = (
+    "every worker must make the same calls in the same order (a value of the script's own that decides about a call "
+    "belongs in fleet.state, which a worker that joins or returns takes over)"
+)
+"""The rule that a call made by some workers only has broken."""
+
+
 class GenerationOver(PacelineError):
     """Members changed under a call: it did not happen, and is made again. Never the user's to see."""
 

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
-from paceline import checkpoint, devices, evaluating, machines, replicas, sealing
+from paceline import checkpoint, devices, evaluating, machines, replicas, schedules, sealing
 from paceline.autosave import Autosaver, Schedule
 from paceline.combine import Gradients
 from paceline.combine.averaging_settings import Averaging, ElasticAverage
-from paceline.combine.scaling import give_back, take_over
+from paceline.combine.scaling import give_back
 from paceline.combine.second_order import needs_graph
 from paceline.combine.varying import VaryingCount
 from paceline.combining import check_combine, failures_from_env, make_combine
@@ -36,7 +37,9 @@ from paceline.observe.trackers import Trackers
 from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace import make as make_pacer
 from paceline.pace.shares import proportional
+from paceline.passes import Passes, Place
 from paceline.records import History
+from paceline.resuming import LOOPS, Resume
 from paceline.settings import (
     LoopSettings,
     check_sync_batch_norm,
@@ -47,7 +50,9 @@ from paceline.settings import (
     whole_number,
 )
 from paceline.signals import leave_on_sigterm
+from paceline.tracking import Tracked
 from paceline.transport import Alone, Fixed, Transport, elastic, launched
+from paceline.values import Values
 from paceline.witness import Witness
 
 logger = logging.getLogger("paceline")
@@ -154,14 +159,18 @@ class Fleet:
         if self._elastic is not None:
             self._at_the_end.enter_context(leave_on_sigterm(self._elastic))
         self._models: list[torch.nn.Module] = []
-        self._tracked: dict[str, Any] = {}
-        self._scaler: torch.amp.GradScaler | None = None
+        self._tracking = Tracked(lambda: (p for model in self._models for p in model.parameters()))
+        self._known: list[torch.nn.Parameter] = []
+        """Parameters that were made equal on all workers."""
+        self._said_missing = False
         self._hooks: list[Any] = []
         self._guards: list[Guard] = []
         self._history = History()
         self._overlap = True
         self._steps: Steps | None = None
-        self._resume: dict[str, Any] | None = None
+        self._passes = Passes()
+        self._resume: Resume | None = None
+        """A checkpoint that was loaded, until the script is where it was saved."""
         self._autosaver: Autosaver | None = None
         self._trackers = Trackers(leads=lambda: self.is_leader, observe=lambda *event: self._witness.event(*event))
         combine = self.combine if isinstance(self.combine, str) else self.combine.name
@@ -225,8 +234,9 @@ class Fleet:
         """Leave the fleet; the context manager does it for you."""
         if self._steps is not None:
             self._steps.close(orderly=error is None)
-        if self._scaler is not None:
-            give_back(self._scaler)
+        self._tracking.close()
+        if self._tracking.scaler is not None:
+            give_back(self._tracking.scaler)
         for attached in (*self._hooks, *self._guards):
             attached.remove()
         if self._learner is not None:
@@ -271,28 +281,32 @@ class Fleet:
         if self.size > 1 and not self._outside:
             replicas.spread(self._transport, [module])
         self._models.append(module)
+        self._known += module.parameters()
         if not is_compiled(module):
             self._hooks.append(module.register_forward_pre_hook(_refuse_ddp))
         self._overlap = self._overlap and overlap
         return module
 
     def track(self, **objects: Any) -> None:
-        """Name what has state (optimizer, scheduler, scaler, your own): it is saved, loaded and sent along."""
-        for name, thing in objects.items():
-            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                raise ValueError(f"fleet.track({name}=...): it has no state_dict and load_state_dict")
-            if name in self._tracked and self._tracked[name] is not thing:
-                raise ValueError(f"fleet.track({name}=...): that name is taken by another object")
-        tracked = self._tracked | objects
-        scalers = {id(thing): thing for thing in tracked.values() if isinstance(thing, torch.amp.GradScaler)}
-        if len(scalers) > 1:
-            raise ValueError("fleet.track knows more than one GradScaler: one loss scale serves the whole step")
-        self._tracked = tracked
-        for scaler in scalers.values():
-            take_over(scaler)
-            self._scaler = scaler
+        """Name what has state (optimizer, scheduler, scaler, your own): it is saved, loaded and sent along.
+
+        Everybody tracks the same names, before the first step where workers come and go: one that joins takes over what
+        the others track. Plain values have a place in `state`.
+        """
+        if self._elastic is not None and self._steps is not None and self._steps.begun and not self._steps.left:
+            raise MisuseError(
+                "fleet.track after the first step: a worker that joins takes over what is tracked at its own first "
+                "step; track everything before the loop"
+            )
+        self._tracking.add(objects)
         if self._steps is not None:
-            self._steps.gradients.next_scaler = self._scaler
+            self._steps.gradients.next_scaler = self._tracking.scaler
+
+    @property
+    def state(self) -> Values:
+        """Plain values of your own that belong to the training: ``fleet.state.best = 0.0``. They are saved with every
+        checkpoint, loaded with it, and handed to a worker that joins or returns. Set them before ``fleet.load``."""
+        return self._tracking.state
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -337,14 +351,27 @@ class Fleet:
                 rank=self.rank,
                 size=self.size,
             )
-            if self._steps is not None:
-                self._steps.close()
             varying = VaryingCount(varying_count, settings.global_batch)
-            self._steps = self._build_steps(source, settings, order, whole, varying)
+            place = self._next_place(source)
+            if (seed := place.seed(self.seed)) != self.seed:
+                source.close()
+                source = Source(data, device=self.device, seed=seed, rank=self._identity)
+            self._steps = self._build_steps(source, settings, order, whole, varying, place)
         except BaseException:
             source.close()
             raise
+        self.state.loop_begins()
+        self._passes.begin(place, source.dataset, source.length)
         return self._steps
+
+    def _next_place(self, source: Source) -> Place:
+        """Which of the script's loops this is."""
+        if self._steps is not None:
+            self._steps.close()
+            self._passes.note(self._steps.place, self._steps.books.passes)
+        if self._resume is not None:
+            self._settle_resume(self._resume, source)
+        return self._passes.place(source.dataset)
 
     def _build_steps(
         self,
@@ -353,17 +380,19 @@ class Fleet:
         order: Callable[[int], Sequence[int]] | None,
         whole: bool | None,
         varying: VaryingCount,
+        place: Place,
     ) -> Steps:
+        self._spread_what_is_new()
         agreed = {key: value for key, value in vars(settings).items() if key != "micro_batch"}
         facts = {"dataset length": source.length, **agreed, "order": order is not None, "varying_count": varying.rule}
-        must_agree(self._transport, "fleet.steps()", facts)
+        must_agree(self._transport, "fleet.steps()", {**facts, "the loop": list(vars(place).values())})
         ahead = self._transport.gather("loading ahead", [source.ahead * settings.micro_batch, settings.micro_batch])
         sizes = [size for _, size in ahead]
         check_sync_batch_norm(self._models, pace=self.pacer.name, settings=settings, sizes=sizes, length=source.length)
         gradients = self._gradients(settings.auto)
         gradients.varying = varying
         try:
-            steps = self._new_steps(source, settings, order, whole, gradients, ahead)
+            steps = self._new_steps(source, settings, order, whole, gradients, ahead, place)
             self._follow_members(steps, ahead=source.ahead * settings.micro_batch, agreed=facts)
             self._go_on(steps)
         except BaseException:
@@ -376,13 +405,30 @@ class Fleet:
                 "length": source.length,
                 "global_batch": settings.global_batch,
                 "micro_batch": sizes,
-                "epochs": settings.epochs,
-                "steps": len(steps) if source.length is not None else None,
+                "epochs": steps.books.end_epoch,
+                "first_epoch": steps.books.first_epoch,
+                "steps": steps.most,
                 "first_step": steps.rounds,
                 "dealt": None if order is not None else steps.books.dealing.length,
             },
         )
         return steps
+
+    def _spread_what_is_new(self) -> None:
+        """Layers may have been replaced or added since the last loop: every worker gets the leader's weights there."""
+        parameters = [parameter for model in self._models for parameter in model.parameters()]
+        known = {id(parameter) for parameter in self._known}
+        new = sum(id(parameter) not in known for parameter in parameters)
+        facts = {"the number of parameters": len(parameters), "of them new since fleet.model": new}
+        must_agree(self._transport, "fleet.steps()", facts)
+        if new:
+            for model in self._models:
+                model.to(self.device)
+                replicas.check_same_shape(self._transport, model)
+            if self.size > 1 and not self._outside:
+                replicas.spread(self._transport, self._models)
+            self._note("info", f"{new} new parameters: every worker has the leader's")
+        self._known = parameters
 
     def _new_steps(
         self,
@@ -392,17 +438,18 @@ class Fleet:
         whole: bool | None,
         gradients: Gradients,
         ahead: list[list[int]],
+        place: Place,
     ) -> Steps:
         compiled = any(is_compiled(model) for model in self._models)
         local: dict[str, Any] = {}
         if not isinstance(self.combine, str):
             local = {"combine": self.combine, "models": self._models, "failures": self._failures, "lengths": ()}
-            local["first_round"] = self._steps.rounds if self._steps is not None else 0
+            local["first_round"] = self._steps_so_far("round")
             part = getattr(self.combine, "overlap", 0.0) if isinstance(self.combine, ElasticAverage) else 0.0
             if part:
                 if order is not None or source.length is None:
                     raise ValueError("an overlap deals the dataset in an order of its own: leave order= out")
-                mixed: Any = overlapped(source.length, workers=self.size, part=part, seed=self.seed)
+                mixed: Any = overlapped(source.length, workers=self.size, part=part, seed=place.seed(self.seed))
                 order, local["lengths"] = mixed
         kind: Any = LocalSteps if local else Steps
         steps: Steps = kind(
@@ -414,30 +461,72 @@ class Fleet:
                 source,
                 settings,
                 order=order,
-                seed=self.seed,
+                seed=place.seed(self.seed),
                 rank=self.rank,
                 size=self.size,
                 ahead=[more for more, _ in ahead],
                 identity=self._identity,
+                epoch=place.first_epoch,
             ),
             settings=settings,
             unit=max(size for _, size in ahead) if (compiled if whole is None else whole) else 1,
             avoid_singles=any(has_batch_norm(model) for model in self._models),
-            seed=self.seed,
+            seed=place.seed(self.seed),
             device=self.device,
             machine=self.machine,
             nonfinite=self.nonfinite,
             history=self._history,
-            first_index=self._steps.index if self._steps is not None else 0,
+            first_index=self._steps_so_far("step"),
+            place=place,
             observe=self._witness.event,
-            repair=lambda: replicas.spread(self._transport, self._models),
-            tracked=lambda: {id(thing) for thing in self._tracked.values()},
+            repair=self._make_equal,
+            tracking=self._tracking,
             snapshot=self._replica,
-            restore=lambda state: checkpoint.restore(Path("a peer's state"), state, self._tracked, self._models),
+            restore=lambda state: self._put_back(Path("a peer's state"), state),
         )
         self._learn(steps)
         steps.dataset_length, steps.at_boundary = source.length, self._at_boundary
+        if source.length is not None and source.batch_size is not None:
+            steps.micro_batches = settings.epochs * -(-source.length // source.batch_size)
+        steps.before_first, steps.after_first = self._before_first_step, self._check_tracked
         return steps
+
+    def _before_first_step(self, steps: Steps) -> None:
+        """What a loop needs is there by now: everybody tracks the same, and everything where it may be handed over."""
+        self._tracking.must_agree(self._transport, "the first step")
+        for name, thing in self._tracking.things.items():
+            if isinstance(thing, LRScheduler) and steps.dataset_length is not None:
+                schedules.check_length(name, thing, steps=steps.most, micro_batches=steps.micro_batches)
+        if steps.hands_over_state:
+            self._tracking.note_averages()
+            self._check_tracked(steps)
+
+    def _check_tracked(self, steps: Steps) -> None:
+        if not steps.hands_over_state:
+            return
+        # Of an optimiser that has not stepped yet nobody knows whether it will: then a copy is not safe.
+        steps.copyable = not self._tracking.missing(optimizers=True)
+        missing = self._tracking.missing()
+        if missing and self._elastic is not None:
+            raise MisuseError(
+                "a worker that joins could not take over the state of what is not tracked: call "
+                f"fleet.track({', '.join(missing)}) before the first step, with your own objects"
+            )
+
+    def _make_equal(self) -> replicas.Repair:
+        """Every worker takes over the leader's models and everything tracked."""
+        state = replicas.hand_round(self._transport, self._replica(), device=self.device)
+        mine = {"device": self.device.type, "distance": replicas.distance(self._models, state["models"])}
+        self._put_back(Path("the leader's state"), state)
+        found = self._transport.gather("how far replicas were apart", mine)
+        return replicas.Repair([one["distance"] for one in found], [one["device"] for one in found])
+
+    def _steps_so_far(self, what: str) -> int:
+        """Steps, or rounds, of the loops before a new one."""
+        if self._steps is not None:
+            return self._steps.index if what == "step" else self._steps.rounds
+        rest = self._resume is not None and self._resume.loops == "rest"
+        return int(self._resume.saved.get(what, 0)) if rest and self._resume is not None else 0
 
     @property
     def _identity(self) -> int:
@@ -453,8 +542,9 @@ class Fleet:
             self._elastic,
             steps,
             ahead=ahead,
-            agreed={**agreed, **own},
+            agreed=lambda: {**agreed, **own, **self._tracking.facts()},
             witness=self._witness,
+            passes=self._passes,
             leads=lambda: self._learn(steps),
             before_leaving=lambda: self._save_last(steps),
         )
@@ -477,8 +567,8 @@ class Fleet:
         if text := hooks_text(self._models):
             self._warn_everywhere(text)
         gradients = Gradients(transport, self._models, overlap=self._overlap and not auto)
-        gradients.next_scaler = self._scaler
-        optimizers = [thing for thing in self._tracked.values() if isinstance(thing, torch.optim.Optimizer)]
+        gradients.next_scaler = self._tracking.scaler
+        optimizers = self._tracking.optimizers.values()
         gradients.keep_graph = transport.size == 1 and any(needs_graph(optimizer) for optimizer in optimizers)
         gradients.whole = auto
         return gradients
@@ -503,7 +593,22 @@ class Fleet:
         are in evaluation mode and no gradients are kept. All workers call it.
         """
         with self._meeting("fleet.evaluate()"):
-            return self._evaluate(score, data, batch_size)
+            return dict(self._between_loops("evaluate", lambda: self._evaluate(score, data, batch_size)))
+
+    def _between_loops(self, kind: str, call: Callable[[], Any]) -> Any:
+        """The call's result, remembered where it lies between two loops: a run that goes on from a checkpoint and makes
+        it again, with parameters that are already further on, gets it from there."""
+        if self._outside or not (self._steps is None or self._steps.left):
+            return call()
+        known = passing.told_again(kind) if (passing := self._passing) is not None else []
+        result = known[0] if known else call()
+        self._passes.told.append([kind, checkpoint.plain(result, f"the result of fleet.{kind}")])
+        return result
+
+    @property
+    def _passing(self) -> Resume | None:
+        """The checkpoint that was loaded, while the script passes over loops on its way to where it was saved."""
+        return self._resume if self._resume is not None and self._resume.loops == "all" else None
 
     def _meeting(self, label: str) -> AbstractContextManager[Any]:
         """All workers at one point of the training, with the parameters that are to be shown."""
@@ -515,9 +620,9 @@ class Fleet:
             if source.length is None:
                 raise ValueError("fleet.evaluate needs a dataset with a length, so that every sample counts once")
             must_agree(self._transport, "fleet.evaluate()", {"dataset length": source.length})
-            own = self._steps.settings.micro_batch if self._steps else 64
+            own = self._steps.settings.micro_batch if self._steps is not None else 64
             size = whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
-            tracked = [thing for thing in self._tracked.values() if isinstance(thing, torch.nn.Module)]
+            tracked = [thing for thing in self._tracking.things.values() if isinstance(thing, torch.nn.Module)]
 
             def mine() -> dict[str, Any]:
                 """This worker's part among those who are there; once more when some are lost meanwhile."""
@@ -530,7 +635,7 @@ class Fleet:
         finally:
             source.close()
         result = evaluating.total(sums[:1] if self._outside else sums)
-        self._witness.event("evaluate", {"step": self._steps.index if self._steps else 0, "result": result})
+        self._witness.event("evaluate", {"step": self._steps.index if self._steps is not None else 0, "result": result})
         return result
 
     def _speeds(self) -> tuple[int, ...]:
@@ -541,7 +646,8 @@ class Fleet:
     def agree(self, flag: bool) -> bool:
         """True on every worker when any of them says True: for stopping together. All workers call it."""
         with self._meeting("fleet.agree()"):
-            return any(self._transport.gather("fleet.agree()", bool(flag)))
+            call = lambda: any(self._transport.gather("fleet.agree()", bool(flag)))  # noqa: E731
+            return bool(self._between_loops("agree", call))
 
     def log(self, figures: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any) -> None:
         """Note figures: ``fleet.log(loss=step.loss)`` or ``fleet.log({"train/loss": step.loss})``.
@@ -569,7 +675,14 @@ class Fleet:
         All workers call it, the leader writes. ``extra`` is yours: plain values and tensors.
         """
         path = Path(path)
+        if self._steps is not None:
+            self._passes.saves += self._steps.left
+            if (passing := self._passing) is not None:
+                self._come_by_save(passing, self._steps, path)
+                return
         with self._meeting("fleet.save()"):
+            self._tracking.must_agree(self._transport, "fleet.save()")
+            self._warn_of_missing()
             problem = self._transport.gather("fleet.save()", lambda: self._write(path, extra))[0]
         if problem:
             kind, text = problem
@@ -626,7 +739,7 @@ class Fleet:
             return ["OSError", f"cannot write {path}: {error.strerror or error}"]
         except ValueError as error:
             return ["ValueError", f"fleet.save: {error}"]
-        self._witness.event("save", {"step": self._steps.index if self._steps else 0, "path": str(path)})
+        self._witness.event("save", {"step": self._steps.index if self._steps is not None else 0, "path": str(path)})
         return None
 
     def _replica(self) -> dict[str, Any]:
@@ -634,8 +747,10 @@ class Fleet:
         return {
             "models": [checkpoint.plain(model.state_dict(), "the model's state") for model in self._models],
             "tracked": {
-                name: checkpoint.plain(t.state_dict(), f"the state of {name}") for name, t in self._tracked.items()
+                name: checkpoint.plain(t.state_dict(), f"the state of {name}")
+                for name, t in self._tracking.things.items()
             },
+            "state": self.state.state_dict(),
         }
 
     def _content(self, extra: Any) -> dict[str, Any]:
@@ -648,51 +763,109 @@ class Fleet:
         }
 
     def _steps_state(self) -> dict[str, Any] | None:
-        if self._steps is None:
-            return self._resume
-        return {**self._steps.state_dict(), "dataset_length": self._steps.dataset_length}
+        steps = self._steps
+        if steps is None:
+            return dict(self._resume.saved) if self._resume is not None else None
+        return {
+            **steps.state_dict(),
+            "dataset_length": steps.dataset_length,
+            "loop": steps.place.loop,
+            "data": steps.place.data,
+            "epochs": steps.settings.epochs,
+            "passes": self._passes_now(steps),
+        }
+
+    def _passes_now(self, steps: Steps) -> dict[str, Any]:
+        self._passes.note(steps.place, steps.books.passes)
+        return self._passes.state_dict()
 
     def _pace_state(self) -> dict[str, Any]:
         return self.pacer.state_dict() if self._steps is None else self._steps.pace_state()
 
-    def load(self, path: str | Path, *, missing_ok: bool = False) -> Any:
+    def load(self, path: str | Path, *, missing_ok: bool = False, loops: str | None = None) -> Any:
         """Go on from a checkpoint, at any fleet size; returns its ``extra``. Call it before the first step.
 
-        A folder stands for the newest whole checkpoint that ``fleet.autosave`` left in it. With ``missing_ok`` nothing
-        there means a new training: nothing is changed, and None comes back. All workers call it; the leader reads the
-        file and hands it to the others.
+        All workers call it; the leader reads the file and hands it to the others. After a loop of this run, models and
+        tracked objects are set back, and the next loop begins as usual.
+
+        Args:
+            path: a file, or a folder: the newest whole checkpoint that ``fleet.autosave`` left in it.
+            missing_ok: nothing there means a new training: nothing is changed, and None comes back.
+            loops: which of its loops over ``fleet.steps`` the script makes now: "all" (those that were over are passed
+                over) or "rest" (it begins with the one where the checkpoint was saved, or with the next if that was
+                over). It needs to be said only where the checkpoint does not tell.
         """
         if self._steps is not None and self._steps.begun and not self._steps.finished:
             raise MisuseError("fleet.load in the middle of a training: call it before the first step")
+        if loops not in (None, *LOOPS):
+            raise ValueError(f'loops must be "all" or "rest", got {loops!r}')
+        self._refuse_untracked(path)
         if self._outside:
-            return self._load_outside(Path(path))
+            return self._load_outside(Path(path), loops)
+        self._tracking.must_agree(self._transport, "fleet.load()")
         found = checkpoint.fetch(
             self._transport, Path(path), device=self.device, missing_ok=missing_ok, warn=self._warn_everywhere
         )
-        return None if found is None else self._take_over(*found)
+        return None if found is None else self._take_over(*found, loops=loops)
 
-    def _load_outside(self, path: Path) -> Any:
+    def _refuse_untracked(self, path: str | Path) -> None:
+        """Whatever the checkpoint has for them, they would begin anew."""
+        self._tracking.note_averages()  # whether one of those alive is of this training, its first update will tell
+        if missing := self._tracking.missing(optimizers=True):
+            raise MisuseError(
+                f"fleet.load({str(path)!r}) would not give back the state of what is not tracked: call "
+                f"fleet.track({', '.join(missing)}) before it, with your own objects"
+            )
+
+    def _warn_of_missing(self) -> None:
+        if not self._said_missing and (missing := self._tracking.missing()):
+            self._said_missing = True
+            self._warn_everywhere(
+                "the checkpoint does not hold the state of what is not tracked, which a run that goes on from it would "
+                f"begin anew: call fleet.track({', '.join(missing)}) with your own objects"
+            )
+
+    def _load_outside(self, path: Path, loops: str | None) -> Any:
         """A worker that waits to enter gets a peer's state: of the file it needs what is the script's own, if that."""
         try:
             found = checkpoint.fetch(
                 Alone(), path, device=self.device, missing_ok=True, warn=lambda text: logger.warning("%s", text)
             )
-            return None if found is None else self._take_over(*found)
+            return None if found is None else self._take_over(*found, loops=loops)
         except ValueError as error:
             logger.warning("%s: a peer's state comes instead", error)
             return None
 
-    def _take_over(self, path: Path, content: dict[str, Any]) -> Any:
-        checkpoint.must_match(path, content, self._tracked, self._models)
-        checkpoint.check_length(path, content["steps"], self._steps.dataset_length if self._steps else None)
+    def _take_over(self, path: Path, content: dict[str, Any], *, loops: str | None) -> Any:
+        steps = self._steps if self._steps is not None and not self._steps.begun else None
+        resume = None
+        if content["steps"] is not None and (self._steps is None or steps is not None):
+            resume = Resume(path, content, loops=loops, made=len(self._passes.told))
+        if resume is not None and steps is not None:
+            resume.must_be_in(steps.place.loop, steps.dataset_length)
         self._take_seed(path, content["seed"])
-        checkpoint.restore(path, content, self._tracked, self._models)
+        self._restore(path, content, later=resume is not None and resume.later)
         if content["pace"]["name"] == self.pacer.name:
             self.pacer.load_state_dict(content["pace"]["state"])
-        self._resume = content["steps"]
-        if self._steps is not None and not self._steps.begun:
-            self._go_on(self._steps)
+        self._resume = resume
+        if resume is not None and steps is not None:
+            self._go_on(steps)
         return content["extra"]
+
+    def _restore(self, path: Path, content: Mapping[str, Any], *, later: bool = False) -> None:
+        """``later``: what does not fit yet may do so once the script is where the checkpoint was saved."""
+        try:
+            checkpoint.must_match(path, content, self._tracking.things, self._models)
+        except ValueError as misfit:
+            if not later:
+                raise
+            self._note("info", f"{misfit}; it is looked at again where the checkpoint was saved")
+            return
+        self._put_back(path, content, guard=True)
+
+    def _put_back(self, path: Path, content: Mapping[str, Any], *, guard: bool = False) -> None:
+        checkpoint.restore(path, content, self._tracking.things, self._models)
+        self.state.load_state_dict(content.get("state", {}), guard=guard)
 
     def _take_seed(self, path: Path, seed: int) -> None:
         """The epoch's order and every sample's noise depend on the seed: a resumed run keeps it."""
@@ -703,12 +876,52 @@ class Fleet:
         self._note("info", f"the seed is now {seed}, as in the checkpoint: the epoch's order depends on it")
         self.seed = seed
 
+    # -- on the way to where a checkpoint was saved -------------------------------------------------------------------
+
+    def _settle_resume(self, resume: Resume, source: Source) -> None:
+        """The first loop after loading: find out which of the script's loops it is."""
+        first = resume.loops is None
+        resume.settle(source.length)
+        if resume.loops == "rest" and (first or self._steps is None):
+            self._passes.go_on_after(resume.passes, loop=resume.first)
+            if source.length == resume.lengths[-1]:
+                self._passes.recognise(source.dataset, resume.data)
+
     def _go_on(self, steps: Steps) -> None:
-        if self._resume is not None:
-            checkpoint.check_length("the checkpoint", self._resume, steps.dataset_length)
-            steps.load_state_dict(self._resume)
+        """A loop was made after loading: pass it over, go on in it, or find that everything is behind."""
+        resume, loop = self._resume, steps.place.loop
+        if resume is None:
+            return
+        if resume.passes_over(loop):
+            steps.pass_over(resume.saved["step"])
+            self._note(
+                "warning",
+                f"loop {loop + 1} of the script is passed over: {resume.path} was saved in loop {resume.loop + 1}",
+            )
+            return
+        if loop == resume.loop:
+            checkpoint.check_length(resume.path, resume.saved, steps.dataset_length)
+            steps.load_state_dict(resume.saved)
             steps.gradients.statistics_were_set()
-            self._resume = None
+            if not steps.finished or resume.saved_in_the_loop:
+                self._arrive(resume)
+            return
+        self._arrive(resume)
+
+    def _come_by_save(self, resume: Resume, steps: Steps, path: Path) -> None:
+        """``fleet.save`` while loops are passed over: everything is further on than the script, so nothing is written.
+        In the very call that wrote the checkpoint, the script is where it was saved."""
+        if steps.place.loop == resume.loop and resume.saved_here():
+            self._arrive(resume)
+        else:
+            self._note("info", f"fleet.save({str(path)!r}): not written, because its loop is passed over")
+
+    def _arrive(self, resume: Resume) -> None:
+        """The script is where the checkpoint was saved: undo what it did to tracked things on its way."""
+        self._resume = None
+        if resume.loops == "all" and resume.later:
+            self._restore(resume.path, resume.content)
+        self._passes.load_state_dict(resume.passes)
 
     def _warn_everywhere(self, text: str) -> None:
         """A warning that every worker has: the leader's is enough."""

@@ -38,6 +38,7 @@ class LocalSteps(Averaged):
 
     def _begin(self) -> Step:
         self._require_open()
+        self._look_at_the_script()
         if self._outside:
             self._cross_boundary()
         if self._period is None and self._under_way is None:  # right after a round: everything done is counted

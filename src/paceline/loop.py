@@ -28,14 +28,17 @@ from paceline.combine.scaling import is_active
 from paceline.copies import Copies
 from paceline.dealing import Dealing
 from paceline.errors import Dropped, GenerationOver, MisuseError, NonFiniteGradients
+from paceline.feed import Generators
 from paceline.flights import Flights
 from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace.fitting import RECENT, fit, ladder, recent_pace
+from paceline.passes import Place
 from paceline.proxy import Proxy
 from paceline.records import History, Plan, StepRecord
-from paceline.replicas import fingerprint
+from paceline.replicas import Repair, fingerprint
 from paceline.settings import LoopSettings, must_agree
 from paceline.step import Step
+from paceline.tracking import Tracked, digest_of, unlike_settings
 from paceline.transport import Transport
 from paceline.turn import Turn, Work
 
@@ -44,7 +47,9 @@ if TYPE_CHECKING:
     from paceline.members import Members
 
 FINGERPRINT_EVERY = 100
-"""Steps between two comparisons of the replicas' parameters."""
+"""Steps between two comparisons of the replicas' parameters, and how long a repair must hold."""
+FIRST_FINGERPRINTS = (1, 2, 4, 8, 16, 32, 64)
+"""Steps at which they are compared too: what parts them mostly does so from the beginning."""
 
 
 class Steps:
@@ -66,9 +71,10 @@ class Steps:
         nonfinite: str,
         history: History,
         first_index: int,
+        place: Place,
         observe: Callable[[str, Mapping[str, Any]], None],
-        repair: Callable[[], None],
-        tracked: Callable[[], set[int]],
+        repair: Callable[[], Repair],
+        tracking: Tracked,
         snapshot: Callable[[], dict[str, Any]],
         restore: Callable[[Mapping[str, Any]], None],
     ) -> None:
@@ -81,7 +87,8 @@ class Steps:
         self._beside = Beside(device)
         self._transport, self._nonfinite = transport, nonfinite
         self._observe, self._repair = observe, repair
-        self._tracked, self._snapshot, self._restore = tracked, snapshot, restore
+        self._tracking, self._snapshot, self._restore = tracking, snapshot, restore
+        tracking.forget_steps()
         self._copies = Copies(transport)
         self.books = Books(
             transport=transport,
@@ -92,8 +99,10 @@ class Steps:
             avoid_singles=avoid_singles,
             history=history,
             first_index=first_index,
+            first_epoch=place.first_epoch,
             observe=observe,
         )
+        self.place = place
         self._flights = Flights(
             device, beside=self._beside, gradients=gradients, changed=self.books.changed, paces=self.paces
         )
@@ -103,12 +112,24 @@ class Steps:
         """Follows who is there, where workers come and go."""
         self.at_boundary: Callable[[Steps], None] = lambda steps: None
         """Called between two steps, and after the last: the state is whole then."""
+        self.before_first: Callable[[Steps], None] = lambda steps: None
+        self.after_first = self.before_first
+        """Called before the first step, when the script has brought everything, and before the second."""
+        self._begun = 0
+        self.copyable = True
+        """Whether a copy of a peer's state would hold everything that has state."""
         self.dataset_length: int | None = None
+        self.micro_batches: int | None = None
+        """What a DataLoader would count as steps, in all epochs."""
         self.finished = self._closed = False
+        self.left = False
+        """Whether the script has come to the end of the loop, or has left it."""
         self._turns: dict[int, Turn] = {}
         self._first = self._next = first_index
         self._progress = 0.0
         self._agreed_epoch = -1
+        self._repaired: int | None = None
+        """The step after which replicas were made equal last."""
         self._step: Step | None = None
         self.full_shares: tuple[int, ...] = ()
         """The shares of the last step of a whole global batch that this worker's loop began; empty before the first."""
@@ -130,7 +151,7 @@ class Steps:
             header=self._write_header,
             record=self._bounded_record,
             opened=self._register,
-            copyable=lambda: self._checked <= self._tracked(),
+            copyable=lambda: self.copyable and not self._tracking.stepped_untracked(),
         )
 
     # -- the loop --------------------------------------------------------------------------------------------------
@@ -138,9 +159,22 @@ class Steps:
     def __len__(self) -> int:
         if self.dealing.length is None:
             raise TypeError("an iterable dataset does not say how many steps it makes")
+        if self.most is None:
+            raise TypeError(
+                "with rounds by the clock a fast worker makes more steps than a slow one, so nobody knows how many: "
+                "follow step.progress, or use paceline.Averaging(every_steps=...)"
+            )
+        return self.most
+
+    @property
+    def most(self) -> int | None:
+        """The number of steps, where it is known: no worker makes more."""
+        if self.dealing.length is None:
+            return None
         return -(-self.dealing.length // self.settings.global_batch) * self.settings.epochs
 
     def __iter__(self) -> Iterator[Step]:
+        self.left = False
         try:
             while not self.finished:
                 if self.members is not None and self.members.passed_by:
@@ -151,12 +185,14 @@ class Steps:
                 self._require_committed()
             self.at_boundary(self)
         finally:
+            self.left = True
             if self.finished:
                 self._copies.give(self._packed)
             self._transport.doing("after the last step")
 
     def _begin(self) -> Step:
         self._require_open()
+        self._look_at_the_script()
         if self.members is not None:
             self.members.at_boundary()
         self._copies.give(self._packed)
@@ -166,7 +202,7 @@ class Steps:
         began = time.perf_counter()
         self._transport.doing(f"step {self._next}", begun=self._next + 1)
         turn = self._turns.get(self._next) or self._open_here()
-        own_print = self._fingerprint(turn)
+        own_print, own_rates = self._fingerprint(turn), digest_of(self._tracking.hyperparameters())
         with self.books.changed:
             if turn.dealt >= self.settings.global_batch and turn.generation == self._transport.generation:
                 self.full_shares = turn.plan.samples
@@ -175,7 +211,7 @@ class Steps:
             self.dealing.take_up(share)
             if not missed:
                 turn.start(began)
-                turn.fingerprint = own_print
+                turn.fingerprint, turn.rates = own_print, own_rates
             self._flights.clear()
             self.gradients.begin(turn.dealt)
             self._beside.follow()
@@ -183,6 +219,12 @@ class Steps:
             assert self._proxy is not None
             self._proxy.begun(turn)
         return Step(self, turn, share=share, began=began)
+
+    def _look_at_the_script(self) -> None:
+        """Before the first step, and before the second: what the first one used shows by then."""
+        if self._begun < 2:
+            (self.after_first if self._begun else self.before_first)(self)
+            self._begun += 1
 
     def _open_here(self) -> Turn:
         """Open a turn on this thread: the first, or one after a round that waited for everybody."""
@@ -226,6 +268,11 @@ class Steps:
     def leaving(self) -> bool:
         """This worker was asked to leave: it takes no further micro-batch, and what it has left is dealt to others."""
         return self.members is not None and self.members.leaving
+
+    @property
+    def hands_over_state(self) -> bool:
+        """Whether a worker's state may have to be taken over by another one."""
+        return self._transport.elastic or self._proxy is not None
 
     @property
     def begun(self) -> bool:
@@ -296,6 +343,9 @@ class Steps:
         self._transport.calls = state["calls"]
         self._next, self.finished, self._progress = state["next"], state["finished"], state["progress"]
         self.full_shares = tuple(state["full_shares"])
+        numbers = Generators()
+        numbers.load_state_dict(state["random"])
+        numbers.restore()
 
     def _place(self) -> dict[str, Any]:
         """This worker's replica and its place in the training, at a step boundary."""
@@ -308,6 +358,7 @@ class Steps:
             "progress": self._progress,
             "full_shares": list(self.full_shares),
             "trained": self.gradients.trained,
+            "random": Generators().state_dict(),
         }
 
     def _packed(self) -> torch.Tensor:
@@ -420,6 +471,7 @@ class Steps:
             return False
         header = turn.header
         assert header is not None
+        self._compare_rates(turn, header)
         apply = self._may_apply(step, header) and here
         if apply:
             self.gradients.mean(header, clip_norm, own=own)
@@ -499,6 +551,7 @@ class Steps:
             nonfinite=not finite and not overflow,
             ended=self.dealing.ended or turn.shares[self._transport.rank] == 0,
             fingerprint=turn.fingerprint,
+            rates=turn.rates,
             **(self.members.intentions() if self.members is not None else {}),
         )
         self._add_figures(header, work.added)
@@ -569,7 +622,7 @@ class Steps:
         self.finished, self._progress = turn.finishes, turn.progress
         self._commit_s = time.perf_counter() - updated
         if not turn.bounded:
-            self._compare_replicas(header)
+            self._compare_replicas(turn, header)
         self._transport.doing(f"its own code after step {step.index}")
 
     def _close_books(self, turn: Turn, header: Header, began: float) -> None:
@@ -590,20 +643,31 @@ class Steps:
     # -- watchfulness ----------------------------------------------------------------------------------------------
 
     def _fingerprint(self, turn: Turn) -> float:
-        due = self._transport.size > 1 and (turn.index % FINGERPRINT_EVERY == 0 or turn.compare)
+        regular = turn.index % FINGERPRINT_EVERY == 0 or turn.index in FIRST_FINGERPRINTS
+        due = self._transport.size > 1 and (regular or turn.compare)
         return 1.0 + fingerprint(self.gradients.everything) if due else 0.0
 
-    def _compare_replicas(self, header: Header) -> None:
-        prints = header.column("fingerprint")
+    def _compare_rates(self, turn: Turn, header: Header) -> None:
+        """Every worker must update with the same learning rates and other settings of its optimisers."""
+        said = header.column("rates")
+        if len(set(said[said > 0].tolist())) > 1:
+            everybody = self._transport.gather("comparing learning rates", self._tracking.hyperparameters)
+            raise MisuseError(unlike_settings(everybody, step=turn.index, missing=self._tracking.missing()))
+
+    def _compare_replicas(self, turn: Turn, header: Header) -> None:
         if not differ(header):
             return
-        astray = np.flatnonzero(prints != prints[0]).tolist()
-        text = (
-            f"the parameters of workers {astray} were not equal to worker 0's and were set to them: unlike devices "
-            "round differently, and anything that changes parameters outside step.commit shows here too"
-        )
-        self._warn_all(text)
-        self._repair()
+        found, again = self._repair(), self._repaired
+        self.gradients.statistics_were_set()
+        self._repaired = turn.index
+        within = again is not None and turn.index - again <= FINGERPRINT_EVERY
+        text = found.text(turn.index, missing=self._tracking.missing())
+        if within and not found.harmless:
+            raise MisuseError(
+                f"{text}. It is the second time within {FINGERPRINT_EVERY} steps, so making them equal does not help: "
+                "stopped"
+            )
+        self._warn_all(f"{text}. Parameters and everything tracked were set to worker 0's")
 
     def _warn_all(self, text: str) -> None:
         """A warning that every worker has: the leader's is enough."""
@@ -624,12 +688,18 @@ class Steps:
                     "the optimizer has parameters that are not in fleet.model(...): build it from the module that "
                     "fleet.model returns"
                 )
-            if self._transport.elastic and id(optimizer) not in self._tracked():
-                raise MisuseError(
-                    "the optimizer is not tracked, so a worker that joins could not take over its state: call "
-                    "fleet.track(optimizer=optimizer) before the first step"
-                )
             self._checked.add(id(optimizer))
+        if self._transport.elastic:
+            self._refuse_untracked(optimizers)
+
+    def _refuse_untracked(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """``optimizers`` of this commit; those that the script stepped itself were seen doing so."""
+        for optimizer in (*optimizers, *self._tracking.stepped_untracked()):
+            if not self._tracking.holds(optimizer):
+                raise MisuseError(
+                    f"the optimizer ({type(optimizer).__name__}) is not tracked, so a worker that joins could not take "
+                    "over its state: call fleet.track(optimizer=optimizer) before the first step"
+                )
 
     def pad(self, index: int, samples: int, started: float) -> float:
         """Take as long as the emulated machine would; returns the seconds by which the host was too slow."""
@@ -668,6 +738,12 @@ class Steps:
         self.gradients.load_state_dict(state["gradients"])
         self.books.load_state_dict(state)
         self._next, self.finished, self._progress = self.books.index, self.books.finished, self.books.progress
+
+    def pass_over(self, step: int) -> None:
+        """This loop was over before ``step``, in a run that this one goes on from: it gives no steps."""
+        self.books.finish(step)
+        self._first = self._next = step
+        self.finished, self._progress = True, 1.0
 
     def await_proxy(self) -> None:
         """Once the transport is closed: the process must not end under the proxy's thread."""

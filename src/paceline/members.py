@@ -23,6 +23,7 @@ from paceline.transport.elastic import Elastic
 if TYPE_CHECKING:
     from paceline.combine import Header
     from paceline.loop import Steps
+    from paceline.passes import Passes
     from paceline.turn import Turn
     from paceline.witness import Witness
 
@@ -36,8 +37,9 @@ class Members:
         steps: Steps,
         *,
         ahead: int,
-        agreed: Mapping[str, Any],
+        agreed: Callable[[], Mapping[str, Any]],
         witness: Witness,
+        passes: Passes,
         leads: Callable[[], None],
         before_leaving: Callable[[], None],
     ) -> None:
@@ -45,7 +47,7 @@ class Members:
         worker's script. ``leads`` is called when this worker comes to lead, ``before_leaving`` when it was asked to
         leave, at a step boundary."""
         self._transport, self._steps, self._witness = transport, steps, witness
-        self._ahead, self._agreed = ahead, dict(agreed)
+        self._ahead, self._agreed, self._passes = ahead, agreed, passes
         self._leads, self._before_leaving = leads, before_leaving
         self._due = (0, False, False)
         """Of the last round: its generation, whether the fleet is to be formed anew after it, and whether this worker
@@ -54,7 +56,7 @@ class Members:
         """Of the last round: whether everybody has said so."""
         self._led = transport.rank == 0
         transport.settler, transport.intact = self, steps.gradients.intact
-        transport.begin_loop()
+        transport.begin_loop(steps.place.loop + 1)
         self._loop = transport.loop
 
     # -- at step boundaries ----------------------------------------------------------------------------------------
@@ -158,10 +160,11 @@ class Members:
 
     def give(self) -> torch.Tensor:
         run = {
-            "agreed": self._agreed,
+            "agreed": dict(self._agreed()),
             "run_dir": str(self._witness.run_dir.absolute()),
             "rounds": self._transport.rounds,
             "loop": self._loop,
+            "passes": self._passes.state_dict(),
         }
         return checkpoint.pack({**self._steps.whole_state(), **run})
 
@@ -169,13 +172,14 @@ class Members:
         state = checkpoint.unpack(data, device=self._steps.device)
         if state["loop"] != self._loop:
             raise FleetError(f"the fleet went on to loop {state['loop']} while this worker waited: start it again")
+        ours = self._agreed()
         for name, theirs in state["agreed"].items():
-            if self._agreed.get(name) != theirs:
-                mine = self._agreed.get(name)
+            if ours.get(name) != theirs:
                 raise ValueError(
-                    f"this worker's script is not the fleet's: {name} is {mine!r} here and {theirs!r} there"
+                    f"this worker's script is not the fleet's: {name} is {ours.get(name)!r} here and {theirs!r} there"
                 )
         self._transport.rounds = state["rounds"]
+        self._passes.load_state_dict(state["passes"])
         self._steps.take_over(state, ahead=_ahead(change))
         self._witness.go_on_in(Path(state["run_dir"]))
         self._due = (0, False, False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 import torch
 
+from paceline import checkpoint
+from paceline.errors import FleetError
 from paceline.settings import must_agree
 from paceline.transport import Transport
 
@@ -49,3 +52,63 @@ def spread(transport: Transport, models: Sequence[torch.nn.Module]) -> None:
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     transport.broadcast([t.detach() for t in tensors if t.numel()])
     must_agree(transport, "the leader's weights", {"fingerprint": fingerprint(tensors)})
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What was found when replicas were made equal."""
+
+    distances: Sequence[float]
+    """Of each worker's parameters from worker 0's: the largest difference, by the largest parameter."""
+    devices: Sequence[str]
+
+    @property
+    def harmless(self) -> bool:
+        """Unlike devices round differently, a little."""
+        return len(set(self.devices)) > 1 and max(self.distances) < ROUNDING
+
+    def text(self, step: int, *, missing: Sequence[str]) -> str:
+        """Who was astray after a step and why that may be, the likeliest first."""
+        astray = [worker for worker, distance in enumerate(self.distances) if distance > 0]
+        far = f"{max(self.distances):.1g}"
+        said = f"after step {step} the parameters of workers {astray} were not worker 0's (by {far})"
+        if self.harmless:
+            return f"{said}: unlike devices ({', '.join(sorted(set(self.devices)))}) round differently"
+        causes = [
+            "code of the script changes parameters or gradients by something that is each worker's own (random numbers "
+            "drawn outside of the steps, its data, its rank)",
+            "parameters are changed outside step.commit on some workers only",
+            "an optimiser computes differently on unlike devices",
+        ]
+        untracked = [f"{', '.join(missing)} is not tracked and began anew on a worker that joined"] if missing else []
+        return f"{said}. Likely causes: {'; '.join(untracked + causes)}"
+
+
+ROUNDING = 1e-2
+"""A larger difference than unlike devices make in a hundred steps."""
+
+
+@torch.no_grad()
+def distance(models: Sequence[torch.nn.Module], states: Sequence[Mapping[str, torch.Tensor]]) -> float:
+    """The largest difference between the models' parameters and saved ones, by the largest of these."""
+    largest, size = 0.0, 0.0
+    for model, state in zip(models, states, strict=True):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            theirs = state[name].to(parameter)
+            if theirs.numel():
+                apart = (parameter - theirs).abs().max().nan_to_num(nan=torch.inf)
+                largest, size = max(largest, float(apart)), max(size, float(theirs.abs().max()))
+    return largest / size if size else largest
+
+
+def hand_round(transport: Transport, content: Mapping[str, Any], *, device: torch.device) -> dict[str, Any]:
+    """The leader's ``content`` (plain values and tensors) on every worker."""
+    for _ in range(checkpoint.ATTEMPTS):
+        data = checkpoint.pack(content) if transport.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        size = transport.gather("the leader's state", len(data))[0]
+        data = data if len(data) == size else torch.zeros(size, dtype=torch.uint8)
+        transport.broadcast([data])
+        seal = blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
+        if len(set(transport.gather("the leader's state that came", seal))) == 1:
+            return checkpoint.unpack(data, device=device)
+    raise FleetError("the leader's state did not reach every worker: leaders were lost, one after another")

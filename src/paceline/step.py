@@ -17,7 +17,7 @@ import torch
 from paceline.combine import second_order
 from paceline.dealing import MicroBatch
 from paceline.errors import MisuseError
-from paceline.feed import seed_micro_batch
+from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
 from paceline.memory import OutOfMemory
 from paceline.parts import ADVICE, Parts
 from paceline.records import StepRecord
@@ -59,6 +59,8 @@ class Step:
         self._work_began = 0.0
         self._idle_s = 0.0
         self._finished: Work | None = None
+        self._own_numbers: TorchGenerators | None = None
+        self._update_seeded = False
         self._aside: Aside | None = None
         """Under a deadline: a micro-batch whose backward is done, and its gradients, until the loop comes back for
         more. Where it may have to come again (``micro_batch="auto"``): the gradients of its parts so far."""
@@ -75,11 +77,25 @@ class Step:
         if self._iterated:
             raise MisuseError(f"step {self.index} was iterated before: its micro-batches come once")
         self._iterated = True
+        self._keep_generators()
         self._work_began = time.perf_counter()
         while (taken := self._take()) is not None:
             seed_micro_batch(self._steps.seed, taken.epoch, taken.position, self._steps.device)
             self._open = taken
             yield taken.batch
+        self._seed_update()
+
+    def _keep_generators(self) -> None:
+        """The user's own random numbers go on after the step as if it had drawn none."""
+        if self._own_numbers is None:
+            self._own_numbers = TorchGenerators(self._steps.device)
+
+    def _seed_update(self) -> None:
+        """From here to the end of the commit every worker draws the same."""
+        if not self._update_seeded:
+            self._update_seeded = True
+            self._keep_generators()
+            seed_update(self._steps.seed, self.index, self._steps.device)
 
     def _take(self) -> MicroBatch | None:
         self._close_micro_batch()
@@ -252,6 +268,8 @@ class Step:
                     second_order.step(optimizer) if second_order.needs_graph(optimizer) else optimizer.step()
         self._committed = True
         self._steps.commit(self, updated)
+        if self._own_numbers is not None:
+            self._own_numbers.restore()
 
     def _combine(self, clip_norm: float | None, *, own: bool) -> None:
         if self._committed or self._combined:
@@ -259,6 +277,7 @@ class Step:
         self._steps.require_current(self)
         self._end_parts()
         self._check_finished()
+        self._seed_update()
         self._close_micro_batch()
         work = self.turn.work
         if self.device_works_on and work.micro_batches and not self.turn.bounded:

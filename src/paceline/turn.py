@@ -79,6 +79,8 @@ class Turn:
     """When this worker's loop began it."""
     fingerprint: float = 0.0
     """Of its parameters, where they are compared."""
+    rates: float = 0.0
+    """A digest of its optimisers' settings as the step began."""
     busy_since: float | None = None
     """When it took the micro-batch it is in."""
     idle: bool = False

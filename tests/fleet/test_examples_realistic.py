@@ -83,7 +83,7 @@ def test_the_port_learns_as_well_as_the_ddp_script(tmp_path: Path) -> None:
 
 def test_the_best_checkpoint_loads_without_a_fleet_and_is_as_good_as_it_says(uninterrupted: Script) -> None:
     saved = content(uninterrupted.folder, "best.pt")
-    best, bad_epochs = saved["extra"]
+    best, bad_epochs = saved["state"]["best"], saved["state"]["bad_epochs"]
     assert bad_epochs == 0
     assert best == pytest.approx(max(accuracy for _, accuracy in epochs(uninterrupted)), abs=1e-4)
     one_digit = 1 / 360
@@ -125,4 +125,4 @@ def test_an_early_stop_ends_all_workers_of_unlike_machines(tmp_path: Path) -> No
     assert 2 <= len(accuracies) < 40
     assert accuracies[-1] <= max(accuracies[:-1])
     assert accuracies[:-1] == sorted(set(accuracies[:-1])), "only the last epoch was no better"
-    assert content(tmp_path)["extra"][1] == 1
+    assert content(tmp_path)["state"]["bad_epochs"] == 1

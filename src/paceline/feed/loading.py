@@ -34,6 +34,7 @@ class Source:
         self, data: Dataset[Any] | DataLoader[Any] | Any, *, device: torch.device, seed: int, rank: int = 0
     ) -> None:
         settings = read_settings(data)
+        self.dataset = settings.dataset
         self.length = settings.length
         self.shuffle = settings.shuffle
         self.drop_last = settings.drop_last

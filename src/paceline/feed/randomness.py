@@ -12,7 +12,7 @@ longer one takes 8.6 us. Whether a dataset uses a generator cannot be known, so 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,8 @@ import torch
 from paceline.feed.keys import key
 
 _MICRO_BATCH = 0x6D6963726F
-"""Keeps the keys of micro-batches apart from those of samples."""
+_UPDATE = 0x757064617465
+"""They keep the keys of micro-batches and of updates apart from those of samples."""
 
 
 def seed_generators(sample_key: int) -> None:
@@ -41,12 +42,38 @@ def seed_micro_batch(seed: int, epoch: int, position: int, device: torch.device)
 
     ``position`` is the micro-batch's first. Nothing is synchronised: a CUDA generator's seed lives on the host.
     """
-    micro_key = key(seed, epoch, position, _MICRO_BATCH)
-    torch.default_generator.manual_seed(micro_key)
-    if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(micro_key)
+    _seed_torch(key(seed, epoch, position, _MICRO_BATCH), device)
+
+
+def seed_update(seed: int, step: int, device: torch.device) -> None:
+    """Seed the same generators for what comes after a step's micro-batches, the same on every worker: noise added to
+    the mean gradient, and whatever an optimiser draws."""
+    _seed_torch(key(seed, step, _UPDATE), device)
+
+
+def _seed_torch(torch_key: int, device: torch.device) -> None:
+    for generator in _torch_generators(device):
+        generator.manual_seed(torch_key)
+
+
+def _torch_generators(device: torch.device) -> list[torch.Generator]:
+    """The CPU's, and that of ``device`` if it is a GPU."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+class TorchGenerators:
+    """torch's generators at one moment, of the CPU and of a GPU that is worked on: the user's own random numbers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._states = [(generator, generator.get_state()) for generator in _torch_generators(device)]
+
+    def restore(self) -> None:
+        for generator, state in self._states:
+            generator.set_state(state)
 
 
 class Generators:
@@ -61,6 +88,18 @@ class Generators:
         random.setstate(self._random)
         np.random.set_state(self._numpy)
         torch.default_generator.set_state(self._torch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors."""
+        return {"random": self._random, "numpy": _listed(self._numpy), "torch": self._torch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._random, self._torch = state["random"], state["torch"].cpu()
+        self._numpy = tuple(state["numpy"])
+
+
+def _listed(state: Any) -> list[Any]:
+    return [part.tolist() if isinstance(part, np.ndarray) else part for part in state]
 
 
 @contextmanager

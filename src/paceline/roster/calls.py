@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from paceline.errors import SAME_CALLS
 from paceline.roster.generation import Facts
 
 CALLS = "calls"
@@ -119,7 +120,7 @@ def _sentence(labels: Mapping[int, str], names: Mapping[int, str]) -> str:
     for id in sorted(labels):
         callers.setdefault(labels[id], []).append(id)
     said = [f"{_list(ids, names)} called {label}" for label, ids in callers.items()]
-    return f"{', but '.join(said)}: every worker must make the same calls in the same order"
+    return f"{', but '.join(said)}: {SAME_CALLS}"
 
 
 def _list(ids: list[int], names: Mapping[int, str]) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import Dropped, FleetError, GenerationOver, PacelineError
+from paceline.errors import SAME_CALLS, Dropped, FleetError, GenerationOver, PacelineError
 from paceline.roster import LEFT, Generation, Gone, Member, RunOver
 from paceline.signals import Leave
 from paceline.transport.base import Pending
@@ -95,7 +95,7 @@ class Elastic(Linked):
         self.deaf = False
         """Signals do not come through: the roster, which keeps the store, is away."""
         self.loop = 0
-        """How many loops (``fleet.steps``) this worker's script has begun."""
+        """The number of the loop (``fleet.steps``) that this worker's script is in, from 1; 0 before the first."""
         self._free = threading.Event()
         """Not set: a round aside was handed over, and its books are not closed yet, under the old membership."""
         self._free.set()
@@ -151,9 +151,9 @@ class Elastic(Linked):
         self._member.leave(LEFT if agreed else WAITED)
         self.outside = True
 
-    def begin_loop(self) -> None:
-        """This worker's script begins another loop."""
-        self.loop += 1
+    def begin_loop(self, number: int) -> None:
+        """This worker's script begins another loop, with ``number - 1`` loops before it."""
+        self.loop = number
         self._note_loop()
 
     def _note_loop(self) -> None:
@@ -624,7 +624,7 @@ class Elastic(Linked):
 
     def _unlike_calls(self, labels: dict[int, str]) -> Exception:
         said = ", but ".join(f"worker {self.workers[rank]} called {label}" for rank, label in labels.items())
-        return FleetError(f"{said}: every worker must make the same calls in the same order")
+        return FleetError(f"{said}: {SAME_CALLS}")
 
     @property
     def calls(self) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.errors import CallMismatch, FleetError, WorkerLost
+from paceline.errors import SAME_CALLS, CallMismatch, FleetError, WorkerLost
 from paceline.transport.network import Store
 
 logger = logging.getLogger("paceline")
@@ -286,8 +286,7 @@ class Presence:
         for rank in sorted(labels):
             callers.setdefault(labels[rank], []).append(rank)
         said = [f"{_list(ranks, self._names)} called {label}" for label, ranks in callers.items()]
-        rule = "every worker must make the same calls in the same order"
-        return self.publish("mismatch", f"{', but '.join(said)}: {rule}")
+        return self.publish("mismatch", f"{', but '.join(said)}: {SAME_CALLS}")
 
     def _read(self, seen: Seen) -> None:
         """Note every worker's last beat, and when (on this worker's clock) it was first seen."""

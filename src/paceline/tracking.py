@@ -1,0 +1,207 @@
+"""What has state beside the models: what the script tracks, and what it has and does not track.
+
+Everything tracked is saved, loaded and handed to workers that join. What is not tracked is only seen: torch tells of
+every optimiser that makes a step, and schedules and averaged copies are found among the living objects.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel
+
+from paceline.combine.scaling import take_over
+from paceline.settings import must_agree
+from paceline.transport import Transport
+from paceline.values import Values
+
+_OF_THE_DEVICE = ("params", "foreach", "fused", "capturable", "differentiable")
+"""Entries of a parameter group that say how it is computed, not what."""
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+class Tracked:
+    """The things with state of one script. ``parameters`` gives those of the fleet's models."""
+
+    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._parameters = parameters
+        self.things: dict[str, Any] = {}
+        self.state = Values()
+        self.scaler: torch.amp.GradScaler | None = None
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._averaged: dict[int, int] = {}
+        self._hook = register_optimizer_step_post_hook(self._saw_step)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def add(self, objects: Mapping[str, Any]) -> None:
+        for name, thing in objects.items():
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise ValueError(f"fleet.track({name}=...): it has no state_dict and load_state_dict")
+            if name in self.things and self.things[name] is not thing:
+                raise ValueError(f"fleet.track({name}=...): that name is taken by another object")
+        things = {**self.things, **objects}
+        scalers = {id(thing): thing for thing in things.values() if isinstance(thing, torch.amp.GradScaler)}
+        if len(scalers) > 1:
+            raise ValueError("fleet.track knows more than one GradScaler: one loss scale serves the whole step")
+        self.things = things
+        for scaler in scalers.values():
+            take_over(scaler)
+            self.scaler = scaler
+
+    def must_agree(self, transport: Transport, label: str) -> None:
+        """Raise ValueError on every worker when they do not track the same names."""
+        must_agree(transport, label, self.facts())
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on every worker."""
+        values = sorted(name for name, _ in self.state)
+        return {"what fleet.track was given": sorted(self.things), "the names in fleet.state": values}
+
+    def holds(self, thing: Any) -> bool:
+        return any(thing is tracked for tracked in self.things.values())
+
+    # -- optimisers --------------------------------------------------------------------------------------------------
+
+    def _saw_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in self._stepped and self._ours(optimizer):
+            self._stepped.add(optimizer)
+
+    def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it updates parameters of the fleet's models."""
+        ours = {id(parameter) for parameter in self._parameters()}
+        return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """By name: those that are tracked."""
+        return {name: thing for name, thing in self.things.items() if isinstance(thing, torch.optim.Optimizer)}
+
+    def stepped_untracked(self) -> Optimizers:
+        """Those that were seen to make a step and are not tracked."""
+        return [optimizer for optimizer in self._stepped if not self.holds(optimizer)]
+
+    def forget_steps(self) -> None:
+        """A new loop begins: optimisers of earlier ones may not matter any more."""
+        self._stepped.clear()
+
+    def hyperparameters(self) -> list[tuple[str, dict[str, Any]]]:
+        """What each parameter group of every known optimiser is updated with, and the group's name."""
+        known = self.optimizers
+        others = sorted(self.stepped_untracked(), key=lambda optimizer: type(optimizer).__name__)
+        named = [*known.items(), *((f"{type(one).__name__} (not tracked)", one) for one in others)]
+        return [
+            (f"group {number} of {name}", _settings_of(group))
+            for name, optimizer in named
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+
+    # -- what is not tracked -----------------------------------------------------------------------------------------
+
+    def missing(self, *, optimizers: bool = False) -> list[str]:
+        """In words, what is alive, belongs to the models or to a tracked optimiser, has state, and is not tracked.
+        ``optimizers``: also those that have not been seen to step."""
+        found = self._missing(optimizers=optimizers)
+        if found:
+            gc.collect()  # what the script has dropped is no concern of it
+            found = self._missing(optimizers=optimizers)
+        return found
+
+    def note_averages(self) -> None:
+        """Averaged copies that nobody updates from here on are no concern: they are of an earlier training."""
+        self._averaged = {id(copy): int(copy.n_averaged) for copy in _alive(AveragedModel)}
+
+    def _like_ours(self, copy: AveragedModel) -> bool:
+        sizes = {parameter.shape for parameter in self._parameters()}
+        return all(parameter.shape in sizes for parameter in copy.parameters())
+
+    def _missing(self, *, optimizers: bool) -> list[str]:
+        alive = _alive(torch.optim.Optimizer, LRScheduler, AveragedModel)
+        missing = [thing for thing in alive if not self.holds(thing)]
+        known = [*self.optimizers.values(), *self._stepped]
+        found = []
+        for thing in missing:
+            if isinstance(thing, torch.optim.Optimizer):
+                seen = thing in self._stepped or (optimizers and self._ours(thing))
+                found += [f"optimizer={type(thing).__name__}"] if seen and keeps_state(thing) else []
+            elif isinstance(thing, LRScheduler):
+                found += [f"scheduler={type(thing).__name__}"] if any(thing.optimizer is one for one in known) else []
+            elif int(thing.n_averaged) > self._averaged.get(id(thing), 0) and self._like_ours(thing):
+                found.append(f"ema={type(thing).__name__}")
+        return sorted(found)
+
+
+def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update depends on those before it: not so in plain SGD."""
+    plain = type(optimizer) is torch.optim.SGD
+    return not plain or any(group["momentum"] != 0 for group in optimizer.param_groups)
+
+
+def digest_of(settings: Sequence[tuple[str, dict[str, Any]]]) -> float:
+    """A number that workers share when these are equal; 0 when there are none. Whole and below 2**52."""
+    if not settings:
+        return 0.0
+    digest = blake2b(repr(settings).encode(), digest_size=6).digest()
+    return 1.0 + int.from_bytes(digest, "big")
+
+
+def unlike_settings(everybody: Sequence[Sequence[Sequence[Any]]], *, step: int, missing: Sequence[str]) -> str:
+    """Which group's settings differ between which workers, and why that may be.
+
+    >>> lr = [[["group 0 of optimizer", {"lr": rate}]] for rate in (0.1, 0.2)]
+    >>> print(unlike_settings(lr, step=3, missing=[])[:91])
+    workers update with unlike settings in step 3: lr in group 0 of optimizer is 0.1 on worker 0
+    """
+    groups: list[dict[str, dict[str, Any]]] = [{name: settings for name, settings in mine} for mine in everybody]  # noqa: C416
+    named = [(group, setting) for group, settings in groups[0].items() for setting in settings]
+    told = [[mine.get(group, {}).get(setting) for mine in groups] for group, setting in named]
+    apart = [(*where, values) for where, values in zip(named, told) if any(value != values[0] for value in values)]
+    if apart:
+        group, setting, values = apart[0]
+        other = next(worker for worker, value in enumerate(values) if value != values[0])
+        said = f"{setting} in {group} is {values[0]} on worker 0 and {values[other]} on worker {other}"
+    else:
+        said = "they do not have the same optimizers"
+    untracked = f"{', '.join(missing)} is not tracked, so a worker that joined or returned began it anew; "
+    return (
+        f"workers update with unlike settings in step {step}: {said}. Likely causes: {untracked if missing else ''}"
+        "scheduler.step() inside the loop over micro-batches, which workers run unequally often (move it behind "
+        "step.commit); a schedule fed with a worker's own figure (use step.loss or fleet.evaluate); a learning rate "
+        "that depends on the rank"
+    )
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: plain for name, value in group.items() if name not in _OF_THE_DEVICE for plain in _comparable(value)}
+
+
+def _comparable(value: Any) -> list[Any]:
+    """The value as plain data; nothing where looking at it would make a device wait, or would not be plain."""
+    if isinstance(value, torch.Tensor):
+        return [value.item()] if value.numel() == 1 and value.device.type == "cpu" else []
+    if isinstance(value, (list, tuple)):
+        parts = [part for item in value for part in _comparable(item)]
+        return [parts] if len(parts) == len(value) else []
+    return [value] if isinstance(value, (bool, int, float, str, type(None))) else []
+
+
+def _alive(*kinds: type) -> list[Any]:
+    """The living objects of these kinds. Looked at by their type alone: other objects may do anything when asked."""
+    wanted: dict[type, bool] = {}
+    found = []
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if kind not in wanted:
+            wanted[kind] = issubclass(kind, kinds)
+        if wanted[kind]:
+            found.append(thing)
+    return found

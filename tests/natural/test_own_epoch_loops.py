@@ -1,0 +1,144 @@
+"""``for epoch in range(E)`` around ``fleet.steps(..., epochs=1)``, and phase after phase: as one loop, and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from programs import apart, refusals, results
+
+pytestmark = pytest.mark.fleet
+
+NOISY = """
+class Noisy(Dataset):
+    def __len__(self):
+        return len(x)
+    def __getitem__(self, i):
+        return x[i] + 0.1 * torch.randn(4, dtype=torch.float64), y[i]
+
+def train(step, model, optimizer):
+    for a, b in step:
+        step.backward(loss_fn(nn.functional.dropout(model(a), 0.2), b))
+    step.commit(optimizer)
+"""
+
+HEAD = (
+    NOISY
+    + """
+noisy, seen = Noisy(), []
+fleet = paceline.join()
+model = fleet.model(network())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+fleet.track(optimizer=optimizer, scheduler=scheduler)
+"""
+)
+
+TAIL = """
+fleet.leave()
+result = {"weights": flat(model), "seen": seen}
+"""
+
+ONE_LOOP = (
+    HEAD
+    + """
+for step in fleet.steps(noisy, global_batch=12, micro_batch=3, epochs=4):
+    train(step, model, optimizer)
+    seen.append([step.epoch, step.index])
+    if step.ends_epoch:
+        scheduler.step()
+"""
+    + TAIL
+)
+
+OWN_LOOP = (
+    HEAD
+    + """
+import sys
+path, stop, way = sys.argv[1:] if len(sys.argv) > 1 else ("", "", "")
+first = 0
+if way:
+    first = fleet.load(path, loops=way if way in ("all", "rest") else None)
+first = first if way == "rest" else 0
+for epoch in range(first, 4):
+    for step in fleet.steps(DataLoader(noisy, shuffle=True), global_batch=12, micro_batch=3, epochs=1):
+        train(step, model, optimizer)
+        seen.append([step.epoch, step.index])
+        if stop == "inside" and step.index == 9:
+            fleet.save(path, extra=epoch)
+            break
+    else:
+        scheduler.step()
+        if stop == "between" and epoch == 1:
+            fleet.save(path, extra=epoch + 1)
+            break
+        continue
+    break
+"""
+    + TAIL
+)
+
+
+def test_an_epoch_loop_of_ones_own_trains_as_one_loop_does(tmp_path: Path) -> None:
+    whole = results(tmp_path / "whole", ONE_LOOP, workers=1)[0]
+    own = results(tmp_path / "own", OWN_LOOP)
+    assert own[0]["seen"] == whole["seen"] == [[step // 4, step] for step in range(16)]
+    assert own[0] == own[1]
+    assert apart(own[0]["weights"], whole["weights"]) < 1e-12
+
+
+@pytest.mark.parametrize("stop", ["inside", "between"])
+@pytest.mark.parametrize("way", ["all", "rest"])
+def test_it_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path, stop: str, way: str) -> None:
+    whole = results(tmp_path / "whole", ONE_LOOP, workers=1)[0]
+    path = str(tmp_path / "saved.pt")
+    before = results(tmp_path / "before", OWN_LOOP, args=[path, stop, ""])[0]["seen"]
+    after = results(tmp_path / "after", OWN_LOOP, args=[path, "", way])
+    assert before + after[0]["seen"] == whole["seen"]
+    assert apart(after[0]["weights"], whole["weights"]) < 1e-12
+
+
+def test_a_checkpoint_that_holds_the_loops_number_asks_which_loops_the_script_makes(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.pt")
+    results(tmp_path / "before", OWN_LOOP, args=[path, "between", ""])
+    said = refusals(tmp_path / "after", OWN_LOOP, args=[path, "", "unsaid"])
+    assert 'loops="rest"' in said
+    assert "range(2, epochs)" in said
+
+
+PHASES = (
+    HEAD
+    + """
+import sys
+path, stop = sys.argv[1:] if len(sys.argv) > 1 else ("", "")
+if path and not stop:
+    fleet.load(path)
+small = TensorDataset(x[:LENGTH], y[:LENGTH])
+scores = []
+for name, phase, epochs in (("pre-train", noisy, 2), ("fine-tune", small, 2)):
+    for step in fleet.steps(phase, global_batch=12, micro_batch=3, epochs=epochs):
+        train(step, model, optimizer)
+        seen.append([name, step.epoch, step.index])
+        if stop and step.index == int(stop):
+            fleet.save(path)
+            break
+    else:
+        scheduler.step()
+        scores.append(fleet.evaluate(lambda a, b: {"right": (model(a).argmax(1) == b).sum()}, data)["right"])
+        continue
+    break
+fleet.leave()
+result = {"weights": flat(model), "seen": seen, "scores": scores}
+"""
+)
+
+
+@pytest.mark.parametrize("length", [48, 30], ids=["of equal length", "of unlike lengths"])
+def test_a_script_of_two_phases_resumes_in_the_phase_it_was_saved_in(tmp_path: Path, length: int) -> None:
+    script, path = PHASES.replace("LENGTH", str(length)), str(tmp_path / "saved.pt")
+    whole = results(tmp_path / "whole", script, workers=1)[0]
+    before = results(tmp_path / "before", script, args=[path, "9"])[0]
+    after = results(tmp_path / "after", script, args=[path, ""])
+    assert before["seen"] + after[0]["seen"] == whole["seen"]
+    assert apart(after[0]["weights"], whole["weights"]) < 1e-12
+    assert after[0]["scores"] == after[1]["scores"] == whole["scores"]

@@ -1,0 +1,59 @@
+"""Schedules made for a number of steps: the loop keeps to it, or says at its start that it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from programs import refusals, results
+
+pytestmark = pytest.mark.fleet
+
+ONE_CYCLE = """
+with paceline.join() as fleet:
+    model = fleet.model(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(x[:45], y[:45]), 4, shuffle=True)
+    steps = fleet.steps(loader, global_batch=12, epochs=3)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=TOTAL)
+    fleet.track(optimizer=optimizer, scheduler=scheduler)
+    made = 0
+    for step in steps:
+        for a, b in step:
+            step.backward(loss_fn(model(a), b))
+        step.commit(optimizer)
+        scheduler.step()
+        made += 1
+    result = [made, TOTAL]
+"""
+
+
+@pytest.mark.parametrize("pace", ["equal", "fixed:1,3", "adaptive", "joint", "cutoff"])
+def test_len_of_the_steps_is_a_promise_under_every_pace(tmp_path: Path, pace: str) -> None:
+    for made, promised in results(tmp_path, ONE_CYCLE.replace("TOTAL", "len(steps)"), PACELINE_PACE=pace):
+        assert promised == 12
+        assert promised - 3 <= made <= promised
+
+
+@pytest.mark.parametrize("combine", ["paceline.Averaging(every_steps=2)", "paceline.ElasticAverage(tau=3)"])
+@pytest.mark.parametrize("pace", ["equal", "fixed:1,3"])
+def test_it_is_one_under_averages_by_steps(tmp_path: Path, combine: str, pace: str) -> None:
+    script = ONE_CYCLE.replace("TOTAL", "len(steps)").replace("join()", f"join(combine={combine})")
+    for made, promised in results(tmp_path, script, PACELINE_PACE=pace):
+        assert promised == 12
+        assert made <= promised
+
+
+def test_with_rounds_by_the_clock_a_schedule_of_so_many_steps_is_refused_at_the_start(tmp_path: Path) -> None:
+    by_number = ONE_CYCLE.replace("TOTAL", "12")
+    said = refusals(tmp_path / "number", by_number, PACELINE_COMBINE="average")
+    assert "OneCycleLR (scheduler) ends after 12 steps" in said
+    assert "step.progress" in said
+    by_len = ONE_CYCLE.replace("TOTAL", "len(steps)")
+    assert "nobody knows how many" in refusals(tmp_path / "len", by_len, PACELINE_COMBINE="average")
+
+
+def test_a_schedule_that_counts_micro_batches_is_refused(tmp_path: Path) -> None:
+    said = refusals(tmp_path, ONE_CYCLE.replace("TOTAL", "3 * len(loader)"))
+    assert "made for 36 steps, which is epochs * len(loader)" in said
+    assert "the loop has 12 steps" in said
