@@ -334,9 +334,12 @@ class Fleet:
         """The training's steps over a Dataset or DataLoader.
 
         Args:
+            data: a Dataset, or a DataLoader, whose dataset, collate function and loader processes are used.
             global_batch: samples a step, over the whole fleet.
             micro_batch: samples that go through the model at once: a number, one per worker, or "auto".
-            shuffle, drop_last: as the DataLoader says, else True and False.
+            epochs: passes over the data; each sample counts once in each.
+            shuffle: a new order every epoch; as the DataLoader says, else True.
+            drop_last: leave the epoch's last, smaller step out; as the DataLoader says, else False.
             order: ``order(epoch)`` gives the dataset indices to train on; each draw counts once.
             whole: shares are whole micro-batches, of one size; on by itself for compiled models, which would compile
                 each size anew.
