@@ -48,7 +48,7 @@ bench: $(STAMP)
 docs: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would hide the warnings from --strict
-	@echo "The site is in site/: open site/index.html, or run $(BIN)/mkdocs serve"
+	@echo "The site is in site/; $(BIN)/mkdocs serve shows it at http://127.0.0.1:8000"
 
 clean:
 	rm -rf $(VENV) site runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -89,7 +89,7 @@ def photograph_front(reports: dict[str, str]) -> None:
             said = driver.find_element("css selector", "#verdict .lead").text
             panel = driver.find_element("id", "timeline").screenshot_as_base64
             parts.append(f"<h1>{FRONT[name]}</h1><p>{said}</p><img src='data:image/png;base64,{panel}'>")
-        driver.get(f"data:text/html;charset=utf-8,<style>{STYLE}</style><body></body>")
+        driver.get(f"data:text/html;charset=utf-8,<!doctype html><style>{STYLE}</style><body></body>")
         driver.execute_script("document.body.innerHTML = arguments[0]", "".join(parts))
         time.sleep(1.0)
         height = driver.execute_script("return Math.ceil(document.body.getBoundingClientRect().bottom) + 24")
