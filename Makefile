@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-long lint check browser bench clean
+.PHONY: demo test test-long lint check browser bench docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -44,5 +44,11 @@ bench: $(STAMP)
 	case $$file in *gpu_*|*common.py) continue;; *dynamic_weighting.py|*kill.py|*chaos.py) quick=--quick;; esac; \
 	echo "== $$file"; $(BIN)/python $$file $$quick || exit 1; done
 
+# The site is made from docs/ and the docstrings; a broken link is an error. Only this installs the extra for it.
+docs: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would hide the warnings from --strict
+	@echo "The site is in site/; $(BIN)/mkdocs serve shows it at http://127.0.0.1:8000"
+
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) site runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

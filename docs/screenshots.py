@@ -1,4 +1,4 @@
-"""Makes the pictures of report.md and watch.md: real runs, photographed in a real browser.
+"""Makes the pictures of README.md, report.md and watch.md: real runs, photographed in a real browser.
 
     python docs/screenshots.py
 
@@ -70,6 +70,37 @@ def photograph(address: str, name: str, *, height: int, dark: bool = False, unti
     print(f"wrote {IMAGES / name}.png", file=sys.stderr)
 
 
+FRONT = {"equal": "Equal shares, as DDP deals them", "adaptive": "Shares that follow each machine's speed"}
+STYLE = (
+    "body{font:20px system-ui;margin:24px} h1{font-size:28px;margin:16px 0 4px} p{margin:0 0 12px} img{width:100%25}"
+)
+"""Of the page that the README's picture is taken of, as part of an address."""
+
+
+def photograph_front(reports: dict[str, str]) -> None:
+    """The README's picture: what each of the reports says first, and its panel of the last steps."""
+    parts = []
+    with browser(1100) as driver:
+        for name, address in reports.items():
+            driver.get(address)
+            while driver.execute_script("return document.documentElement.dataset.drawn !== 'yes'"):
+                time.sleep(0.1)
+            time.sleep(1.0)
+            said = driver.find_element("css selector", "#verdict .lead").text
+            panel = driver.find_element("id", "timeline").screenshot_as_base64
+            parts.append(f"<h1>{FRONT[name]}</h1><p>{said}</p><img src='data:image/png;base64,{panel}'>")
+        driver.get(f"data:text/html;charset=utf-8,<!doctype html><style>{STYLE}</style><body></body>")
+        driver.execute_script("document.body.innerHTML = arguments[0]", "".join(parts))
+        time.sleep(1.0)
+        height = driver.execute_script("return Math.ceil(document.body.getBoundingClientRect().bottom) + 24")
+        driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": 1280, "height": height, "deviceScaleFactor": 1, "mobile": False},
+        )
+        driver.save_screenshot(str(IMAGES / "front.png"))
+    print(f"wrote {IMAGES / 'front'}.png", file=sys.stderr)
+
+
 def main() -> None:
     drawn = "document.documentElement.dataset.drawn === 'yes'"
     with tempfile.TemporaryDirectory() as place:
@@ -83,7 +114,9 @@ def main() -> None:
         adaptive, equal = folder_of(runs, "adaptive"), folder_of(runs, "equal")
         report = write_report(read_log(equal)).as_uri()
         photograph(report, "report", height=1640, until=drawn)
-        photograph(write_report(read_log(adaptive)).as_uri(), "report-dark", height=1640, dark=True, until=drawn)
+        fast = write_report(read_log(adaptive)).as_uri()
+        photograph(fast, "report-dark", height=1640, dark=True, until=drawn)
+        photograph_front({"equal": report, "adaptive": fast})
         comparison = runs / "compare.html"
         command = [
             sys.executable,

@@ -11,7 +11,7 @@ class PacelineError(RuntimeError):
 
 
 class MisuseError(PacelineError):
-    """The user's loop did something that would have been averaged in silently."""
+    """The user's loop did something that would have been averaged in silently; the message says what to write."""
 
 
 class FleetError(PacelineError):
@@ -19,15 +19,15 @@ class FleetError(PacelineError):
 
 
 class WorkerLost(FleetError):
-    """A worker died or went silent."""
+    """A worker died or went silent; the message names it."""
 
 
 class CallMismatch(FleetError):
-    """Only some of the workers made a call that all must make."""
+    """Only some of the workers made a call that all must make; the message says who is where."""
 
 
 class NonFiniteGradients(FleetError):
-    """A worker's gradients were NaN or infinite."""
+    """A worker's gradients were NaN or infinite; ``nonfinite="skip"`` in `paceline.join` skips such updates instead."""
 
 
 class WorkerFailed(PacelineError):

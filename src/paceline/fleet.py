@@ -75,22 +75,45 @@ def join(
     """Join the fleet that ``paceline run``, torchrun or another launcher started, or be one alone.
 
     Args:
-        pace: who does how many samples: "equal", "epoch", "adaptive", "fixed:1,1,2" or an object such as
-            `paceline.Fixed`. PACELINE_PACE overrides it, and the run says so.
-        combine: how the work merges: "gradients" (every step), "average" or "elastic-average" (parameters, now and
-            then), or an object such as `paceline.Averaging`. PACELINE_COMBINE overrides it, and the run says so.
+        pace: who does how many samples, until when: "adaptive" (shares follow the measured speeds), "equal" (as DDP),
+            "fixed:1,1,2" (ratios of work), "epoch" (new shares once an epoch), "joint" (shares and a deadline: nobody
+            waits for a worker that stalls), "cutoff" (P3: the first shares count), or an object with settings:
+            `paceline.Adaptive`, `Equal`, `Fixed`, `Epoch`, `Joint` or `Cutoff`. PACELINE_PACE overrides it, and the
+            run says so.
+        combine: how the work merges: "gradients" (one mean gradient every step), "average" or "elastic-average"
+            (parameters, now and then: for slow networks), or an object with settings: `paceline.Averaging` or
+            `paceline.ElasticAverage`. PACELINE_COMBINE overrides it, and the run says so.
         device: where this worker computes; a GPU of its own where there is one, unless given.
         seed: of the shuffle and of everything random in the loop; the same on every worker.
         nonfinite: "stop" (an error that names the worker) or "skip" the update when gradients are NaN or infinite.
         name: of the run, for its folder and log.
         run_dir: the run's folder; ``runs/<time>-<name>`` unless given.
         quiet: no live view and no closing verdict.
+
+    Raises:
+        ValueError: for a pace, combine or device that is unknown or does not fit the fleet.
+        FleetError: when the others do not come, or came with other settings.
+
+    Example:
+        ```python
+        with paceline.join(paceline.Joint(least_gain=0.05), seed=7) as fleet:
+            model = fleet.model(Net())
+        ```
     """
     return Fleet(pace, combine, device=device, seed=seed, nonfinite=nonfinite, name=name, run_dir=run_dir, quiet=quiet)
 
 
 class Fleet:
-    """This worker's hold on the fleet. Use it as a context manager: ``with paceline.join() as fleet:``."""
+    """This worker's hold on the fleet. Use it as a context manager: ``with paceline.join() as fleet:``.
+
+    Attributes:
+        device (torch.device): where this worker computes; models and micro-batches are put there.
+        seed (int): of the shuffle and of everything random in the loop; a checkpoint that is loaded brings its own.
+        pacer (Pacer): decides the shares: the object given to `paceline.join`, or the one of that name.
+        combine (str | Averaging | ElasticAverage): how the work merges: "gradients", or the settings of an average.
+        nonfinite (str): "stop" or "skip": what happens when gradients are NaN or infinite.
+        machine (Machine | None): the machine that this worker plays under ``--emulate``; None when it plays none.
+    """
 
     def __init__(
         self,
@@ -199,27 +222,33 @@ class Fleet:
 
     @property
     def rank(self) -> int:
+        """This worker's place among those present, from 0 to ``size - 1``; in an elastic fleet it may change."""
         return self._transport.rank
 
     @property
     def size(self) -> int:
+        """How many workers are in the fleet now."""
         return self._transport.size
 
     @property
     def is_leader(self) -> bool:
+        """Whether this is the worker that plans, writes the log and saves: that of the lowest rank. Exactly one is, but
+        in an elastic fleet not the same one for ever."""
         return self._transport.rank == 0 and not self._outside
 
     @property
     def run_id(self) -> str:
+        """The run's name, the same on every worker: that of its folder."""
         return self._witness.run_id
 
     @property
     def run_dir(self) -> Path:
+        """The run's folder: the event log is in it, and a place for files of your own."""
         return self._witness.run_dir
 
     @property
     def history(self) -> History:
-        """The records of the steps so far."""
+        """The records of the last thousand steps, the same on every worker but for ``wall_s`` and ``round_s``."""
         return self._history
 
     def __enter__(self) -> Fleet:
@@ -326,9 +355,12 @@ class Fleet:
         """The training's steps over a Dataset or DataLoader.
 
         Args:
+            data: a Dataset, or a DataLoader, whose dataset, collate function and loader processes are used.
             global_batch: samples a step, over the whole fleet.
             micro_batch: samples that go through the model at once: a number, one per worker, or "auto".
-            shuffle, drop_last: as the DataLoader says, else True and False.
+            epochs: passes over the data; each sample counts once in each.
+            shuffle: a new order every epoch; as the DataLoader says, else True.
+            drop_last: leave the epoch's last, smaller step out; as the DataLoader says, else False.
             order: ``order(epoch)`` gives the dataset indices to train on; each draw counts once.
             whole: shares are whole micro-batches, of one size; on by itself for compiled models, which would compile
                 each size anew.

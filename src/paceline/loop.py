@@ -53,7 +53,10 @@ FIRST_FINGERPRINTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Steps:
-    """What ``fleet.steps`` returns: iterate it for steps; ``len`` is their number over all epochs."""
+    """What ``fleet.steps`` returns: iterate it for steps; ``len(steps)`` is their number over all epochs.
+
+    A script needs these and ``index``, ``rounds`` and ``progress``; the other members are for the library's own parts.
+    """
 
     def __init__(
         self,
@@ -296,6 +299,7 @@ class Steps:
 
     @property
     def progress(self) -> float:
+        """The part of the whole training that is done, in [0, 1]; the same on every worker."""
         return self._progress
 
     def meet(self, label: str) -> AbstractContextManager[Any]:
@@ -634,6 +638,7 @@ class Steps:
         self.books.note(record)
 
     def grad_norm(self, step: Step) -> float:
+        """What ``step.grad_norm`` says: the norm of the step's mean gradient before clipping."""
         if step is not self._step or step.record is None:
             raise MisuseError(
                 f"the gradients of step {step.index} are no longer there: ask before the next step begins"
@@ -731,10 +736,12 @@ class Steps:
             return {**books, "gradients": self.gradients.state_dict()}
 
     def pace_state(self) -> dict[str, Any]:
+        """The pacer's state as of the last step that entered the books."""
         with self.books.changed:
             return self.books.pacer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken; before the first step."""
         self.gradients.load_state_dict(state["gradients"])
         self.books.load_state_dict(state)
         self._next, self.finished, self._progress = self.books.index, self.books.finished, self.books.progress

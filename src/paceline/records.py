@@ -28,10 +28,12 @@ class _Json:
     """Dataclass to plain JSON types and back; unknown keys from a newer version are ignored."""
 
     def to_json(self) -> dict[str, Any]:
+        """As plain data, for `json.dumps`."""
         return asdict(self)  # type: ignore[call-overload,no-any-return]
 
     @classmethod
     def from_json(cls: type[T], data: Mapping[str, Any]) -> T:
+        """Back from what ``to_json`` gave."""
         known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
         return cls(**{key: _tuples(value) for key, value in data.items() if key in known})
 
@@ -48,8 +50,11 @@ class Plan(_Json):
     """Who does how many samples in one step, until when."""
 
     generation: int
+    """Counts the fleets that members who came and went have made, from 0; a plan of another one is void."""
     step: int
+    """The step's index."""
     samples: tuple[int, ...]
+    """Each worker's share, in rank order; 0 for one that sits out."""
     deadline_s: float | None = None
     """Seconds after the step's start when the round closes with what is finished; None: it waits for everybody."""
     wait_for: int | None = None
@@ -62,6 +67,7 @@ class Plan(_Json):
 
     @property
     def total(self) -> int:
+        """Samples dealt to the whole fleet."""
         return sum(self.samples)
 
 
@@ -70,16 +76,21 @@ class StepRecord(_Json):
     """What happened in one step: the same on every worker after its round, but for ``wall_s`` and ``round_s``."""
 
     step: int
+    """The step's index, from 0, over all epochs and restarts."""
     epoch: int
+    """From 0."""
     generation: int
+    """Counts the fleets that members who came and went have made, from 0."""
     workers: tuple[int, ...]
     """Stable identities, in rank order; in a fleet of fixed size, the ranks."""
     planned: tuple[int, ...]
+    """Samples dealt to each worker."""
     samples: tuple[int, ...]
     """Samples done and counted."""
     seconds: tuple[float, ...]
     """Own compute, up to the last local gradient; never waiting for others. 0 for a worker that sat out."""
     micro_batches: tuple[int, ...] = ()
+    """How many micro-batches each worker finished."""
     slowest_s: tuple[float, ...] = ()
     """The longest single micro-batch of each worker."""
     unfinished_s: tuple[float, ...] = ()
@@ -90,8 +101,11 @@ class StepRecord(_Json):
     late_s: tuple[float, ...] = ()
     """Seconds by which a micro-batch that ended since the last round had overrun its deadline, else 0."""
     forecast_s: tuple[float, ...] | None = None
+    """Seconds of own compute that the plan expected of each worker; NaN where nothing was known."""
     deadline_s: float | None = None
+    """Seconds after the step's start at which its round closed; None: it waited for everybody."""
     wait_for: int | None = None
+    """Whole shares with which the round closed (P3's cut-off); None: there was no cut-off."""
     wall_s: float = 0.0
     """From the step's start to the end of its commit, by the clock of the worker that wrote the record (the leader's
     in the log); time the user's code spends between steps is not in it."""
@@ -102,6 +116,7 @@ class StepRecord(_Json):
     loss: float | None = None
     """The fleet's weighted mean loss."""
     grad_norm: float | None = None
+    """Norm of the mean gradient before clipping, where somebody asked for it."""
     applied: bool = True
     """False when the update was skipped (an overflow, nothing done)."""
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -113,16 +128,25 @@ class StepRecord(_Json):
 
     @property
     def total(self) -> int:
+        """Samples that the whole fleet counted."""
         return sum(self.samples)
 
 
 class History:
-    """The records so far (the last ``keep`` of them), the same on every worker."""
+    """The records so far (the last ``keep`` of them), the same on every worker.
+
+    >>> history = History(keep=2)
+    >>> for step in range(3):
+    ...     history.append(StepRecord(step, 0, 0, workers=(0,), planned=(8,), samples=(8,), seconds=(0.1,)))
+    >>> [record.step for record in history], history[-1].total
+    ([1, 2], 8)
+    """
 
     def __init__(self, keep: int = 1000) -> None:
         self._records: deque[StepRecord] = deque(maxlen=keep)
 
     def append(self, record: StepRecord) -> None:
+        """Add the newest record; the oldest goes when there are more than ``keep``."""
         self._records.append(record)
 
     def replace(self, records: Iterable[StepRecord]) -> None:
@@ -140,4 +164,5 @@ class History:
 
     @property
     def last(self) -> StepRecord | None:
+        """The newest record; None before the first step."""
         return self._records[-1] if self._records else None

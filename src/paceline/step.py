@@ -30,22 +30,39 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """A step. Iterate it for this worker's micro-batches, then commit it."""
+    """A step. Iterate it for this worker's micro-batches, then commit it.
+
+    Attributes:
+        index (int): counts the fleet's steps from 0, over all epochs and restarts.
+        epoch (int): the epoch this step belongs to, from 0.
+        ends_epoch (bool): whether this is the epoch's last step; with deadlines it is sure after the commit.
+        share (int): samples dealt to this worker for this step, 0 or more. With a deadline: more than it is expected
+            to do; 0 when the round closed before it came.
+        round (int): shared updates before this step: with gradients, one a step; with averages, one a round.
+        applied (bool): after the commit, whether the parameters were updated; False after an overflow, or when nobody
+            did anything.
+        record (StepRecord | None): after the round, what happened in this step, on every worker; None before.
+        turn (Turn): what the loop and the round's thread share of this step; the library's own.
+        began (float): when the step began, by ``time.perf_counter()``; the library's own.
+
+    Example:
+        ```python
+        for step in fleet.steps(dataset, global_batch=256, micro_batch=16):
+            for x, y in step:
+                step.backward(loss_fn(model(x), y))
+            step.commit(optimizer)
+            print(step.index, step.loss)
+        ```
+    """
 
     def __init__(self, steps: Steps, turn: Turn, *, share: int, began: float) -> None:
         self.index = turn.index
-        """Counts the fleet's steps from 0, over all epochs and restarts."""
         self.epoch = turn.epoch
         self.share = share
-        """Samples dealt to this worker for this step. With a deadline: more than it is expected to do; 0 when the round
-        closed before it came."""
         self.ends_epoch = turn.ends_epoch
-        """Whether this is the epoch's last step; with deadlines it is sure after the commit."""
         self.applied = False
-        """After commit: whether the parameters were updated."""
         self.record: StepRecord | None = None
         self.round = steps.rounds
-        """Shared updates before this step: with gradients, one a step; with averages, one a round."""
         self.turn = turn
         self._steps = steps
         self._gradients = steps.gradients
@@ -308,6 +325,7 @@ class Step:
 
     @property
     def committed(self) -> bool:
+        """Whether ``step.commit`` is behind this step."""
         return self._committed
 
     # -- afterwards ------------------------------------------------------------------------------------------------

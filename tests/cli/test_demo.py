@@ -12,6 +12,7 @@ import pytest
 from shells import Shell, wait_for, wait_for_end
 
 from paceline.cli import demo as command
+from paceline.cli import shipped
 from paceline.machines import parse_fleet
 from paceline.observe import read_log
 
@@ -48,7 +49,8 @@ def test_without_scikit_learn_the_demo_says_what_to_install(monkeypatch: pytest.
 
 
 def test_without_its_examples_the_demo_says_where_it_looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(command, "__file__", str(tmp_path / "lib" / "site" / "paceline" / "cli" / "demo.py"))
+    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "lib" / "site" / "paceline" / "cli" / "shipped.py"))
+    monkeypatch.setattr(shipped, "_installed", list)
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     with pytest.raises(ValueError, match="not there"):
         command.examples()

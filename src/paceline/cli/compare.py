@@ -18,7 +18,7 @@ Runs = Annotated[
     list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or their events.jsonl, two or more.")
 ]
 Loss = Annotated[float | None, typer.Option(help="The loss to time; by default the lowest that every run reached.")]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw them: one file, opens in any browser.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw them, for any browser (needs the extra 'view').")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as one line of JSON.")]
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.complain import refuse
+from paceline.cli.shipped import examples_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,15 +61,10 @@ def demo(
 
 
 def examples() -> Path:
-    """The folder of the examples: in a clone beside the package's source, else where the wheel put them."""
+    """The folder of the examples, where what they need is installed."""
     if importlib.util.find_spec("sklearn") is None:
         raise ValueError("the digits come with scikit-learn, which is not installed: pip install 'paceline[demo]'")
-    places = [Path(__file__).parents[3] / "examples", Path(sys.prefix) / "share" / "paceline" / "examples"]
-    for place in places:
-        if (place / "digits.py").is_file() and (place / "plain_ddp.py").is_file():
-            return place
-    looked = " and ".join(str(place) for place in places)
-    raise ValueError(f"the examples digits.py and plain_ddp.py are not there (looked in {looked})")
+    return examples_folder()
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ Run = Annotated[
     Path | None, typer.Argument(help="A run's folder or its events.jsonl; the latest under runs/ when left out.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the numbers as one line of JSON.")]
-Html = Annotated[bool, typer.Option("--html", help=f"Write {PAGE} beside the log: one file, opens in any browser.")]
+Html = Annotated[
+    bool, typer.Option("--html", help=f"Write {PAGE} beside the log, for any browser (needs the extra 'view').")
+]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --html: write it here.")]
 Perfetto = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")]
 TensorBoard = Annotated[Path | None, typer.Option("--tensorboard", metavar="DIR", help="Write TensorBoard's files.")]

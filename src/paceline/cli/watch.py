@@ -41,7 +41,10 @@ def watch(
     token: Token = None,
     browse: Browse = False,
 ) -> None:
-    """Show a run as a live page: while it trains, and afterwards. Ctrl-C ends the page, never the run."""
+    """Show a run as a live page: while it trains, and afterwards. Ctrl-C ends the page, never the run.
+
+    Needs the extra 'view' (starlette, uvicorn and plotly).
+    """
     from paceline.observe.server import LivePage
 
     try:

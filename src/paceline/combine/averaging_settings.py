@@ -34,7 +34,11 @@ MOMENTUM = ("keep", "fade", "reset")
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
-    """Local steps, and now and then a round that averages the workers' updates since the last one."""
+    """Local steps, and now and then a round that averages the workers' updates since the last one.
+
+    >>> Averaging(every_steps=16, weights="wp", outer=Outer()).every_steps
+    16
+    """
 
     every_steps: int | None = None
     """Local steps between rounds: everybody does as many, and the fast wait for the slow."""
@@ -53,6 +57,7 @@ class Averaging:
     """Local work goes on while a round is under way; its update lands between two local steps, once it is over."""
 
     name: ClassVar[str] = "average"
+    """As in ``combine=`` and the log."""
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.period_s is not None:
@@ -132,6 +137,7 @@ class ElasticAverage:
     """P4's r: this part of the data is dealt to every worker, the rest to one each."""
 
     name: ClassVar[str] = "elastic-average"
+    """As in ``combine=`` and the log."""
 
     def __post_init__(self) -> None:
         _whole("tau", self.tau, "local steps between exchanges")
@@ -162,6 +168,7 @@ class ElasticAverage:
             raise ValueError(f"warm_up is {self.warm_up}: a whole number of exchanges from 0")
 
     def alpha_for(self, workers: int) -> float:
+        """Strength of an ordinary exchange among so many workers."""
         return 0.9 / workers if self.alpha is None else self.alpha
 
     def check(self, workers: int, *, step_curvature: float = 0.0) -> None:
@@ -189,6 +196,7 @@ class ElasticAverage:
         return alpha if alpha <= elastic.largest_alpha(workers) else 0.9 / workers
 
     def memory(self, workers: int) -> Memory:
+        """What the rule remembers of so many workers, nothing yet."""
         return Memory(workers, lags=len(self.coefficients))
 
     def weigh(self, memory: Memory, distances: ArrayLike, present: ArrayLike) -> Exchange:

@@ -23,8 +23,11 @@ class Outer:
     """Settings of the outer optimiser. DiLoCo's are the defaults."""
 
     lr: float = 0.7
+    """Step along the averaged update; 1 without momentum is the plain average."""
     momentum: float = 0.9
+    """Part of the last rounds' updates that goes on, from 0 to below 1."""
     nesterov: bool = True
+    """Whether the momentum looks ahead (Nesterov) or not."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < float("inf"):

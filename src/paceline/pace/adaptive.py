@@ -35,6 +35,7 @@ class Adaptive(Forecasting):
     """
 
     name = "adaptive"
+    """As in ``pace=``, the log and checkpoints."""
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class Adaptive(Forecasting):
             self._held = present
 
     def plan(self, ask: Ask) -> Plan:
+        """The shares with which all are expected to finish together."""
         belief = self._belief(ask.workers)
         low, high = self.floors(ask), self.caps(ask)
         high = _within(belief.most, ask, low, high)

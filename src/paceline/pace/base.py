@@ -39,18 +39,25 @@ class Pacer(Protocol):
     """Decides the shares. ``plan`` is a pure function of what was observed."""
 
     name: str
+    """As it stands in ``pace=``, the log and checkpoints."""
 
     def check(self, workers: int) -> None:
         """Raise ValueError when the settings make no sense for so many workers, always the same ones. A fleet whose
         members change is not asked: settings that name workers then belong to identities."""
 
-    def observe(self, record: StepRecord) -> None: ...
+    def observe(self, record: StepRecord) -> None:
+        """Learn from a step; every worker's pacer hears of every step, in order."""
 
-    def plan(self, ask: Ask) -> Plan: ...
+    def plan(self, ask: Ask) -> Plan:
+        """How the step that is asked about is split; changes nothing."""
+        ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What it has learned, as plain data: saved with every checkpoint."""
+        ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Know what another pacer of this kind knew."""
 
 
 def may_set_deadlines(pacer: Pacer) -> bool:

@@ -69,13 +69,15 @@ class Cutoff:
     ``x`` are joint samples of the next step's seconds from ``forecast``: a name (see `paceline.pace.forecast.make`) or
     a forecast. ``T_o``, the round's own seconds, is ``overhead_s`` or, when that is None, the running mean of the
     records' ``round_s``. The step before anything was seen waits for everybody, and so does the last step of an epoch.
-    ``static=0.9`` waits for that fraction of the workers in every step, for comparison, and forecasts nothing.
+    ``static`` (0.9, say) waits for that fraction of the workers in every step, for comparison, and forecasts nothing.
+    ``draws`` is how many joint samples a decision is made from, ``seed`` that of drawing them.
 
     A worker whose share did not count is *censored*: known only to be slower than the time it had spent when the round
     closed.
     """
 
     name = "cutoff"
+    """As in ``pace=``, the log and checkpoints."""
     deadlines = True
     """Its plans may close a round without everybody."""
 
@@ -103,12 +105,15 @@ class Cutoff:
 
     @property
     def forecast(self) -> Forecast:
+        """What foretells the workers' times."""
         return self._followed.forecast
 
     def check(self, workers: int) -> None:
+        """Raise ValueError when the settings make no sense for so many workers."""
         self._equal.check(workers)
 
     def observe(self, record: StepRecord) -> None:
+        """Learn from a step: who was how fast, and who was late."""
         self._equal.observe(record)
         if self._generation in (None, record.generation):  # the first round of new members may hold their forming
             self._rounds += 1
@@ -134,6 +139,7 @@ class Cutoff:
         self._followed.observe(record.workers, self._share * np.where(counted, per_sample, beyond), ~counted)
 
     def plan(self, ask: Ask) -> Plan:
+        """Equal shares, and how many whole ones the round waits for."""
         plan = self._equal.plan(ask)
         count = self.count(ask, max(plan.samples))
         return plan if count is None or ask.last else replace(plan, wait_for=count)
@@ -153,6 +159,7 @@ class Cutoff:
         return count if count < workers else None
 
     def state_dict(self) -> dict[str, Any]:
+        """What it has learned, as plain data."""
         return {
             "equal": self._equal.state_dict(),
             "followed": self._followed.state_dict(),
@@ -163,6 +170,7 @@ class Cutoff:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Know what another pacer of this kind knew."""
         self._equal.load_state_dict(state["equal"])
         self._followed.load_state_dict(state["followed"])
         self._share, self._round_s, self._rounds = float(state["share"]), float(state["round_s"]), int(state["rounds"])

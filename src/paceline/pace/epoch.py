@@ -27,6 +27,7 @@ class Epoch(Forecasting):
     """
 
     name = "epoch"
+    """As in ``pace=``, the log and checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,6 +51,7 @@ class Epoch(Forecasting):
         book["steps"][:] += told
 
     def plan(self, ask: Ask) -> Plan:
+        """Shares in proportion to the speeds of the epoch before."""
         speed = self._speeds(ask)
         known = speed > 0
         weights = np.where(known, speed, np.median(speed[known]) if known.any() else 1.0)

@@ -18,8 +18,10 @@ class Equal(Forecasting):
     """
 
     name = "equal"
+    """As in ``pace=``, the log and checkpoints."""
 
     def plan(self, ask: Ask) -> Plan:
+        """The same number of samples for everybody."""
         weights = np.ones(len(ask.workers))
         shares = proportional(weights, ask.total, unit=ask.unit, minimum=floors(ask), maximum=caps(ask))
         return self._answer(ask, shares)

@@ -22,6 +22,7 @@ class Fixed(Forecasting):
     """
 
     name = "fixed"
+    """As in ``pace=``, the log and checkpoints."""
 
     def __init__(self, ratios: Sequence[float]) -> None:
         super().__init__()
@@ -38,6 +39,7 @@ class Fixed(Forecasting):
             raise ValueError(f"{len(self.ratios)} ratios for {workers} workers: give one for each")
 
     def plan(self, ask: Ask) -> Plan:
+        """Shares in the ratios that were set."""
         ratios = by_identity(self.ratios, ask.workers, beyond=sum(self.ratios) / len(self.ratios))
         weights = ratios if any(ratios) else [1.0] * len(ratios)
         shares = proportional(weights, ask.total, unit=ask.unit, minimum=floors(ask), maximum=caps(ask))

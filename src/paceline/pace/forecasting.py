@@ -22,16 +22,20 @@ class Forecasting:
         self._costs = Costs()
 
     def check(self, workers: int) -> None:
+        """Raise ValueError when the settings make no sense for so many workers."""
         if workers < 1:
             raise ValueError(f"a fleet needs at least one worker, not {workers}")
 
     def observe(self, record: StepRecord) -> None:
+        """Learn each worker's cost a sample from a step's record."""
         self._costs.observe(record)
 
     def state_dict(self) -> dict[str, Any]:
+        """What it has learned, as plain data."""
         return {"costs": self._costs.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Know what another pacer of this kind knew."""
         self._costs.load_state_dict(state["costs"])
 
     def _answer(self, ask: Ask, shares: Ints) -> Plan:

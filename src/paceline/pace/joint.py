@@ -53,10 +53,12 @@ class Joint:
 
     A deadline is planned while it pays by more than the fraction ``least_gain`` against waiting for everybody; until
     then, and again when it no longer pays, the plan is that of ``adaptive`` (`Adaptive` by default), to the letter.
-    See docs/joint.md.
+    ``draws`` is how many joint samples of the forecast a plan is made from, ``seed`` that of drawing them. See
+    docs/joint.md.
     """
 
     name = "joint"
+    """As in ``pace=``, the log and checkpoints."""
     deadlines = True
     """Its plans may close a round without everybody."""
 
@@ -89,6 +91,7 @@ class Joint:
 
     @property
     def forecast(self) -> Forecast:
+        """What foretells the workers' times."""
         return self._followed.forecast
 
     @property
@@ -97,11 +100,13 @@ class Joint:
         return self._gain.value
 
     def check(self, workers: int) -> None:
+        """Raise ValueError when the settings make no sense for so many workers."""
         self.adaptive.check(workers)
 
     # -- learning --------------------------------------------------------------------------------------------------
 
     def observe(self, record: StepRecord) -> None:
+        """Learn from a step: who was how fast, and who was late."""
         work = _Work(record)
         book = self._ledger
         book.arrange(record.workers)
@@ -169,6 +174,7 @@ class Joint:
     # -- planning --------------------------------------------------------------------------------------------------
 
     def plan(self, ask: Ask) -> Plan:
+        """Adaptive's shares, or, where it pays, larger ones and a deadline."""
         calm = self.adaptive.plan(ask)
         if not self._gain.on or ask.total < 1 or len(ask.workers) < 2:
             return calm
@@ -218,6 +224,7 @@ class Joint:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        """What it has learned, as plain data."""
         return {
             "adaptive": self.adaptive.state_dict(),
             "followed": self._followed.state_dict(),
@@ -230,6 +237,7 @@ class Joint:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Know what another pacer of this kind knew."""
         self.adaptive.load_state_dict(state["adaptive"])
         self._followed.load_state_dict(state["followed"])
         self._gain.load_state_dict(state["gain"])

@@ -40,7 +40,7 @@ def plotly(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise ValueError("--html needs plotly, which comes with the extra 'view': install paceline[view]") from None
+        raise ValueError("the page is drawn by Plotly, which is not installed: pip install 'paceline[view]'") from None
 
 
 def _bars(outcomes: Sequence[Outcome]) -> Any:

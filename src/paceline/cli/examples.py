@@ -1,0 +1,79 @@
+"""``paceline examples``: what examples there are; ``paceline examples digits``: a copy of one, to run and to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.complain import refuse
+from paceline.cli.shipped import Example, examples_folder, read_examples
+
+Names = Annotated[
+    list[str] | None, typer.Argument(metavar="NAME", help="Copy these into the current folder; all: every one.")
+]
+
+
+def examples(names: Names = None) -> None:
+    """List the examples that come with Paceline, or copy some into the current folder."""
+    try:
+        known = read_examples(examples_folder())
+        wanted = [known[name] for name in chosen(names or [], known)]
+        written = copy(wanted, Path.cwd())
+    except ValueError as error:
+        refuse(f"examples: {error}")
+    except OSError as error:
+        refuse(f"examples: cannot write {error.filename} ({error.strerror or error})")
+    for line in told(wanted, written) if names else listed(known.values()):
+        typer.echo(line)
+
+
+def chosen(names: Iterable[str], known: Mapping[str, Example]) -> list[str]:
+    """The names asked for, each once, and before each the examples that it imports."""
+    asked = [name.removesuffix(".py") for name in names]
+    unknown = [name for name in asked if name not in known and name != "all"]
+    if unknown:
+        raise ValueError(f"there is no example {unknown[0]!r}, but {', '.join(known)}")
+    asked = list(known) if "all" in asked else asked
+    return list(dict.fromkeys(part for name in asked for part in (*known[name].beside, name)))
+
+
+def copy(wanted: Iterable[Example], folder: Path) -> list[Path]:
+    """Copies into ``folder``; nothing is written when a file of that name, with other content, is there already."""
+    contents = {folder / example.path.name: example.path.read_bytes() for example in wanted}
+    changed = [path for path, content in contents.items() if path.exists() and _content(path) != content]
+    if changed:
+        raise ValueError(
+            f"{changed[0].name} is here already and differs from the example: nothing was written; move it away, or "
+            "copy into another folder"
+        )
+    for path, content in contents.items():
+        path.write_bytes(content)
+    return list(contents)
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def listed(examples: Iterable[Example]) -> list[str]:
+    """A line each, and how to go on."""
+    found = list(examples)
+    width = max(len(example.name) for example in found)
+    lines = [f"{example.name:<{width}}  {example.purpose}" for example in found]
+    return [*lines, "", "A copy in the current folder: paceline examples NAME (or all)", *_needs(found)]
+
+
+def told(wanted: Iterable[Example], written: Iterable[Path]) -> list[str]:
+    """What was written, and how to run it."""
+    found = list(wanted)
+    lines = [f"wrote {path.name}" for path in written]
+    return [*lines, f"Try: paceline run -n 2 {found[-1].path.name}", *_needs(found)]
+
+
+def _needs(found: Iterable[Example]) -> list[str]:
+    names = [example.name for example in found if example.needs_demo]
+    verb = "needs" if len(names) == 1 else "need"
+    return [f"{', '.join(names)} {verb} scikit-learn: pip install 'paceline[demo]'"] if names else []

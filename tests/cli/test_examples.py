@@ -1,0 +1,99 @@
+"""The examples that come with the package: listed, copied, and there in a wheel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from shells import SOURCE, Shell
+
+from paceline.cli.examples import chosen
+from paceline.cli.shipped import examples_folder, first_sentence, read_examples
+
+ROOT = Path(SOURCE).parent
+
+
+def test_each_example_is_listed_with_what_it_is_for(shell: Shell) -> None:
+    done = shell.run("examples")
+    assert done.returncode == 0, done.stderr
+    for path in (ROOT / "examples").glob("*.py"):
+        assert any(line.split()[:1] == [path.stem] and len(line.split()) > 3 for line in done.stdout.splitlines())
+    assert "pip install 'paceline[demo]'" in done.stdout
+
+
+def test_a_copy_comes_with_the_examples_that_it_imports(shell: Shell) -> None:
+    done = shell.run("examples", "plain_ddp.py")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in shell.folder.glob("*.py")} == {"plain_ddp.py", "digits.py"}
+    assert (shell.folder / "digits.py").read_bytes() == (ROOT / "examples" / "digits.py").read_bytes()
+    assert "Try: paceline run -n 2 plain_ddp.py" in done.stdout
+
+
+def test_a_changed_copy_is_never_overwritten_and_nothing_else_is_written(shell: Shell) -> None:
+    mine = shell.folder / "digits.py"
+    mine.write_text("mine")
+    done = shell.run("examples", "tiny_gpt", "digits")
+    assert done.returncode == 2
+    assert "digits.py is here already and differs" in done.stderr
+    assert mine.read_text() == "mine"
+    assert not (shell.folder / "tiny_gpt.py").exists()
+
+
+def test_copying_twice_is_no_error(shell: Shell) -> None:
+    assert [shell.run("examples", "tiny_gpt").returncode for _ in range(2)] == [0, 0]
+
+
+def test_an_unknown_example_is_refused_with_those_there_are(shell: Shell) -> None:
+    done = shell.run("examples", "resnet")
+    assert done.returncode == 2
+    assert "no example 'resnet', but digits, plain_ddp" in done.stderr
+
+
+def test_all_are_chosen_once_each_after_what_they_import() -> None:
+    known = read_examples(examples_folder())
+    assert sorted(chosen(["all"], known)) == sorted(known)
+    assert chosen(["plain_ddp", "digits"], known) == ["digits", "plain_ddp"]
+
+
+def test_the_purpose_is_one_sentence_of_the_docstring() -> None:
+    assert first_sentence("Two\n    lines. And more.\n\nElse.") == "Two lines."
+    assert first_sentence("No stop at the end") == "No stop at the end"
+
+
+def test_a_wheel_lays_the_examples_where_the_installed_command_finds_them(tmp_path: Path) -> None:
+    """As pip unpacks a wheel: the package into site-packages, its data into the environment's folder."""
+    wheel = built_wheel(tmp_path)
+    site = tmp_path / "lib" / "python" / "site-packages"
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(site)
+    (data,) = site.glob("*.data")
+    shutil.move(data / "data" / "share", tmp_path)
+    assert (site / "paceline" / "py.typed").is_file()
+    command = f"import sys; sys.prefix = {str(tmp_path)!r}; from paceline.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
+    place = tmp_path / "place"
+    place.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", command, "examples", "digits"],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (place / "digits.py").read_bytes() == (ROOT / "examples" / "digits.py").read_bytes()
+
+
+def built_wheel(folder: Path) -> Path:
+    hatchling = pytest.importorskip("hatchling.build", reason="hatchling is not installed")
+    before = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        return folder / hatchling.build_wheel(str(folder))
+    finally:
+        os.chdir(before)

@@ -1,0 +1,110 @@
+"""Every public name says what it is: in ``help()``, in an editor and in the API reference.
+
+The reference page of the documentation is made from the same docstrings (docs/reference.md).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import paceline
+
+CLASSES = [name for name in paceline.__all__ if inspect.isclass(getattr(paceline, name))]
+HANDLED = ["Fleet", "Step"]
+"""What a user holds in the loop: their plain attributes stand in the class's docstring, where ``help()`` shows them."""
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_public_class_method_and_property_has_a_docstring(name: str) -> None:
+    kind = getattr(paceline, name)
+    assert not (kind.__doc__ or f"{name}(").startswith(f"{name}("), "what a dataclass writes by itself does not count"
+    bare = [member for member, value in members(kind) if is_code(value) and not inspect.getdoc(getattr(kind, member))]
+    assert not bare, f"{name}: {bare}"
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_public_value_of_a_class_says_what_it_is(name: str) -> None:
+    kind = getattr(paceline, name)
+    said = {attribute for part in kind.__mro__ for attribute in described(part)}
+    plain = {member for member, value in members(kind) if not is_code(value)}
+    fields = set(getattr(kind, "__dataclass_fields__", ()))
+    assert not (plain | fields) - said, name
+
+
+@pytest.mark.parametrize("name", HANDLED)
+def test_help_shows_every_public_attribute(name: str) -> None:
+    kind = getattr(paceline, name)
+    entries = {line.split()[0] for line in (inspect.getdoc(kind) or "").splitlines() if line.startswith("    ")}
+    missing = own_attributes(kind) - entries
+    assert not missing, f"{name}: add {sorted(missing)} to Attributes: in its docstring"
+
+
+@pytest.mark.parametrize("name", ["Adaptive", "Cutoff", "Fixed", "Joint"])
+def test_every_setting_of_a_pace_is_explained(name: str) -> None:
+    kind = getattr(paceline, name)
+    unsaid = [setting for setting in inspect.signature(kind).parameters if f"``{setting}``" not in kind.__doc__]
+    assert not unsaid, f"{name}: {unsaid}"
+
+
+def test_the_docstring_of_join_names_every_pace_and_combine() -> None:
+    from paceline.pace import _BY_NAME
+
+    text = paceline.join.__doc__ or ""
+    for word in [*_BY_NAME, "fixed:1,1,2", "gradients", "average", "elastic-average"]:
+        assert f'"{word}"' in text, word
+    for word in ("Adaptive", "Equal", "Fixed", "Epoch", "Joint", "Cutoff", "Averaging", "ElasticAverage"):
+        assert word in text, word
+
+
+def members(kind: type) -> Iterator[tuple[str, Any]]:
+    """The public names in the bodies of the class and of its bases in this library."""
+    for part in kind.__mro__:
+        if part.__module__.startswith("paceline"):
+            yield from ((name, value) for name, value in vars(part).items() if not name.startswith("_"))
+
+
+def is_code(value: Any) -> bool:
+    return inspect.isroutine(value) or isinstance(value, (property, classmethod, staticmethod))
+
+
+def described(kind: type) -> set[str]:
+    """Names in the class's body with a docstring below them."""
+    if not kind.__module__.startswith("paceline"):
+        return set()
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    pairs = zip(tree.body, tree.body[1:], strict=False)
+    return {name for line, text in pairs if is_text(text) for name in targets(line)}
+
+
+def is_text(line: ast.stmt) -> bool:
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str)
+
+
+def targets(line: ast.stmt) -> list[str]:
+    if isinstance(line, ast.AnnAssign):
+        return [line.target.id] if isinstance(line.target, ast.Name) else []
+    return (
+        [target.id for target in line.targets if isinstance(target, ast.Name)] if isinstance(line, ast.Assign) else []
+    )
+
+
+def own_attributes(kind: type) -> set[str]:
+    """Public names that the class's methods assign to ``self``."""
+    stored = (node for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))) if is_store(node))
+    return {node.attr for node in stored if not node.attr.startswith("_")}
+
+
+def is_store(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
