@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline import checkpoint, devices, evaluating, machines, replicas, sealing
+from paceline import checkpoint, devices, evaluating, gathering, machines, replicas, sealing
 from paceline.autosave import Autosaver, Schedule
 from paceline.combine import Gradients
 from paceline.combine.averaging_settings import Averaging, ElasticAverage
@@ -487,42 +487,98 @@ class Fleet:
 
     # -- together --------------------------------------------------------------------------------------------------
 
-    def evaluate(self, score: Callable[..., Any], data: Any, *, batch_size: int | None = None) -> dict[str, Any]:
+    def evaluate(
+        self,
+        score: Callable[..., Any],
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        tables: str | Sequence[str] = (),
+    ) -> dict[str, Any]:
         """Deal ``data`` over the fleet and return exact sums over the whole of it, the same on every worker.
 
         ``score(*batch)`` returns a dict of sums over the batch; the result has those names and "count". The models
         are in evaluation mode and no gradients are kept. All workers call it.
+
+        Args:
+            batch_size: samples that go through at once; else the DataLoader's, else the training's micro-batch.
+            tables: names of those sums that are tables, such as a confusion matrix: tensors of one shape, added
+                element by element. Everything else must be a number; predictions are `gather`'s.
         """
         with self._meeting("fleet.evaluate()"):
-            return self._evaluate(score, data, batch_size)
+            return self._evaluate(score, data, batch_size, evaluating.table_names(tables))
+
+    def gather(self, predict: Callable[..., Any], data: Any, *, batch_size: int | None = None, to: str = "all") -> Any:
+        """Predictions of the whole of ``data``, in the dataset's order, each sample once: for AUC, F1 or mAP.
+
+        ``predict(*batch)`` returns a tensor with one row a sample, or a tuple or dict of such. The result is the same
+        with ``len(dataset)`` rows, on the CPU. The models are in evaluation mode and no gradients are kept. All
+        workers call it.
+
+        Args:
+            batch_size: samples that go through at once; else the DataLoader's, else the training's micro-batch.
+            to: "all" workers get the result, or the "leader" alone and the others None.
+        """
+        if to not in ("all", "leader"):
+            raise ValueError(f'fleet.gather(to=...) is "all" or "leader", got {to!r}')
+        with self._meeting("fleet.gather()"):
+            return self._gather(predict, data, batch_size, to)
 
     def _meeting(self, label: str) -> AbstractContextManager[Any]:
         """All workers at one point of the training, with the parameters that are to be shown."""
         return self._steps.meet(label) if self._steps is not None else nullcontext()
 
-    def _evaluate(self, score: Callable[..., Any], data: Any, batch_size: int | None) -> dict[str, Any]:
-        source = Source(data, device=self.device, seed=self.seed)
-        try:
-            if source.length is None:
-                raise ValueError("fleet.evaluate needs a dataset with a length, so that every sample counts once")
-            must_agree(self._transport, "fleet.evaluate()", {"dataset length": source.length})
-            own = self._steps.settings.micro_batch if self._steps else 64
-            size = whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
-            tracked = [thing for thing in self._tracked.values() if isinstance(thing, torch.nn.Module)]
+    def _evaluate(
+        self, score: Callable[..., Any], data: Any, batch_size: int | None, tables: tuple[str, ...]
+    ) -> dict[str, Any]:
+        with self._whole_of(data, batch_size, "fleet.evaluate", tables=tables) as (source, size):
 
             def mine() -> dict[str, Any]:
                 """This worker's part among those who are there; once more when some are lost meanwhile."""
-                speeds = (0, 1) if self._outside else self._speeds()
-                shares = proportional(np.asarray(speeds, dtype=float), source.length or 0).tolist()
-                with evaluating.evaluation_mode([*self._models, *tracked]):
-                    return evaluating.own_sums(score, source, shares=shares, rank=self.rank, batch_size=size)
+                with self._evaluation_mode():
+                    return evaluating.own_sums(
+                        score, source, shares=self._parts(source), rank=self.rank, batch_size=size, tables=tables
+                    )
 
             sums = self._transport.gather("the sums of fleet.evaluate()", mine)
-        finally:
-            source.close()
-        result = evaluating.total(sums[:1] if self._outside else sums)
+        result = evaluating.total(sums[:1] if self._outside else sums, tables=tables)
         self._witness.event("evaluate", {"step": self._steps.index if self._steps else 0, "result": result})
         return result
+
+    def _gather(self, predict: Callable[..., Any], data: Any, batch_size: int | None, to: str) -> Any:
+        with self._whole_of(data, batch_size, "fleet.gather", to=to) as (source, size):
+
+            def mine() -> gathering.Part:
+                with self._evaluation_mode():
+                    return gathering.own_part(
+                        predict, source, shares=self._parts(source), rank=self.rank, batch_size=size
+                    )
+
+            whole = gathering.gathered(Alone() if self._outside else self._transport, mine, source.length or 0)
+        return whole if to == "all" or self.is_leader else None
+
+    @contextmanager
+    def _whole_of(self, data: Any, batch_size: int | None, call: str, **facts: Any) -> Iterator[tuple[Source, int]]:
+        """A dataset to be gone through once by all, and how many samples at once. ``facts`` are the same everywhere."""
+        source = Source(data, device=self.device, seed=self.seed)
+        try:
+            if source.length is None:
+                raise ValueError(f"{call} needs a dataset with a length, so that every sample counts once")
+            must_agree(self._transport, f"{call}()", {"dataset length": source.length, **facts})
+            own = self._steps.settings.micro_batch if self._steps else 64
+            yield source, whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
+        finally:
+            source.close()
+
+    def _evaluation_mode(self) -> AbstractContextManager[None]:
+        tracked = [thing for thing in self._tracked.values() if isinstance(thing, torch.nn.Module)]
+        return evaluating.evaluation_mode([*self._models, *tracked])
+
+    def _parts(self, source: Source) -> list[int]:
+        """How many samples of the whole each of those who are there takes."""
+        speeds = (0, 1) if self._outside else self._speeds()
+        parts: list[int] = proportional(np.asarray(speeds, dtype=float), source.length or 0).tolist()
+        return parts
 
     def _speeds(self) -> tuple[int, ...]:
         """In proportion to which work is dealt outside the steps: the last full shares, or equal parts."""
