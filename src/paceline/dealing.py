@@ -281,19 +281,24 @@ class FromStream:
 
     Exactly-once is not promised here: nobody knows what the streams hold. ``identity`` keys the noise of this worker's
     micro-batches; unlike a rank, nobody else ever has it.
+
+    A stream that the source divides is divided when a pass begins, among those who are there. Who enters later has no
+    part in that pass, and what a lost worker had not read of its part is not read in it: never is a sample read twice.
     """
 
     length = None
     next_length = None
 
-    def __init__(self, source: Source, *, identity: int, micro_batch: int) -> None:
+    def __init__(self, source: Source, *, identity: int, micro_batch: int, rank: int = 0, size: int = 1) -> None:
         self.micro_batch, self.smallest = micro_batch, 1
         self.epoch = 0
         self.ended = False
+        self._part = (rank, size)
+        """Of the next pass."""
         self._source, self._identity = source, identity
         self._share = self._drawn = 0
         self._all_ended = False
-        source.restart(0)
+        source.restart(0, self._part)
 
     @property
     def remaining(self) -> int | None:
@@ -339,19 +344,22 @@ class FromStream:
 
     def open(self, epoch: int) -> None:
         self.epoch, self.ended, self._all_ended, self._drawn = epoch, False, False, 0
-        self._source.restart(epoch)
+        self._source.restart(epoch, self._part)
 
     def close(self) -> None:
         self._source.close()
 
     def reform(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
-        """A stream is its worker's own, whatever the others do."""
+        """A stream is its worker's own, whatever the others do, until the next pass."""
+        self._part = (rank, len(kept))
 
     def give_back(self, ranges: Sequence[Range]) -> None:
         """A stream has no positions."""
 
     def take_over(self, state: Mapping[str, Any], *, rank: int, ahead: Sequence[int]) -> None:
+        self._part = (rank, len(ahead))
         self.load_state_dict(state)
+        self.ended = self._source.split  # the pass under way was divided before this worker came
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch}
@@ -376,7 +384,8 @@ def make_dealing(
     if source.length is None:
         if order is not None:
             raise ValueError("order= needs a dataset with a length: an iterable dataset has its own order")
-        return FromStream(source, identity=rank if identity is None else identity, micro_batch=settings.micro_batch)
+        own = rank if identity is None else identity
+        return FromStream(source, identity=own, micro_batch=settings.micro_batch, rank=rank, size=size)
     feed = Feed(
         source.length,
         workers=size,

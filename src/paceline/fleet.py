@@ -157,6 +157,8 @@ class Fleet:
         self._overlap = True
         self._steps: Steps | None = None
         self._resume: dict[str, Any] | None = None
+        self._warned_of: set[str] = set()
+        """Classes of streams that do not say whether they divide themselves."""
         self._autosaver: Autosaver | None = None
         combine = self.combine if isinstance(self.combine, str) else self.combine.name
         settings = {"pace": self.pacer.name, "combine": combine, "seed": self.seed, "nonfinite": self.nonfinite}
@@ -299,6 +301,7 @@ class Fleet:
         shuffle: bool | None = None,
         drop_last: bool | None = None,
         order: Callable[[int], Sequence[int]] | None = None,
+        split: bool | None = None,
         whole: bool | None = None,
         varying_count: str = "none",
     ) -> Steps:
@@ -309,6 +312,9 @@ class Fleet:
             micro_batch: samples that go through the model at once: a number, one per worker, or "auto".
             shuffle, drop_last: as the DataLoader says, else True and False.
             order: ``order(epoch)`` gives the dataset indices to train on; each draw counts once.
+            split: of an IterableDataset: True divides it, each sample goes to one worker and one loader process; False
+                says that it divides itself, or that every worker is meant to draw all of it. Unless given, a fleet of
+                several workers warns.
             whole: shares are whole micro-batches, of one size; on by itself for compiled models, which would compile
                 each size anew.
             varying_count: how the learning rate follows a step that counted more or fewer samples than global_batch,
@@ -318,8 +324,9 @@ class Fleet:
             raise MisuseError("fleet.steps before fleet.model: bring the model first")
         if self._elastic is not None and isinstance(micro_batch, Sequence) and not isinstance(micro_batch, str):
             raise ValueError('micro_batch is a list, and workers come and go: give one number, or "auto"')
-        source = Source(data, device=self.device, seed=self.seed, rank=self._identity)
+        source = Source(data, device=self.device, seed=self.seed, rank=self._identity, split=bool(split))
         try:
+            self._check_split(source, split)
             settings = read_settings(
                 source,
                 global_batch=global_batch,
@@ -339,6 +346,19 @@ class Fleet:
             raise
         return self._steps
 
+    def _check_split(self, source: Source, split: bool | None) -> None:
+        """Whether a stream is divided must be said where there are several to draw from it."""
+        if source.length is not None and split is not None:
+            raise ValueError("split= divides an IterableDataset: a dataset with a length is dealt anyway, leave it out")
+        several = self.size > 1 or self._elastic is not None
+        if source.length is None and split is None and several and source.name not in self._warned_of:
+            self._warned_of.add(source.name)
+            self._warn_everywhere(
+                f"{source.name} is an IterableDataset and every worker draws all that it gives: unless it divides "
+                "itself by worker and loader process, each sample is trained on once by every worker; "
+                "fleet.steps(..., split=True) divides it, and split=False says that it is as you mean it"
+            )
+
     def _build_steps(
         self,
         source: Source,
@@ -349,6 +369,7 @@ class Fleet:
     ) -> Steps:
         agreed = {key: value for key, value in vars(settings).items() if key != "micro_batch"}
         facts = {"dataset length": source.length, **agreed, "order": order is not None, "varying_count": varying.rule}
+        facts["split"] = source.split
         must_agree(self._transport, "fleet.steps()", facts)
         ahead = self._transport.gather("loading ahead", [source.ahead * settings.micro_batch, settings.micro_batch])
         sizes = [size for _, size in ahead]

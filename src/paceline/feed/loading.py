@@ -28,19 +28,29 @@ class Source:
         device: where the batches go.
         seed: of the samples' noise (`paceline.feed.randomness`).
         rank: this worker's; only an iterable dataset's noise depends on it.
+        split: an iterable dataset does not divide itself, and is divided among workers and loader processes.
     """
 
     def __init__(
-        self, data: Dataset[Any] | DataLoader[Any] | Any, *, device: torch.device, seed: int, rank: int = 0
+        self,
+        data: Dataset[Any] | DataLoader[Any] | Any,
+        *,
+        device: torch.device,
+        seed: int,
+        rank: int = 0,
+        split: bool = False,
     ) -> None:
         settings = read_settings(data)
+        self.split = split
+        self.name = type(settings.dataset).__name__
+        """Of the dataset's class."""
         self.length = settings.length
         self.shuffle = settings.shuffle
         self.drop_last = settings.drop_last
         self.batch_size = settings.batch_size
         self._device = device
         self._pin = settings.pin_memory and device.type == "cuda"
-        self._stream = Stream(settings, seed=seed, rank=rank) if settings.length is None else None
+        self._stream = Stream(settings, seed=seed, rank=rank, split=split) if settings.length is None else None
         self._fetch = make_fetcher(settings.dataset, collate=settings.collate, seed=seed)
         self._pipeline: Pipeline | None = None
         if self._stream is None and settings.num_workers and isinstance(self._fetch, Fetcher):
@@ -70,10 +80,10 @@ class Source:
         drawn = self._stream.draw(count)
         return None if drawn is None else (self._place(drawn[0]), drawn[1])
 
-    def restart(self, epoch: int) -> None:
-        """Iterable datasets: begin a new pass."""
+    def restart(self, epoch: int, part: tuple[int, int] = (0, 1)) -> None:
+        """Iterable datasets: begin a new pass. ``part``: (w, W) when this is worker w of W who divide the stream."""
         assert self._stream is not None, "a map-style dataset needs no restart"
-        self._stream.restart(epoch)
+        self._stream.restart(epoch, part)
 
     def close(self) -> None:
         """End the loader processes."""
