@@ -312,7 +312,9 @@ class FromStream:
         return None
 
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
-        return tuple(samples)
+        """Nobody sits out where the stream is divided: its part would not be read by anybody else."""
+        fewest = self.smallest if self._source.split else 0
+        return tuple(max(share, fewest) for share in samples)
 
     def take_up(self, share: int, *, done: int = 0) -> None:
         self._share = share

@@ -81,7 +81,7 @@ def test_a_stream_that_is_divided_gives_each_sample_to_one_worker(tmp_path: Path
         stream = DataLoader({kind}(), num_workers=2, persistent_workers=True)
         result["persistent"] = counts(fleet, stream, epochs=2, split=True)
     """
-    three = results(tmp_path, script, workers=3, before=BEFORE + LEDGER, PACELINE_PACE="fixed:5,1,2")
+    three = results(tmp_path, script, workers=3, before=BEFORE + LEDGER, PACELINE_PACE="fixed:5,0,2")
     assert three[0] == three[1] == three[2]
     for kept in three[0].values():
         assert kept == [[1] * 45, [1] * 45]
