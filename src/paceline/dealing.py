@@ -84,6 +84,9 @@ class Dealing(Protocol):
 
     def open(self, epoch: int) -> None: ...
 
+    def renew(self) -> None:
+        """The script has changed the dataset: loader processes get it as it is now."""
+
     def close(self) -> None: ...
 
     def reform(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
@@ -144,7 +147,7 @@ class FromFeed:
         self._ahead = ahead
         self._pieces: deque[Piece] = deque()
         self._taken: Piece = ((), np.empty(0, dtype=np.int64))
-        self._pieces_epoch = 0
+        self._pieces_epoch = self._loaded_epoch = 0
 
     @property
     def epoch(self) -> int:
@@ -181,6 +184,11 @@ class FromFeed:
         queue = Ranges(self._feed.queue(self._rank))
         queue.take_front(done)
         self._pieces_epoch = self._feed.epoch
+        if (
+            share and self._loaded_epoch != self._feed.epoch
+        ):  # on the script's thread, when it has seen the last one end
+            self._loaded_epoch = self._feed.epoch
+            self._source.new_epoch()
         self._pieces = deque(self._cut(queue.take_front(share)))
         if self._source.ahead and share:
             self._expect(queue, share)
@@ -250,6 +258,9 @@ class FromFeed:
     def open(self, epoch: int) -> None:
         self._feed.open(epoch)
 
+    def renew(self) -> None:
+        self._source.renew()
+
     def close(self) -> None:
         self._source.close()
 
@@ -295,10 +306,11 @@ class FromStream:
         self.ended = False
         self._part = (rank, size)
         """Of the next pass."""
+        self._pass: tuple[int, tuple[int, int]] | None = (0, self._part)
+        """Opened and not begun: it begins with its first sample, when the script has seen the last one end."""
         self._source, self._identity = source, identity
         self._share = self._drawn = 0
         self._all_ended = False
-        source.restart(0, self._part)
 
     @property
     def remaining(self) -> int | None:
@@ -321,6 +333,9 @@ class FromStream:
 
     def take(self, largest: int | None = None) -> MicroBatch | None:
         size = min(self.micro_batch, self._share)
+        if size and self._pass is not None and not self.ended:
+            self._source.restart(*self._pass)
+            self._pass = None
         drawn = None if self.ended or not size else self._source.draw(size)
         if drawn is None:
             self.ended = self.ended or size > 0
@@ -346,7 +361,10 @@ class FromStream:
 
     def open(self, epoch: int) -> None:
         self.epoch, self.ended, self._all_ended, self._drawn = epoch, False, False, 0
-        self._source.restart(epoch, self._part)
+        self._pass = (epoch, self._part)
+
+    def renew(self) -> None:
+        self._source.renew()
 
     def close(self) -> None:
         self._source.close()

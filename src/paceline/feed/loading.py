@@ -51,10 +51,11 @@ class Source:
         self._device = device
         self._pin = settings.pin_memory and device.type == "cuda"
         self._stream = Stream(settings, seed=seed, rank=rank, split=split) if settings.length is None else None
+        self._settings, self._seed = settings, seed
         self._fetch = make_fetcher(settings.dataset, collate=settings.collate, seed=seed)
         self._pipeline: Pipeline | None = None
         if self._stream is None and settings.num_workers and isinstance(self._fetch, Fetcher):
-            self._pipeline = Pipeline(settings, self._fetch, pin_memory=self._pin, seed=seed)
+            self._pipeline = Pipeline(settings, pin_memory=self._pin, seed=seed)
         self.ahead = settings.num_workers * settings.prefetch_factor if self._pipeline else 0
         """Micro-batches it likes to load ahead."""
 
@@ -71,6 +72,27 @@ class Source:
         """What will likely be taken next, in order; it replaces what was expected before. Never blocks for loading."""
         if self._pipeline is not None:
             self._pipeline.expect([Piece(epoch, ranges, indices) for ranges, indices in pieces])
+
+    def new_epoch(self) -> None:
+        """An epoch begins: whatever the script has changed in the dataset since the last one counts from here on, in
+        loader processes too, unless they are persistent."""
+        self._fetch = make_fetcher(self._settings.dataset, collate=self._settings.collate, seed=self._seed)
+        if self.length is not None and (length := len(self._settings.dataset)) != self.length:
+            raise ValueError(
+                f"the dataset had {self.length} samples when fleet.steps began and has {length} now: keep its length, "
+                "and choose what an epoch trains on with order=fn(epoch), or call fleet.steps anew"
+            )
+        if self._pipeline is not None and not self._settings.persistent_workers:
+            self._pipeline.close()
+
+    def renew(self) -> None:
+        """Hand the dataset as it is now to the loader processes, persistent ones too; a stream's from its next pass."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+        elif self._stream is not None:
+            self._stream.renew()
+        else:
+            self.new_epoch()
 
     def draw(self, count: int) -> tuple[Any, int] | None:
         """Iterable datasets: up to ``count`` samples of this worker's stream on the device, and how many they are;

@@ -94,6 +94,8 @@ class Stream:
         self._split = split
         self._guarded = Guarded(settings.dataset, seed=seed, split=split)
         self._own_generator = torch.Generator()
+        self._stale = False
+        """Loader processes hold a dataset that the script has changed since, and is to reach them."""
         self._loader = self._make_loader() if settings.num_workers else None
         self._chunks: Iterator[Any] | None = None
         self._samples: Iterator[Any] | None = None
@@ -137,9 +139,15 @@ class Stream:
                 if not self._split:
                     self._noise = Generators()
 
+    def renew(self) -> None:
+        """Persistent processes start anew with the next pass."""
+        self._stale = True
+
     def close(self) -> None:
-        if not self._settings.persistent_workers:
+        if self._stale or not self._settings.persistent_workers:
             shut_down(self._chunks)
+        if self._stale and self._loader is not None:
+            self._loader, self._stale = self._make_loader(), False
         self._chunks = self._samples = self._noise = None
 
     def end(self) -> None:
