@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -170,10 +169,7 @@ class FromFeed:
         return self._feed.consumed / self._feed.length
 
     def order_digest(self) -> str | None:
-        if not self._feed.ordered:
-            return None
-        draws = self._feed.indices([(0, self._feed.length)])
-        return blake2b(draws.tobytes(), digest_size=16).hexdigest()
+        return self._feed.order_digest()
 
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
         # Room to load ahead along the queue: what the loader likes to hold, and the next share behind this one.
@@ -188,7 +184,7 @@ class FromFeed:
             share and self._loaded_epoch != self._feed.epoch
         ):  # on the script's thread, when it has seen the last one end
             self._loaded_epoch = self._feed.epoch
-            self._source.new_epoch()
+            self._source.new_epoch(self._feed.epoch)
         self._pieces = deque(self._cut(queue.take_front(share)))
         if self._source.ahead and share:
             self._expect(queue, share)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Any
 
 import torch
 
-from paceline.feed import Feed, Source, split
+from paceline.feed import Feed, Order, Source, split
 from paceline.feed import total as total_of
 from paceline.records import Range
 
@@ -16,15 +17,30 @@ from paceline.records import Range
 def each_batch(
     source: Source, *, shares: Sequence[int], rank: int, batch_size: int
 ) -> Iterator[tuple[tuple[Range, ...], Any]]:
-    """This worker's part of the data in batches, each with its positions, which are those of the dataset."""
+    """This worker's part of the data in batches, each with its positions: those of the dataset, or among the draws of
+    a sampler."""
     assert source.length is not None
-    feed = Feed(source.length, workers=len(shares), shuffle=False)
+    draws = source.once
+    order: Order | None = None if isinstance(draws, int) else lambda epoch: draws
+    feed = Feed(source.length, workers=len(shares), shuffle=False, order=order)
     feed.deal(shares)
     pieces = [(piece, feed.indices(piece)) for piece in split(feed.queue(rank), batch_size)]
     if source.ahead:
         source.expect(0, pieces)
     for piece, indices in pieces:
         yield piece, source.take(0, piece, indices)
+
+
+def length_of(source: Source) -> int:
+    """Samples to go through: the dataset's, or a sampler's draws."""
+    return source.once if isinstance(source.once, int) else len(source.once)
+
+
+def facts_of(source: Source) -> dict[str, Any]:
+    """What must be the same on every worker."""
+    draws = source.once
+    digest = None if isinstance(draws, int) else blake2b(draws.tobytes(), digest_size=16).hexdigest()
+    return {"dataset length": source.length, "the sampler's draws": digest}
 
 
 def called(function: Callable[..., Any], batch: Any) -> Any:

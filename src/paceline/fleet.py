@@ -25,7 +25,7 @@ from paceline.combining import check_combine, failures_from_env, make_combine
 from paceline.dealing import make_dealing
 from paceline.endings import end_with_one_line
 from paceline.errors import FleetError, MisuseError
-from paceline.feed import Source
+from paceline.feed import Order, Source
 from paceline.feed.overlap import overlapped
 from paceline.local import LocalSteps
 from paceline.loop import Steps
@@ -300,7 +300,7 @@ class Fleet:
         epochs: int = 1,
         shuffle: bool | None = None,
         drop_last: bool | None = None,
-        order: Callable[[int], Sequence[int]] | None = None,
+        order: Order | None = None,
         split: bool | None = None,
         whole: bool | None = None,
         varying_count: str = "none",
@@ -327,6 +327,7 @@ class Fleet:
         source = Source(data, device=self.device, seed=self.seed, rank=self._identity, split=bool(split))
         try:
             self._check_split(source, split)
+            order = self._one_order(source, order, shuffle)
             settings = read_settings(
                 source,
                 global_batch=global_batch,
@@ -346,6 +347,14 @@ class Fleet:
             raise
         return self._steps
 
+    def _one_order(self, source: Source, order: Order | None, shuffle: bool | None) -> Order | None:
+        """A custom order, from whoever gives one."""
+        if source.order is None:
+            return order
+        if order is not None or shuffle is not None:
+            raise ValueError("the DataLoader's sampler gives the order: leave order= and shuffle= out, or the sampler")
+        return source.order
+
     def _check_split(self, source: Source, split: bool | None) -> None:
         """Whether a stream is divided must be said where there are several to draw from it."""
         if source.length is not None and split is not None:
@@ -363,7 +372,7 @@ class Fleet:
         self,
         source: Source,
         settings: LoopSettings,
-        order: Callable[[int], Sequence[int]] | None,
+        order: Order | None,
         whole: bool | None,
         varying: VaryingCount,
     ) -> Steps:
@@ -402,7 +411,7 @@ class Fleet:
         self,
         source: Source,
         settings: LoopSettings,
-        order: Callable[[int], Sequence[int]] | None,
+        order: Order | None,
         whole: bool | None,
         gradients: Gradients,
         ahead: list[list[int]],
@@ -575,7 +584,8 @@ class Fleet:
                         predict, source, shares=self._parts(source), rank=self.rank, batch_size=size
                     )
 
-            whole = gathering.gathered(Alone() if self._outside else self._transport, mine, source.length or 0)
+            length = evaluating.length_of(source)
+            whole = gathering.gathered(Alone() if self._outside else self._transport, mine, length)
         return whole if to == "all" or self.is_leader else None
 
     @contextmanager
@@ -585,7 +595,7 @@ class Fleet:
         try:
             if source.length is None:
                 raise ValueError(f"{call} needs a dataset with a length, so that every sample counts once")
-            must_agree(self._transport, f"{call}()", {"dataset length": source.length, **facts})
+            must_agree(self._transport, f"{call}()", {**evaluating.facts_of(source), **facts})
             own = self._steps.settings.micro_batch if self._steps else 64
             yield source, whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
         finally:
@@ -598,7 +608,7 @@ class Fleet:
     def _parts(self, source: Source) -> list[int]:
         """How many samples of the whole each of those who are there takes."""
         speeds = (0, 1) if self._outside else self._speeds()
-        parts: list[int] = proportional(np.asarray(speeds, dtype=float), source.length or 0).tolist()
+        parts: list[int] = proportional(np.asarray(speeds, dtype=float), evaluating.length_of(source)).tolist()
         return parts
 
     def _speeds(self) -> tuple[int, ...]:

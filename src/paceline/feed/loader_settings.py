@@ -33,6 +33,8 @@ class Settings:
     batch_size: int | None = None
     shuffle: bool | None = None
     """None: the user did not say."""
+    sampler: Any = None
+    """One that decides the order; None: the feed does."""
     drop_last: bool = False
     num_workers: int = 0
     prefetch_factor: int = 2
@@ -50,13 +52,14 @@ def read_settings(data: Any) -> Settings:
         return Settings(dataset=data, length=_length(data))
     _refuse_own_batches(data)
     length = _length(data.dataset)
-    shuffle, drop_last = (None, False) if length is None else _read_sampler(data.sampler, length)
+    shuffle, drop_last, sampler = (None, False, None) if length is None else _read_sampler(data.sampler, length)
     return Settings(
         dataset=data.dataset,
         length=length,
         collate=data.collate_fn,
         batch_size=data.batch_size,
         shuffle=shuffle,
+        sampler=sampler,
         drop_last=data.drop_last or drop_last,
         num_workers=data.num_workers,
         prefetch_factor=max(1, data.prefetch_factor or 1),
@@ -100,16 +103,18 @@ def _refuse_own_batches(loader: DataLoader[Any]) -> None:
     )
 
 
-def _read_sampler(sampler: Any, length: int) -> tuple[bool, bool]:
-    """(shuffle, drop_last) of the samplers that only say so; others would decide the order, which the feed does."""
+def _read_sampler(sampler: Any, length: int) -> tuple[bool | None, bool, Any]:
+    """(shuffle, drop_last, sampler): those that only say whether to shuffle are not needed, others are an order."""
     if type(sampler) is SequentialSampler:
-        return False, False
+        return False, False, None
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length:
-        return True, False
+        return True, False, None
     if type(sampler) is DistributedSampler:
         log.info("the DistributedSampler is no longer needed: Paceline deals the samples (its shuffle is kept)")
-        return sampler.shuffle, sampler.drop_last
-    name = type(sampler).__name__
-    if type(sampler) is RandomSampler:
-        name += " with replacement" if sampler.replacement else f" with num_samples={sampler.num_samples}"
-    raise ValueError(f"the DataLoader's {name} cannot be dealt in shares: drop it and {_ORDER_ADVICE}")
+        return sampler.shuffle, sampler.drop_last, None
+    if isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas"):
+        raise ValueError(
+            f"the DataLoader's {type(sampler).__name__} draws one worker's part, and Paceline deals the parts: drop it "
+            f"and {_ORDER_ADVICE}"
+        )
+    return None, False, sampler

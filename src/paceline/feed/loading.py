@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from paceline.feed.loader_settings import read_settings
 from paceline.feed.pipeline import Pipeline
 from paceline.feed.placing import move, pin
 from paceline.feed.randomness import generators_kept
+from paceline.feed.samplers import SamplerOrder
 from paceline.feed.stream import Stream
 from paceline.records import Range
 
@@ -47,6 +49,10 @@ class Source:
         self.length = settings.length
         self.shuffle = settings.shuffle
         self.drop_last = settings.drop_last
+        self.order = None
+        """The DataLoader's sampler, where it decides the order."""
+        if settings.sampler is not None:
+            self.order = SamplerOrder(settings.sampler, length=settings.length or 0, seed=seed)
         self.batch_size = settings.batch_size
         self._device = device
         self._pin = settings.pin_memory and device.type == "cuda"
@@ -73,7 +79,12 @@ class Source:
         if self._pipeline is not None:
             self._pipeline.expect([Piece(epoch, ranges, indices) for ranges, indices in pieces])
 
-    def new_epoch(self) -> None:
+    @cached_property
+    def once(self) -> NDArray[np.int64] | int:
+        """What an evaluation goes through: so many samples, or the indices that the sampler draws."""
+        return (self.length or 0) if self.order is None else self.order(0)
+
+    def new_epoch(self, epoch: int) -> None:
         """An epoch begins: whatever the script has changed in the dataset since the last one counts from here on, in
         loader processes too, unless they are persistent."""
         self._fetch = make_fetcher(self._settings.dataset, collate=self._settings.collate, seed=self._seed)
@@ -82,6 +93,8 @@ class Source:
                 f"the dataset had {self.length} samples when fleet.steps began and has {length} now: keep its length, "
                 "and choose what an epoch trains on with order=fn(epoch), or call fleet.steps anew"
             )
+        if self.order is not None:
+            self.order.check_unchanged(epoch)
         if self._pipeline is not None and not self._settings.persistent_workers:
             self._pipeline.close()
 
@@ -92,7 +105,7 @@ class Source:
         elif self._stream is not None:
             self._stream.renew()
         else:
-            self.new_epoch()
+            self._fetch = make_fetcher(self._settings.dataset, collate=self._settings.collate, seed=self._seed)
 
     def draw(self, count: int) -> tuple[Any, int] | None:
         """Iterable datasets: up to ``count`` samples of this worker's stream on the device, and how many they are;
