@@ -97,7 +97,7 @@ def test_an_order_that_workers_do_not_share_is_refused(tmp_path: Path) -> None:
     assert "workers disagree in order(0): the order's digest" in refusals(tmp_path, script, before=BEFORE + WEIGHTED)
 
 
-def test_weights_that_change_between_epochs_are_refused_or_taken_by_a_loop_of_ones_own(tmp_path: Path) -> None:
+def test_weights_that_change_between_epochs_are_refused(tmp_path: Path) -> None:
     script = """
     sampler = WeightedRandomSampler(torch.ones(48), 40)
     result = []

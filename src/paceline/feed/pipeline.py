@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.feed.fetching import Fetcher, Piece
 from paceline.feed.keys import key
 from paceline.feed.loader_settings import Settings
-from paceline.feed.processes import Failure, InitWorker, as_it_is, shut_down
+from paceline.feed.processes import Failure, InitWorker, as_it_is, received, shut_down
 
 _Name = tuple[Any, ...]
 
@@ -129,7 +129,7 @@ class Pipeline:
         assert self._iterator is not None
         task = self._in_flight[0]
         try:
-            data = next(self._iterator)
+            data = received(self._iterator)
         finally:
             self._in_flight.popleft()
         wanted = task.piece is not None and not self._called_off[task.slot] and task.piece.name in self._expected

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from paceline.feed.keys import key
 from paceline.feed.loader_settings import Settings
-from paceline.feed.processes import Failure, InitWorker, as_it_is, shut_down
+from paceline.feed.processes import Failure, InitWorker, as_it_is, received, shut_down
 from paceline.feed.randomness import Generators, generators_kept, seed_generators
 
 Part = tuple[int, int]
@@ -74,6 +74,15 @@ class InitStream(InitWorker):
             )
 
 
+def _received(chunks: Iterator[Any]) -> Iterator[Any]:
+    """What loader processes give, until all have come to their end."""
+    while True:
+        try:
+            yield received(chunks)
+        except StopIteration:
+            return
+
+
 def set_epoch(dataset: Any, epoch: int) -> None:
     if callable(getattr(dataset, "set_epoch", None)):
         dataset.set_epoch(epoch)
@@ -116,7 +125,7 @@ class Stream:
                 self._samples = islice(iter(self._settings.dataset), worker, None, workers)
             else:
                 self._chunks = iter(self._loader)
-                self._samples = chain.from_iterable(self._chunks)
+                self._samples = chain.from_iterable(_received(self._chunks))
             self._noise = Generators()
 
     def draw(self, count: int) -> tuple[Any, int] | None:
