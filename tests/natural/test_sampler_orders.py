@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from programs import BEFORE, refusals, results
+from programs import BEFORE, apart, refusals, results
 
 pytestmark = pytest.mark.fleet
 
@@ -115,3 +115,73 @@ def test_weights_that_change_between_epochs_are_refused(tmp_path: Path) -> None:
     said = refusals(tmp_path, script, before=BEFORE + WEIGHTED)
     assert "WeightedRandomSampler was changed after it had drawn the order of epoch 1" in said
     assert "or call fleet.steps anew for every epoch" in said
+
+
+def test_like_lengths_side_by_side_stay_together_in_whole_micro_batches(tmp_path: Path) -> None:
+    script = """
+    from random import Random
+    from torch.nn.utils.rnn import pad_sequence
+    lengths = [1 + (7 * number) % 40 for number in range(160)]
+
+    class Texts(Dataset):
+        def __len__(self):
+            return 160
+        def __getitem__(self, number):
+            return torch.full((lengths[number],), float(number))
+
+    def by_length(epoch):
+        random = Random(epoch)
+        drawn = random.sample(range(160), 160)
+        groups = []
+        for start in range(0, 160, 80):
+            bucket = sorted(drawn[start : start + 80], key=lengths.__getitem__)
+            groups += [bucket[first : first + 8] for first in range(0, 80, 8)]
+        random.shuffle(groups)
+        return [number for group in groups for number in group]
+
+    result = []
+    with paceline.join() as fleet:
+        model = fleet.model(nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(Texts(), collate_fn=lambda texts: pad_sequence(texts, batch_first=True), num_workers=1)
+        options = dict(global_batch=40, micro_batch=8, whole=True, epochs=2)
+        for step in fleet.steps(loader, order=by_length, **options):
+            for texts in step:
+                groups = [by_length(step.epoch)[start : start + 8] for start in range(0, 160, 8)]
+                assert texts[:, 0].int().tolist() in groups
+                result += texts[:, 0].int().tolist()
+                step.backward(model(texts[:, :1]).mean())
+            step.commit(optimizer)
+    """
+    two = results(tmp_path, script, before=BEFORE, PACELINE_PACE="fixed:3,1")
+    assert len(two[0]) > len(two[1]) > 0
+    assert sorted(two[0] + two[1]) == sorted([*range(160), *range(160)])
+
+
+def test_datasets_side_by_side_are_one_dataset(tmp_path: Path) -> None:
+    script = """
+    from torch.utils.data import StackDataset
+
+    class Noisy(Dataset):
+        def __len__(self):
+            return 48
+        def __getitem__(self, number):
+            return x[number] + torch.randn(4, dtype=torch.float64)
+
+    class Paired(Dataset):  # of another length: each sample meets one of the others, drawn by the sample's own noise
+        def __len__(self):
+            return 48
+        def __getitem__(self, number):
+            return number, x[number], y[int(torch.randint(30, ()))]
+
+    result = [train(Paired(), epochs=1)[1], train(StackDataset(range(48), Noisy(), y), epochs=1)[1]]
+    """
+    two = results(tmp_path / "two", script, before=BEFORE + WEIGHTED, PACELINE_PACE="fixed:3,1")
+    alone = results(tmp_path / "one", script, workers=1, before=BEFORE + WEIGHTED)
+    assert two[0] == two[1]
+    for ours, theirs in zip(two[0], alone[0], strict=True):
+        assert apart(ours, theirs) < 1e-12
+    loaders = "result = train((DataLoader(numbered), DataLoader(numbered)))"
+    assert "fleet.steps, evaluate and gather take one dataset" in refusals(
+        tmp_path / "tuple", loaders, before=BEFORE + WEIGHTED
+    )
