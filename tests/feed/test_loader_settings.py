@@ -129,7 +129,7 @@ def test_an_iterable_dataset_has_no_length() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DataLoader(DATA, batch_sampler=[[1, 2], [3]]), r"batches of list cannot be dealt.*order=fn\(epoch\)"),
+        (lambda: DataLoader(DATA, batch_sampler=[[1, 2], [3]]), r"batch_sampler \(list\).*order=fn\(epoch\)"),
         (lambda: (DataLoader(DATA), DataLoader(DATA)), r"StackDataset\(a, b\)"),
         (lambda: [DATA, DATA], r"StackDataset\(a, b\)"),
         (lambda: {"a": DATA, "b": DATA}, r"StackDataset\(a, b\)"),
