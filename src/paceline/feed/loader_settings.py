@@ -111,8 +111,8 @@ def _refuse_own_batches(loader: DataLoader[Any]) -> None:
         return
     if loader.batch_sampler is not None:
         raise ValueError(
-            f"the batches of a batch_sampler ({type(loader.batch_sampler).__name__}) cannot be dealt: shares are cut to "
-            f"each worker's size; pass the dataset (or a DataLoader with batch_size) and {_ORDER_ADVICE}: those "
+            f"the batches of a batch_sampler ({type(loader.batch_sampler).__name__}) cannot be dealt: shares are cut "
+            f"to each worker's size; pass the dataset (or a DataLoader with batch_size) and {_ORDER_ADVICE}: those "
             "side by side in it go through the model together, so like lengths need little padding (docs/data.md)"
         )
     raise ValueError(
