@@ -45,9 +45,9 @@ def test_sums_and_tables_are_exact_for_any_shares(
     parts = []
     for rank in range(workers):
         source = Source(TensorDataset(numbers), device=CPU, seed=0)
-        own = evaluating.own_sums(score, source, shares=shares, rank=rank, batch_size=batch_size)
+        own = evaluating.own_sums(score, source, shares=shares, rank=rank, batch_size=batch_size, tables=["table"])
         parts.append(json.loads(json.dumps(own)))  # as it travels
-    result = evaluating.total(parts)
+    result = evaluating.total(parts, tables=["table"])
     expected = score(numbers)
     assert torch.equal(result.pop("table"), expected.pop("table").double())
     assert result == {"sum": float(numbers.sum()), "squares": expected["squares"], "rows": length, "count": length}
@@ -63,7 +63,7 @@ def test_the_result_is_the_users_names_and_the_count(fleet: paceline.Fleet) -> N
 
 
 def test_a_table_is_in_the_result_and_in_the_log(fleet: paceline.Fleet) -> None:
-    result = fleet.evaluate(lambda x, y: {"table": torch.eye(2) * len(x)}, numbers())
+    result = fleet.evaluate(lambda x, y: {"table": torch.eye(2) * len(x)}, numbers(), tables="table")
     assert torch.equal(result["table"], torch.eye(2, dtype=torch.float64) * 40)
     fleet.leave()
     events = [json.loads(line) for line in (fleet.run_dir / "events.jsonl").read_text().splitlines()]
@@ -132,13 +132,33 @@ def test_any_data_with_a_length_can_be_evaluated(fleet: paceline.Fleet, kind: st
         (lambda x, y: None, "must return a dict of sums over the batch"),
         (lambda x, y: {"count": 3}, '"count" is its own name'),
         (lambda x, y: {"name": "many"}, "name"),
+        (lambda x, y: {"guess": x[:, 0] > 0}, "for predictions of each sample call fleet.gather"),
+        (lambda x, y: {"table": torch.eye(3)}, 'say tables=("table",)'),
+        (lambda x, y: x[:, 0] > 0, "call fleet.gather"),
+        (lambda x, y: {"rare": 1} if len(x) == 7 else {}, "'rare' for one batch and not for another"),
     ],
 )
 def test_a_score_that_is_no_dict_of_sums_is_refused(fleet: paceline.Fleet, score: Any, said: str) -> None:
     with pytest.raises(ValueError) as error:
-        fleet.evaluate(score, numbers())
+        fleet.evaluate(score, numbers(), batch_size=7)
     assert said in str(error.value)
     assert fleet.evaluate(lambda x, y: {}, numbers()) == {"count": 40}
+
+
+def test_a_table_that_changes_its_shape_or_is_not_there_is_refused(fleet: paceline.Fleet) -> None:
+    def score(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        return {"guess": x[:, 0] > 0}
+
+    with pytest.raises(ValueError, match=r"has the shape \(7,\) for one batch and \(5,\) for another"):
+        fleet.evaluate(score, numbers(), batch_size=7, tables=["guess"])
+    with pytest.raises(ValueError, match="returns nothing called 'confusion'"):
+        fleet.evaluate(lambda x, y: {}, numbers(), tables=["confusion"])
+
+
+def test_names_that_only_one_worker_returned_are_refused() -> None:
+    with pytest.raises(ValueError, match="returned 'rare' on one worker and not on another"):
+        evaluating.total([{"sum": 1.0, "count": 3}, {"sum": 1.0, "rare": 2.0, "count": 4}, {"count": 0}])
+    assert evaluating.total([{"sum": 1.0, "count": 3}, {"count": 0}]) == {"sum": 1.0, "count": 3}
 
 
 @pytest.mark.parametrize("batch_size", [0, -3, 2.5, "many"])

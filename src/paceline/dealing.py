@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -84,6 +83,9 @@ class Dealing(Protocol):
 
     def open(self, epoch: int) -> None: ...
 
+    def renew(self) -> None:
+        """The script has changed the dataset: loader processes get it as it is now."""
+
     def close(self) -> None: ...
 
     def reform(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
@@ -144,7 +146,7 @@ class FromFeed:
         self._ahead = ahead
         self._pieces: deque[Piece] = deque()
         self._taken: Piece = ((), np.empty(0, dtype=np.int64))
-        self._pieces_epoch = 0
+        self._pieces_epoch = self._loaded_epoch = 0
 
     @property
     def epoch(self) -> int:
@@ -167,10 +169,7 @@ class FromFeed:
         return self._feed.consumed / self._feed.length
 
     def order_digest(self) -> str | None:
-        if not self._feed.ordered:
-            return None
-        draws = self._feed.indices([(0, self._feed.length)])
-        return blake2b(draws.tobytes(), digest_size=16).hexdigest()
+        return self._feed.order_digest()
 
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
         # Room to load ahead along the queue: what the loader likes to hold, and the next share behind this one.
@@ -181,6 +180,11 @@ class FromFeed:
         queue = Ranges(self._feed.queue(self._rank))
         queue.take_front(done)
         self._pieces_epoch = self._feed.epoch
+        if (
+            share and self._loaded_epoch != self._feed.epoch
+        ):  # on the script's thread, when it has seen the last one end
+            self._loaded_epoch = self._feed.epoch
+            self._source.new_epoch(self._feed.epoch)
         self._pieces = deque(self._cut(queue.take_front(share)))
         if self._source.ahead and share:
             self._expect(queue, share)
@@ -250,6 +254,9 @@ class FromFeed:
     def open(self, epoch: int) -> None:
         self._feed.open(epoch)
 
+    def renew(self) -> None:
+        self._source.renew()
+
     def close(self) -> None:
         self._source.close()
 
@@ -281,19 +288,27 @@ class FromStream:
 
     Exactly-once is not promised here: nobody knows what the streams hold. ``identity`` keys the noise of this worker's
     micro-batches; unlike a rank, nobody else ever has it.
+
+    A stream that the source divides is divided when a pass begins, among those who are there. Who enters later has no
+    part in that pass, and what a lost worker had not read of its part is not read in it: never is a sample read twice.
     """
 
     length = None
     next_length = None
 
-    def __init__(self, source: Source, *, identity: int, micro_batch: int, epoch: int = 0) -> None:
+    def __init__(
+        self, source: Source, *, identity: int, micro_batch: int, rank: int = 0, size: int = 1, epoch: int = 0
+    ) -> None:
         self.micro_batch, self.smallest = micro_batch, 1
         self.epoch = epoch
         self.ended = False
+        self._part = (rank, size)
+        """Of the next pass."""
+        self._pass: tuple[int, tuple[int, int]] | None = (epoch, self._part)
+        """Opened and not begun: it begins with its first sample, when the script has seen the last one end."""
         self._source, self._identity = source, identity
         self._share = self._drawn = 0
         self._all_ended = False
-        source.restart(epoch)
 
     @property
     def remaining(self) -> int | None:
@@ -307,13 +322,18 @@ class FromStream:
         return None
 
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
-        return tuple(samples)
+        """Nobody sits out where the stream is divided: its part would not be read by anybody else."""
+        fewest = self.smallest if self._source.split else 0
+        return tuple(max(share, fewest) for share in samples)
 
     def take_up(self, share: int, *, done: int = 0) -> None:
         self._share = share
 
     def take(self, largest: int | None = None) -> MicroBatch | None:
         size = min(self.micro_batch, self._share)
+        if size and self._pass is not None and not self.ended:
+            self._source.restart(*self._pass)
+            self._pass = None
         drawn = None if self.ended or not size else self._source.draw(size)
         if drawn is None:
             self.ended = self.ended or size > 0
@@ -339,19 +359,25 @@ class FromStream:
 
     def open(self, epoch: int) -> None:
         self.epoch, self.ended, self._all_ended, self._drawn = epoch, False, False, 0
-        self._source.restart(epoch)
+        self._pass = (epoch, self._part)
+
+    def renew(self) -> None:
+        self._source.renew()
 
     def close(self) -> None:
         self._source.close()
 
     def reform(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
-        """A stream is its worker's own, whatever the others do."""
+        """A stream is its worker's own, whatever the others do, until the next pass."""
+        self._part = (rank, len(kept))
 
     def give_back(self, ranges: Sequence[Range]) -> None:
         """A stream has no positions."""
 
     def take_over(self, state: Mapping[str, Any], *, rank: int, ahead: Sequence[int]) -> None:
+        self._part = (rank, len(ahead))
         self.load_state_dict(state)
+        self.ended = self._source.split  # the pass under way was divided before this worker came
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch}
@@ -378,7 +404,7 @@ def make_dealing(
         if order is not None:
             raise ValueError("order= needs a dataset with a length: an iterable dataset has its own order")
         own = rank if identity is None else identity
-        return FromStream(source, identity=own, micro_batch=settings.micro_batch, epoch=epoch)
+        return FromStream(source, identity=own, micro_batch=settings.micro_batch, rank=rank, size=size, epoch=epoch)
     feed = Feed(
         source.length,
         workers=size,

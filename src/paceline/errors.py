@@ -5,6 +5,11 @@ anything that ends the fleet raises `FleetError` with one sentence that names th
 stack trace to be understood.
 """
 
+from __future__ import annotations
+
+import re
+import signal
+
 
 class PacelineError(RuntimeError):
     """Base of all errors that are Paceline's own."""
@@ -12,6 +17,44 @@ class PacelineError(RuntimeError):
 
 class MisuseError(PacelineError):
     """The user's loop did something that would have been averaged in silently; the message says what to write."""
+
+
+class LoaderDied(PacelineError):
+    """A loader process of this worker's DataLoader died."""
+
+    def __init__(self, pid: int | str, how: str) -> None:
+        super().__init__(
+            f"a loader process (pid {pid}) {how}: most often memory ran out (fewer num_workers, a smaller "
+            "prefetch_factor or micro_batch) or shared memory (/dev/shm); num_workers=0 shows an error of the dataset's"
+        )
+
+    @classmethod
+    def exited(cls, pid: int | str, code: int) -> LoaderDied:
+        """``code`` as multiprocessing has it: a negative one is a signal's number."""
+        if code >= 0:
+            return cls(pid, f"ended with exit code {code}")
+        return cls(pid, f"was killed by signal {-code} ({signal.Signals(-code).name})")
+
+    @classmethod
+    def told_by(cls, error: BaseException) -> LoaderDied | None:
+        """What torch says when a loader process dies; None for any other error. Torch raises it from a handler of
+        SIGCHLD, wherever the main thread happens to be: in the middle of a round, for instance.
+
+        >>> str(LoaderDied.told_by(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")))[:64]
+        'a loader process (pid 7) was killed by signal 9 (SIGKILL): most '
+        """
+        if isinstance(error, cls):
+            return error
+        found = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", str(error), re.DOTALL)
+        if found is None:
+            return None
+        pid, how = found.groups()
+        if code := re.match(r"exited unexpectedly with exit code (\d+)", how):
+            return cls.exited(pid, int(code[1]))
+        names = {signal.strsignal(number): number for number in signal.Signals}
+        if (killed := re.match(r"is killed by signal: (.+?)\.", how)) and killed[1] in names:
+            return cls.exited(pid, -names[killed[1]])
+        return cls(pid, "died")
 
 
 class FleetError(PacelineError):

@@ -4,50 +4,136 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Any
 
 import torch
 
-from paceline.feed import Feed, Source, split
+from paceline.feed import Feed, Order, Source, split
+from paceline.feed import total as total_of
+from paceline.records import Range
 
 
-def own_sums(
-    score: Callable[..., Any], source: Source, *, shares: Sequence[int], rank: int, batch_size: int
-) -> dict[str, Any]:
-    """Run ``score`` over this worker's part of the data and add up what it returns, in float64."""
+def each_batch(
+    source: Source, *, shares: Sequence[int], rank: int, batch_size: int
+) -> Iterator[tuple[tuple[Range, ...], Any]]:
+    """This worker's part of the data in batches, each with its positions: those of the dataset, or among the draws of
+    a sampler."""
     assert source.length is not None
-    feed = Feed(source.length, workers=len(shares), shuffle=False)
+    draws = source.once
+    order: Order | None = None if isinstance(draws, int) else lambda epoch: draws
+    feed = Feed(source.length, workers=len(shares), shuffle=False, order=order)
     feed.deal(shares)
-    sums: dict[str, Any] = {}
     pieces = [(piece, feed.indices(piece)) for piece in split(feed.queue(rank), batch_size)]
     if source.ahead:
         source.expect(0, pieces)
     for piece, indices in pieces:
-        batch = source.take(0, piece, indices)
-        figures = score(*batch) if isinstance(batch, (list, tuple)) else score(batch)
-        for name, value in _named(figures).items():
-            sums[name] = sums.get(name, 0.0) + _number(name, value)
-    return {name: value.tolist() for name, value in sums.items()} | {"count": sum(len(i) for _, i in pieces)}
+        yield piece, source.take(0, piece, indices)
 
 
-def total(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def length_of(source: Source) -> int:
+    """Samples to go through: the dataset's, or a sampler's draws."""
+    return source.once if isinstance(source.once, int) else len(source.once)
+
+
+def facts_of(source: Source) -> dict[str, Any]:
+    """What must be the same on every worker."""
+    draws = source.once
+    digest = None if isinstance(draws, int) else blake2b(draws.tobytes(), digest_size=16).hexdigest()
+    return {"dataset length": source.length, "the sampler's draws": digest}
+
+
+def called(function: Callable[..., Any], batch: Any) -> Any:
+    """The user's function with a batch as the training loop would have unpacked it."""
+    return function(*batch) if isinstance(batch, (list, tuple)) else function(batch)
+
+
+def own_sums(
+    score: Callable[..., Any],
+    source: Source,
+    *,
+    shares: Sequence[int],
+    rank: int,
+    batch_size: int,
+    tables: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Run ``score`` over this worker's part of the data and add up what it returns, in float64.
+
+    Every batch must give the same names, and a table the same shape: which batches a worker meets is the pace's
+    business, and must not show in the result.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    count = 0
+    for piece, batch in each_batch(source, shares=shares, rank=rank, batch_size=batch_size):
+        figures = {name: _sum(name, value, name in tables) for name, value in _named(called(score, batch)).items()}
+        if count:
+            _same_names(sums, figures, "for one batch and not for another")
+        for name, value in figures.items():
+            sums[name] = _added(name, sums[name], value) if name in sums else value
+        count += total_of(piece)
+    return {name: value.tolist() for name, value in sums.items()} | {"count": count}
+
+
+def total(parts: Sequence[Mapping[str, Any]], *, tables: Sequence[str] = ()) -> dict[str, Any]:
     """Add up the workers' sums; a worker that had no samples knows no names. Numbers stay numbers, tables tensors."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    sums = {
-        name: sum(torch.tensor(part[name], dtype=torch.float64) for part in parts if name in part) for name in names
-    }
-    result = {name: value.item() if value.dim() == 0 else value for name, value in sums.items()}  # type: ignore[union-attr]
+    filled = [part for part in parts if part["count"]]
+    sums: dict[str, torch.Tensor] = {}
+    for part in filled:
+        values = {name: torch.tensor(value, dtype=torch.float64) for name, value in part.items()}
+        if sums:
+            _same_names(sums, values, "on one worker and not on another")
+        sums = {name: _added(name, sums[name], value) if sums else value for name, value in values.items()}
+    for name in tables:
+        if name not in sums:
+            raise ValueError(f"fleet.evaluate(..., tables=...): the function returns nothing called {name!r}")
+    result = {name: value.item() if value.dim() == 0 else value for name, value in sums.items()}
     return result | {"count": int(result["count"])}
 
 
-def _number(name: str, value: Any) -> torch.Tensor:
+def table_names(tables: str | Sequence[str]) -> tuple[str, ...]:
+    return (tables,) if isinstance(tables, str) else tuple(tables)
+
+
+def _sum(name: str, value: Any, table: bool) -> torch.Tensor:
     try:
-        return torch.as_tensor(value).detach().to(torch.float64)
+        number = torch.as_tensor(value).detach().to(torch.float64)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"fleet.evaluate: {name!r} must be a number or a tensor, got {value!r}") from None
+    if number.dim() and not table:
+        raise ValueError(
+            f"fleet.evaluate adds up numbers, and {name!r} has the shape {tuple(number.shape)}: sum it over the batch "
+            f'first; for a table that is added element by element, such as a confusion matrix, say tables=("{name}",); '
+            "for predictions of each sample call fleet.gather"
+        )
+    return number
+
+
+def _added(name: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if one.shape != other.shape:
+        raise ValueError(
+            f"fleet.evaluate: the table {name!r} has the shape {tuple(one.shape)} for one batch and "
+            f"{tuple(other.shape)} for another, and is added element by element: give it one shape (minlength= of "
+            "torch.bincount, for instance); for predictions of each sample call fleet.gather"
+        )
+    return one + other
+
+
+def _same_names(ones: Mapping[str, Any], others: Mapping[str, Any], where: str) -> None:
+    odd = [name for name in dict.fromkeys([*ones, *others]) if (name in ones) != (name in others)]
+    if odd:
+        raise ValueError(
+            f"fleet.evaluate: the function returned {odd[0]!r} {where}: return the same names for every batch, with 0 "
+            "where there is nothing to add"
+        )
 
 
 def _named(figures: Any) -> dict[str, Any]:
+    if isinstance(figures, torch.Tensor) and figures.dim():
+        raise ValueError(
+            "the function given to fleet.evaluate must return a dict of sums over the batch, such as "
+            f'{{"correct": n, "loss": total}}; got a tensor of shape {tuple(figures.shape)}: for predictions of each '
+            "sample call fleet.gather"
+        )
     if not isinstance(figures, Mapping):
         raise ValueError(
             "the function given to fleet.evaluate must return a dict of sums over the batch, such as "

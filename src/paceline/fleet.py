@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline import checkpoint, devices, evaluating, machines, replicas, schedules, sealing
+from paceline import checkpoint, devices, evaluating, gathering, machines, replicas, schedules, sealing
 from paceline.autosave import Autosaver, Schedule
 from paceline.combine import Gradients
 from paceline.combine.averaging_settings import Averaging, ElasticAverage
@@ -26,7 +26,7 @@ from paceline.combining import check_combine, failures_from_env, make_combine
 from paceline.dealing import make_dealing
 from paceline.endings import end_with_one_line
 from paceline.errors import FleetError, MisuseError
-from paceline.feed import Source
+from paceline.feed import Order, Source
 from paceline.feed.overlap import overlapped
 from paceline.hooks import hooks_text
 from paceline.local import LocalSteps
@@ -194,6 +194,8 @@ class Fleet:
         self._passes = Passes()
         self._resume: Resume | None = None
         """A checkpoint that was loaded, until the script is where it was saved."""
+        self._warned_of: set[str] = set()
+        """Classes of streams that do not say whether they divide themselves."""
         self._autosaver: Autosaver | None = None
         self._trackers = Trackers(leads=lambda: self.is_leader, observe=lambda *event: self._witness.event(*event))
         combine = self.combine if isinstance(self.combine, str) else self.combine.name
@@ -348,7 +350,8 @@ class Fleet:
         epochs: int = 1,
         shuffle: bool | None = None,
         drop_last: bool | None = None,
-        order: Callable[[int], Sequence[int]] | None = None,
+        order: Order | None = None,
+        split: bool | None = None,
         whole: bool | None = None,
         varying_count: str = "none",
     ) -> Steps:
@@ -362,6 +365,9 @@ class Fleet:
             shuffle: a new order every epoch; as the DataLoader says, else True.
             drop_last: leave the epoch's last, smaller step out; as the DataLoader says, else False.
             order: ``order(epoch)`` gives the dataset indices to train on; each draw counts once.
+            split: of an IterableDataset: True divides it, each sample goes to one worker and one loader process; False
+                says that it divides itself, or that every worker is meant to draw all of it. Unless given, a fleet of
+                several workers warns.
             whole: shares are whole micro-batches, of one size; on by itself for compiled models, which would compile
                 each size anew.
             varying_count: how the learning rate follows a step that counted more or fewer samples than global_batch,
@@ -371,8 +377,9 @@ class Fleet:
             raise MisuseError("fleet.steps before fleet.model: bring the model first")
         if self._elastic is not None and isinstance(micro_batch, Sequence) and not isinstance(micro_batch, str):
             raise ValueError('micro_batch is a list, and workers come and go: give one number, or "auto"')
-        source = Source(data, device=self.device, seed=self.seed, rank=self._identity)
+        source = self._source(data, self.seed, split)
         try:
+            self._check_split(source, split)
             settings = read_settings(
                 source,
                 global_batch=global_batch,
@@ -387,7 +394,8 @@ class Fleet:
             place = self._next_place(source)
             if (seed := place.seed(self.seed)) != self.seed:
                 source.close()
-                source = Source(data, device=self.device, seed=seed, rank=self._identity)
+                source = self._source(data, seed, split)
+            order = self._one_order(source, order, shuffle)
             self._steps = self._build_steps(source, settings, order, whole, varying, place)
         except BaseException:
             source.close()
@@ -395,6 +403,9 @@ class Fleet:
         self.state.loop_begins()
         self._passes.begin(place, source.dataset, source.length)
         return self._steps
+
+    def _source(self, data: Any, seed: int, split: bool | None) -> Source:
+        return Source(data, device=self.device, seed=seed, rank=self._identity, split=bool(split))
 
     def _next_place(self, source: Source) -> Place:
         """Which of the script's loops this is."""
@@ -405,11 +416,32 @@ class Fleet:
             self._settle_resume(self._resume, source)
         return self._passes.place(source.dataset)
 
+    def _one_order(self, source: Source, order: Order | None, shuffle: bool | None) -> Order | None:
+        """A custom order, from whoever gives one."""
+        if source.order is None:
+            return order
+        if order is not None or shuffle is not None:
+            raise ValueError("the DataLoader's sampler gives the order: leave order= and shuffle= out, or the sampler")
+        return source.order
+
+    def _check_split(self, source: Source, split: bool | None) -> None:
+        """Whether a stream is divided must be said where there are several to draw from it."""
+        if source.length is not None and split is not None:
+            raise ValueError("split= divides an IterableDataset: a dataset with a length is dealt anyway, leave it out")
+        several = self.size > 1 or self._elastic is not None
+        if source.length is None and split is None and several and source.name not in self._warned_of:
+            self._warned_of.add(source.name)
+            self._warn_everywhere(
+                f"{source.name} is an IterableDataset and every worker draws all that it gives: unless it divides "
+                "itself by worker and loader process, each sample is trained on once by every worker; "
+                "fleet.steps(..., split=True) divides it, and split=False says that it is as you mean it"
+            )
+
     def _build_steps(
         self,
         source: Source,
         settings: LoopSettings,
-        order: Callable[[int], Sequence[int]] | None,
+        order: Order | None,
         whole: bool | None,
         varying: VaryingCount,
         place: Place,
@@ -417,6 +449,7 @@ class Fleet:
         self._spread_what_is_new()
         agreed = {key: value for key, value in vars(settings).items() if key != "micro_batch"}
         facts = {"dataset length": source.length, **agreed, "order": order is not None, "varying_count": varying.rule}
+        facts["split"] = source.split
         must_agree(self._transport, "fleet.steps()", {**facts, "the loop": list(vars(place).values())})
         ahead = self._transport.gather("loading ahead", [source.ahead * settings.micro_batch, settings.micro_batch])
         sizes = [size for _, size in ahead]
@@ -466,7 +499,7 @@ class Fleet:
         self,
         source: Source,
         settings: LoopSettings,
-        order: Callable[[int], Sequence[int]] | None,
+        order: Order | None,
         whole: bool | None,
         gradients: Gradients,
         ahead: list[list[int]],
@@ -618,14 +651,28 @@ class Fleet:
 
     # -- together --------------------------------------------------------------------------------------------------
 
-    def evaluate(self, score: Callable[..., Any], data: Any, *, batch_size: int | None = None) -> dict[str, Any]:
+    def evaluate(
+        self,
+        score: Callable[..., Any],
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        tables: str | Sequence[str] = (),
+    ) -> dict[str, Any]:
         """Deal ``data`` over the fleet and return exact sums over the whole of it, the same on every worker.
 
         ``score(*batch)`` returns a dict of sums over the batch; the result has those names and "count". The models
         are in evaluation mode and no gradients are kept. All workers call it.
+
+        Args:
+            batch_size: samples that go through at once; else the DataLoader's, else the training's micro-batch.
+            tables: names of those sums that are tables, such as a confusion matrix: tensors of one shape, added
+                element by element. Everything else must be a number; predictions are `gather`'s.
         """
         with self._meeting("fleet.evaluate()"):
-            return dict(self._between_loops("evaluate", lambda: self._evaluate(score, data, batch_size)))
+            names = evaluating.table_names(tables)
+            call = lambda: self._evaluate(score, data, batch_size, names)  # noqa: E731
+            return dict(self._between_loops("evaluate", call))
 
     def _between_loops(self, kind: str, call: Callable[[], Any]) -> Any:
         """The call's result, remembered where it lies between two loops: a run that goes on from a checkpoint and makes
@@ -642,33 +689,78 @@ class Fleet:
         """The checkpoint that was loaded, while the script passes over loops on its way to where it was saved."""
         return self._resume if self._resume is not None and self._resume.loops == "all" else None
 
+    def gather(self, predict: Callable[..., Any], data: Any, *, batch_size: int | None = None, to: str = "all") -> Any:
+        """Predictions of the whole of ``data``, in the dataset's order, each sample once: for AUC, F1 or mAP.
+
+        ``predict(*batch)`` returns a tensor with one row a sample, or a tuple or dict of such. The result is the same
+        with ``len(dataset)`` rows, on the CPU. The models are in evaluation mode and no gradients are kept. All
+        workers call it.
+
+        Args:
+            batch_size: samples that go through at once; else the DataLoader's, else the training's micro-batch.
+            to: "all" workers get the result, or the "leader" alone and the others None.
+        """
+        if to not in ("all", "leader"):
+            raise ValueError(f'fleet.gather(to=...) is "all" or "leader", got {to!r}')
+        with self._meeting("fleet.gather()"):
+            return self._gather(predict, data, batch_size, to)
+
     def _meeting(self, label: str) -> AbstractContextManager[Any]:
         """All workers at one point of the training, with the parameters that are to be shown."""
         return self._steps.meet(label) if self._steps is not None else nullcontext()
 
-    def _evaluate(self, score: Callable[..., Any], data: Any, batch_size: int | None) -> dict[str, Any]:
-        source = Source(data, device=self.device, seed=self.seed)
-        try:
-            if source.length is None:
-                raise ValueError("fleet.evaluate needs a dataset with a length, so that every sample counts once")
-            must_agree(self._transport, "fleet.evaluate()", {"dataset length": source.length})
-            own = self._steps.settings.micro_batch if self._steps is not None else 64
-            size = whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
-            tracked = [thing for thing in self._tracking.things.values() if isinstance(thing, torch.nn.Module)]
+    def _evaluate(
+        self, score: Callable[..., Any], data: Any, batch_size: int | None, tables: tuple[str, ...]
+    ) -> dict[str, Any]:
+        with self._whole_of(data, batch_size, "fleet.evaluate", tables=tables) as (source, size):
 
             def mine() -> dict[str, Any]:
                 """This worker's part among those who are there; once more when some are lost meanwhile."""
-                speeds = (0, 1) if self._outside else self._speeds()
-                shares = proportional(np.asarray(speeds, dtype=float), source.length or 0).tolist()
-                with evaluating.evaluation_mode([*self._models, *tracked]):
-                    return evaluating.own_sums(score, source, shares=shares, rank=self.rank, batch_size=size)
+                with self._evaluation_mode():
+                    return evaluating.own_sums(
+                        score, source, shares=self._parts(source), rank=self.rank, batch_size=size, tables=tables
+                    )
 
             sums = self._transport.gather("the sums of fleet.evaluate()", mine)
-        finally:
-            source.close()
-        result = evaluating.total(sums[:1] if self._outside else sums)
+        result = evaluating.total(sums[:1] if self._outside else sums, tables=tables)
         self._witness.event("evaluate", {"step": self._steps.index if self._steps is not None else 0, "result": result})
         return result
+
+    def _gather(self, predict: Callable[..., Any], data: Any, batch_size: int | None, to: str) -> Any:
+        with self._whole_of(data, batch_size, "fleet.gather", to=to) as (source, size):
+
+            def mine() -> gathering.Part:
+                with self._evaluation_mode():
+                    return gathering.own_part(
+                        predict, source, shares=self._parts(source), rank=self.rank, batch_size=size
+                    )
+
+            length = evaluating.length_of(source)
+            whole = gathering.gathered(Alone() if self._outside else self._transport, mine, length)
+        return whole if to == "all" or self.is_leader else None
+
+    @contextmanager
+    def _whole_of(self, data: Any, batch_size: int | None, call: str, **facts: Any) -> Iterator[tuple[Source, int]]:
+        """A dataset to be gone through once by all, and how many samples at once. ``facts`` are the same everywhere."""
+        source = Source(data, device=self.device, seed=self.seed)
+        try:
+            if source.length is None:
+                raise ValueError(f"{call} needs a dataset with a length, so that every sample counts once")
+            must_agree(self._transport, f"{call}()", {**evaluating.facts_of(source), **facts})
+            own = self._steps.settings.micro_batch if self._steps is not None else 64
+            yield source, whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
+        finally:
+            source.close()
+
+    def _evaluation_mode(self) -> AbstractContextManager[None]:
+        tracked = [thing for thing in self._tracking.things.values() if isinstance(thing, torch.nn.Module)]
+        return evaluating.evaluation_mode([*self._models, *tracked])
+
+    def _parts(self, source: Source) -> list[int]:
+        """How many samples of the whole each of those who are there takes."""
+        speeds = (0, 1) if self._outside else self._speeds()
+        parts: list[int] = proportional(np.asarray(speeds, dtype=float), evaluating.length_of(source)).tolist()
+        return parts
 
     def _speeds(self) -> tuple[int, ...]:
         """In proportion to which work is dealt outside the steps: the last full shares, or equal parts."""

@@ -311,6 +311,11 @@ class Steps:
         """In the context the parameters are those to show and to save."""
         return nullcontext()
 
+    def renew_data(self) -> None:
+        """Hand the dataset as it is now to this worker's loader processes: for ``persistent_workers``, or in the middle
+        of an epoch. Without persistent workers every epoch begins with it."""
+        self.dealing.renew()
+
     def learn_with(self, learn: Callable[[StepRecord], None] | None) -> None:
         """Who hears of every record."""
         self.books.learn = learn

@@ -16,6 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
 from paceline.feed.loader_settings import read_settings
@@ -36,6 +37,34 @@ class NoLength(Dataset[int]):
 class LengthRaises(NoLength):
     def __len__(self) -> int:
         raise NotImplementedError
+
+
+class OwnPart(DistributedSampler[int]):
+    """One that a script made of torch's."""
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(DATA, replacement=True),
+        RandomSampler(DATA, num_samples=3),
+        SubsetRandomSampler([1, 2]),
+        WeightedRandomSampler([1.0] * 10, 20),
+        [3, 1],
+    ],
+)
+def test_a_sampler_that_decides_the_order_is_taken_as_it_is(sampler: Any) -> None:
+    settings = read_settings(DataLoader(DATA, sampler=sampler))
+    assert settings.sampler is sampler
+    assert settings.shuffle is None
+
+
+def test_torchs_own_batch_sampler_says_no_more_than_sampler_and_batch_size() -> None:
+    inner = WeightedRandomSampler([1.0] * 10, 20)
+    settings = read_settings(DataLoader(DATA, batch_sampler=BatchSampler(inner, 4, True)))
+    assert (settings.sampler, settings.batch_size, settings.drop_last) == (inner, 4, True)
+    settings = read_settings(DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, False)))
+    assert (settings.sampler, settings.shuffle, settings.drop_last) == (None, True, False)
 
 
 def test_a_plain_dataset_says_nothing_of_shuffling() -> None:
@@ -100,12 +129,13 @@ def test_an_iterable_dataset_has_no_length() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 2, False)), r"order=fn\(epoch\)"),
+        (lambda: DataLoader(DATA, batch_sampler=[[1, 2], [3]]), r"batch_sampler \(list\).*order=fn\(epoch\)"),
+        (lambda: (DataLoader(DATA), DataLoader(DATA)), r"StackDataset\(a, b\)"),
+        (lambda: [DATA, DATA], r"StackDataset\(a, b\)"),
+        (lambda: {"a": DATA, "b": DATA}, r"StackDataset\(a, b\)"),
+        (lambda: zip(DataLoader(DATA), DataLoader(DATA), strict=True), r"StackDataset\(a, b\)"),
         (lambda: DataLoader(DATA, batch_size=None), "batch_size=None gives whole batches"),
-        (lambda: DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "with replacement.*order="),
-        (lambda: DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=3)), "num_samples=3.*order="),
-        (lambda: DataLoader(DATA, sampler=SubsetRandomSampler([1, 2])), "SubsetRandomSampler.*order="),
-        (lambda: DataLoader(DATA, sampler=[3, 1]), "list.*order="),
+        (lambda: DataLoader(DATA, sampler=OwnPart(DATA, 2, 0)), "OwnPart draws one worker's part.*order="),
         (list, "empty"),
         (lambda: TensorDataset(torch.zeros(0)), "empty"),
         (NoLength, "NoLength has no length.*IterableDataset"),

@@ -376,9 +376,9 @@ def evaluation(args: Args) -> list[dict[str, Any]]:
                 table[int(truth), int(guess)] += 1
             return {"table": table, "sum": y.sum()}
 
-        results = [fleet.evaluate(score, data(47))]
+        results = [fleet.evaluate(score, data(47), tables="table")]
         next(loop(fleet, model))
-        results += [fleet.evaluate(score, data(47), batch_size=5), fleet.evaluate(score, data(1))]
+        results += [fleet.evaluate(score, data(length), batch_size=5, tables=["table"]) for length in (47, 1)]
         results += [{"agree": [fleet.agree(fleet.rank == 1), fleet.agree(False)], "training": model.training}]
         return [{k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in result.items()} for result in results]
 

@@ -20,6 +20,7 @@ equal feeds and need not speak about data at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from operator import index as as_int
 from typing import Any
@@ -32,7 +33,7 @@ from paceline.feed.permutation import MAX_LENGTH, KeyedPermutation
 from paceline.feed.ranges import Ranges, positions
 from paceline.records import Range
 
-Order = Callable[[int], Sequence[int]]
+Order = Callable[[int], Sequence[int] | NDArray[np.int64]]
 """Epoch -> the dataset indices to train on, in order. The same on every worker, and each time it is asked."""
 
 _VERSION = 1
@@ -71,6 +72,7 @@ class Feed:
         self._order = order
         self._multiple_of = multiple_of
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
+        self._drawn_digest = ""
         self._queues = _empty_queues(workers)
         self.open(epoch)
 
@@ -170,6 +172,10 @@ class Feed:
             return self._drawn[1][where]
         return self._permutation(where) if self._shuffle else where
 
+    def order_digest(self) -> str | None:
+        """Of the open epoch's custom order; None when there is none."""
+        return None if self._drawn is None else self._drawn_digest
+
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON types; a few ranges, whatever the length of the epoch."""
         return {
@@ -178,6 +184,7 @@ class Feed:
             "seed": self.seed,
             "shuffle": self._shuffle,
             "order": self._order is not None,
+            "order_digest": self.order_digest(),
             "epoch": self.epoch,
             "draws": self._draws,
             "length": self.length,
@@ -197,6 +204,11 @@ class Feed:
             raise ValueError(
                 f"order({self.epoch}) now gives {self._draws} samples and gave {state['draws']} when the state was "
                 "saved: it must give the same order for the same epoch"
+            )
+        if state.get("order_digest") not in (None, self.order_digest()):
+            raise ValueError(
+                f"order({self.epoch}), or the DataLoader's sampler, now gives another order than when the state was "
+                "saved: it must give the same order for the same epoch, so seed it by the epoch alone"
             )
         self.length = state["length"]
         queues = [Ranges(_tuples(saved)) for saved in state["queues"]]
@@ -233,6 +245,7 @@ class Feed:
             return self._dataset_length
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = (epoch, _checked_order(self._order(epoch), epoch, self._dataset_length))
+            self._drawn_digest = blake2b(self._drawn[1].tobytes(), digest_size=16).hexdigest()
         return len(self._drawn[1])
 
     def _queue_of(self, worker: int) -> Ranges:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import StackDataset, Subset, TensorDataset, default_collate
 
 from paceline.feed.keys import keys
 from paceline.feed.randomness import seed_generators
@@ -44,6 +44,7 @@ class Fetcher:
 
     def __init__(self, dataset: Any, *, collate: Callable[[Any], Any], seed: int) -> None:
         self._dataset, self._chosen = unwrap(dataset)
+        self._many = fetches_many(self._dataset)
         self._collate = collate
         self._seed = seed
 
@@ -55,7 +56,7 @@ class Fetcher:
         """
         sample_keys = keys(self._seed, piece.epoch, positions(piece.ranges)).tolist()
         indices = choose(self._chosen, piece.indices).tolist()
-        if callable(getattr(self._dataset, "__getitems__", None)):
+        if self._many:
             seed_generators(sample_keys[0])
             return self._collate(self._dataset.__getitems__(indices))
         samples = []
@@ -100,6 +101,17 @@ def unwrap(dataset: Any) -> tuple[Any, NDArray[np.int64] | None]:
         chosen = inner if chosen is None else inner[chosen]
         dataset = dataset.dataset
     return dataset, chosen
+
+
+def fetches_many(dataset: Any) -> bool:
+    """Whether the dataset fetches many samples at once of its own: torch's Subset and StackDataset only pass on the
+    question, and would hide that each sample has its own noise."""
+    if type(dataset) is Subset:
+        return fetches_many(dataset.dataset)
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets
+        return any(fetches_many(part) for part in (parts.values() if isinstance(parts, dict) else parts))
+    return callable(getattr(dataset, "__getitems__", None))
 
 
 def choose(chosen: NDArray[np.int64] | None, indices: NDArray[np.int64]) -> NDArray[np.int64]:

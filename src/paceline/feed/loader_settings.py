@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -33,6 +35,8 @@ class Settings:
     batch_size: int | None = None
     shuffle: bool | None = None
     """None: the user did not say."""
+    sampler: Any = None
+    """One that decides the order; None: the feed does."""
     drop_last: bool = False
     num_workers: int = 0
     prefetch_factor: int = 2
@@ -46,18 +50,23 @@ class Settings:
 
 def read_settings(data: Any) -> Settings:
     """Settings of a Dataset (anything with ``__len__`` and ``__getitem__``), an IterableDataset or a DataLoader."""
+    _refuse_several(data)
     if not isinstance(data, DataLoader):
         return Settings(dataset=data, length=_length(data))
-    _refuse_own_batches(data)
+    plain = type(data.batch_sampler) is BatchSampler  # as torch makes it of batch_size, or given: it says no more
+    if not plain:
+        _refuse_own_batches(data)
+    batches: Any = data.batch_sampler
     length = _length(data.dataset)
-    shuffle, drop_last = (None, False) if length is None else _read_sampler(data.sampler, length)
+    shuffle, drop_last, sampler = (None, False, None) if length is None else _read_sampler(batches.sampler, length)
     return Settings(
         dataset=data.dataset,
         length=length,
         collate=data.collate_fn,
-        batch_size=data.batch_size,
+        batch_size=batches.batch_size,
         shuffle=shuffle,
-        drop_last=data.drop_last or drop_last,
+        sampler=sampler,
+        drop_last=batches.drop_last or drop_last,
         num_workers=data.num_workers,
         prefetch_factor=max(1, data.prefetch_factor or 1),
         pin_memory=data.pin_memory,
@@ -67,6 +76,17 @@ def read_settings(data: Any) -> Settings:
         generator=data.generator,
         persistent_workers=data.persistent_workers,
     )
+
+
+def _refuse_several(data: Any) -> None:
+    """Several datasets or loaders in one list, tuple or dict would pass for a dataset with so many samples."""
+    parts = list(data.values()) if isinstance(data, dict) else data if isinstance(data, (list, tuple)) else []
+    if isinstance(data, zip) or any(isinstance(part, (DataLoader, Dataset)) for part in parts):
+        raise ValueError(
+            "fleet.steps, evaluate and gather take one dataset: torch.utils.data.StackDataset(a, b) gives the samples "
+            "(a[i], b[i]) of datasets of one length, ConcatDataset([a, b]) one after the other (docs/data.md has a "
+            "recipe for unlike lengths)"
+        )
 
 
 def _length(dataset: Any) -> int | None:
@@ -91,8 +111,9 @@ def _refuse_own_batches(loader: DataLoader[Any]) -> None:
         return
     if loader.batch_sampler is not None:
         raise ValueError(
-            "a DataLoader with its own batch_sampler cannot be dealt in shares: pass the dataset (or a DataLoader with "
-            f"batch_size), and for a custom order {_ORDER_ADVICE}"
+            f"the batches of a batch_sampler ({type(loader.batch_sampler).__name__}) cannot be dealt: shares are cut "
+            f"to each worker's size; pass the dataset (or a DataLoader with batch_size) and {_ORDER_ADVICE}: those "
+            "side by side in it go through the model together, so like lengths need little padding (docs/data.md)"
         )
     raise ValueError(
         "a DataLoader with batch_size=None gives whole batches, which cannot be dealt in shares: let the dataset give "
@@ -100,16 +121,18 @@ def _refuse_own_batches(loader: DataLoader[Any]) -> None:
     )
 
 
-def _read_sampler(sampler: Any, length: int) -> tuple[bool, bool]:
-    """(shuffle, drop_last) of the samplers that only say so; others would decide the order, which the feed does."""
+def _read_sampler(sampler: Any, length: int) -> tuple[bool | None, bool, Any]:
+    """(shuffle, drop_last, sampler): those that only say whether to shuffle are not needed, others are an order."""
     if type(sampler) is SequentialSampler:
-        return False, False
+        return False, False, None
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length:
-        return True, False
+        return True, False, None
     if type(sampler) is DistributedSampler:
         log.info("the DistributedSampler is no longer needed: Paceline deals the samples (its shuffle is kept)")
-        return sampler.shuffle, sampler.drop_last
-    name = type(sampler).__name__
-    if type(sampler) is RandomSampler:
-        name += " with replacement" if sampler.replacement else f" with num_samples={sampler.num_samples}"
-    raise ValueError(f"the DataLoader's {name} cannot be dealt in shares: drop it and {_ORDER_ADVICE}")
+        return sampler.shuffle, sampler.drop_last, None
+    if isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas"):
+        raise ValueError(
+            f"the DataLoader's {type(sampler).__name__} draws one worker's part, and Paceline deals the parts: drop it "
+            f"and {_ORDER_ADVICE}"
+        )
+    return None, False, sampler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from paceline.feed.loader_settings import read_settings
 from paceline.feed.pipeline import Pipeline
 from paceline.feed.placing import move, pin
 from paceline.feed.randomness import generators_kept
+from paceline.feed.samplers import SamplerOrder
 from paceline.feed.stream import Stream
 from paceline.records import Range
 
@@ -28,24 +30,39 @@ class Source:
         device: where the batches go.
         seed: of the samples' noise (`paceline.feed.randomness`).
         rank: this worker's; only an iterable dataset's noise depends on it.
+        split: an iterable dataset does not divide itself, and is divided among workers and loader processes.
     """
 
     def __init__(
-        self, data: Dataset[Any] | DataLoader[Any] | Any, *, device: torch.device, seed: int, rank: int = 0
+        self,
+        data: Dataset[Any] | DataLoader[Any] | Any,
+        *,
+        device: torch.device,
+        seed: int,
+        rank: int = 0,
+        split: bool = False,
     ) -> None:
         settings = read_settings(data)
         self.dataset = settings.dataset
+        self.split = split
+        self.name = type(settings.dataset).__name__
+        """Of the dataset's class."""
         self.length = settings.length
         self.shuffle = settings.shuffle
         self.drop_last = settings.drop_last
+        self.order = None
+        """The DataLoader's sampler, where it decides the order."""
+        if settings.sampler is not None:
+            self.order = SamplerOrder(settings.sampler, length=settings.length or 0, seed=seed)
         self.batch_size = settings.batch_size
         self._device = device
         self._pin = settings.pin_memory and device.type == "cuda"
-        self._stream = Stream(settings, seed=seed, rank=rank) if settings.length is None else None
+        self._stream = Stream(settings, seed=seed, rank=rank, split=split) if settings.length is None else None
+        self._settings, self._seed = settings, seed
         self._fetch = make_fetcher(settings.dataset, collate=settings.collate, seed=seed)
         self._pipeline: Pipeline | None = None
         if self._stream is None and settings.num_workers and isinstance(self._fetch, Fetcher):
-            self._pipeline = Pipeline(settings, self._fetch, pin_memory=self._pin, seed=seed)
+            self._pipeline = Pipeline(settings, pin_memory=self._pin, seed=seed)
         self.ahead = settings.num_workers * settings.prefetch_factor if self._pipeline else 0
         """Micro-batches it likes to load ahead."""
 
@@ -63,6 +80,34 @@ class Source:
         if self._pipeline is not None:
             self._pipeline.expect([Piece(epoch, ranges, indices) for ranges, indices in pieces])
 
+    @cached_property
+    def once(self) -> NDArray[np.int64] | int:
+        """What an evaluation goes through: so many samples, or the indices that the sampler draws."""
+        return (self.length or 0) if self.order is None else self.order(0)
+
+    def new_epoch(self, epoch: int) -> None:
+        """An epoch begins: whatever the script has changed in the dataset since the last one counts from here on, in
+        loader processes too, unless they are persistent."""
+        self._fetch = make_fetcher(self._settings.dataset, collate=self._settings.collate, seed=self._seed)
+        if self.length is not None and (length := len(self._settings.dataset)) != self.length:
+            raise ValueError(
+                f"the dataset had {self.length} samples when fleet.steps began and has {length} now: keep its length, "
+                "and choose what an epoch trains on with order=fn(epoch), or call fleet.steps anew"
+            )
+        if self.order is not None:
+            self.order.check_unchanged(epoch)
+        if self._pipeline is not None and not self._settings.persistent_workers:
+            self._pipeline.close()
+
+    def renew(self) -> None:
+        """Hand the dataset as it is now to the loader processes, persistent ones too; a stream's from its next pass."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+        elif self._stream is not None:
+            self._stream.renew()
+        else:
+            self._fetch = make_fetcher(self._settings.dataset, collate=self._settings.collate, seed=self._seed)
+
     def draw(self, count: int) -> tuple[Any, int] | None:
         """Iterable datasets: up to ``count`` samples of this worker's stream on the device, and how many they are;
         None at its end.
@@ -71,10 +116,10 @@ class Source:
         drawn = self._stream.draw(count)
         return None if drawn is None else (self._place(drawn[0]), drawn[1])
 
-    def restart(self, epoch: int) -> None:
-        """Iterable datasets: begin a new pass."""
+    def restart(self, epoch: int, part: tuple[int, int] = (0, 1)) -> None:
+        """Iterable datasets: begin a new pass. ``part``: (w, W) when this is worker w of W who divide the stream."""
         assert self._stream is not None, "a map-style dataset needs no restart"
-        self._stream.restart(epoch)
+        self._stream.restart(epoch, part)
 
     def close(self) -> None:
         """End the loader processes."""

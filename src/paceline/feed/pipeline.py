@@ -1,15 +1,17 @@
 """Loader processes that work ahead of a plan that may change.
 
-One torch DataLoader iterator serves the whole run. Its "batch sampler" hands out the pieces that are expected next;
-when none is, it hands out an empty task that is answered at once, so the iterator never runs dry and never blocks.
-A piece that is no longer expected is called off between two samples through a flag in shared memory. A piece that
-nobody foresaw goes to the front and is waited for: always correct, and fast when the forecast holds.
+One torch DataLoader iterator serves an epoch, or with persistent_workers the whole run. New processes get the dataset
+as it is when they start, so what a script changes in it between two epochs reaches them. The iterator's "batch sampler"
+hands out the pieces that are expected next; when none is, it hands out an empty task that is answered at once, so the
+iterator never runs dry and never blocks. A piece that is no longer expected is called off between two samples through a
+flag in shared memory. A piece that nobody foresaw goes to the front and is waited for: always correct, and fast when
+the forecast holds.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.feed.fetching import Fetcher, Piece
 from paceline.feed.keys import key
 from paceline.feed.loader_settings import Settings
-from paceline.feed.processes import Failure, InitWorker, as_it_is, shut_down
+from paceline.feed.processes import Failure, InitWorker, as_it_is, received, shut_down
 
 _Name = tuple[Any, ...]
 
@@ -35,15 +37,18 @@ class Task:
 class Remote(Dataset[Any]):
     """The dataset as a loader process sees it: answers tasks."""
 
-    def __init__(self, dataset: Any, fetcher: Fetcher, called_off: torch.Tensor) -> None:
+    def __init__(self, dataset: Any, called_off: torch.Tensor, *, collate: Callable[[Any], Any], seed: int) -> None:
         self.dataset = dataset
-        self._fetcher = fetcher
         self._called_off = called_off
+        self._collate, self._seed = collate, seed
+        self._fetcher: Fetcher | None = None
+        """Made in the loader process, of the dataset as it arrived there."""
 
     def __getitems__(self, task: Task) -> Any:
         if task.piece is None:
             return None
         try:
+            self._fetcher = self._fetcher or Fetcher(self.dataset, collate=self._collate, seed=self._seed)
             return self._fetcher(task.piece, unwanted=lambda: bool(self._called_off[task.slot]))
         except Exception as error:
             return Failure.of(error)
@@ -52,11 +57,11 @@ class Remote(Dataset[Any]):
 class Pipeline:
     """Pieces by way of ``settings.num_workers`` loader processes, which start with the first call."""
 
-    def __init__(self, settings: Settings, fetcher: Fetcher, *, pin_memory: bool, seed: int) -> None:
+    def __init__(self, settings: Settings, *, pin_memory: bool, seed: int) -> None:
         self._depth = settings.num_workers * settings.prefetch_factor
         self._called_off = torch.zeros(2 * self._depth, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
         self._loader = DataLoader(
-            Remote(settings.dataset, fetcher, self._called_off),
+            Remote(settings.dataset, self._called_off, collate=settings.collate, seed=seed),
             batch_sampler=_Tasks(self),
             collate_fn=as_it_is,
             num_workers=settings.num_workers,
@@ -99,7 +104,8 @@ class Pipeline:
         return data
 
     def close(self) -> None:
-        """End the loader processes; a later call would start them again."""
+        """End the loader processes; a later call starts them again, with the dataset as it is then."""
+        self._called_off.fill_(1)
         shut_down(self._iterator)
         self._iterator = None
         self._in_flight.clear()
@@ -123,7 +129,7 @@ class Pipeline:
         assert self._iterator is not None
         task = self._in_flight[0]
         try:
-            data = next(self._iterator)
+            data = received(self._iterator)
         finally:
             self._in_flight.popleft()
         wanted = task.piece is not None and not self._called_off[task.slot] and task.piece.name in self._expected

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 from torch.utils.data import get_worker_info
+
+from paceline.errors import LoaderDied
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,30 @@ class InitWorker:
 def as_it_is(data: Any) -> Any:
     """The DataLoader's collate function: everything is collated already."""
     return data
+
+
+DYING_S = 1.0
+"""From the first sign of a process's death until its exit code is known."""
+
+
+def received(iterator: Any) -> Any:
+    """The next of what a DataLoader's iterator gives; `LoaderDied` when a process of it is dead."""
+    try:
+        return next(iterator)
+    except (RuntimeError, EOFError, OSError) as error:
+        raise (_death(list(getattr(iterator, "_workers", ())), error) or error) from None
+
+
+def _death(processes: Sequence[Any], error: Exception) -> LoaderDied | None:
+    """The death of one of these processes, of which ``error`` may be a sign; None: all live."""
+    try:
+        until = time.monotonic() + DYING_S
+        while not any(process.exitcode for process in processes) and time.monotonic() < until:
+            wait([process.sentinel for process in processes], timeout=0.05)
+    except RuntimeError as told:  # torch's handler of SIGCHLD, just now
+        error = told
+    dead = next((process for process in processes if process.exitcode), None)
+    return LoaderDied.told_by(error) if dead is None else LoaderDied.exited(dead.pid, dead.exitcode)
 
 
 def shut_down(iterator: Any) -> None:

@@ -1,4 +1,9 @@
-"""Iterable datasets: each worker draws from its own stream, and collates as many samples as its share asks for."""
+"""Iterable datasets: each worker draws from its own stream, and collates as many samples as its share asks for.
+
+A stream that does not divide itself can be divided here: of W workers, process l of L of worker w keeps the samples i
+with ``i mod (W L) = w + W l``. For that all of them must see the same stream: each process is told that it is the only
+one, and the global generators, by which a stream may shuffle, start a pass alike everywhere.
+"""
 
 from __future__ import annotations
 
@@ -7,58 +12,120 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from paceline.feed.keys import key
 from paceline.feed.loader_settings import Settings
-from paceline.feed.processes import Failure, InitWorker, as_it_is, shut_down
+from paceline.feed.processes import Failure, InitWorker, as_it_is, received, shut_down
 from paceline.feed.randomness import Generators, generators_kept, seed_generators
+
+Part = tuple[int, int]
+"""(w, W): worker w of those W who divide a stream."""
 
 
 class Guarded(IterableDataset[Any]):
-    """The user's stream, whose exceptions come through as they are."""
+    """The user's stream in a loader process: it hears of each pass, and its exceptions come through as they are."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, *, seed: int, split: bool) -> None:
         self.dataset = dataset
+        self._seed, self._split = seed, split
+        self._pass = torch.zeros(3, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        """Epoch, w and W, as the worker says them: persistent processes read them too."""
+        self._place: Part | None = None
+        """In a loader process: (l, L)."""
+
+    def announce(self, epoch: int, part: Part) -> None:
+        """In the worker: before a pass."""
+        self._pass[:] = torch.tensor([epoch, *part])
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            yield from self.dataset
+            epoch, *part = self._pass.tolist()
+            set_epoch(self.dataset, epoch)
+            yield from self._divided(epoch, *part) if self._split else self.dataset
         except Exception as error:
             yield Failure.of(error)
+
+    def _divided(self, epoch: int, worker: int, workers: int) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        process, processes = self._place = self._place or (info.id, info.num_workers)
+        object.__setattr__(info, "id", 0)  # frozen; a stream that divides itself by it would be divided twice
+        object.__setattr__(info, "num_workers", 1)
+        seed_generators(key(self._seed, epoch))
+        return islice(iter(self.dataset), worker + workers * process, None, workers * processes)
+
+
+class InitStream(InitWorker):
+    """In a new loader process of a stream that is divided here: the user's init must not divide it too."""
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        dataset = info.dataset.dataset  # type: ignore[attr-defined]
+        before = dict(getattr(dataset, "__dict__", {}))
+        super().__call__(worker_id)
+        after = getattr(dataset, "__dict__", {})
+        changed = [name for name in {**before, **after} if before.get(name) is not after.get(name)]
+        if changed:
+            raise ValueError(
+                f"worker_init_fn sets {type(dataset).__name__}.{changed[0]}, as if to divide the stream among loader "
+                "processes, and split=True divides it too: leave one of the two out"
+            )
+
+
+def _received(chunks: Iterator[Any]) -> Iterator[Any]:
+    """What loader processes give, until all have come to their end."""
+    while True:
+        try:
+            yield received(chunks)
+        except StopIteration:
+            return
+
+
+def set_epoch(dataset: Any, epoch: int) -> None:
+    if callable(getattr(dataset, "set_epoch", None)):
+        dataset.set_epoch(epoch)
 
 
 class Stream:
     """One worker's passes over an iterable dataset, with or without loader processes.
 
     The noise of a pass is keyed by (seed, epoch, rank): no two workers share it, though within a pass it depends on
-    the order in which the stream gives its samples.
+    the order in which the stream gives its samples. A stream that is divided here (``split``) has noise keyed by
+    (seed, epoch), so that all read the same one.
     """
 
-    def __init__(self, settings: Settings, *, seed: int, rank: int) -> None:
+    def __init__(self, settings: Settings, *, seed: int, rank: int, split: bool = False) -> None:
         self._settings = settings
         self._seed = seed
         self._rank = rank
+        self._split = split
+        self._guarded = Guarded(settings.dataset, seed=seed, split=split)
         self._own_generator = torch.Generator()
+        self._stale = False
+        """Loader processes hold a dataset that the script has changed since, and is to reach them."""
         self._loader = self._make_loader() if settings.num_workers else None
         self._chunks: Iterator[Any] | None = None
         self._samples: Iterator[Any] | None = None
         self._noise: Generators | None = None
 
-    def restart(self, epoch: int) -> None:
-        """A new pass. A dataset with ``set_epoch`` is told which."""
+    def restart(self, epoch: int, part: Part = (0, 1)) -> None:
+        """A new pass. A dataset with ``set_epoch`` is told which. ``part``: of a stream that is divided here."""
         self.close()
-        if callable(getattr(self._settings.dataset, "set_epoch", None)):
-            self._settings.dataset.set_epoch(epoch)
-        stream_key = key(self._seed, epoch, self._rank)
+        self._epoch, self._drawn = epoch, 0
+        set_epoch(self._settings.dataset, epoch)
+        self._guarded.announce(epoch, part)
+        stream_key = key(self._seed, epoch) if self._split else key(self._seed, epoch, self._rank)
         self._own_generator.manual_seed(stream_key)
         with generators_kept():
             seed_generators(stream_key)
             if self._loader is None:
-                self._samples = iter(self._settings.dataset)
+                worker, workers = part if self._split else (0, 1)
+                self._samples = islice(iter(self._settings.dataset), worker, None, workers)
             else:
                 self._chunks = iter(self._loader)
-                self._samples = chain.from_iterable(self._chunks)
+                self._samples = chain.from_iterable(_received(self._chunks))
             self._noise = Generators()
 
     def draw(self, count: int) -> tuple[Any, int] | None:
@@ -71,13 +138,25 @@ class Stream:
         with generators_kept():  # the stream has its own noise, which goes on from one draw to the next
             self._noise.restore()
             try:
-                return self._gather(count)
+                samples = self._gather(count)
+                if self._split:  # unlike shares are collated here: that must not move the stream's own generators
+                    self._noise = Generators()
+                    seed_generators(key(self._seed, self._epoch, self._rank, self._drawn))
+                self._drawn += len(samples)
+                return (self._settings.collate(samples), len(samples)) if samples else None
             finally:
-                self._noise = Generators()
+                if not self._split:
+                    self._noise = Generators()
+
+    def renew(self) -> None:
+        """Persistent processes start anew with the next pass."""
+        self._stale = True
 
     def close(self) -> None:
-        if not self._settings.persistent_workers:
+        if self._stale or not self._settings.persistent_workers:
             shut_down(self._chunks)
+        if self._stale and self._loader is not None:
+            self._loader, self._stale = self._make_loader(), False
         self._chunks = self._samples = self._noise = None
 
     def end(self) -> None:
@@ -85,26 +164,26 @@ class Stream:
         shut_down(self._chunks)
         self.close()
 
-    def _gather(self, count: int) -> tuple[Any, int] | None:
+    def _gather(self, count: int) -> list[Any]:
         assert self._samples is not None
         samples = []
         for sample in islice(self._samples, count):
             if isinstance(sample, Failure):
                 sample.reraise()
             samples.append(sample)
-        return (self._settings.collate(samples), len(samples)) if samples else None
+        return samples
 
     def _make_loader(self) -> DataLoader[Any]:
         """Samples travel in chunks of the user's batch size, not collated: how many make a micro-batch shows later."""
         settings = self._settings
         return DataLoader(
-            Guarded(settings.dataset),
+            self._guarded,
             batch_size=settings.batch_size or 1,
             collate_fn=as_it_is,
             num_workers=settings.num_workers,
             prefetch_factor=settings.prefetch_factor,
             timeout=settings.timeout,
-            worker_init_fn=InitWorker(settings.worker_init_fn),
+            worker_init_fn=(InitStream if self._split else InitWorker)(settings.worker_init_fn),
             multiprocessing_context=settings.multiprocessing_context,
             generator=settings.generator or self._own_generator,
             persistent_workers=settings.persistent_workers,

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import SAME_CALLS, Dropped, FleetError, GenerationOver, PacelineError
+from paceline.errors import SAME_CALLS, Dropped, FleetError, GenerationOver, LoaderDied, PacelineError
 from paceline.roster import LEFT, Generation, Gone, Member, RunOver
 from paceline.signals import Leave
 from paceline.transport.base import Pending
@@ -620,6 +620,8 @@ class Elastic(Linked):
     def failed(self, error: BaseException) -> Exception:
         if isinstance(error, GenerationOver):
             return error
+        if (died := LoaderDied.told_by(error)) is not None:
+            return died
         return self._member.failure or GenerationOver(one_line(error), generation=self._number)
 
     def _unlike_calls(self, labels: dict[int, str]) -> Exception:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import FleetError
+from paceline.errors import FleetError, LoaderDied, PacelineError
 from paceline.transport.alone import Alone
 from paceline.transport.base import Transport
 from paceline.transport.linked import Linked, choose_backend, facts_of, one_line
@@ -142,8 +142,10 @@ class Fixed(Linked):
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def failed(self, error: BaseException) -> FleetError:
+    def failed(self, error: BaseException) -> PacelineError:
         """The named error behind an engine's error."""
+        if (died := LoaderDied.told_by(error)) is not None:
+            return died
         self._noticed.set()
         return self._presence.failure or self._presence.diagnose(error)
 
