@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.errors import (
         CallMismatch,
         FleetError,
+        LoaderDied,
         MisuseError,
         NonFiniteGradients,
         PacelineError,
@@ -46,6 +47,7 @@ __all__ = [
     "FleetError",
     "History",
     "Joint",
+    "LoaderDied",
     "MisuseError",
     "NonFiniteGradients",
     "Outer",
@@ -66,6 +68,7 @@ _ROOMS = {
     "errors": (
         "CallMismatch",
         "FleetError",
+        "LoaderDied",
         "MisuseError",
         "NonFiniteGradients",
         "PacelineError",

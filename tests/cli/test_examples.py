@@ -51,7 +51,7 @@ def test_copying_twice_is_no_error(shell: Shell) -> None:
 def test_an_unknown_example_is_refused_with_those_there_are(shell: Shell) -> None:
     done = shell.run("examples", "resnet")
     assert done.returncode == 2
-    assert "no example 'resnet', but digits, plain_ddp" in done.stderr
+    assert "no example 'resnet', but digits, gan, plain_ddp" in done.stderr
 
 
 def test_all_are_chosen_once_each_after_what_they_import() -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 logger = logging.getLogger("paceline.observe")
 
@@ -46,7 +45,7 @@ def check_figures(figures: Mapping[str, Any]) -> None:
     for name, value in figures.items():
         if not isinstance(name, str):
             raise ValueError(f"fleet.log takes figures by name, got the name {name!r}")
-        single = isinstance(value, (torch.Tensor, np.ndarray)) and math.prod(value.shape) == 1
+        single = callable(getattr(value, "item", None)) and math.prod(getattr(value, "shape", ())) == 1
         if not (single or isinstance(value, (int, float, np.number, np.bool_))):
             raise ValueError(
                 f"fleet.log takes numbers, and {name!r} is a {type(value).__name__}: give anything else to your own "
