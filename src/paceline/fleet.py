@@ -451,13 +451,15 @@ class Fleet:
         facts = {"dataset length": source.length, **agreed, "order": order is not None, "varying_count": varying.rule}
         facts["split"] = source.split
         must_agree(self._transport, "fleet.steps()", {**facts, "the loop": list(vars(place).values())})
-        ahead = self._transport.gather("loading ahead", [source.ahead * settings.micro_batch, settings.micro_batch])
-        sizes = [size for _, size in ahead]
+        own = [source.ahead * settings.micro_batch, settings.micro_batch, self.device.type]
+        everybody = self._transport.gather("loading ahead", own)
+        ahead, sizes, devices_there = ([row[column] for row in everybody] for column in range(3))
         check_sync_batch_norm(self._models, pace=self.pacer.name, settings=settings, sizes=sizes, length=source.length)
         gradients = self._gradients(settings.auto)
         gradients.varying = varying
         try:
-            steps = self._new_steps(source, settings, order, whole, gradients, ahead, place)
+            steps = self._new_steps(source, settings, order, whole, gradients, ahead, sizes, place)
+            steps.alike = len(set(devices_there)) == 1
             self._follow_members(steps, ahead=source.ahead * settings.micro_batch, agreed=facts)
             self._go_on(steps)
         except BaseException:
@@ -502,7 +504,8 @@ class Fleet:
         order: Order | None,
         whole: bool | None,
         gradients: Gradients,
-        ahead: list[list[int]],
+        ahead: list[int],
+        sizes: list[int],
         place: Place,
     ) -> Steps:
         compiled = any(is_compiled(model) for model in self._models)
@@ -529,12 +532,12 @@ class Fleet:
                 seed=place.seed(self.seed),
                 rank=self.rank,
                 size=self.size,
-                ahead=[more for more, _ in ahead],
+                ahead=ahead,
                 identity=self._identity,
                 epoch=place.first_epoch,
             ),
             settings=settings,
-            unit=max(size for _, size in ahead) if (compiled if whole is None else whole) else 1,
+            unit=max(sizes) if (compiled if whole is None else whole) else 1,
             avoid_singles=any(has_batch_norm(model) for model in self._models),
             seed=place.seed(self.seed),
             device=self.device,

@@ -122,6 +122,8 @@ class Steps:
         self.copyable = True
         """Whether a copy of a peer's state would hold everything that has state."""
         self.dataset_length: int | None = None
+        self.alike = True
+        """Whether all workers have the same kind of device; others round differently, and are compared less often."""
         self.micro_batches: int | None = None
         """What a DataLoader would count as steps, in all epochs."""
         self.finished = self._closed = False
@@ -653,7 +655,8 @@ class Steps:
     # -- watchfulness ----------------------------------------------------------------------------------------------
 
     def _fingerprint(self, turn: Turn) -> float:
-        regular = turn.index % FINGERPRINT_EVERY == 0 or turn.index in FIRST_FINGERPRINTS
+        early = self.alike and turn.index in FIRST_FINGERPRINTS
+        regular = turn.index % FINGERPRINT_EVERY == 0 or early
         due = self._transport.size > 1 and (regular or turn.compare)
         return 1.0 + fingerprint(self.gradients.everything) if due else 0.0
 
