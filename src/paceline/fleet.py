@@ -185,7 +185,8 @@ class Fleet:
         self._tracking = Tracked(lambda: (p for model in self._models for p in model.parameters()))
         self._known: list[torch.nn.Parameter] = []
         """Parameters that were made equal on all workers."""
-        self._said_missing = False
+        self._looked_for: int | None = None
+        """The loop in which a `save` looked for what is not tracked."""
         self._hooks: list[Any] = []
         self._guards: list[Guard] = []
         self._history = History()
@@ -572,9 +573,9 @@ class Fleet:
     def _check_tracked(self, steps: Steps) -> None:
         if not steps.hands_over_state:
             return
+        missing = self._tracking.missing(optimizers=self._elastic is None)
         # Of an optimiser that has not stepped yet nobody knows whether it will: then a copy is not safe.
-        steps.copyable = not self._tracking.missing(optimizers=True)
-        missing = self._tracking.missing()
+        steps.copyable = not missing
         if missing and self._elastic is not None:
             raise MisuseError(
                 "a worker that joins could not take over the state of what is not tracked: call "
@@ -945,8 +946,10 @@ class Fleet:
             )
 
     def _warn_of_missing(self) -> None:
-        if not self._said_missing and (missing := self._tracking.missing()):
-            self._said_missing = True
+        if self._looked_for == (loop := self._steps.place.loop if self._steps is not None else -1):
+            return
+        self._looked_for = loop
+        if missing := self._tracking.missing():
             self._warn_everywhere(
                 "the checkpoint does not hold the state of what is not tracked, which a run that goes on from it would "
                 f"begin anew: call fleet.track({', '.join(missing)}) with your own objects"

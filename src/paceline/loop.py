@@ -38,7 +38,7 @@ from paceline.records import History, Plan, StepRecord
 from paceline.replicas import Repair, fingerprint
 from paceline.settings import LoopSettings, must_agree
 from paceline.step import Step
-from paceline.tracking import Tracked, digest_of, unlike_settings
+from paceline.tracking import Tracked, unlike_settings
 from paceline.transport import Transport
 from paceline.turn import Turn, Work
 
@@ -207,7 +207,7 @@ class Steps:
         began = time.perf_counter()
         self._transport.doing(f"step {self._next}", begun=self._next + 1)
         turn = self._turns.get(self._next) or self._open_here()
-        own_print, own_rates = self._fingerprint(turn), digest_of(self._tracking.hyperparameters())
+        own_print, own_rates = self._fingerprint(turn), self._tracking.digest()
         with self.books.changed:
             if turn.dealt >= self.settings.global_batch and turn.generation == self._transport.generation:
                 self.full_shares = turn.plan.samples

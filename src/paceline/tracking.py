@@ -38,6 +38,8 @@ class Tracked:
         self.scaler: torch.amp.GradScaler | None = None
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._averaged: dict[int, int] = {}
+        self._last: tuple[list[list[Any]], float] = ([], 0.0)
+        """Hyper-parameters when they were looked at last, and their digest."""
         self._hook = register_optimizer_step_post_hook(self._saw_step)
 
     def close(self) -> None:
@@ -94,27 +96,39 @@ class Tracked:
         """A new loop begins: optimisers of earlier ones may not matter any more."""
         self._stepped.clear()
 
+    def _known(self) -> list[tuple[str, torch.optim.Optimizer]]:
+        """Every optimiser that is tracked or was seen, by name."""
+        others = sorted(self.stepped_untracked(), key=lambda optimizer: type(optimizer).__name__)
+        return [*self.optimizers.items(), *((f"{type(one).__name__} (not tracked)", one) for one in others)]
+
     def hyperparameters(self) -> list[tuple[str, dict[str, Any]]]:
         """What each parameter group of every known optimiser is updated with, and the group's name."""
-        known = self.optimizers
-        others = sorted(self.stepped_untracked(), key=lambda optimizer: type(optimizer).__name__)
-        named = [*known.items(), *((f"{type(one).__name__} (not tracked)", one) for one in others)]
         return [
             (f"group {number} of {name}", _settings_of(group))
-            for name, optimizer in named
+            for name, optimizer in self._known()
             for number, group in enumerate(optimizer.param_groups)
         ]
+
+    def digest(self) -> float:
+        """Of the hyper-parameters; worked out anew only when one of them has changed."""
+        values = [
+            [_looked_at(value) for name, value in group.items() if name != "params"]
+            for _, optimizer in self._known()
+            for group in optimizer.param_groups
+        ]
+        if values != self._last[0]:
+            self._last = (values, digest_of(self.hyperparameters()))
+        return self._last[1]
 
     # -- what is not tracked -----------------------------------------------------------------------------------------
 
     def missing(self, *, optimizers: bool = False) -> list[str]:
         """In words, what is alive, belongs to the models or to a tracked optimiser, has state, and is not tracked.
         ``optimizers``: also those that have not been seen to step."""
-        found = self._missing(optimizers=optimizers)
-        if found:
-            gc.collect()  # what the script has dropped is no concern of it
-            found = self._missing(optimizers=optimizers)
-        return found
+        if not self._missing(optimizers=optimizers):
+            return []
+        gc.collect()  # what the script has dropped is no concern of it
+        return self._missing(optimizers=optimizers)
 
     def note_averages(self) -> None:
         """Averaged copies that nobody updates from here on are no concern: they are of an earlier training."""
@@ -182,6 +196,13 @@ def unlike_settings(everybody: Sequence[Sequence[Sequence[Any]]], *, step: int, 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: plain for name, value in group.items() if name not in _OF_THE_DEVICE for plain in _comparable(value)}
+
+
+def _looked_at(value: Any) -> Any:
+    """Something to be compared with ``==`` later, also when the value is changed in place."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else id(value)
+    return list(value) if isinstance(value, list) else value
 
 
 def _comparable(value: Any) -> list[Any]:
