@@ -663,6 +663,7 @@ class Fleet:
         self._resume = content["steps"]
         if self._steps is not None and not self._steps.begun:
             self._go_on(self._steps)
+        self._witness.event("load", {"step": (content["steps"] or {}).get("step", 0), "path": str(path)})
         return content["extra"]
 
     def _take_seed(self, path: Path, seed: int) -> None:

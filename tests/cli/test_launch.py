@@ -265,6 +265,28 @@ def test_a_run_that_dies_tells_where_to_resume_and_still_gives_its_verdict(shell
     assert "run folder: " in err
 
 
+LOADED = "say(event='load', step=7, path='first.pt')"
+SAVED = "say(event='save', step=12, path='best.pt')"
+
+
+@pytest.mark.parametrize(
+    ("events", "hint"),
+    [
+        ([], "Nothing was saved with fleet.save: the next run starts from the beginning."),
+        ([LOADED], "Nothing was saved since first.pt (step 7) was loaded: a script that calls fleet.load starts from"),
+        ([LOADED, SAVED], "The last checkpoint is best.pt (step 12): start again"),
+    ],
+)
+def test_a_failed_run_names_the_checkpoint_it_saved_or_was_loaded_from(
+    shell: Shell, events: list[str], hint: str
+) -> None:
+    told = "".join(f"if rank == 0: {event}\n" for event in events)
+    shell.script(LOGGING + told + "sys.exit(3)")
+    done = shell.run("run", "-n", "1", "train.py")
+    assert done.returncode == 3
+    assert hint in done.stderr.splitlines()[-1]
+
+
 def test_ctrl_c_prints_the_verdict_of_what_was_done(shell: Shell) -> None:
     shell.script(LOGGING + PID + "time.sleep(60)")
     launcher = shell.start("run", "-n", "2", "train.py", PARTIAL_S="30")

@@ -257,6 +257,8 @@ def describe(event: Mapping[str, Any]) -> tuple[str, str] | None:
         if event.get("automatic"):  # every minute or so: no news
             return None
         return "info", f"saved step {event.get('step')} to {event.get('path')}"
+    if kind == "load":
+        return "info", f"loaded step {event.get('step')} from {event.get('path')}"
     if kind == "end" and event.get("reason") != "finished":
         text = str(event.get("text") or "")
         return "warning", f"the run ended ({event.get('reason')})" + (f": {text}" if text else "")
