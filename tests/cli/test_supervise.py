@@ -351,6 +351,9 @@ def test_a_roster_by_itself_serves_a_fleet_outlives_its_own_restart_and_ends_wit
     roster = shell.start(*host)
     assert roster.stderr is not None
     assert f"roster at 127.0.0.1:{port} for 2 to 4 workers" in roster.stderr.readline()
+    with_launcher, by_other_means = roster.stderr.readline(), roster.stderr.readline()
+    assert 'PACELINE_TOKEN="$(cat token)" paceline run --join' in with_launcher
+    assert (shell.folder / "token").read_text().strip() not in with_launcher + by_other_means
     launcher = shell.start("run", "--join", f"127.0.0.1:{port}", "--token-file", "token", "-n", "2", "train.py",
                            STEPS="100000")  # fmt: skip
     entered(shell, 20)
