@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.observe import sane
 from paceline.observe.chronicle import Chronicle
 from paceline.observe.evaluations import Evaluation, evaluations
 from paceline.observe.membership import Standing, Timed, parse_change
@@ -103,8 +104,8 @@ class LiveRun:
         record = parse_step(event)
         if record is None or (self._standing.late(record) and not self._stands(record)):
             return
-        t = event.get("t")
-        self.last_t = float(t) if isinstance(t, (int, float)) else time.time()
+        t = sane.stamp(event.get("t"))
+        self.last_t = t if t == t else time.time()
         self.newest = record
         self.steps += 1
         self.samples += record.total
