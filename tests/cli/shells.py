@@ -32,15 +32,17 @@ class Shell:
     def script(self, text: str, name: str = "train.py") -> None:
         (self.folder / name).write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + text)
 
-    def start(self, *args: str, **environment: str) -> "subprocess.Popen[str]":
-        """The command with these arguments; those of `TIMES` in the environment replace the launcher's own."""
+    def start(self, *args: str, program: str | None = None, **environment: str) -> "subprocess.Popen[str]":
+        """The command with these arguments; those of `TIMES` in the environment replace the launcher's own, and
+        ``program``, a file here, the command itself."""
         patch = "".join(
             f"import paceline.cli.{module} as module; module.{name} = {environment.pop(name)}; "
             for name, module in TIMES.items()
             if name in environment
         )
+        command = [program] if program else ["-c", f"{patch}from paceline.cli import main; main()"]
         process = subprocess.Popen(
-            [sys.executable, "-c", f"{patch}from paceline.cli import main; main()", *args],
+            [sys.executable, *command, *args],
             cwd=self.folder,
             env=self.environment(environment),
             stdin=subprocess.DEVNULL,

@@ -198,6 +198,32 @@ def test_killing_the_launcher_itself_leaves_nothing_running(shell: Shell) -> Non
     wait_for_end(pids)
 
 
+HELD_UP = """
+import subprocess, time
+import paceline.cli.workers as workers
+
+class Popen(subprocess.Popen):
+    def __init__(self, command, **options):
+        super().__init__(command, **options)
+        if "train.py" in command:
+            time.sleep(600)
+
+workers.subprocess.Popen = Popen
+from paceline.cli import main
+main()
+"""
+"""A launcher that does not get to run again once its first worker is started, as on a busy computer."""
+
+
+def test_killing_a_launcher_that_has_only_just_started_a_worker_leaves_nothing_running(shell: Shell) -> None:
+    shell.script(CHILD + PID + "time.sleep(60)")
+    (shell.folder / "held_up.py").write_text(HELD_UP)
+    launcher = shell.start("run", "-n", "2", "train.py", program="held_up.py")
+    pids = shell.pids(2)
+    launcher.kill()
+    wait_for_end(pids)
+
+
 def test_a_child_that_a_finished_worker_left_behind_is_ended(shell: Shell) -> None:
     shell.script(CHILD)
     done = shell.run("run", "-n", "2", "train.py")
