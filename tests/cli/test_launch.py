@@ -1,9 +1,13 @@
 """The launcher with real workers: what it passes on, how it fails, and that it leaves nothing behind."""
 
+import fcntl
 import json
 import os
 import re
 import signal
+import subprocess
+import sys
+import termios
 import urllib.request
 from contextlib import suppress
 
@@ -161,6 +165,46 @@ def test_a_signal_to_the_launcher_ends_all_workers_and_their_children_quietly(
     _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == code
     assert "Traceback" not in err
+    wait_for_end(pids)
+
+
+@pytest.mark.parametrize("ignored", [signal.SIGHUP, signal.SIGINT])
+def test_under_nohup_or_in_the_background_what_is_ignored_stays_ignored_and_sigterm_ends(
+    shell: Shell, ignored: signal.Signals
+) -> None:
+    shell.script(PID + "while True:\n    open(f'lives-{rank}', 'a').write('.')\n    time.sleep(0.01)")
+    launcher = shell.start("run", "-n", "2", "train.py", ignoring=[ignored])
+    pids, lives = shell.pids(2), [shell.folder / f"lives-{rank}" for rank in range(2)]
+    wait_for(lambda: all(file.exists() for file in lives))
+    for pid in (launcher.pid, *pids):
+        os.kill(pid, ignored)
+    before = [file.stat().st_size for file in lives]
+    wait_for(lambda: all(file.stat().st_size > size + 5 for file, size in zip(lives, before, strict=True)))
+    assert launcher.poll() is None
+    launcher.terminate()
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 143
+    wait_for_end(pids)
+
+
+@pytest.mark.parametrize(("ignoring", "code"), [([signal.SIGHUP], 0), ([], 129)])
+def test_a_terminal_that_is_closed_ends_a_run_unless_hang_ups_are_ignored(
+    shell: Shell, ignoring: list[int], code: int
+) -> None:
+    shell.script(PID + "while not os.path.exists('closed'): time.sleep(0.01)\nprint('after', flush=True)")
+    ours, theirs = os.openpty()
+    environment = shell.environment({})
+    command = [sys.executable, "-m", "paceline.cli", "run", "-q", "-n", "1", "train.py"]
+    launcher = subprocess.Popen(
+        command, cwd=shell.folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        preexec_fn=lambda: [*(signal.signal(n, signal.SIG_IGN) for n in ignoring), fcntl.ioctl(0, termios.TIOCSCTTY)],
+    )  # fmt: skip
+    shell.started.append(launcher)
+    os.close(theirs)
+    pids = shell.pids(1)
+    os.close(ours)
+    (shell.folder / "closed").touch()
+    assert launcher.wait(timeout=30) == code
     wait_for_end(pids)
 
 
