@@ -980,6 +980,7 @@ class Fleet:
         self._resume = resume
         if resume is not None and steps is not None:
             self._go_on(steps)
+        self._witness.event("load", {"step": (content["steps"] or {}).get("step", 0), "path": str(path)})
         return content["extra"]
 
     def _restore(self, path: Path, content: Mapping[str, Any], *, later: bool = False) -> None:
@@ -1049,8 +1050,9 @@ class Fleet:
     def _arrive(self, resume: Resume) -> None:
         """The script is where the checkpoint was saved: undo what it did to tracked things on its way."""
         self._resume = None
-        if resume.loops == "all" and resume.later:
-            self._restore(resume.path, resume.content)
+        if resume.later:
+            checkpoint.must_match(resume.path, resume.content, self._tracking.things, self._models)
+            self._put_back(resume.path, resume.content)
         self._passes.load_state_dict(resume.passes)
 
     def _warn_everywhere(self, text: str) -> None:
