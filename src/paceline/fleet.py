@@ -939,11 +939,14 @@ class Fleet:
     def _refuse_untracked(self, path: str | Path) -> None:
         """Whatever the checkpoint has for them, they would begin anew."""
         self._tracking.note_averages()  # whether one of those alive is of this training, its first update will tell
-        if missing := self._tracking.missing(optimizers=True):
-            raise MisuseError(
-                f"fleet.load({str(path)!r}) would not give back the state of what is not tracked: call "
-                f"fleet.track({', '.join(missing)}) before it, with your own objects"
-            )
+        missing = self._tracking.missing(optimizers=True)
+        if not missing:
+            return
+        said = f"fleet.load({str(path)!r}) does not give back the state of what is not tracked"
+        advice = f"call fleet.track({', '.join(missing)}) before it, with your own objects"
+        if self._steps is None or not self._steps.begun:
+            raise MisuseError(f"{said}: {advice}")
+        self._warn_everywhere(f"{said}, which stays as it is now: {advice}, if the training is to go on from there")
 
     def _warn_of_missing(self) -> None:
         if self._looked_for == (loop := self._steps.place.loop if self._steps is not None else -1):
@@ -1025,10 +1028,9 @@ class Fleet:
             return
         if resume.passes_over(loop):
             steps.pass_over(resume.saved["step"])
-            self._note(
-                "warning",
-                f"loop {loop + 1} of the script is passed over: {resume.path} was saved in loop {resume.loop + 1}",
-            )
+            if loop == 0:
+                later = f"{resume.path} was saved in the script's loop {resume.loop + 1}"
+                self._warn_everywhere(f"{later}: the {resume.loop} before it are passed over, they give no steps")
             return
         if loop == resume.loop:
             checkpoint.check_length(resume.path, resume.saved, steps.dataset_length)
