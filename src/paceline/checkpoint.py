@@ -241,16 +241,23 @@ def check_length(path: Path | str, steps: Mapping[str, Any] | None, length: int 
 
 def restore(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any], models: Sequence[nn.Module]) -> None:
     """Load everything that `must_match` let pass, or raise ValueError and leave everything as it was."""
+    restore_tracked(path, saved["tracked"], tracked)
+    for model, state in zip(models, saved["models"], strict=True):
+        model.load_state_dict(state)
+
+
+def restore_tracked(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any]) -> None:
+    """The part of `restore` that is not the models'; things that ``saved`` does not know stay as they are."""
     before = {name: copy.deepcopy(thing.state_dict()) for name, thing in tracked.items()}
     for name, thing in tracked.items():
+        if name not in saved:
+            continue
         try:
-            load_into(thing, saved["tracked"][name])
+            load_into(thing, saved[name])
         except Exception as error:
             for other, state in before.items():
                 load_into(tracked[other], state)
             raise ValueError(f"{path}: the state of {name} does not fit: {str(error).splitlines()[0]}") from None
-    for model, state in zip(models, saved["models"], strict=True):
-        model.load_state_dict(state)
 
 
 def load_into(thing: Any, state: Any) -> None:

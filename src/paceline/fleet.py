@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -37,9 +38,9 @@ from paceline.observe.trackers import Trackers
 from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace import make as make_pacer
 from paceline.pace.shares import proportional
-from paceline.passes import Passes, Place
+from paceline.passes import Passes, Place, told_from_json
 from paceline.records import History
-from paceline.resuming import LOOPS, Resume
+from paceline.resuming import LOOPS, Resume, told_again
 from paceline.settings import (
     LoopSettings,
     check_sync_batch_norm,
@@ -185,8 +186,8 @@ class Fleet:
         self._tracking = Tracked(lambda: (p for model in self._models for p in model.parameters()))
         self._known: list[torch.nn.Parameter] = []
         """Parameters that were made equal on all workers."""
-        self._looked_for: int | None = None
-        """The loop in which a `save` looked for what is not tracked."""
+        self._looked_for: tuple[tuple[str, ...], int] | None = None
+        """What was tracked, and in which of the first loops, when a `save` looked for what is not."""
         self._hooks: list[Any] = []
         self._guards: list[Guard] = []
         self._history = History()
@@ -264,6 +265,16 @@ class Fleet:
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the fleet; the context manager does it for you."""
+        if error is None and self._passing is not None and self._passing.replays and self._steps is not None:
+            self._leave(unreached := _unreached(self._passing))
+            raise unreached
+        if error is None and self._steps is not None and self._steps.finished and self._steps.begun:
+            for name, thing in self._tracking.things.items():
+                if isinstance(thing, LRScheduler) and (text := schedules.unfinished(name, thing)):
+                    self._warn_everywhere(text)
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
         if self._steps is not None:
             self._steps.close(orderly=error is None)
         self._tracking.close()
@@ -392,7 +403,7 @@ class Fleet:
                 size=self.size,
             )
             varying = VaryingCount(varying_count, settings.global_batch)
-            place = self._next_place(source)
+            place = self._next_place(source, settings.epochs)
             if (seed := place.seed(self.seed)) != self.seed:
                 source.close()
                 source = self._source(data, seed, split)
@@ -408,13 +419,13 @@ class Fleet:
     def _source(self, data: Any, seed: int, split: bool | None) -> Source:
         return Source(data, device=self.device, seed=seed, rank=self._identity, split=bool(split))
 
-    def _next_place(self, source: Source) -> Place:
+    def _next_place(self, source: Source, epochs: int) -> Place:
         """Which of the script's loops this is."""
         if self._steps is not None:
             self._steps.close()
             self._passes.note(self._steps.place, self._steps.books.passes)
         if self._resume is not None:
-            self._settle_resume(self._resume, source)
+            self._settle_resume(self._resume, source, epochs)
         return self._passes.place(source.dataset)
 
     def _one_order(self, source: Source, order: Order | None, shuffle: bool | None) -> Order | None:
@@ -681,17 +692,21 @@ class Fleet:
     def _between_loops(self, kind: str, call: Callable[[], Any]) -> Any:
         """The call's result, remembered where it lies between two loops: a run that goes on from a checkpoint and makes
         it again, with parameters that are already further on, gets it from there."""
-        if self._outside or not (self._steps is None or self._steps.left):
+        if not (self._steps is None or self._steps.left):
             return call()
-        known = passing.told_again(kind) if (passing := self._passing) is not None else []
+        number, passing = len(self._passes.told), self._passing
+        if self._outside and self._elastic is not None:  # the fleet has made these calls before
+            known = told_again(told_from_json(self._elastic.fleets_told()), kind, number)
+        else:
+            known = passing.told_again(kind, number) if passing is not None else []
         result = known[0] if known else call()
-        self._passes.told.append([kind, checkpoint.plain(result, f"the result of fleet.{kind}")])
+        self._passes.remember(kind, checkpoint.plain(result, f"the result of fleet.{kind}"))
         return result
 
     @property
     def _passing(self) -> Resume | None:
         """The checkpoint that was loaded, while the script passes over loops on its way to where it was saved."""
-        return self._resume if self._resume is not None and self._resume.loops == "all" else None
+        return self._resume if self._resume is not None and self._resume.passing else None
 
     def gather(self, predict: Callable[..., Any], data: Any, *, batch_size: int | None = None, to: str = "all") -> Any:
         """Predictions of the whole of ``data``, in the dataset's order, each sample once: for AUC, F1 or mAP.
@@ -706,6 +721,11 @@ class Fleet:
         """
         if to not in ("all", "leader"):
             raise ValueError(f'fleet.gather(to=...) is "all" or "leader", got {to!r}')
+        if self._passing is not None and self._steps is not None and self._steps.left:
+            raise MisuseError(
+                "fleet.gather between loops that are passed over cannot give what it gave: let the script begin where "
+                'the checkpoint was saved, with fleet.load(..., loops="rest")'
+            )
         with self._meeting("fleet.gather()"):
             return self._gather(predict, data, batch_size, to)
 
@@ -809,7 +829,7 @@ class Fleet:
                 self._come_by_save(passing, self._steps, path)
                 return
         with self._meeting("fleet.save()"):
-            self._tracking.must_agree(self._transport, "fleet.save()")
+            must_agree(self._transport, "fleet.save()", {**self._tracking.facts(), **self._tracking.values_facts()})
             self._warn_of_missing()
             problem = self._transport.gather("fleet.save()", lambda: self._write(path, extra))[0]
         if problem:
@@ -923,7 +943,7 @@ class Fleet:
                 over) or "rest" (it begins with the one where the checkpoint was saved, or with the next if that was
                 over). It needs to be said only where the checkpoint does not tell.
         """
-        if self._steps is not None and self._steps.begun and not self._steps.finished:
+        if self._steps is not None and self._steps.begun and not (self._steps.finished or self._steps.left):
             raise MisuseError("fleet.load in the middle of a training: call it before the first step")
         if loops not in (None, *LOOPS):
             raise ValueError(f'loops must be "all" or "rest", got {loops!r}')
@@ -949,9 +969,9 @@ class Fleet:
         self._warn_everywhere(f"{said}, which stays as it is now: {advice}, if the training is to go on from there")
 
     def _warn_of_missing(self) -> None:
-        if self._looked_for == (loop := self._steps.place.loop if self._steps is not None else -1):
+        if self._looked_for == (now := (tuple(self._tracking.things), min(2, len(self._passes.lengths)))):
             return
-        self._looked_for = loop
+        self._looked_for = now
         if missing := self._tracking.missing():
             self._warn_everywhere(
                 "the checkpoint does not hold the state of what is not tracked, which a run that goes on from it would "
@@ -970,14 +990,18 @@ class Fleet:
             return None
 
     def _take_over(self, path: Path, content: dict[str, Any], *, loops: str | None) -> Any:
-        steps = self._steps if self._steps is not None and not self._steps.begun else None
-        resume = None
-        if content["steps"] is not None and (self._steps is None or steps is not None):
-            resume = Resume(path, content, loops=loops, made=len(self._passes.told))
+        if self._passing is not None and self._steps is not None:
+            self._note("info", f"fleet.load({str(path)!r}): nothing is loaded, because its loop is passed over")
+            return content["extra"]
+        steps = self._steps
+        fresh = steps is None or not (steps.begun or steps.finished)  # else it only goes back to what was
+        resume = Resume(path, content, loops=loops) if fresh and content["steps"] is not None else None
         if resume is not None and steps is not None:
             resume.must_be_in(steps.place.loop, steps.dataset_length)
         self._take_seed(path, content["seed"])
-        self._restore(path, content, later=resume is not None and resume.later)
+        if resume is not None:
+            resume.before = deepcopy({key: self._replica()[key] for key in ("tracked", "state")})
+        self._restore(path, content, later=loops == "all" and resume is not None and resume.passing)
         if content["pace"]["name"] == self.pacer.name:
             self.pacer.load_state_dict(content["pace"]["state"])
         self._resume = resume
@@ -992,12 +1016,15 @@ class Fleet:
             checkpoint.must_match(path, content, self._tracking.things, self._models)
         except ValueError as misfit:
             if not later:
-                raise
+                raise ValueError(
+                    f'{misfit}. (If the script changes its model between loops, say fleet.load(..., loops="all"))'
+                ) from None
             self._note("info", f"{misfit}; it is looked at again where the checkpoint was saved")
             return
         self._put_back(path, content, guard=True)
 
     def _put_back(self, path: Path, content: Mapping[str, Any], *, guard: bool = False) -> None:
+        content = {**content, "tracked": deepcopy(content["tracked"])}  # some keep what they are given
         checkpoint.restore(path, content, self._tracking.things, self._models)
         self.state.load_state_dict(content.get("state", {}), guard=guard)
 
@@ -1012,14 +1039,23 @@ class Fleet:
 
     # -- on the way to where a checkpoint was saved -------------------------------------------------------------------
 
-    def _settle_resume(self, resume: Resume, source: Source) -> None:
+    def _settle_resume(self, resume: Resume, source: Source, epochs: int) -> None:
         """The first loop after loading: find out which of the script's loops it is."""
-        first = resume.loops is None
-        resume.settle(source.length)
-        if resume.loops == "rest" and (first or self._steps is None):
+        guessed = resume.loops is None
+        resume.settle(source.length, epochs)
+        if self._steps is not None:
+            return
+        if resume.loops == "rest":
             self._passes.go_on_after(resume.passes, loop=resume.first)
             if source.length == resume.lengths[-1]:
                 self._passes.recognise(source.dataset, resume.data)
+            if guessed:
+                self._warn_everywhere(f"after {resume.path} the script goes on with its loop {resume.first + 1}")
+        elif resume.replays:  # it begins again where it began
+            checkpoint.restore_tracked(resume.path, resume.before["tracked"], self._tracking.things)
+            self.state.replace(resume.before["state"])
+            text = f"{resume.path} was saved in the script's loop {resume.loop + 1}"
+            self._warn_everywhere(f"{text}: those before it are passed over, they give no steps")
 
     def _go_on(self, steps: Steps) -> None:
         """A loop was made after loading: pass it over, go on in it, or find that everything is behind."""
@@ -1028,9 +1064,6 @@ class Fleet:
             return
         if resume.passes_over(loop):
             steps.pass_over(resume.saved["step"])
-            if loop == 0:
-                later = f"{resume.path} was saved in the script's loop {resume.loop + 1}"
-                self._warn_everywhere(f"{later}: the {resume.loop} before it are passed over, they give no steps")
             return
         if loop == resume.loop:
             checkpoint.check_length(resume.path, resume.saved, steps.dataset_length)
@@ -1039,6 +1072,8 @@ class Fleet:
             if not steps.finished or resume.saved_in_the_loop:
                 self._arrive(resume)
             return
+        if resume.passing:
+            resume.must_have_come_by_save()
         self._arrive(resume)
 
     def _come_by_save(self, resume: Resume, steps: Steps, path: Path) -> None:
@@ -1052,9 +1087,11 @@ class Fleet:
     def _arrive(self, resume: Resume) -> None:
         """The script is where the checkpoint was saved: undo what it did to tracked things on its way."""
         self._resume = None
-        if resume.later:
+        if resume.passing:
             checkpoint.must_match(resume.path, resume.content, self._tracking.things, self._models)
             self._put_back(resume.path, resume.content)
+            if self._steps is not None:
+                self._steps.gradients.statistics_were_set()
         self._passes.load_state_dict(resume.passes)
 
     def _warn_everywhere(self, text: str) -> None:
@@ -1063,6 +1100,13 @@ class Fleet:
 
     def _note(self, level: str, text: str) -> None:
         self._witness.event("note", {"level": level, "text": text})
+
+
+def _unreached(resume: Resume) -> MisuseError:
+    return MisuseError(
+        f"the script ended before it came to where {resume.path} was saved (loop {resume.loop + 1}), so nothing was "
+        'trained: if it begins with a later loop by itself, load with fleet.load(..., loops="rest")'
+    )
 
 
 def _refuse_ddp(module: torch.nn.Module, inputs: Any) -> None:

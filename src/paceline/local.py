@@ -36,11 +36,13 @@ class LocalSteps(Averaged):
     _waited_s = 0.0
     """In the last local step, for the others of the group."""
 
-    def _begin(self) -> Step:
+    def _begin(self) -> Step | None:
         self._require_open()
         self._look_at_the_script()
         if self._outside:
             self._cross_boundary()
+            if self._outside:  # it has entered in a later loop of the script
+                return None
         if self._period is None and self._under_way is None:  # right after a round: everything done is counted
             self.at_boundary(self)
         # Steps begun are not told: a worker that waits for the others' round has not been passed by them.

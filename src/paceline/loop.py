@@ -185,8 +185,12 @@ class Steps:
                 if self.members is not None and self.members.passed_by:
                     self.finished = True
                     return
-                self._step = self._begin()
-                yield self._step
+                step = self._begin()
+                if step is None:
+                    self.finished = True
+                    return
+                self._step = step
+                yield step
                 self._require_committed()
             self.at_boundary(self)
         finally:
@@ -195,11 +199,14 @@ class Steps:
                 self._copies.give(self._packed)
             self._transport.doing("after the last step")
 
-    def _begin(self) -> Step:
+    def _begin(self) -> Step | None:
+        """The next step. None: the fleet is in a later loop, which this newcomer's script has to come to first."""
         self._require_open()
         self._look_at_the_script()
         if self.members is not None:
             self.members.at_boundary()
+            if self.members.still_outside:
+                return None
         self._copies.give(self._packed)
         if self._proxy is not None:
             self._take_copy(self._proxy)
@@ -665,7 +672,8 @@ class Steps:
         said = header.column("rates")
         if len(set(said[said > 0].tolist())) > 1:
             everybody = self._transport.gather("comparing learning rates", self._tracking.hyperparameters)
-            raise MisuseError(unlike_settings(everybody, step=turn.index, missing=self._tracking.missing()))
+            if said_so := unlike_settings(everybody, step=turn.index, missing=self._tracking.missing()):
+                raise MisuseError(said_so)
 
     def _compare_replicas(self, turn: Turn, header: Header) -> None:
         if not differ(header):

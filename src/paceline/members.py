@@ -16,6 +16,7 @@ import torch
 from paceline import checkpoint
 from paceline.books import changes
 from paceline.errors import FleetError
+from paceline.passes import told_to_json
 from paceline.signals import Leave
 from paceline.transport.changes import Change
 from paceline.transport.elastic import Elastic
@@ -56,7 +57,7 @@ class Members:
         """Of the last round: whether everybody has said so."""
         self._led = transport.rank == 0
         transport.settler, transport.intact = self, steps.gradients.intact
-        transport.begin_loop(steps.place.loop + 1)
+        transport.begin_loop(steps.place.loop + 1, told_to_json(passes.told))
         self._loop = transport.loop
 
     # -- at step boundaries ----------------------------------------------------------------------------------------
@@ -104,8 +105,14 @@ class Members:
         self._transport.follow()
 
     def _enter(self) -> None:
-        self._transport.doing("waiting to enter")
-        self._transport.reform()
+        if not self._transport.take_later():
+            self._transport.doing("waiting to enter")
+            self._transport.reform()
+
+    @property
+    def still_outside(self) -> bool:
+        """Whether this worker has entered the fleet, but in a later loop of the script than this one."""
+        return self._transport.outside
 
     @property
     def passed_by(self) -> bool:
@@ -168,10 +175,14 @@ class Members:
         }
         return checkpoint.pack({**self._steps.whole_state(), **run})
 
-    def take(self, data: torch.Tensor, change: Change) -> None:
+    def take(self, data: torch.Tensor, change: Change) -> bool:
+        """A newcomer takes over a peer's state. False: the fleet went on to a later loop while this worker waited, and
+        its script has to come there first."""
         state = checkpoint.unpack(data, device=self._steps.device)
+        if state["loop"] > self._loop:
+            return False
         if state["loop"] != self._loop:
-            raise FleetError(f"the fleet went on to loop {state['loop']} while this worker waited: start it again")
+            raise FleetError(f"this worker's script is in loop {self._loop} and the fleet in {state['loop']}")
         ours = self._agreed()
         for name, theirs in state["agreed"].items():
             if ours.get(name) != theirs:
@@ -183,6 +194,7 @@ class Members:
         self._steps.take_over(state, ahead=_ahead(change))
         self._witness.go_on_in(Path(state["run_dir"]))
         self._due = (0, False, False)
+        return True
 
 
 def _ahead(change: Change) -> list[int]:

@@ -8,12 +8,20 @@ datasets have a seed of their own, so that one made anew for every loop is shuff
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from paceline.feed import key
+from paceline.resuming import LARGE
+
+MOST = 10_000
+"""Numbers in a result that is remembered: more would swell every checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,10 @@ class Passes:
         """So many passes over the loop's dataset have begun, in this loop and before."""
         self._counts[place.data] = passes
 
+    def remember(self, call: str, result: Any) -> None:
+        """What a call between loops gave."""
+        self.told.append([call, LARGE if _size(result) > MOST else deepcopy(result)])
+
     def go_on_after(self, state: Mapping[str, Any], *, loop: int) -> None:
         """Take over saved counts; the next call is loop ``loop``, whatever was called before."""
         self.load_state_dict(state)
@@ -90,6 +102,28 @@ class Passes:
         """For so many datasets; those beyond the ones known here were used before a restart."""
         self._counts += [0] * (size - len(self._counts))
         self._datasets += [_unknown] * (size - len(self._datasets))
+
+
+def told_to_json(told: list[list[Any]]) -> str:
+    """For a worker that passes these loops by.
+
+    >>> told_from_json(told_to_json([["evaluate", {"right": 3.0, "table": torch.ones(2)}]]))[0][1]["table"]
+    tensor([1., 1.], dtype=torch.float64)
+    """
+    return json.dumps(told, default=lambda table: {"table": table.tolist()})
+
+
+def told_from_json(text: str) -> list[list[Any]]:
+    def table(part: dict[str, Any]) -> Any:
+        return torch.tensor(part["table"], dtype=torch.float64) if set(part) == {"table"} else part
+
+    return list(json.loads(text, object_hook=table)) if text else []
+
+
+def _size(result: Any) -> int:
+    """Numbers in a call's result."""
+    values = result.values() if isinstance(result, Mapping) else [result]
+    return sum(int(getattr(value, "numel", lambda: 1)()) for value in values)
 
 
 def _unknown() -> None:

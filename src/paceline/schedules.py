@@ -11,6 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 def check_length(name: str, schedule: LRScheduler, *, steps: int | None, micro_batches: int | None) -> None:
     """Raise ValueError when a schedule is made for another number of steps than the loop has, as far as that shows.
 
+    One that ends, as OneCycleLR does, is refused; others may count epochs as well.
+
     Args:
         name: that it is tracked by.
         steps: of the whole loop; None where workers make as many as they find time for.
@@ -25,13 +27,24 @@ def check_length(name: str, schedule: LRScheduler, *, steps: int | None, micro_b
                 "than a slow one: let the schedule follow step.progress (LambdaLR, see docs/averaging.md), or give "
                 "paceline.Averaging(every_steps=...)"
             )
-        counted = ends if ends is not None else getattr(part, "T_max", None)
-        if counted is not None and counted == micro_batches != steps and steps is not None:
+        if ends is not None and ends == micro_batches != steps:
             raise ValueError(
-                f"{kind} ({name}) is made for {counted} steps, which is epochs * len(loader): that counts micro-"
+                f"{kind} ({name}) is made for {ends} steps, which is epochs * len(loader): that counts micro-"
                 f"batches, and the loop has {steps} steps; use len(steps) of steps = fleet.steps(...), or epochs * "
                 "math.ceil(len(dataset) / global_batch)"
             )
+
+
+def unfinished(name: str, schedule: LRScheduler) -> str:
+    """What to say of a schedule that ends, when the training does and it has not; else nothing."""
+    for part in _parts(schedule):
+        ends: Any = getattr(part, "total_steps", None)
+        if ends is not None and part.last_epoch < ends - 1:
+            return (
+                f"{type(part).__name__} ({name}) had made {part.last_epoch} of its {ends} steps when training ended: "
+                "it counts steps of the fleet, of which an epoch has ceil(samples / global_batch), not micro-batches"
+            )
+    return ""
 
 
 def _parts(schedule: LRScheduler) -> Iterator[LRScheduler]:

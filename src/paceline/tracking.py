@@ -7,11 +7,13 @@ every optimiser that makes a step, and schedules and averaged copies are found a
 from __future__ import annotations
 
 import gc
+import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -36,7 +38,8 @@ class Tracked:
         self.things: dict[str, Any] = {}
         self.state = Values()
         self.scaler: torch.amp.GradScaler | None = None
-        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []
+        """In the order in which they made their first step, the same on every worker."""
         self._averaged: dict[int, int] = {}
         self._last: tuple[list[list[Any]], float] = ([], 0.0)
         """Hyper-parameters when they were looked at last, and their digest."""
@@ -66,17 +69,21 @@ class Tracked:
 
     def facts(self) -> dict[str, Any]:
         """What must be the same on every worker."""
-        values = sorted(name for name, _ in self.state)
-        return {"what fleet.track was given": sorted(self.things), "the names in fleet.state": values}
+        return {"what fleet.track was given": sorted(self.things)}
+
+    def values_facts(self) -> dict[str, Any]:
+        """The same of the script's own values. A newcomer may have fewer, before it takes over the others'."""
+        return {"the names in fleet.state": sorted(name for name, _ in self.state)}
 
     def holds(self, thing: Any) -> bool:
-        return any(thing is tracked for tracked in self.things.values())
+        """Whether it is tracked, by itself or as a part of what is: a schedule of schedules, a wrapped optimiser."""
+        return any(thing is part for tracked in self.things.values() for part in _parts(tracked))
 
     # -- optimisers --------------------------------------------------------------------------------------------------
 
     def _saw_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer not in self._stepped and self._ours(optimizer):
-            self._stepped.add(optimizer)
+        if all(seen() is not optimizer for seen in self._stepped) and self._ours(optimizer):
+            self._stepped.append(weakref.ref(optimizer))
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it updates parameters of the fleet's models."""
@@ -90,7 +97,10 @@ class Tracked:
 
     def stepped_untracked(self) -> Optimizers:
         """Those that were seen to make a step and are not tracked."""
-        return [optimizer for optimizer in self._stepped if not self.holds(optimizer)]
+        return [optimizer for optimizer in self._seen() if not self.holds(optimizer)]
+
+    def _seen(self) -> Optimizers:
+        return [optimizer for seen in list(self._stepped) if (optimizer := seen()) is not None]
 
     def forget_steps(self) -> None:
         """A new loop begins: optimisers of earlier ones may not matter any more."""
@@ -98,8 +108,9 @@ class Tracked:
 
     def _known(self) -> list[tuple[str, torch.optim.Optimizer]]:
         """Every optimiser that is tracked or was seen, by name."""
-        others = sorted(self.stepped_untracked(), key=lambda optimizer: type(optimizer).__name__)
-        return [*self.optimizers.items(), *((f"{type(one).__name__} (not tracked)", one) for one in others)]
+        others = enumerate(self.stepped_untracked(), 1)
+        named = [(f"the untracked {type(one).__name__} (number {number})", one) for number, one in others]
+        return [*self.optimizers.items(), *named]
 
     def hyperparameters(self) -> list[tuple[str, dict[str, Any]]]:
         """What each parameter group of every known optimiser is updated with, and the group's name."""
@@ -141,11 +152,11 @@ class Tracked:
     def _missing(self, *, optimizers: bool) -> list[str]:
         alive = _alive(torch.optim.Optimizer, LRScheduler, AveragedModel)
         missing = [thing for thing in alive if not self.holds(thing)]
-        known = [*self.optimizers.values(), *self._stepped]
+        known = [*self.optimizers.values(), *self._seen()]
         found = []
         for thing in missing:
             if isinstance(thing, torch.optim.Optimizer):
-                seen = thing in self._stepped or (optimizers and self._ours(thing))
+                seen = any(thing is one for one in self._seen()) or (optimizers and self._ours(thing))
                 found += [f"optimizer={type(thing).__name__}"] if seen and keeps_state(thing) else []
             elif isinstance(thing, LRScheduler):
                 found += [f"scheduler={type(thing).__name__}"] if any(thing.optimizer is one for one in known) else []
@@ -169,7 +180,7 @@ def digest_of(settings: Sequence[tuple[str, dict[str, Any]]]) -> float:
 
 
 def unlike_settings(everybody: Sequence[Sequence[Sequence[Any]]], *, step: int, missing: Sequence[str]) -> str:
-    """Which group's settings differ between which workers, and why that may be.
+    """Which group's settings differ between which workers, and why that may be; empty when they are as good as equal.
 
     >>> lr = [[["group 0 of optimizer", {"lr": rate}]] for rate in (0.1, 0.2)]
     >>> print(unlike_settings(lr, step=3, missing=[])[:91])
@@ -178,13 +189,17 @@ def unlike_settings(everybody: Sequence[Sequence[Sequence[Any]]], *, step: int, 
     groups: list[dict[str, dict[str, Any]]] = [{name: settings for name, settings in mine} for mine in everybody]  # noqa: C416
     named = [(group, setting) for group, settings in groups[0].items() for setting in settings]
     told = [[mine.get(group, {}).get(setting) for mine in groups] for group, setting in named]
-    apart = [(*where, values) for where, values in zip(named, told) if any(value != values[0] for value in values)]
+    apart = [
+        (*where, values) for where, values in zip(named, told) if any(_unlike(value, values[0]) for value in values)
+    ]
     if apart:
         group, setting, values = apart[0]
-        other = next(worker for worker, value in enumerate(values) if value != values[0])
+        other = next(worker for worker, value in enumerate(values) if _unlike(value, values[0]))
         said = f"{setting} in {group} is {values[0]} on worker 0 and {values[other]} on worker {other}"
-    else:
+    elif any(set(mine) != set(groups[0]) for mine in groups):
         said = "they do not have the same optimizers"
+    else:
+        return ""
     untracked = f"{', '.join(missing)} is not tracked, so a worker that joined or returned began it anew; "
     return (
         f"workers update with unlike settings in step {step}: {said}. Likely causes: {untracked if missing else ''}"
@@ -194,15 +209,33 @@ def unlike_settings(everybody: Sequence[Sequence[Sequence[Any]]], *, step: int, 
     )
 
 
+def _unlike(one: Any, other: Any) -> bool:
+    """Whether two settings differ by more than rounding; what a device keeps for itself is not known."""
+    if one is None or other is None:
+        return False
+    if isinstance(one, float) and isinstance(other, float):
+        return not math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-30)
+    return bool(one != other)
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    """A tracked thing, and what it is made of."""
+    yield thing
+    for part in getattr(thing, "_schedulers", ()):
+        yield from _parts(part)
+    if not isinstance(thing, torch.nn.Module):
+        yield from (part for part in getattr(thing, "__dict__", {}).values() if isinstance(part, torch.optim.Optimizer))
+
+
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: plain for name, value in group.items() if name not in _OF_THE_DEVICE for plain in _comparable(value)}
 
 
 def _looked_at(value: Any) -> Any:
     """Something to be compared with ``==`` later, also when the value is changed in place."""
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 and value.device.type == "cpu" else id(value)
-    return list(value) if isinstance(value, list) else value
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return _comparable(value) or id(value)
+    return [_looked_at(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _comparable(value: Any) -> list[Any]:
@@ -212,7 +245,11 @@ def _comparable(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         parts = [part for item in value for part in _comparable(item)]
         return [parts] if len(parts) == len(value) else []
-    return [value] if isinstance(value, (bool, int, float, str, type(None))) else []
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return [float(value)]  # not one of its subclasses, which are written differently
+    return [value] if isinstance(value, (bool, int, str, type(None))) else []
 
 
 def _alive(*kinds: type) -> list[Any]:

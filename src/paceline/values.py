@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 from paceline.checkpoint import plain
-from paceline.errors import MisuseError
+
+logger = logging.getLogger("paceline")
 
 
 class Values:
@@ -33,11 +36,14 @@ class Values:
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._unread:
-            raise MisuseError(
-                f"fleet.state.{name} was just loaded from a checkpoint ({self._values[name]!r}) and would be lost: "
-                "give it its first value before fleet.load"
+        if name in self._unread and self._values[name] != value:
+            logger.warning(
+                "fleet.state.%s was just loaded from a checkpoint (%r) and is lost: give it its first value before "
+                "fleet.load",
+                name,
+                self._values[name],
             )
+        self._unread.discard(name)
         self._values[name] = plain(value, f"fleet.state.{name}")
 
     def __delattr__(self, name: str) -> None:
@@ -57,11 +63,16 @@ class Values:
         return {name: plain(value, f"fleet.state.{name}") for name, value in self}
 
     def load_state_dict(self, state: Mapping[str, Any], *, guard: bool = False) -> None:
-        """``guard``: until `loop_begins`, a value that nobody has looked at is not overwritten by the script."""
-        self._values.update(state)
+        """``guard``: until `loop_begins`, the script is warned when it overwrites a value that it has not looked at."""
+        self._values.update(deepcopy(dict(state)))
         self._unread.clear()
         if guard:
             self._unread.update(state)
+
+    def replace(self, state: Mapping[str, Any]) -> None:
+        """Exactly these values."""
+        self._values.clear()
+        self.load_state_dict(state)
 
     def loop_begins(self) -> None:
         self._unread.clear()

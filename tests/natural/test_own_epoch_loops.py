@@ -69,8 +69,9 @@ for epoch in range(first, 4):
             break
     else:
         scheduler.step()
-        if stop == "between" and epoch == 1:
+        if path:
             fleet.save(path, extra=epoch + 1)
+        if stop == "between" and epoch == 1:
             break
         continue
     break

@@ -38,7 +38,7 @@ class Settler(Protocol):
     def give(self) -> torch.Tensor:
         """The whole state at this step boundary, for a newcomer, as bytes."""
 
-    def take(self, data: torch.Tensor, change: Change) -> None:
+    def take(self, data: torch.Tensor, change: Change) -> bool:
         """Take over a peer's state."""
 
 

@@ -47,7 +47,7 @@ BURY_S = 3.0
 IN_VAIN_S = 3.0
 """How long a worker that was asked to leave waits for a roster that is away, in the middle of a step."""
 STATE_TAG = 1 << 29
-LOOP = "loop"
+LOOP, TOLD = "loop", "told"
 WAITED = "left (SIGTERM) while it waited"
 PREFIX = "generation"
 """Of a generation's keys in the store, before its number."""
@@ -94,6 +94,9 @@ class Elastic(Linked):
         """Whether the last round's result is still as it was, to be handed over."""
         self.deaf = False
         """Signals do not come through: the roster, which keeps the store, is away."""
+        self._told = ""
+        self._later: tuple[torch.Tensor, Change] | None = None
+        """A state that was handed to this newcomer, of a loop that its script has yet to come to."""
         self.loop = 0
         """The number of the loop (``fleet.steps``) that this worker's script is in, from 1; 0 before the first."""
         self._free = threading.Event()
@@ -151,24 +154,33 @@ class Elastic(Linked):
         self._member.leave(LEFT if agreed else WAITED)
         self.outside = True
 
-    def begin_loop(self, number: int) -> None:
-        """This worker's script begins another loop, with ``number - 1`` loops before it."""
-        self.loop = number
+    def begin_loop(self, number: int, told: str) -> None:
+        """This worker's script begins another loop, with ``number - 1`` loops before it. ``told``: what a newcomer that
+        passes them by needs to know, in words of the training's own."""
+        self.loop, self._told = number, told
         self._note_loop()
 
     def _note_loop(self) -> None:
         if not self.outside and self._rank == 0:
             with suppress(RuntimeError):
+                self._root.set(TOLD, self._told)
                 self._root.set(LOOP, str(self.loop))
+
+    def fleets_told(self) -> str:
+        """For a worker that waits to enter: what the fleet said when its loop began; empty when nobody knows."""
+        return self._ask_fleet(TOLD)
 
     def fleets_loop(self) -> int:
         """For a worker that waits to enter: the loop that the fleet is in; 0 when nobody knows."""
+        return int(self._ask_fleet(LOOP) or 0)
+
+    def _ask_fleet(self, key: str) -> str:
         host, port = self._member.store
         with suppress(RuntimeError):
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STORE)
-            if store.check([LOOP]):
-                return int(store.get(LOOP))
-        return 0
+            if store.check([key]):
+                return str(store.get(key), "utf-8")
+        return ""
 
     # -- from one generation to the next ---------------------------------------------------------------------------
 
@@ -358,8 +370,10 @@ class Elastic(Linked):
             if isinstance(error, PacelineError):
                 raise
             raise self.failed(error) from None
-        self.outside = False
-        if self._rank == 0:
+        self.outside = self._later is not None
+        if self.outside:  # the others wait for it in their next round
+            self.rank, self.size, self.workers = 1, 2, (-1, self._member.id)
+        elif self._rank == 0:
             self._note_loop()
             threading.Thread(target=_tidy, args=(self._aside.clone(), self._number), daemon=True).start()
 
@@ -453,7 +467,19 @@ class Elastic(Linked):
         assert change is not None
         assert self.settler is not None
         self._show(change)
-        self.settler.take(data, change)
+        if not self.settler.take(data, change):
+            self._later = (data, change)
+
+    def take_later(self) -> bool:
+        """The script of a newcomer has come to the loop that the fleet was in when it entered. False: the fleet was
+        formed anew meanwhile, so it is to enter as one who is new."""
+        later, self._later = self._later, None
+        if later is None or self._over >= self._number:
+            return False
+        assert self.settler is not None
+        self._show(later[1])
+        self.outside = not self.settler.take(*later)
+        return not self.outside
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
