@@ -518,7 +518,7 @@ class Fleet:
             if source.batched:
                 raise ValueError(
                     f'combine="{self.combine.name}" weighs workers by samples, and a batch_sampler deals batches: '
-                    'use combine="gradients", or a DataLoader with batch_size (like lengths side by side: docs/data.md)'
+                    'use combine="gradients", or a DataLoader with batch_size'
                 )
             local = {"combine": self.combine, "models": self._models, "failures": self._failures, "lengths": ()}
             local["first_round"] = self._steps_so_far("round")

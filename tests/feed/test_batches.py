@@ -35,6 +35,17 @@ class Pairs(Sampler[list[int]]):
             yield batch
 
 
+class Told(Sampler[list[int]]):
+    def __init__(self, batches: list[list[int]]) -> None:
+        self.batches, self.epoch = batches, -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
 class ByEpoch(Sampler[int]):
     epoch = -1
 
@@ -75,6 +86,35 @@ def test_a_list_of_batches_that_the_script_changes_after_the_draw_is_refused() -
         order.check_unchanged(1)
 
 
+def test_an_evaluation_of_the_same_batches_does_not_disturb_the_training() -> None:
+    sampler = Told([[0, 1], [2]])
+    order = BatchOrder(sampler, length=3, seed=0)
+    order(4)
+    loader = DataLoader(TensorDataset(torch.arange(3)), batch_sampler=sampler)
+    source = Source(loader, device=torch.device("cpu"), seed=0)
+    assert source.once == 3
+    assert source.batch_size == 1
+    assert sampler.epoch == 4
+    order.check_unchanged(4)
+
+
+def test_batches_that_are_shuffled_in_place_cannot_be_drawn_again_beyond_the_first_epoch() -> None:
+    class InPlace(Sampler[list[int]]):
+        def __init__(self) -> None:
+            self.batches = [[number] for number in range(N)]
+
+        def __iter__(self) -> Iterator[list[int]]:
+            random.shuffle(self.batches)
+            return iter(self.batches)
+
+    first, second = (Feed(N, workers=1, order=BatchOrder(InPlace(), length=N, seed=0)) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    first.open(1)
+    third = Feed(N, workers=1, order=BatchOrder(InPlace(), length=N, seed=0), epoch=1)
+    with pytest.raises(ValueError, match="now gives another order"):
+        third.load_state_dict(first.state_dict())
+
+
 def test_a_batch_sampler_without_an_end_is_refused() -> None:
     class Endless(Sampler[list[int]]):
         def __iter__(self) -> Iterator[list[int]]:
@@ -106,7 +146,8 @@ def test_batches_that_hold_every_sample_once_are_told_from_others() -> None:
 
 def test_a_number_that_may_be_meant_as_samples_is_warned_of() -> None:
     batches = Batches.of([[0] * 16] * 100)
-    assert unit_said("Buckets", batches, global_batch=4, workers=4)[0] == "info"
+    assert unit_said("Buckets", batches, global_batch=8, workers=1)[0] == "info"
+    assert unit_said("Buckets", batches, global_batch=48, workers=4)[0] == "info"
     level, text = unit_said("Buckets", batches, global_batch=64, workers=4)
     assert level == "warning"
     assert text.endswith("about 1024 samples; if you mean 64 samples a step, write global_batch=4")

@@ -105,7 +105,7 @@ def unit_said(name: str, batches: Batches, *, global_batch: int, workers: int) -
         f"global_batch={global_batch} counts the batches of {name}: a step is {global_batch} of the {len(batches)} it "
         f"gives now, about {samples} samples"
     )
-    meant = max(1, round(global_batch / batches.mean))
-    if batches.mean == 1 or meant < workers:
+    meant = global_batch // batches.mean
+    if batches.mean == 1 or meant < workers:  # so few samples would not give everybody a batch
         return "info", text
     return "warning", f"{text}; if you mean {global_batch} samples a step, write global_batch={meant}"

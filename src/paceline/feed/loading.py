@@ -95,7 +95,7 @@ class Source:
         length = self.length or 0
         if self.order is None:
             return length
-        drawn = self.order(0)
+        drawn = self.order.aside(0)
         if not isinstance(drawn, Batches):
             return drawn
         self.batch_size = drawn.mean

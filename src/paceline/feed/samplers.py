@@ -11,6 +11,7 @@ import io
 import pickle
 import random
 from collections.abc import Iterator, Sequence
+from copy import copy
 from hashlib import blake2b
 from itertools import islice
 from operator import index as as_int
@@ -46,6 +47,10 @@ class DrawnOrder(Generic[Drawn]):
         drawn = self._draw(epoch)
         self._after = state_of(self._sampler)
         return drawn
+
+    def aside(self, epoch: int) -> Drawn:
+        """The same for an evaluation, by a copy of the sampler: a training may be in the middle of another epoch."""
+        return type(self)(copy(self._sampler), length=self._length, seed=self._seed)(epoch)
 
     def _draw(self, epoch: int) -> Drawn:
         self._tell(epoch)
