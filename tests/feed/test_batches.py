@@ -142,6 +142,7 @@ def test_batches_that_hold_every_sample_once_are_told_from_others() -> None:
     assert once_each(Batches.of([[2, 0], [1]]), 3)
     assert not once_each(Batches.of([[2, 0], [0]]), 3)
     assert not once_each(Batches.of([[2, 0]]), 3)
+    assert not once_each(Batches.of([[2, 0], [-2]]), 3)
 
 
 def test_a_number_that_may_be_meant_as_samples_is_warned_of() -> None:

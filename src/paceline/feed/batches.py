@@ -95,7 +95,7 @@ class BatchOrder(DrawnOrder[Batches]):
 
 def once_each(batches: Batches, length: int) -> bool:
     """Whether they hold every sample of the dataset exactly once."""
-    return len(batches.indices) == length and bool((np.bincount(batches.indices, minlength=length) == 1).all())
+    return np.array_equal(np.sort(batches.indices), np.arange(length))
 
 
 def unit_said(name: str, batches: Batches, *, global_batch: int, workers: int) -> tuple[str, str]:

@@ -134,7 +134,7 @@ def _read_batch_sampler(batches: Any) -> Any:
             "or an object whose __iter__ gives them for every epoch"
         )
     for one in within(batches):
-        if any(getattr(one, parts, 1) != 1 for parts in _PARTS):
+        if any((getattr(one, parts, None) or 1) != 1 for parts in _PARTS):
             raise ValueError(
                 f"the DataLoader's batch_sampler ({name}) gives one worker's part ({type(one).__name__} divides), and "
                 "Paceline deals the parts: make it so that it gives all batches of an epoch on every worker"

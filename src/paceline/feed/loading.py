@@ -98,7 +98,7 @@ class Source:
         drawn = self.order.aside(0)
         if not isinstance(drawn, Batches):
             return drawn
-        self.batch_size = drawn.mean
+        self.batch_size = drawn.mean  # known only now
         return length if once_each(drawn, length) else drawn.indices
 
     def new_epoch(self, epoch: int) -> None:
