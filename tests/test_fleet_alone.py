@@ -152,7 +152,7 @@ def test_sizes_that_make_no_sense_are_refused_and_the_fleet_can_be_used_again(
     [
         (TensorDataset(torch.empty(0, 3)), "the dataset is empty"),
         ([], "the dataset is empty"),
-        (DataLoader(numbers(), batch_sampler=[[0, 1]]), "batch_sampler"),
+        (DataLoader(numbers(), batch_sampler=iter([[0, 1]])), "batch_sampler"),
         (DataLoader(numbers(), batch_size=None), "batch_size=None"),
         (object(), "has no length"),
     ],

@@ -59,6 +59,10 @@ class Books:
         self._transport, self._history, self._observe = transport, history, observe
         self._unit, self._avoid_singles = unit, avoid_singles
         self._compare = False
+        self._newest: StepRecord | None = None
+        """The newest record, as the pacer sees it."""
+        self.promised: int | None = None
+        """Steps of an epoch, as ``len(steps)`` has told somebody."""
 
     # -- open ------------------------------------------------------------------------------------------------------
 
@@ -186,7 +190,7 @@ class Books:
         rest = tuple(all_ - before for all_, before in zip(record.samples, turn.counted, strict=True))
         ranges = joined(turn.ranges, self.dealing.commit(rest, bool(header.column("ended").all())))
         record = replace(record, ranges=ranges)
-        self._remember(record)
+        told = self._remember(record)
         self.index += 1
         self.epoch_step += 1
         self.plan = header.read_plan()
@@ -197,13 +201,14 @@ class Books:
         turn.ends_epoch = self.dealing.remaining == 0
         if turn.ends_epoch:
             self._open_epoch(self.dealing.epoch + 1)
-        turn.progress, turn.finishes, turn.record = self.progress, self.finished, record
-        return record
+        turn.progress, turn.finishes, turn.record = self.progress, self.finished, told
+        return told
 
     def note(self, record: StepRecord) -> None:
+        """Tell of the newest record."""
         self._observe("step", vars(record))
-        if self.learn is not None:
-            self.learn(record)
+        if self.learn is not None and self._newest is not None:
+            self.learn(self._newest)
 
     # -- for rounds between local steps ------------------------------------------------------------------------------
 
@@ -213,13 +218,15 @@ class Books:
 
     def observe(self, record: StepRecord) -> None:
         """A round of parameters is over."""
-        self._remember(record)
-        self.note(record)
+        self.note(self._remember(record))
 
-    def _remember(self, record: StepRecord) -> None:
-        self._history.append(record)
+    def _remember(self, record: StepRecord) -> StepRecord:
+        """Returns the record as all others are told of it, in samples; the pacer plans in what is dealt."""
+        told, self._newest = self.dealing.told(record), record
+        self._history.append(told)
         if self._transport.size > 1 or self._transport.elastic:  # a worker alone has nothing to divide
             self.pacer.observe(record)
+        return told
 
     @property
     def end_epoch(self) -> int:
@@ -246,6 +253,19 @@ class Books:
         self.epoch_step = 0 if length is None else max(0, self.epoch_step + length // -self.settings.global_batch)
         if not self.finished:
             self.dealing.open(epoch)
+            self._check_promise(epoch)
+
+    def _check_promise(self, epoch: int) -> None:
+        """A custom order may have another length in every epoch."""
+        now = None if self.dealing.length is None else -(-self.dealing.length // self.settings.global_batch)
+        if self.promised is None or now in (None, self.promised):
+            return
+        text = (
+            f"epoch {epoch} has {now} steps, and len(steps) was asked when an epoch had {self.promised}: the order has "
+            "another length, so let schedules follow step.progress"
+        )
+        self.promised = now
+        self._observe("note", {"level": "warning", "text": text, "everywhere": True})
 
     @property
     def progress(self) -> float:

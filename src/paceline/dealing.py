@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.feed import Feed, Order, Ranges, Source, total
-from paceline.records import Range
+from paceline.feed import Batches, Feed, Order, Ranges, Source, total
+from paceline.records import Range, StepRecord
 from paceline.settings import LoopSettings
 
 Piece = tuple[tuple[Range, ...], NDArray[np.int64]]
@@ -28,6 +29,13 @@ class MicroBatch(NamedTuple):
     """Of its first sample in the epoch's order: the key of its random numbers."""
     last: bool
     """Nothing more comes in this step."""
+    given: int = 0
+    """Samples in it where it counts as one, because it was given whole; 0: it counts its samples."""
+
+    @property
+    def rows(self) -> int:
+        """The samples in it."""
+        return self.given or self.samples
 
 
 class Dealing(Protocol):
@@ -38,8 +46,18 @@ class Dealing(Protocol):
     ended: bool
     """This worker's stream has no more samples (datasets with a length: always False)."""
 
+    unit: str
+    """What a share counts."""
+
     @property
     def epoch(self) -> int: ...
+
+    @property
+    def at_once(self) -> int:
+        """Samples that go through the model at once, at most or on average."""
+
+    def told(self, record: StepRecord) -> StepRecord:
+        """The record of the step under way, before its commit or just after it, for those outside: in samples."""
 
     @property
     def length(self) -> int | None:
@@ -137,6 +155,7 @@ class FromFeed:
     """Micro-batches of a dataset with a length: every sample of the epoch once."""
 
     ended = False
+    unit = "samples"
 
     def __init__(self, feed: Feed, source: Source, *, rank: int, micro_batch: int, ahead: Sequence[int]) -> None:
         self.micro_batch = micro_batch
@@ -151,6 +170,13 @@ class FromFeed:
     @property
     def epoch(self) -> int:
         return self._feed.epoch
+
+    @property
+    def at_once(self) -> int:
+        return self.micro_batch
+
+    def told(self, record: StepRecord) -> StepRecord:
+        return record
 
     @property
     def length(self) -> int:
@@ -283,6 +309,58 @@ class FromFeed:
         self._feed.load_state_dict(state, workers=self._feed.workers)
 
 
+class FromBatches(FromFeed):
+    """Micro-batches that a batch sampler gives: a share is a number of batches, and each is dealt and counted whole."""
+
+    unit = "batches"
+
+    @property
+    def batches(self) -> Batches:
+        """Of the open epoch."""
+        assert self._feed.batches is not None
+        return self._feed.batches
+
+    @property
+    def at_once(self) -> int:
+        return self.batches.mean
+
+    def _cut(self, ranges: Sequence[Range]) -> list[Piece]:
+        """A piece's positions are those of its samples: their noise is keyed by them."""
+        return list(self.batches.each(ranges))
+
+    def take(self, largest: int | None = None) -> MicroBatch | None:
+        if not self._pieces:
+            return None
+        ranges, indices = self._pieces.popleft()
+        batch = self._source.take(self._pieces_epoch, ranges, indices)
+        return MicroBatch(batch, 1, self._pieces_epoch, ranges[0][0], last=not self._pieces, given=len(indices))
+
+    @property
+    def left(self) -> int:
+        return len(self._pieces)
+
+    def shrink(self, size: int, *, again: bool) -> bool:
+        return False
+
+    def told(self, record: StepRecord) -> StepRecord:
+        """Before the commit a step's batches are the heads of the queues; after it, what was left undone is."""
+        done = record.ranges or self._heads(record.samples)
+        undone = [planned - counted for planned, counted in zip(record.planned, record.samples, strict=True)]
+        dealt = self._heads(undone if record.ranges else record.planned)
+        samples = self._in_samples(done)
+        before = samples if record.ranges else (0,) * len(samples)
+        planned = tuple(a + b for a, b in zip(before, self._in_samples(dealt), strict=True))
+        ranges = tuple(self.batches.flat(mine) for mine in record.ranges)
+        return replace(record, samples=samples, planned=planned, ranges=ranges)
+
+    def _heads(self, counts: Sequence[int]) -> list[tuple[Range, ...]]:
+        """The first so many batches of each queue."""
+        return [Ranges(self._feed.queue(rank)).take_front(max(0, count)) for rank, count in enumerate(counts)]
+
+    def _in_samples(self, parts: Iterable[Sequence[Range]]) -> tuple[int, ...]:
+        return tuple(total(self.batches.flat(part)) for part in parts)
+
+
 class FromStream:
     """Micro-batches of an iterable dataset: each worker draws from its own stream, and the epoch ends with the last.
 
@@ -295,6 +373,7 @@ class FromStream:
 
     length = None
     next_length = None
+    unit = "samples"
 
     def __init__(
         self, source: Source, *, identity: int, micro_batch: int, rank: int = 0, size: int = 1, epoch: int = 0
@@ -309,6 +388,13 @@ class FromStream:
         self._source, self._identity = source, identity
         self._share = self._drawn = 0
         self._all_ended = False
+
+    @property
+    def at_once(self) -> int:
+        return self.micro_batch
+
+    def told(self, record: StepRecord) -> StepRecord:
+        return record
 
     @property
     def remaining(self) -> int | None:
@@ -414,4 +500,10 @@ def make_dealing(
         multiple_of=settings.global_batch if settings.drop_last else 1,
         epoch=epoch,
     )
-    return FromFeed(feed, source, rank=rank, micro_batch=settings.micro_batch, ahead=ahead)
+    if feed.batches is not None and settings.global_batch > feed.length:
+        raise ValueError(
+            f"global_batch={settings.global_batch} counts batches where a batch_sampler gives them, and this one gives "
+            f"{feed.length} an epoch: write how many of them make a step, over the whole fleet"
+        )
+    kind = FromFeed if feed.batches is None else FromBatches
+    return kind(feed, source, rank=rank, micro_batch=settings.micro_batch, ahead=ahead)

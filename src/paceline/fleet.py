@@ -24,10 +24,10 @@ from paceline.combine.scaling import give_back
 from paceline.combine.second_order import needs_graph
 from paceline.combine.varying import VaryingCount
 from paceline.combining import check_combine, failures_from_env, make_combine
-from paceline.dealing import make_dealing
+from paceline.dealing import FromBatches, make_dealing
 from paceline.endings import end_with_one_line
 from paceline.errors import FleetError, MisuseError
-from paceline.feed import Order, Source
+from paceline.feed import Batches, Order, Source, unit_said
 from paceline.feed.overlap import overlapped
 from paceline.hooks import hooks_text
 from paceline.local import LocalSteps
@@ -371,7 +371,8 @@ class Fleet:
 
         Args:
             data: a Dataset, or a DataLoader, whose dataset, collate function and loader processes are used.
-            global_batch: samples a step, over the whole fleet.
+            global_batch: samples a step, over the whole fleet. With a DataLoader whose ``batch_sampler`` gives the
+                batches, a step is so many of its *batches*: each is one micro-batch and counts by its samples.
             micro_batch: samples that go through the model at once: a number, one per worker, or "auto".
             epochs: passes over the data; each sample counts once in each.
             shuffle: a new order every epoch; as the DataLoader says, else True.
@@ -433,7 +434,8 @@ class Fleet:
         if source.order is None:
             return order
         if order is not None or shuffle is not None:
-            raise ValueError("the DataLoader's sampler gives the order: leave order= and shuffle= out, or the sampler")
+            given = "batch_sampler" if source.batched else "sampler"
+            raise ValueError(f"the DataLoader's {given} gives the order: leave order= and shuffle= out, or the {given}")
         return source.order
 
     def _check_split(self, source: Source, split: bool | None) -> None:
@@ -461,12 +463,13 @@ class Fleet:
         self._spread_what_is_new()
         agreed = {key: value for key, value in vars(settings).items() if key != "micro_batch"}
         facts = {"dataset length": source.length, **agreed, "order": order is not None, "varying_count": varying.rule}
-        facts["split"] = source.split
+        facts |= {"split": source.split, "batch_sampler": source.batched}
         must_agree(self._transport, "fleet.steps()", {**facts, "the loop": list(vars(place).values())})
         own = [source.ahead * settings.micro_batch, settings.micro_batch, self.device.type]
         everybody = self._transport.gather("loading ahead", own)
         ahead, sizes, devices_there = ([row[column] for row in everybody] for column in range(3))
-        check_sync_batch_norm(self._models, pace=self.pacer.name, settings=settings, sizes=sizes, length=source.length)
+        length = None if source.batched else source.length
+        check_sync_batch_norm(self._models, pace=self.pacer.name, settings=settings, sizes=sizes, length=length)
         gradients = self._gradients(settings.auto)
         gradients.varying = varying
         try:
@@ -482,8 +485,9 @@ class Fleet:
             "steps",
             {
                 "length": source.length,
-                "global_batch": settings.global_batch,
-                "micro_batch": sizes,
+                "global_batch": None if source.batched else settings.global_batch,
+                "micro_batch": None if source.batched else sizes,
+                **({"batches": settings.global_batch} if source.batched else {}),
                 "epochs": steps.books.end_epoch,
                 "first_epoch": steps.books.first_epoch,
                 "steps": steps.most,
@@ -523,6 +527,11 @@ class Fleet:
         compiled = any(is_compiled(model) for model in self._models)
         local: dict[str, Any] = {}
         if not isinstance(self.combine, str):
+            if source.batched:
+                raise ValueError(
+                    f'combine="{self.combine.name}" weighs workers by samples, and a batch_sampler deals batches: '
+                    'use combine="gradients", or a DataLoader with batch_size'
+                )
             local = {"combine": self.combine, "models": self._models, "failures": self._failures, "lengths": ()}
             local["first_round"] = self._steps_so_far("round")
             part = getattr(self.combine, "overlap", 0.0) if isinstance(self.combine, ElasticAverage) else 0.0
@@ -550,7 +559,7 @@ class Fleet:
             ),
             settings=settings,
             unit=max(sizes) if (compiled if whole is None else whole) else 1,
-            avoid_singles=any(has_batch_norm(model) for model in self._models),
+            avoid_singles=not source.batched and any(has_batch_norm(model) for model in self._models),
             seed=place.seed(self.seed),
             device=self.device,
             machine=self.machine,
@@ -568,8 +577,20 @@ class Fleet:
         steps.dataset_length, steps.at_boundary = source.length, self._at_boundary
         if source.length is not None and source.batch_size is not None:
             steps.micro_batches = settings.epochs * -(-source.length // source.batch_size)
+        if isinstance(steps.dealing, FromBatches):
+            batches = steps.dealing.batches
+            steps.micro_batches = settings.epochs * len(batches)
+            self._say_unit(source, settings, batches)
         steps.before_first, steps.after_first = self._before_first_step, self._check_tracked
         return steps
+
+    def _say_unit(self, source: Source, settings: LoopSettings, batches: Batches) -> None:
+        """What ``global_batch`` counts is said once for each kind of batch sampler."""
+        assert source.order is not None
+        if source.order.name not in self._warned_of:
+            self._warned_of.add(source.order.name)
+            level, text = unit_said(source.order.name, batches, global_batch=settings.global_batch, workers=self.size)
+            self._witness.event("note", {"level": level, "text": text, "everywhere": True})
 
     def _before_first_step(self, steps: Steps) -> None:
         """What a loop needs is there by now: everybody tracks the same, and everything where it may be handed over."""
@@ -771,7 +792,7 @@ class Fleet:
             if source.length is None:
                 raise ValueError(f"{call} needs a dataset with a length, so that every sample counts once")
             must_agree(self._transport, f"{call}()", {**evaluating.facts_of(source), **facts})
-            own = self._steps.settings.micro_batch if self._steps is not None else 64
+            own = self._steps.dealing.at_once if self._steps is not None else 64
             yield source, whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
         finally:
             source.close()

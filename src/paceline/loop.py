@@ -169,6 +169,7 @@ class Steps:
                 "with rounds by the clock a fast worker makes more steps than a slow one, so nobody knows how many: "
                 "follow step.progress, or use paceline.Averaging(every_steps=...)"
             )
+        self.books.promised = self.most // self.settings.epochs
         return self.most
 
     @property
@@ -495,7 +496,9 @@ class Steps:
             self.gradients.mean(header, clip_norm, own=own)
         if not turn.bounded:
             turn.record = replace(self._record(turn, header), grad_norm=self.gradients.known_norm if apply else None)
-        step.record = turn.record
+            step.record = self.dealing.told(turn.record)
+        else:
+            step.record = turn.record
         return apply
 
     def _run_round(self, turn: Turn) -> None:

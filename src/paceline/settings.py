@@ -19,8 +19,9 @@ class LoopSettings:
     """What ``fleet.steps`` was asked for, as plain numbers."""
 
     global_batch: int
+    """Samples a step, or batches where a batch sampler gives them."""
     micro_batch: int
-    """This worker's."""
+    """This worker's; 1 where a batch sampler gives the batches."""
     auto: bool
     epochs: int
     shuffle: bool
@@ -79,6 +80,13 @@ def read_settings(
 ) -> LoopSettings:
     """What the user asked for, completed by what the DataLoader says."""
     global_batch = whole_number("global_batch", global_batch)
+    if source.batched:
+        if micro_batch is not None:
+            raise ValueError(
+                "the DataLoader's batch_sampler gives the micro-batches, each dealt whole: leave micro_batch= out, and "
+                "let global_batch say how many of its batches make a step, over the whole fleet"
+            )
+        micro_batch = 1
     own, auto = own_micro_batch(
         micro_batch, global_batch=global_batch, rank=rank, size=size, loader_batch=source.batch_size
     )

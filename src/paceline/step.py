@@ -36,8 +36,8 @@ class Step:
         index (int): counts the fleet's steps from 0, over all epochs and restarts.
         epoch (int): the epoch this step belongs to, from 0.
         ends_epoch (bool): whether this is the epoch's last step; with deadlines it is sure after the commit.
-        share (int): samples dealt to this worker for this step, 0 or more. With a deadline: more than it is expected
-            to do; 0 when the round closed before it came.
+        share (int): samples dealt to this worker for this step, 0 or more (batches, where a batch sampler gives
+            them). With a deadline: more than it is expected to do; 0 when the round closed before it came.
         round (int): shared updates before this step: with gradients, one a step; with averages, one a round.
         applied (bool): after the commit, whether the parameters were updated; False after an overflow, or when nobody
             did anything.
@@ -86,7 +86,7 @@ class Step:
         """The micro-batch, when some models have had their backward and others may have theirs."""
 
     def __repr__(self) -> str:
-        return f"<Step {self.index} of epoch {self.epoch}: {self.share} samples here>"
+        return f"<Step {self.index} of epoch {self.epoch}: {self.share} {self._steps.dealing.unit} here>"
 
     # -- work ------------------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Step:
         later one of them goes through the same graph.
         """
         micro = self._require_open("step.backward(loss)")
-        weight = _check_weight(micro.samples if weight is None else weight)
+        weight = _check_weight(micro.rows if weight is None else weight)
         _check_loss(loss)
         among = self._parts.choose(models, self._gradients.everything, weight, used=self._part is not None)
         done = self._part or Work(samples=micro.samples, micro_batches=1)
@@ -237,7 +237,7 @@ class Step:
     def _done(self, micro: MicroBatch, done: Work) -> None:
         self._open = None
         if self._steps.machine is not None:
-            done.shortfall_s = self._steps.pad(self.index, micro.samples, self._opened)
+            done.shortfall_s = self._steps.pad(self.index, micro.rows, self._opened)
         now = time.perf_counter()
         done.slowest_s = now - self._opened
         done.seconds = now - self._work_began - self._idle_s - self.turn.work.seconds
@@ -318,8 +318,9 @@ class Step:
         left = 0 if self._steps.leaving else self._steps.dealing.left
         if self._open is not None or left:
             left += self._open.samples if self._open else 0
+            unit = self._steps.dealing.unit
             raise MisuseError(
-                f"step {self.index} was left half done: {left} of this worker's {self.share} samples had no "
+                f"step {self.index} was left half done: {left} of this worker's {self.share} {unit} had no "
                 "step.backward; finish the loop over the step, or call step.skip() for each micro-batch you leave out"
             )
 

@@ -13,6 +13,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
@@ -43,6 +44,14 @@ class OwnPart(DistributedSampler[int]):
     """One that a script made of torch's."""
 
 
+class InBatches(Sampler[list[int]]):
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        return iter([[index] for index in self.sampler])
+
+
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -65,6 +74,13 @@ def test_torchs_own_batch_sampler_says_no_more_than_sampler_and_batch_size() -> 
     assert (settings.sampler, settings.batch_size, settings.drop_last) == (inner, 4, True)
     settings = read_settings(DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, False)))
     assert (settings.sampler, settings.shuffle, settings.drop_last) == (None, True, False)
+
+
+@pytest.mark.parametrize("batches", [[[1, 2], [3]], InBatches(range(10))])
+def test_a_batch_sampler_of_another_kind_gives_the_batches(batches: Any) -> None:
+    settings = read_settings(DataLoader(DATA, batch_sampler=batches, num_workers=1))
+    assert settings.batches is batches
+    assert (settings.sampler, settings.batch_size, settings.drop_last, settings.num_workers) == (None, None, False, 1)
 
 
 def test_a_plain_dataset_says_nothing_of_shuffling() -> None:
@@ -129,7 +145,11 @@ def test_an_iterable_dataset_has_no_length() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DataLoader(DATA, batch_sampler=[[1, 2], [3]]), r"batch_sampler \(list\).*order=fn\(epoch\)"),
+        (lambda: DataLoader(DATA, batch_sampler=iter([[1, 2], [3]])), "batch_sampler is a list_iterator.*only once"),
+        (
+            lambda: DataLoader(DATA, batch_sampler=InBatches(OwnPart(DATA, 2, 0))),
+            r"one worker's part \(OwnPart divides",
+        ),
         (lambda: (DataLoader(DATA), DataLoader(DATA)), r"StackDataset\(a, b\)"),
         (lambda: [DATA, DATA], r"StackDataset\(a, b\)"),
         (lambda: {"a": DATA, "b": DATA}, r"StackDataset\(a, b\)"),

@@ -1,5 +1,6 @@
 """Exactly-once dealing: who gets which samples (`Feed`), and how they reach the device (`Source`)."""
 
+from paceline.feed.batches import Batches, unit_said
 from paceline.feed.feed import Feed, Order
 from paceline.feed.keys import key, keys
 from paceline.feed.loading import Source
@@ -8,6 +9,7 @@ from paceline.feed.randomness import Generators, TorchGenerators, seed_micro_bat
 from paceline.feed.ranges import Ranges, positions, split, total
 
 __all__ = [
+    "Batches",
     "Feed",
     "Generators",
     "KeyedPermutation",
@@ -22,4 +24,5 @@ __all__ = [
     "seed_update",
     "split",
     "total",
+    "unit_said",
 ]

@@ -28,13 +28,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.feed.batches import Batches
 from paceline.feed.keys import key
 from paceline.feed.permutation import MAX_LENGTH, KeyedPermutation
 from paceline.feed.ranges import Ranges, positions
 from paceline.records import Range
 
-Order = Callable[[int], Sequence[int] | NDArray[np.int64]]
-"""Epoch -> the dataset indices to train on, in order. The same on every worker, and each time it is asked."""
+Order = Callable[[int], Sequence[int] | NDArray[np.int64] | Batches]
+"""Epoch -> the dataset indices to train on, in order, or batches of them. The same on every worker, and each time it is
+asked."""
 
 _VERSION = 1
 
@@ -73,6 +75,8 @@ class Feed:
         self._multiple_of = multiple_of
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
         self._drawn_digest = ""
+        self.batches: Batches | None = None
+        """Of the open epoch, where the order gives batches: a position is then a batch's, not a sample's."""
         self._queues = _empty_queues(workers)
         self.open(epoch)
 
@@ -84,6 +88,11 @@ class Feed:
     def ordered(self) -> bool:
         """Whether the order is custom, so that epochs may differ in length."""
         return self._order is not None
+
+    @property
+    def unit(self) -> str:
+        """What is dealt."""
+        return "samples" if self.batches is None else "batches"
 
     @property
     def remaining(self) -> int:
@@ -101,7 +110,7 @@ class Feed:
         self.length = self._draws - self._draws % self._multiple_of
         if self.length == 0:
             raise ValueError(
-                f"epoch {epoch} has nothing to deal: drop_last cuts its {self._draws} samples to a multiple of "
+                f"epoch {epoch} has nothing to deal: drop_last cuts its {self._draws} {self.unit} to a multiple of "
                 f"{self._multiple_of}; turn drop_last off or use a smaller global batch"
             )
         self._pool = Ranges([(0, self.length)])
@@ -167,7 +176,7 @@ class Feed:
         """The dataset indices at these positions of the open epoch."""
         if any(start < 0 or stop > self._draws for start, stop in ranges):
             raise ValueError(f"positions {list(ranges)} lie outside epoch {self.epoch}, which has {self._draws}")
-        where = positions(ranges)
+        where = positions(ranges if self.batches is None else self.batches.flat(ranges))
         if self._drawn is not None:
             return self._drawn[1][where]
         return self._permutation(where) if self._shuffle else where
@@ -202,7 +211,7 @@ class Feed:
         self._draws = self._look_up(self.epoch)
         if self._draws != state["draws"]:
             raise ValueError(
-                f"order({self.epoch}) now gives {self._draws} samples and gave {state['draws']} when the state was "
+                f"order({self.epoch}) now gives {self._draws} {self.unit} and gave {state['draws']} when the state was "
                 "saved: it must give the same order for the same epoch"
             )
         if state.get("order_digest") not in (None, self.order_digest()):
@@ -244,9 +253,13 @@ class Feed:
                 self._permutation = KeyedPermutation(self._dataset_length, key(self.seed, epoch))
             return self._dataset_length
         if self._drawn is None or self._drawn[0] != epoch:
-            self._drawn = (epoch, _checked_order(self._order(epoch), epoch, self._dataset_length))
-            self._drawn_digest = blake2b(self._drawn[1].tobytes(), digest_size=16).hexdigest()
-        return len(self._drawn[1])
+            drawn = self._order(epoch)
+            self.batches = drawn if isinstance(drawn, Batches) else None
+            indices = drawn.indices if isinstance(drawn, Batches) else drawn
+            self._drawn = (epoch, _checked_order(indices, epoch, self._dataset_length))
+            digest = blake2b(self._drawn[1].tobytes(), digest_size=16).hexdigest()
+            self._drawn_digest = digest if self.batches is None else self.batches.digest()
+        return len(self._drawn[1] if self.batches is None else self.batches)
 
     def _queue_of(self, worker: int) -> Ranges:
         if not 0 <= worker < self.workers:

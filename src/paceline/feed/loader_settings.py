@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,13 @@ from torch.utils.data import (
     default_collate,
 )
 
+from paceline.feed.samplers import within
+
 log = logging.getLogger(__name__)
 
 _ORDER_ADVICE = "pass order=fn(epoch), which returns the dataset indices of that epoch in the order you want"
+_PARTS = ("num_replicas", "world_size", "num_processes")
+"""What samplers that draw one worker's part call the number of parts."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Settings:
     """None: the user did not say."""
     sampler: Any = None
     """One that decides the order; None: the feed does."""
+    batches: Any = None
+    """A batch sampler whose batches are dealt as they are; None: micro-batches are cut from shares."""
     drop_last: bool = False
     num_workers: int = 0
     prefetch_factor: int = 2
@@ -54,28 +60,36 @@ def read_settings(data: Any) -> Settings:
     if not isinstance(data, DataLoader):
         return Settings(dataset=data, length=_length(data))
     plain = type(data.batch_sampler) is BatchSampler  # as torch makes it of batch_size, or given: it says no more
-    if not plain:
-        _refuse_own_batches(data)
+    if not plain and data.batch_size is None:
+        return Settings(batches=_read_batch_sampler(data.batch_sampler), **_loading(data))
     batches: Any = data.batch_sampler
-    length = _length(data.dataset)
+    loading = _loading(data)
+    length = loading["length"]
     shuffle, drop_last, sampler = (None, False, None) if length is None else _read_sampler(batches.sampler, length)
     return Settings(
-        dataset=data.dataset,
-        length=length,
-        collate=data.collate_fn,
         batch_size=batches.batch_size,
         shuffle=shuffle,
         sampler=sampler,
         drop_last=batches.drop_last or drop_last,
-        num_workers=data.num_workers,
-        prefetch_factor=max(1, data.prefetch_factor or 1),
-        pin_memory=data.pin_memory,
-        timeout=data.timeout,
-        worker_init_fn=data.worker_init_fn,
-        multiprocessing_context=data.multiprocessing_context,
-        generator=data.generator,
-        persistent_workers=data.persistent_workers,
+        **loading,
     )
+
+
+def _loading(data: DataLoader[Any]) -> dict[str, Any]:
+    """How the DataLoader loads, whatever its order."""
+    return {
+        "dataset": data.dataset,
+        "length": _length(data.dataset),
+        "collate": data.collate_fn,
+        "num_workers": data.num_workers,
+        "prefetch_factor": max(1, data.prefetch_factor or 1),
+        "pin_memory": data.pin_memory,
+        "timeout": data.timeout,
+        "worker_init_fn": data.worker_init_fn,
+        "multiprocessing_context": data.multiprocessing_context,
+        "generator": data.generator,
+        "persistent_workers": data.persistent_workers,
+    }
 
 
 def _refuse_several(data: Any) -> None:
@@ -106,19 +120,26 @@ def _length(dataset: Any) -> int | None:
     return length
 
 
-def _refuse_own_batches(loader: DataLoader[Any]) -> None:
-    if loader.batch_size is not None:
-        return
-    if loader.batch_sampler is not None:
+def _read_batch_sampler(batches: Any) -> Any:
+    """A batch sampler that gives the fleet's batches."""
+    if batches is None:
         raise ValueError(
-            f"the batches of a batch_sampler ({type(loader.batch_sampler).__name__}) cannot be dealt: shares are cut "
-            f"to each worker's size; pass the dataset (or a DataLoader with batch_size) and {_ORDER_ADVICE}: those "
-            "side by side in it go through the model together, so like lengths need little padding (docs/data.md)"
+            "a DataLoader with batch_size=None gives whole batches, which cannot be dealt in shares: let the dataset "
+            "give single samples and set batch_size (micro_batch in fleet.steps decides what is loaded at once)"
         )
-    raise ValueError(
-        "a DataLoader with batch_size=None gives whole batches, which cannot be dealt in shares: let the dataset give "
-        "single samples and set batch_size (micro_batch in fleet.steps decides what is loaded at once)"
-    )
+    name = type(batches).__name__
+    if isinstance(batches, Iterator):
+        raise ValueError(
+            f"the DataLoader's batch_sampler is a {name}, which gives its batches only once: pass a list of batches, "
+            "or an object whose __iter__ gives them for every epoch"
+        )
+    for one in within(batches):
+        if any((getattr(one, parts, None) or 1) != 1 for parts in _PARTS):
+            raise ValueError(
+                f"the DataLoader's batch_sampler ({name}) gives one worker's part ({type(one).__name__} divides), and "
+                "Paceline deals the parts: make it so that it gives all batches of an epoch on every worker"
+            )
+    return batches
 
 
 def _read_sampler(sampler: Any, length: int) -> tuple[bool | None, bool, Any]:

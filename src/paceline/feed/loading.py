@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.feed.batches import Batches, BatchOrder, once_each
 from paceline.feed.fetching import Fetcher, Piece, make_fetcher
 from paceline.feed.loader_settings import read_settings
 from paceline.feed.pipeline import Pipeline
@@ -50,10 +51,12 @@ class Source:
         self.length = settings.length
         self.shuffle = settings.shuffle
         self.drop_last = settings.drop_last
-        self.order = None
-        """The DataLoader's sampler, where it decides the order."""
+        self.order: SamplerOrder | BatchOrder | None = None
+        """The DataLoader's sampler or batch sampler, where it decides the order."""
         if settings.sampler is not None:
             self.order = SamplerOrder(settings.sampler, length=settings.length or 0, seed=seed)
+        elif settings.batches is not None:
+            self.order = BatchOrder(settings.batches, length=settings.length or 0, seed=seed)
         self.batch_size = settings.batch_size
         self._device = device
         self._pin = settings.pin_memory and device.type == "cuda"
@@ -80,10 +83,23 @@ class Source:
         if self._pipeline is not None:
             self._pipeline.expect([Piece(epoch, ranges, indices) for ranges, indices in pieces])
 
+    @property
+    def batched(self) -> bool:
+        """Whether a batch sampler gives the micro-batches."""
+        return isinstance(self.order, BatchOrder)
+
     @cached_property
     def once(self) -> NDArray[np.int64] | int:
-        """What an evaluation goes through: so many samples, or the indices that the sampler draws."""
-        return (self.length or 0) if self.order is None else self.order(0)
+        """What an evaluation goes through: so many samples, or the indices that the sampler draws. Batches that hold
+        every sample once say no more than that."""
+        length = self.length or 0
+        if self.order is None:
+            return length
+        drawn = self.order.aside(0)
+        if not isinstance(drawn, Batches):
+            return drawn
+        self.batch_size = drawn.mean  # known only now
+        return length if once_each(drawn, length) else drawn.indices
 
     def new_epoch(self, epoch: int) -> None:
         """An epoch begins: whatever the script has changed in the dataset since the last one counts from here on, in
