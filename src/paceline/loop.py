@@ -38,7 +38,7 @@ from paceline.records import History, Plan, StepRecord
 from paceline.replicas import Repair, fingerprint
 from paceline.settings import LoopSettings, must_agree
 from paceline.step import Step
-from paceline.tracking import Tracked, digest_of, unlike_settings
+from paceline.tracking import Settings, Tracked, changed_settings, digest_of, unlike_settings
 from paceline.transport import Transport
 from paceline.turn import Turn, Work
 
@@ -656,6 +656,16 @@ class Steps:
         regular = turn.index % FINGERPRINT_EVERY == 0 or turn.index in FIRST_FINGERPRINTS
         due = self._transport.size > 1 and (regular or turn.compare)
         return 1.0 + fingerprint(self.gradients.everything) if due else 0.0
+
+    def rates(self) -> Settings:
+        """What optimisers update with now: their learning rates and other settings."""
+        return self._tracking.hyperparameters()
+
+    def check_rates_held(self, after_first: Settings) -> None:
+        """Raise MisuseError when they have changed since this worker's first micro-batch of the step: a step has one
+        update, and another worker has another number of micro-batches."""
+        if (now := self.rates()) != after_first:
+            raise MisuseError(changed_settings(after_first, now, step=self._next))
 
     def _compare_rates(self, turn: Turn, header: Header) -> None:
         """Every worker must update with the same learning rates and other settings of its optimisers."""

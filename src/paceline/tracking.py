@@ -26,6 +26,8 @@ _OF_THE_DEVICE = ("params", "foreach", "fused", "capturable", "differentiable")
 """Entries of a parameter group that say how it is computed, not what."""
 
 Optimizers = Sequence[torch.optim.Optimizer]
+Settings = Sequence[tuple[str, dict[str, Any]]]
+"""What each parameter group is updated with, and the group's name."""
 
 
 class Tracked:
@@ -158,7 +160,7 @@ def unlike_settings(everybody: Sequence[Sequence[Sequence[Any]]], *, step: int, 
     """Which group's settings differ between which workers, and why that may be.
 
     >>> lr = [[["group 0 of optimizer", {"lr": rate}]] for rate in (0.1, 0.2)]
-    >>> print(unlike_settings(lr, step=3, missing=[])[:91])
+    >>> print(unlike_settings(lr, step=3, missing=[])[:92])
     workers update with unlike settings in step 3: lr in group 0 of optimizer is 0.1 on worker 0
     """
     groups: list[dict[str, dict[str, Any]]] = [{name: settings for name, settings in mine} for mine in everybody]  # noqa: C416
@@ -177,6 +179,27 @@ def unlike_settings(everybody: Sequence[Sequence[Sequence[Any]]], *, step: int, 
         "scheduler.step() inside the loop over micro-batches, which workers run unequally often (move it behind "
         "step.commit); a schedule fed with a worker's own figure (use step.loss or fleet.evaluate); a learning rate "
         "that depends on the rank"
+    )
+
+
+def changed_settings(before: Settings, after: Settings, *, step: int) -> str:
+    """Which group's settings changed between two micro-batches of a step, and what to write.
+
+    >>> rates = [[("group 0 of optimizer", {"lr": rate})] for rate in (0.1, 0.2)]
+    >>> print(changed_settings(*rates, step=3)[:86])
+    lr in group 0 of optimizer changed from 0.1 to 0.2 between two micro-batches of step 3
+    """
+    then = dict(before)
+    changed = [
+        f"{setting} in {group} changed from {then[group].get(setting)} to {value}"
+        for group, settings in after
+        for setting, value in settings.items()
+        if group in then and then[group].get(setting) != value
+    ]
+    said = changed[0] if changed else "the optimizers changed"
+    return (
+        f"{said} between two micro-batches of step {step}, and each worker has another number of these: a step has one "
+        "update, so move scheduler.step(), or whatever changed it, behind step.commit"
     )
 
 
