@@ -919,13 +919,16 @@ class Fleet:
                 over) or "rest" (it begins with the one where the checkpoint was saved, or with the next if that was
                 over). It needs to be said only where the checkpoint does not tell.
         """
-        if self._steps is not None and self._steps.begun and not self._steps.finished:
-            raise MisuseError("fleet.load in the middle of a training: call it before the first step")
+        over = self._steps if self._steps is not None and self._steps.begun else None
+        if over is not None and not (over.finished or over.left):
+            raise MisuseError("fleet.load in the middle of a loop: call it before the first step, or behind the loop")
         if loops not in (None, *LOOPS):
             raise ValueError(f'loops must be "all" or "rest", got {loops!r}')
         self._refuse_untracked(path)
         if self._outside:
             return self._load_outside(Path(path), loops)
+        if over is not None:
+            over.meet("fleet.load()")
         self._tracking.must_agree(self._transport, "fleet.load()")
         found = checkpoint.fetch(
             self._transport, Path(path), device=self.device, missing_ok=missing_ok, warn=self._warn_everywhere
@@ -974,6 +977,8 @@ class Fleet:
         self._resume = resume
         if resume is not None and steps is not None:
             self._go_on(steps)
+        if self._steps is not None and self._steps.begun:
+            self._steps.models_were_set()
         return content["extra"]
 
     def _restore(self, path: Path, content: Mapping[str, Any], *, later: bool = False) -> None:

@@ -307,6 +307,10 @@ class Steps:
         self._copies.decline()  # who waits for one must come here too, on its own way
         return nullcontext()
 
+    def models_were_set(self) -> None:
+        """A checkpoint was loaded behind this loop: the models have other weights than its last round left."""
+        self.gradients.statistics_were_set()
+
     def shown(self) -> AbstractContextManager[Any]:
         """In the context the parameters are those to show and to save."""
         return nullcontext()
