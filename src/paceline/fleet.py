@@ -702,6 +702,13 @@ class Fleet:
         """
         if to not in ("all", "leader"):
             raise ValueError(f'fleet.gather(to=...) is "all" or "leader", got {to!r}')
+        steps, passing = self._steps, self._passing
+        if steps is not None and passing is not None and passing.passes_over(steps.place.loop):
+            raise MisuseError(
+                f"fleet.gather behind loop {steps.place.loop + 1} of the script, which is passed over: the predictions "
+                f"would be those of {passing.path}, not of that time, and no checkpoint holds them; call fleet.gather "
+                'in the loop (if step.ends_epoch:), or go on with fleet.load(..., loops="rest")'
+            )
         with self._meeting("fleet.gather()"):
             return self._gather(predict, data, batch_size, to)
 
