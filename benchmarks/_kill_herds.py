@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from _kill_job import LIGHTHOUSE, SAMPLE_MS, SLOT, STAMPS
 from _kill_stamps import Process
+from _smoke import smoke
 
 from paceline.cli.faults import Faults, Workers
 from paceline.cli.launch import Order
@@ -29,6 +30,7 @@ from paceline.cli.rosters import RosterHere
 from paceline.cli.supervise import supervise
 
 WORKERS = 4
+globals().update(smoke(WORKERS=2))
 JOB = str(Path(__file__).with_name("_kill_job.py"))
 LIGHTHOUSE_CODE = """
 import json, sys

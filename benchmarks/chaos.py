@@ -28,6 +28,7 @@ from pathlib import Path
 from _chaos_audit import Findings, examine
 from _flock import Failed, Flock
 from _nursery import Nursery
+from _smoke import smoke, smoking
 
 MACHINES, SAMPLE_MS = "1,1,2,4,1,2", 2.5
 LEAST, MOST = 3, 6
@@ -37,6 +38,7 @@ QUICK = {"adaptive": 18.0, "joint": 18.0}
 FIRST_S, GAP_S, FREEZE_S, LAST_S = 3.0, (5.0, 8.0), (2.0, 5.0), 3.0
 """Seconds before the first fault, between two, of a freeze, and after the last: what it did must show."""
 END_S = 30.0
+globals().update(smoke(QUICK={"adaptive": 4.0}, SAMPLE_MS=0.5, FIRST_S=1.5, GAP_S=(0.5, 1.0), LAST_S=1.0))
 """An epoch and some seconds: a training that has not ended by then hangs."""
 
 
@@ -151,7 +153,9 @@ def read_options() -> argparse.Namespace:
     options.add_argument("--seconds", type=float, help="so long under each pace")
     options.add_argument("--machines", default=MACHINES, help="as paceline run --emulate; with jitter, 1~0.1,2~0.1")
     options.add_argument("--keep", type=Path, metavar="FOLDER", help="leave logs and diaries there")
-    return options.parse_args()
+    asked = options.parse_args()
+    asked.quick = asked.quick or smoking()
+    return asked
 
 
 def main() -> int:

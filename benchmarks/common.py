@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _smoke import forked, smoking
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,6 +34,10 @@ def run_workers(script: str, workers: int, *args: str) -> Any:
     """Start ``script`` on so many workers and return what worker 0 gave to `leave_result`."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
+        if smoking():
+            sys.argv[1:] = args
+            forked(sys.modules["__main__"].main, workers, **{RESULT: str(result), "PACELINE_RUN_DIR": f"{folder}/run"})
+            return json.loads(result.read_text())
         command = [sys.executable, "-m", "paceline.cli", "run", "-q", "-n", str(workers), "--runs", folder, script]
         subprocess.run([*command, *args], env={**os.environ, RESULT: str(result)}, check=True)
         return json.loads(result.read_text())

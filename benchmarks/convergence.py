@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from _smoke import smoke
 from common import is_worker, leave_result, run_workers
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -63,6 +64,7 @@ class Size(NamedTuple):
 
 
 FULL, QUICK = Size(seeds=5, epochs=8, sample_s=0.002), Size(seeds=2, epochs=8, sample_s=0.001)
+globals().update(smoke(WORKERS=2, FULL=Size(seeds=2, epochs=1, sample_s=0.00002)))
 
 Curve = list[tuple[int, float, float]]
 """Step, seconds since the start, test accuracy."""

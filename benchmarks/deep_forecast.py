@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _smoke import smoke
 
 from paceline.learning.data import recording
 from paceline.learning.files import load_model, save_model
@@ -59,6 +60,9 @@ class Size:
 
 FULL = Size(seeds=5, train_steps=600, play_steps=300, training=Training())
 SMALL = Size(seeds=1, train_steps=600, play_steps=120, training=Training(updates=1000, rate=4e-3))
+PROCESSES, TIMED_STEPS = 2, 24
+SMOKE = Size(seeds=1, train_steps=60, play_steps=16, training=Training(updates=2))
+globals().update(smoke(WORKERS=10, NODE=5, WARM_UP=4, SMALL=SMOKE, PROCESSES=1, TIMED_STEPS=6))
 
 
 class TrueBursts:
@@ -93,6 +97,9 @@ class TrueBursts:
         slow = (rng.random((rows, len(self._slow))) < self._ahead())[:, self._node]
         noise = NOISE * rng.standard_normal((rows, len(self._node)))
         return np.exp(self._speed + np.log(SLOWER) * slow + noise)
+
+    def rearrange(self, sources: Sequence[int], seconds: np.ndarray) -> None:
+        raise NotImplementedError("its nodes are where they are: it plays fleets whose members stay")
 
     def state_dict(self) -> dict[str, Any]:
         return {"slow": self._slow.tolist()}
@@ -151,9 +158,9 @@ def measure(scenario: str, seed: int, size: Size, folder: Path) -> dict[str, flo
     return {name: rate / clairvoyant for name, rate in rates.items()}
 
 
-def plan_ms(workers: int, model_file: Path, *, steps: int = 24) -> float:
+def plan_ms(workers: int, model_file: Path) -> float:
     """Median milliseconds from a step's record to the next plan, the model speaking; a third of the steps warms up."""
-    seconds = make("bursts", steps=steps, workers=workers, seed=0)
+    seconds = make("bursts", steps=TIMED_STEPS, workers=workers, seed=0)
     rule, spent = Cutoff(Deep(load_model(model_file), always=True), overhead_s=0.0), []
     for step, own in enumerate(seconds):
         wait_for = rule.plan(_ask(step, workers)).wait_for or workers
@@ -162,7 +169,7 @@ def plan_ms(workers: int, model_file: Path, *, steps: int = 24) -> float:
         rule.observe(_record(step, own, late))
         rule.plan(_ask(step + 1, workers))
         spent.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(spent[steps // 3 :])
+    return statistics.median(spent[TIMED_STEPS // 3 :])
 
 
 def _ask(step: int, workers: int) -> Ask:
@@ -236,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", action="store_true", help="the full setting: five seeds, ten trainings")
     parser.add_argument("--models", type=Path, help="keep the trained models in this folder")
-    parser.add_argument("--processes", type=int, default=2, help="trainings at the same time, one core each")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="trainings at the same time, one core each")
     asked = parser.parse_args()
     if not asked.train:
         print("small setting: one seed and short trainings; --train gives the real figures")

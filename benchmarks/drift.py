@@ -18,12 +18,14 @@ import json
 import statistics
 from itertools import pairwise
 
+from _smoke import smoke
 from common import emulate, is_worker, leave_result, limit, paceline_commits, run_workers
 
 MACHINES, SAMPLE_MS, BATCH = "1,1,1@40:4,1", 3.0, 256
 CHANGE, STEPS = 40, 56
 REPEATS = 3
 RECOVERED = 0.9
+globals().update(smoke(MACHINES="1,1@4:4", SAMPLE_MS=0.1, BATCH=16, CHANGE=4, STEPS=12, REPEATS=1))
 
 
 def throughputs() -> list[list[float]]:
@@ -43,7 +45,7 @@ def main() -> None:
     if is_worker():
         leave_result(throughputs())
         return
-    repeats = run_workers(__file__, 4)
+    repeats = run_workers(__file__, len(MACHINES.split(",")))
     speeds = [statistics.median(step) for step in zip(*repeats)]
     before, after = limit(MACHINES, SAMPLE_MS), limit(MACHINES, SAMPLE_MS, step=CHANGE)
     print(f"machines {MACHINES}: the limit falls from {before:,.0f} to {after:,.0f} samples/s")

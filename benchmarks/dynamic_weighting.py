@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from _curves import draw
 from _replicas import Batch, Case, Images, Progress, Result, digits, fashion, fashion_folder
+from _smoke import smoke, smoking
 
 from paceline.combine.averaging_settings import ElasticAverage
 
@@ -49,6 +50,8 @@ METHODS = {
 """P4's names and two more rules; -O: with data overlap, M: knows who failed, D: dynamic weights."""
 
 Group = list[Result]
+SEEDS, QUICK_STEPS, STEPS = 3, 300, 400
+globals().update(smoke(SEEDS=1, QUICK_STEPS=40))
 
 
 def run(images: Images, cases: Sequence[Case], *, workers: int, steps: int, progress: Progress) -> Group:
@@ -253,14 +256,17 @@ def _progress(total: int) -> Iterator[Progress]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fixed against dynamic weights only, under a minute")
-    parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="local steps of each worker; 300 with --quick, else 400")
+    parser.add_argument(
+        "--steps", type=int, help=f"local steps of each worker; {QUICK_STEPS} with --quick, else {STEPS}"
+    )
     parser.add_argument("--plots", type=Path, default=Path("runs/dynamic_weighting"), help="folder for plotly's files")
     parser.add_argument("--device", default="cpu", help="where all replicas train: cpu or cuda")
     options = parser.parse_args()
+    options.quick = options.quick or smoking()
     torch.manual_seed(0)
-    steps = options.steps or (300 if options.quick else 400)
+    steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
     if options.seeds < 1 or options.first_seed < 0 or steps < 40:
         parser.error("at least 1 seed, none below 0, and 40 steps")
     seeds = range(options.first_seed, options.first_seed + options.seeds)

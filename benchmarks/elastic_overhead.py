@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from _smoke import forked, free_port, smoke, smoking
 from overhead import KEEP_MEMORY, measure, mlp, ratio
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -35,6 +35,7 @@ WORKERS = 4
 TOKEN = "of the benchmark"
 BATCH = {"mlp": 16, "tiny": 4}  # samples a worker
 PAIRS = {"mlp": 30, "tiny": 400}
+globals().update(smoke(WORKERS=2, PAIRS={"mlp": 2, "tiny": 2}))
 ROSTER = "OVERHEAD_ROSTER"
 """Variable with the roster's address, for the second of the two fleets."""
 
@@ -85,6 +86,9 @@ def start(name: str) -> np.ndarray:
     steward = Steward(minimum=WORKERS, maximum=WORKERS, token=TOKEN, expect=WORKERS)
     with tempfile.TemporaryDirectory() as folder, closing(steward):
         steward.start()
+        if smoking():
+            shared = {ROSTER: steward.address, "GLOO_SOCKET_IFNAME": "lo"}
+            return np.array(forked(lambda: work(name, Path(folder)), WORKERS, **shared)[0])
         base = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **KEEP_MEMORY}
         base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), ROSTER: steward.address}
         command = [sys.executable, __file__, name, folder]
@@ -95,12 +99,6 @@ def start(name: str) -> np.ndarray:
     if any(process.returncode for process in processes):
         raise SystemExit(f"{name}: a worker failed")
     return np.array(json.loads(outputs[0].splitlines()[-1]))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

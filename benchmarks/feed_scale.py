@@ -7,14 +7,18 @@ while dealing) and indices_per_s (deal, consume and map to dataset indices, all 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
+
+from _smoke import smoke
 
 from paceline.feed import Feed
 
 LENGTH, WORKERS, SHARE, AHEAD, STEPS = 10**9, 16, 256, 1024, 200
 LIMITS = {"open_ms": 50.0, "state_bytes": 1_000_000, "indices_per_s": 1_000_000.0}
+globals().update(smoke(STEPS=3, LIMITS={"open_ms": math.inf, "state_bytes": math.inf, "indices_per_s": 0.0}))
 
 
 def open_ms(repeats: int = 21) -> float:

@@ -21,6 +21,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
+from _smoke import smoke, smoking
 from overhead import convnet
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +33,9 @@ SETTINGS = {
     "large": {"global_batch": 128, "micro_batch": 64, "steps": 160, "skip": 20, "shape": (3, 224, 224)},
     "small": {"global_batch": 2048, "micro_batch": 64, "steps": 300, "skip": 50, "shape": (64,)},
 }
+globals().update(
+    smoke(SETTINGS={name: one | {"steps": 6, "skip": 2, "global_batch": 64} for name, one in SETTINGS.items()})
+)
 
 
 class Noise(Dataset):
@@ -145,6 +149,9 @@ def compare(name: str) -> dict[str, float]:
 
 def main() -> None:
     if not torch.cuda.is_available():
+        if smoking():
+            print(json.dumps({"skipped": "this benchmark needs a GPU"}))
+            return
         raise SystemExit("this benchmark needs a GPU")
     figures = compare("large") | compare("small")
     ddp = start("large", "train_ddp", ["cuda:0", "cpu", "cpu"])

@@ -38,6 +38,7 @@ from typing import TypeVar
 import numpy as np
 from _kill_herds import WORKERS, Herd, Launched, Torchft, Torchrun, missing_torchft
 from _kill_stamps import Process, Watch, entry, is_whole, latest, longest_gap_s, odd_sizes, recovered_at, step_gaps_s
+from _smoke import smoke, smoking
 
 CALM_STEPS = 10
 """Steps with everybody before each fault."""
@@ -49,6 +50,7 @@ QUICK_KILLS, QUICK_FREEZES = 6, 2
 KILLS_S, QUICK_KILLS_S = 110.0, 32.0
 """On a busy computer a process takes long to start again: after so many seconds there are no further kills, and the
 figures say how many there were."""
+globals().update(smoke(CALM_STEPS=3, QUICK_KILLS=1, QUICK_FREEZES=1))
 T = TypeVar("T")
 
 
@@ -212,7 +214,7 @@ def peer_figures(folder: Path, *, ours: float) -> dict[str, float | int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer faults, and no peers")
-    quick = parser.parse_args().quick
+    quick = parser.parse_args().quick or smoking()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the peers' processes end as well
     with tempfile.TemporaryDirectory() as name:
         found = hunt_paceline(Path(name) / "paceline", quick=quick)

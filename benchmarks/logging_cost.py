@@ -22,11 +22,15 @@ import time
 from pathlib import Path
 
 import numpy as np
+from _smoke import smoke
 
 from paceline.observe import EventLog
 from paceline.records import StepRecord
 
 STEPS, STEP_S, PAIRS, BLOCK = 1_000, 0.010, 25, 40
+TROUBLED = 300
+"""Steps that are logged while the disk is full or gone."""
+globals().update(smoke(STEPS=20, PAIRS=1, BLOCK=3, TROUBLED=120))
 MICROSECONDS = 1e6
 
 
@@ -117,7 +121,7 @@ def trouble(kind: str) -> dict[str, float | bool]:
     if kind == "full_disk":
         (folder / "events.jsonl").symlink_to("/dev/full")
     log, longest = EventLog(folder), 0.0
-    for k in range(300):
+    for k in range(TROUBLED):
         if k == 100 and kind == "deleted_folder":
             shutil.rmtree(folder)
         started = time.perf_counter()

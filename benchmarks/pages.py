@@ -20,8 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from _smoke import smoke
 
 VIEWERS, WATCHED_S = 20, 8.0
+REPORTED = (1_000, 64)
+"""Steps and workers."""
+globals().update(smoke(VIEWERS=2, WATCHED_S=2.0, REPORTED=(30, 4)))
 REPORT = """
 import resource, sys, time
 started = time.perf_counter()
@@ -142,7 +146,7 @@ def main() -> None:
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        figures |= report(folder, 1_000, 64, "report")
+        figures |= report(folder, *REPORTED, "report")
         figures |= watched(folder, 4) | watched(folder, 100)
         if "--long" in sys.argv:
             figures |= report(folder, 100_000, 32, "long_report")

@@ -15,6 +15,7 @@ import statistics
 import time
 
 import numpy as np
+from _smoke import smoke
 
 from paceline.pace import Adaptive, Ask
 from paceline.records import StepRecord
@@ -22,6 +23,7 @@ from paceline.records import StepRecord
 SIZES = (10, 1000, 10_000)
 STEPS = 60
 SETTLE = 10
+globals().update(smoke(STEPS=12))
 
 
 def measure(workers: int, *, seed: int = 0) -> tuple[float, float]:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _smoke import smoke
 from common import FEATURES, emulate, is_worker, leave_result, run_workers
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -38,6 +39,8 @@ WORKERS, SHARE, MICRO = 4, 64, 8
 BATCH = WORKERS * SHARE
 SAMPLE_MS = 2.5
 STEPS, SKIP, CALM_STEPS = 52, 6, 14
+SKEWED = "1,1~0.1,2~0.1,4"
+globals().update(smoke(WORKERS=2, BATCH=2 * SHARE, SAMPLE_MS=0.1, STEPS=14, SKIP=4, CALM_STEPS=6, SKEWED="1,2~0.1"))
 CALM = ",".join("1" * WORKERS)
 WAITING, BOUNDED = "waiting", "bounded"
 
@@ -71,7 +74,7 @@ def scenarios(folder: Path) -> list[Scenario]:
     stalled[:SKIP] = 1.0  # before anything is known every stall is waited for, which would only take long
     bursts = make("bursts", steps=STEPS, workers=WORKERS, seed=4) * stalled
     return [
-        Scenario("skewed, jitter", "1,1~0.1,2~0.1,4", "adaptive"),
+        Scenario("skewed, jitter", SKEWED, "adaptive"),
         Scenario("drifting", _trace(folder / "drifting.csv", drifting), "adaptive"),
         Scenario("bursts, stalls", _trace(folder / "bursts.csv", bursts), "joint"),
     ]

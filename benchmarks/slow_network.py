@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _smoke import smoke
 from common import emulate, is_worker, leave_result, run_workers
 from torch import nn
 
@@ -31,6 +32,7 @@ sys.path.append(str(Path(__file__).parent.parent / "examples"))
 MACHINES, SAMPLE_MS, NETWORK = "1,1,2,4", 0.4, "100mbit,20ms"
 BATCH, MICRO, EPOCHS, SEEDS = 64, 16, 6, 5
 WANTED = 0.97
+globals().update(smoke(MACHINES="1,2", SAMPLE_MS=0.02, NETWORK="1000mbit,2ms", BATCH=128, EPOCHS=1, SEEDS=2))
 COMBINES: dict[str, tuple[Any, float]] = {
     "gradients": ("gradients", 0.9),
     "average": (paceline.Averaging(period_s=0.5, weights="samples"), 0.5),
@@ -79,7 +81,7 @@ def main() -> None:
     if is_worker():
         leave_result(measure())
         return
-    found = run_workers(__file__, 4)
+    found = run_workers(__file__, len(MACHINES.split(",")))
     figures: dict[str, float] = {}
     print(f"machines {MACHINES}, {NETWORK}: seconds to {WANTED:.0%}, accuracy after {EPOCHS} epochs, {SEEDS} seeds")
     for name, runs in found.items():

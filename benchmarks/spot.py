@@ -29,6 +29,7 @@ from pathlib import Path
 from _chaos_audit import Findings, examine
 from _flock import Failed, Flock
 from _nursery import Nursery
+from _smoke import smoke
 
 from paceline.cli.faults import Faults
 from paceline.machines.spot import Market, Row, read_spot
@@ -40,6 +41,7 @@ HOURS, POOL = 4.0, 12
 RECLAIM_S, REPLACE_S = 1200.0, 600.0
 """Mean seconds between two reclaims, and from a reclaim to the machine that replaces it."""
 START_S, END_S = 60.0, 40.0
+globals().update(smoke(MACHINES="1,1,2", SAMPLE_MS=0.5, MOST=3, HOURS=0.25, POOL=3, RECLAIM_S=300.0, REPLACE_S=100.0))
 
 
 def made_up(seed: int, *, hours: float = HOURS) -> tuple[Row, ...]:

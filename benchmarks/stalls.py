@@ -18,6 +18,7 @@ import statistics
 import time
 
 import torch
+from _smoke import smoke
 from common import FEATURES, is_worker, leave_result, run_workers
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -30,6 +31,7 @@ STALL, EVERY = 50, 100
 """A stall takes as long as so many micro-batches; one micro-batch in so many has one."""
 BATCH = WORKERS * MICRO * SHARE
 STEPS, SKIP, ROUNDS, CALM_STEPS = 54, 12, 2, 32
+globals().update(smoke(WORKERS=2, SAMPLE_S=0.0001, BATCH=2 * MICRO * SHARE, STEPS=6, SKIP=2, ROUNDS=1, CALM_STEPS=6))
 
 
 class Work:

@@ -14,14 +14,16 @@ rule of P1 gives ``1 - min(v) / mean(v)``: one third and one half.
 from __future__ import annotations
 
 import json
-import os
+import sys
 
+from _smoke import smoke
 from common import ddp_commits, emulate, is_worker, leave_result, limit, paceline_commits, run_workers, speed
 
 BATCH = 256
 WARM_UP = 4
 FOUR, FOUR_MS = "1,1,2,4", 2.2
 PAIRS, PAIR_MS = ("1,2", "1,3"), 1.25
+globals().update(smoke(BATCH=16, WARM_UP=1, FOUR="1,2", FOUR_MS=0.1, PAIR_MS=0.1))
 RULE = {"saved_1_2": 1 / 3, "saved_1_3": 1 / 2}
 
 
@@ -52,14 +54,14 @@ def two_machines() -> dict[str, float]:
 
 def main() -> None:
     if is_worker():
-        leave_result(four_machines() if os.environ["WORLD_SIZE"] == "4" else two_machines())
+        leave_result(two_machines() if "two" in sys.argv else four_machines())
         return
-    speeds = run_workers(__file__, 4)
+    speeds = run_workers(__file__, len(FOUR.split(",")))
     top = limit(FOUR, FOUR_MS)
     print(f"machines {FOUR}, {FOUR_MS} ms a sample, {BATCH} samples a step:")
     for name, value in {**speeds, "limit": top}.items():
         print(f"  {name:<9} {value:>7,.0f} samples/s  {value / top:6.1%} of the limit")
-    saved = run_workers(__file__, 2)
+    saved = run_workers(__file__, 2, "two")
     for name, value in saved.items():
         print(f"  {name} {value:.3f} of the time (by the rule {RULE[name]:.3f})")
     figures = {

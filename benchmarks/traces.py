@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _smoke import smoke
 
 from paceline.machines.trace import read_trace
 from paceline.pace import Joint
@@ -31,6 +32,7 @@ SIZES = (16, 158)
 STEPS = 300
 WARM_UP = 10
 SEEDS = (0,)
+globals().update(smoke(SIZES=(4,), STEPS=24, WARM_UP=2))
 
 
 def main() -> None:

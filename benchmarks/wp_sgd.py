@@ -24,6 +24,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from _smoke import smoke
 from numpy.typing import NDArray
 
 from paceline.combine.weights import RULES, Mixture, Work, log_contraction, spread
@@ -41,6 +42,7 @@ FLEETS = {
 STRENGTHS = (0.01, 0.03, 0.1)
 LENGTHS = (1.0, 3.0, 10.0, 30.0)
 """``eta * lambda * T_max``: at 1 the slow have hardly left, at 30 all have arrived."""
+globals().update(smoke(SAMPLES=200, SEEDS=2, ROUND_SEEDS=1, ROUNDS=2, STRENGTHS=(0.1,), LENGTHS=(1.0,)))
 NAMES = ("uniform", "wp", "samples", "fastest", "normalised", "mse")
 
 

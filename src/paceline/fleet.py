@@ -185,7 +185,8 @@ class Fleet:
         self._tracking = Tracked(lambda: (p for model in self._models for p in model.parameters()))
         self._known: list[torch.nn.Parameter] = []
         """Parameters that were made equal on all workers."""
-        self._said_missing = False
+        self._looked_for: int | None = None
+        """The loop in which a `save` looked for what is not tracked."""
         self._hooks: list[Any] = []
         self._guards: list[Guard] = []
         self._history = History()
@@ -451,13 +452,15 @@ class Fleet:
         facts = {"dataset length": source.length, **agreed, "order": order is not None, "varying_count": varying.rule}
         facts["split"] = source.split
         must_agree(self._transport, "fleet.steps()", {**facts, "the loop": list(vars(place).values())})
-        ahead = self._transport.gather("loading ahead", [source.ahead * settings.micro_batch, settings.micro_batch])
-        sizes = [size for _, size in ahead]
+        own = [source.ahead * settings.micro_batch, settings.micro_batch, self.device.type]
+        everybody = self._transport.gather("loading ahead", own)
+        ahead, sizes, devices_there = ([row[column] for row in everybody] for column in range(3))
         check_sync_batch_norm(self._models, pace=self.pacer.name, settings=settings, sizes=sizes, length=source.length)
         gradients = self._gradients(settings.auto)
         gradients.varying = varying
         try:
-            steps = self._new_steps(source, settings, order, whole, gradients, ahead, place)
+            steps = self._new_steps(source, settings, order, whole, gradients, ahead, sizes, place)
+            steps.alike = len(set(devices_there)) == 1
             self._follow_members(steps, ahead=source.ahead * settings.micro_batch, agreed=facts)
             self._go_on(steps)
         except BaseException:
@@ -502,7 +505,8 @@ class Fleet:
         order: Order | None,
         whole: bool | None,
         gradients: Gradients,
-        ahead: list[list[int]],
+        ahead: list[int],
+        sizes: list[int],
         place: Place,
     ) -> Steps:
         compiled = any(is_compiled(model) for model in self._models)
@@ -529,12 +533,12 @@ class Fleet:
                 seed=place.seed(self.seed),
                 rank=self.rank,
                 size=self.size,
-                ahead=[more for more, _ in ahead],
+                ahead=ahead,
                 identity=self._identity,
                 epoch=place.first_epoch,
             ),
             settings=settings,
-            unit=max(size for _, size in ahead) if (compiled if whole is None else whole) else 1,
+            unit=max(sizes) if (compiled if whole is None else whole) else 1,
             avoid_singles=any(has_batch_norm(model) for model in self._models),
             seed=place.seed(self.seed),
             device=self.device,
@@ -569,9 +573,9 @@ class Fleet:
     def _check_tracked(self, steps: Steps) -> None:
         if not steps.hands_over_state:
             return
+        missing = self._tracking.missing(optimizers=self._elastic is None)
         # Of an optimiser that has not stepped yet nobody knows whether it will: then a copy is not safe.
-        steps.copyable = not self._tracking.missing(optimizers=True)
-        missing = self._tracking.missing()
+        steps.copyable = not missing
         if missing and self._elastic is not None:
             raise MisuseError(
                 "a worker that joins could not take over the state of what is not tracked: call "
@@ -945,15 +949,20 @@ class Fleet:
     def _refuse_untracked(self, path: str | Path) -> None:
         """Whatever the checkpoint has for them, they would begin anew."""
         self._tracking.note_averages()  # whether one of those alive is of this training, its first update will tell
-        if missing := self._tracking.missing(optimizers=True):
-            raise MisuseError(
-                f"fleet.load({str(path)!r}) would not give back the state of what is not tracked: call "
-                f"fleet.track({', '.join(missing)}) before it, with your own objects"
-            )
+        missing = self._tracking.missing(optimizers=True)
+        if not missing:
+            return
+        said = f"fleet.load({str(path)!r}) does not give back the state of what is not tracked"
+        advice = f"call fleet.track({', '.join(missing)}) before it, with your own objects"
+        if self._steps is None or not self._steps.begun:
+            raise MisuseError(f"{said}: {advice}")
+        self._warn_everywhere(f"{said}, which stays as it is now: {advice}, if the training is to go on from there")
 
     def _warn_of_missing(self) -> None:
-        if not self._said_missing and (missing := self._tracking.missing()):
-            self._said_missing = True
+        if self._looked_for == (loop := self._steps.place.loop if self._steps is not None else -1):
+            return
+        self._looked_for = loop
+        if missing := self._tracking.missing():
             self._warn_everywhere(
                 "the checkpoint does not hold the state of what is not tracked, which a run that goes on from it would "
                 f"begin anew: call fleet.track({', '.join(missing)}) with your own objects"
@@ -986,6 +995,7 @@ class Fleet:
             self._go_on(steps)
         if self._steps is not None and self._steps.begun:
             self._steps.models_were_set()
+        self._witness.event("load", {"step": (content["steps"] or {}).get("step", 0), "path": str(path)})
         return content["extra"]
 
     def _restore(self, path: Path, content: Mapping[str, Any], *, later: bool = False) -> None:
@@ -1030,10 +1040,9 @@ class Fleet:
             return
         if resume.passes_over(loop):
             steps.pass_over(resume.saved["step"])
-            self._note(
-                "warning",
-                f"loop {loop + 1} of the script is passed over: {resume.path} was saved in loop {resume.loop + 1}",
-            )
+            if loop == 0:
+                later = f"{resume.path} was saved in the script's loop {resume.loop + 1}"
+                self._warn_everywhere(f"{later}: the {resume.loop} before it are passed over, they give no steps")
             return
         if loop == resume.loop:
             checkpoint.check_length(resume.path, resume.saved, steps.dataset_length)
@@ -1055,8 +1064,9 @@ class Fleet:
     def _arrive(self, resume: Resume) -> None:
         """The script is where the checkpoint was saved: undo what it did to tracked things on its way."""
         self._resume = None
-        if resume.loops == "all" and resume.later:
-            self._restore(resume.path, resume.content)
+        if resume.later:
+            checkpoint.must_match(resume.path, resume.content, self._tracking.things, self._models)
+            self._put_back(resume.path, resume.content)
         self._passes.load_state_dict(resume.passes)
 
     def _warn_everywhere(self, text: str) -> None:

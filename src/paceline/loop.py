@@ -38,7 +38,7 @@ from paceline.records import History, Plan, StepRecord
 from paceline.replicas import Repair, fingerprint
 from paceline.settings import LoopSettings, must_agree
 from paceline.step import Step
-from paceline.tracking import Settings, Tracked, changed_settings, digest_of, unlike_settings
+from paceline.tracking import Tracked, changed_rate, unlike_settings
 from paceline.transport import Transport
 from paceline.turn import Turn, Work
 
@@ -122,6 +122,8 @@ class Steps:
         self.copyable = True
         """Whether a copy of a peer's state would hold everything that has state."""
         self.dataset_length: int | None = None
+        self.alike = True
+        """Whether all workers have the same kind of device; others round differently, and are compared less often."""
         self.micro_batches: int | None = None
         """What a DataLoader would count as steps, in all epochs."""
         self.finished = self._closed = False
@@ -205,7 +207,7 @@ class Steps:
         began = time.perf_counter()
         self._transport.doing(f"step {self._next}", begun=self._next + 1)
         turn = self._turns.get(self._next) or self._open_here()
-        own_print, own_rates = self._fingerprint(turn), digest_of(self._tracking.hyperparameters())
+        own_print, own_rates = self._fingerprint(turn), self._tracking.digest()
         with self.books.changed:
             if turn.dealt >= self.settings.global_batch and turn.generation == self._transport.generation:
                 self.full_shares = turn.plan.samples
@@ -657,19 +659,21 @@ class Steps:
     # -- watchfulness ----------------------------------------------------------------------------------------------
 
     def _fingerprint(self, turn: Turn) -> float:
-        regular = turn.index % FINGERPRINT_EVERY == 0 or turn.index in FIRST_FINGERPRINTS
+        early = self.alike and turn.index in FIRST_FINGERPRINTS
+        regular = turn.index % FINGERPRINT_EVERY == 0 or early
         due = self._transport.size > 1 and (regular or turn.compare)
         return 1.0 + fingerprint(self.gradients.everything) if due else 0.0
 
-    def rates(self) -> Settings:
-        """What optimisers update with now: their learning rates and other settings."""
-        return self._tracking.hyperparameters()
+    def rates(self) -> list[Any]:
+        """The learning rates of all known optimisers now."""
+        return self._tracking.rates()
 
-    def check_rates_held(self, after_first: Settings) -> None:
+    def check_rates_held(self, after_first: Sequence[Any]) -> None:
         """Raise MisuseError when they have changed since this worker's first micro-batch of the step: a step has one
         update, and another worker has another number of micro-batches."""
         if (now := self.rates()) != after_first:
-            raise MisuseError(changed_settings(after_first, now, step=self._next))
+            groups = [name for name, _ in self._tracking.hyperparameters()]
+            raise MisuseError(changed_rate(groups, after_first, now, step=self._next))
 
     def _compare_rates(self, turn: Turn, header: Header) -> None:
         """Every worker must update with the same learning rates and other settings of its optimisers."""

@@ -96,7 +96,7 @@ class Step:
         self._iterated = True
         self._keep_generators()
         self._work_began = time.perf_counter()
-        rates: Sequence[Any] | None = None
+        rates: list[Any] | None = None
         while (taken := self._take()) is not None:
             seed_micro_batch(self._steps.seed, taken.epoch, taken.position, self._steps.device)
             self._open = taken

@@ -26,8 +26,6 @@ _OF_THE_DEVICE = ("params", "foreach", "fused", "capturable", "differentiable")
 """Entries of a parameter group that say how it is computed, not what."""
 
 Optimizers = Sequence[torch.optim.Optimizer]
-Settings = Sequence[tuple[str, dict[str, Any]]]
-"""What each parameter group is updated with, and the group's name."""
 
 
 class Tracked:
@@ -40,6 +38,8 @@ class Tracked:
         self.scaler: torch.amp.GradScaler | None = None
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._averaged: dict[int, int] = {}
+        self._last: tuple[list[list[Any]], float] = ([], 0.0)
+        """Hyper-parameters when they were looked at last, and their digest."""
         self._hook = register_optimizer_step_post_hook(self._saw_step)
 
     def close(self) -> None:
@@ -96,27 +96,43 @@ class Tracked:
         """A new loop begins: optimisers of earlier ones may not matter any more."""
         self._stepped.clear()
 
+    def _known(self) -> list[tuple[str, torch.optim.Optimizer]]:
+        """Every optimiser that is tracked or was seen, by name."""
+        others = sorted(self.stepped_untracked(), key=lambda optimizer: type(optimizer).__name__)
+        return [*self.optimizers.items(), *((f"{type(one).__name__} (not tracked)", one) for one in others)]
+
     def hyperparameters(self) -> list[tuple[str, dict[str, Any]]]:
         """What each parameter group of every known optimiser is updated with, and the group's name."""
-        known = self.optimizers
-        others = sorted(self.stepped_untracked(), key=lambda optimizer: type(optimizer).__name__)
-        named = [*known.items(), *((f"{type(one).__name__} (not tracked)", one) for one in others)]
         return [
             (f"group {number} of {name}", _settings_of(group))
-            for name, optimizer in named
+            for name, optimizer in self._known()
             for number, group in enumerate(optimizer.param_groups)
         ]
+
+    def digest(self) -> float:
+        """Of the hyper-parameters; worked out anew only when one of them has changed."""
+        values = [
+            [_looked_at(value) for name, value in group.items() if name != "params"]
+            for _, optimizer in self._known()
+            for group in optimizer.param_groups
+        ]
+        if values != self._last[0]:
+            self._last = (values, digest_of(self.hyperparameters()))
+        return self._last[1]
+
+    def rates(self) -> list[Any]:
+        """The learning rate of each parameter group of every known optimiser."""
+        return [_looked_at(group.get("lr")) for _, optimizer in self._known() for group in optimizer.param_groups]
 
     # -- what is not tracked -----------------------------------------------------------------------------------------
 
     def missing(self, *, optimizers: bool = False) -> list[str]:
         """In words, what is alive, belongs to the models or to a tracked optimiser, has state, and is not tracked.
         ``optimizers``: also those that have not been seen to step."""
-        found = self._missing(optimizers=optimizers)
-        if found:
-            gc.collect()  # what the script has dropped is no concern of it
-            found = self._missing(optimizers=optimizers)
-        return found
+        if not self._missing(optimizers=optimizers):
+            return []
+        gc.collect()  # what the script has dropped is no concern of it
+        return self._missing(optimizers=optimizers)
 
     def note_averages(self) -> None:
         """Averaged copies that nobody updates from here on are no concern: they are of an earlier training."""
@@ -182,19 +198,14 @@ def unlike_settings(everybody: Sequence[Sequence[Sequence[Any]]], *, step: int, 
     )
 
 
-def changed_settings(before: Settings, after: Settings, *, step: int) -> str:
-    """Which group's settings changed between two micro-batches of a step, and what to write.
+def changed_rate(groups: Sequence[str], before: Sequence[Any], after: Sequence[Any], *, step: int) -> str:
+    """Which group's learning rate changed between two micro-batches of a step, and what to write.
 
-    >>> rates = [[("group 0 of optimizer", {"lr": rate})] for rate in (0.1, 0.2)]
-    >>> print(changed_settings(*rates, step=3)[:86])
+    >>> print(changed_rate(["group 0 of optimizer"], [0.1], [0.2], step=3)[:86])
     lr in group 0 of optimizer changed from 0.1 to 0.2 between two micro-batches of step 3
     """
-    then = dict(before)
     changed = [
-        f"{setting} in {group} changed from {then[group].get(setting)} to {value}"
-        for group, settings in after
-        for setting, value in settings.items()
-        if group in then and then[group].get(setting) != value
+        f"lr in {group} changed from {then} to {now}" for group, then, now in zip(groups, before, after) if then != now
     ]
     said = changed[0] if changed else "the optimizers changed"
     return (
@@ -205,6 +216,13 @@ def changed_settings(before: Settings, after: Settings, *, step: int) -> str:
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: plain for name, value in group.items() if name not in _OF_THE_DEVICE for plain in _comparable(value)}
+
+
+def _looked_at(value: Any) -> Any:
+    """Something to be compared with ``==`` later, also when the value is changed in place."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else id(value)
+    return list(value) if isinstance(value, list) else value
 
 
 def _comparable(value: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from paceline import __version__
 from paceline.observe import EventLog, make_view, new_run_dir, read_log, verdict
+from paceline.observe.claim import Claim, InUse, claim
 from paceline.observe.folders import log_file
 from paceline.observe.words import wrapped
 from paceline.transport import Transport
@@ -43,6 +45,12 @@ class Witness:
         name = os.environ.get("PACELINE_NAME") or name or Path(sys.argv[0]).stem or "run"
         # Where workers come and go, anybody may have to go on with the log.
         folder, problem = _folder(run_dir, name) if self._leads or transport.elastic else (None, None)
+        self._claim: Claim | None = None
+        if self._leads and folder is not None:
+            try:
+                self._claim = claim(folder, fleet=self._fleet)
+            except InUse as error:
+                problem = str(error)
         mine = {
             "rank": transport.rank,
             **({"id": transport.workers[transport.rank]} if transport.elastic else {}),
@@ -85,9 +93,17 @@ class Witness:
     def _says_verdict(self) -> bool:
         return self._leads and not self._quiet and not self._under_launcher
 
+    @property
+    def _fleet(self) -> str | None:
+        """What all workers of an elastic fleet know it by."""
+        return os.environ.get("PACELINE_ROSTER") if self._transport.elastic else None
+
     def _open_log(self, *, goes_on: bool) -> None:
         """Begin the log or, when a leader is gone, go on with it."""
         begun = goes_on and log_file(self.run_dir).exists()
+        if self._claim is None:  # a predecessor that is cut off may hold it: the run goes on all the same
+            with suppress(InUse):
+                self._claim = claim(self.run_dir, fleet=self._fleet, patience_s=0.0)
         self._log = EventLog(self.run_dir)
         if not begun:
             self._view.show(self._log.write("run", **self._run))
@@ -101,8 +117,7 @@ class Witness:
         """Note that something happened."""
         warning = event == "note" and fields["level"] == "warning"
         if self._log is not None and not self._leads:  # another one has gone on with it
-            self._log.close()
-            self._log = None
+            self._close_log()
         elif self._log is None and not self._over and self._leads:
             self._open_log(goes_on=True)
         if self._log is not None:
@@ -117,7 +132,7 @@ class Witness:
         if self._log is None:
             return
         if self._transport.elastic and (error is not None or not self._leads):  # the others go on without this worker
-            self._log.close()
+            self._close_log()
             self._view.close()
             return
         if isinstance(error, SystemExit) and not error.code:  # a script's own way to say that it is done
@@ -125,11 +140,18 @@ class Witness:
         interrupted = isinstance(error, KeyboardInterrupt)
         reason = "finished" if error is None else "interrupted" if interrupted else "error"
         self.event("end", {"reason": reason, "text": str(error) if error else ""})
-        self._log.close()
-        self._log = None
+        self._close_log()
         self._view.close()
         if self._says_verdict and error is None:
             self._say_verdict()
+
+    def _close_log(self) -> None:
+        assert self._log is not None
+        self._log.close()
+        self._log = None
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
 
     def _say_verdict(self) -> None:
         try:

@@ -1,6 +1,7 @@
 """Running the command line as a user would: a process of its own, small scripts in a folder of their own."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -32,21 +33,26 @@ class Shell:
     def script(self, text: str, name: str = "train.py") -> None:
         (self.folder / name).write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + text)
 
-    def start(self, *args: str, **environment: str) -> "subprocess.Popen[str]":
-        """The command with these arguments; those of `TIMES` in the environment replace the launcher's own."""
+    def start(
+        self, *args: str, program: str | None = None, ignoring: Sequence[int] = (), **environment: str
+    ) -> "subprocess.Popen[str]":
+        """The command with these arguments; those of `TIMES` in the environment replace the launcher's own, and
+        ``program``, a file here, the command itself. ``ignoring`` these signals, as under nohup or after &."""
         patch = "".join(
             f"import paceline.cli.{module} as module; module.{name} = {environment.pop(name)}; "
             for name, module in TIMES.items()
             if name in environment
         )
+        command = [program] if program else ["-c", f"{patch}from paceline.cli import main; main()"]
         process = subprocess.Popen(
-            [sys.executable, "-c", f"{patch}from paceline.cli import main; main()", *args],
+            [sys.executable, *command, *args],
             cwd=self.folder,
             env=self.environment(environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in ignoring] and None,
         )
         self.started.append(process)
         return process

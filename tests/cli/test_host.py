@@ -1,8 +1,11 @@
 """What a roster by itself says: where it is, how to join, who comes and goes."""
 
+from pathlib import Path
+
 import pytest
 
 from paceline.cli.host import welcome, words
+from paceline.cli.tokens import printable
 
 
 def test_the_welcome_gives_both_ways_to_join() -> None:
@@ -12,6 +15,22 @@ def test_the_welcome_gives_both_ways_to_join() -> None:
     assert launcher.endswith("PACELINE_TOKEN=s3cret-token paceline run --join 10.0.0.7:29400 train.py")
     for part in ("PACELINE_ROSTER=10.0.0.7:29400", "PACELINE_TOKEN=s3cret-token", "PACELINE_WORKER=0"):
         assert part in other
+
+
+@pytest.mark.parametrize("kept", [{"file": Path("my token")}, {"file": None}])
+def test_a_token_that_is_kept_in_a_file_or_in_the_variable_is_not_printed(
+    monkeypatch: pytest.MonkeyPatch, kept: dict[str, Path | None]
+) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", "s3cret-token")
+    shown = printable("s3cret-token", option=None, **kept)
+    assert "s3cret" not in welcome("10.0.0.7:29400", shown, minimum=2, maximum=8)
+    assert shown == ("\"$(cat 'my token')\"" if kept["file"] else '"$PACELINE_TOKEN"')
+
+
+def test_a_token_that_nobody_knows_yet_is_printed_as_a_shell_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    assert printable("new-token", option=None, file=None) == "new-token"
+    assert printable("$1;2-token", option="$1;2-token", file=None) == "'$1;2-token'"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:29400", "[::1]:29400", "localhost:29400"])

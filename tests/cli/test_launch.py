@@ -1,9 +1,13 @@
 """The launcher with real workers: what it passes on, how it fails, and that it leaves nothing behind."""
 
+import fcntl
 import json
 import os
 import re
 import signal
+import subprocess
+import sys
+import termios
 import urllib.request
 from contextlib import suppress
 
@@ -164,6 +168,46 @@ def test_a_signal_to_the_launcher_ends_all_workers_and_their_children_quietly(
     wait_for_end(pids)
 
 
+@pytest.mark.parametrize("ignored", [signal.SIGHUP, signal.SIGINT])
+def test_under_nohup_or_in_the_background_what_is_ignored_stays_ignored_and_sigterm_ends(
+    shell: Shell, ignored: signal.Signals
+) -> None:
+    shell.script(PID + "while True:\n    open(f'lives-{rank}', 'a').write('.')\n    time.sleep(0.01)")
+    launcher = shell.start("run", "-n", "2", "train.py", ignoring=[ignored])
+    pids, lives = shell.pids(2), [shell.folder / f"lives-{rank}" for rank in range(2)]
+    wait_for(lambda: all(file.exists() for file in lives))
+    for pid in (launcher.pid, *pids):
+        os.kill(pid, ignored)
+    before = [file.stat().st_size for file in lives]
+    wait_for(lambda: all(file.stat().st_size > size + 5 for file, size in zip(lives, before, strict=True)))
+    assert launcher.poll() is None
+    launcher.terminate()
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 143
+    wait_for_end(pids)
+
+
+@pytest.mark.parametrize(("ignoring", "code"), [([signal.SIGHUP], 0), ([], 129)])
+def test_a_terminal_that_is_closed_ends_a_run_unless_hang_ups_are_ignored(
+    shell: Shell, ignoring: list[int], code: int
+) -> None:
+    shell.script(PID + "while not os.path.exists('closed'): time.sleep(0.01)\nprint('after', flush=True)")
+    ours, theirs = os.openpty()
+    environment = shell.environment({})
+    command = [sys.executable, "-m", "paceline.cli", "run", "-q", "-n", "1", "train.py"]
+    launcher = subprocess.Popen(
+        command, cwd=shell.folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        preexec_fn=lambda: [*(signal.signal(n, signal.SIG_IGN) for n in ignoring), fcntl.ioctl(0, termios.TIOCSCTTY)],
+    )  # fmt: skip
+    shell.started.append(launcher)
+    os.close(theirs)
+    pids = shell.pids(1)
+    os.close(ours)
+    (shell.folder / "closed").touch()
+    assert launcher.wait(timeout=30) == code
+    wait_for_end(pids)
+
+
 def test_a_second_ctrl_c_kills_at_once(shell: Shell) -> None:
     shell.script("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + PID + "time.sleep(60)")
     launcher = shell.start("run", "-n", "2", "train.py", INTERRUPT_GRACE_S="60")
@@ -194,6 +238,32 @@ def test_killing_the_launcher_itself_leaves_nothing_running(shell: Shell) -> Non
     shell.script(CHILD + PID + "time.sleep(60)")
     launcher = shell.start("run", "-n", "2", "train.py")
     pids = shell.pids(4)
+    launcher.kill()
+    wait_for_end(pids)
+
+
+HELD_UP = """
+import subprocess, time
+import paceline.cli.workers as workers
+
+class Popen(subprocess.Popen):
+    def __init__(self, command, **options):
+        super().__init__(command, **options)
+        if "train.py" in command:
+            time.sleep(600)
+
+workers.subprocess.Popen = Popen
+from paceline.cli import main
+main()
+"""
+"""A launcher that does not get to run again once its first worker is started, as on a busy computer."""
+
+
+def test_killing_a_launcher_that_has_only_just_started_a_worker_leaves_nothing_running(shell: Shell) -> None:
+    shell.script(CHILD + PID + "time.sleep(60)")
+    (shell.folder / "held_up.py").write_text(HELD_UP)
+    launcher = shell.start("run", "-n", "2", "train.py", program="held_up.py")
+    pids = shell.pids(2)
     launcher.kill()
     wait_for_end(pids)
 
@@ -263,6 +333,28 @@ def test_a_run_that_dies_tells_where_to_resume_and_still_gives_its_verdict(shell
     assert "The last checkpoint is best.pt (step 12)" in last
     assert "samples/s" in err
     assert "run folder: " in err
+
+
+LOADED = "say(event='load', step=7, path='first.pt')"
+SAVED = "say(event='save', step=12, path='best.pt')"
+
+
+@pytest.mark.parametrize(
+    ("events", "hint"),
+    [
+        ([], "Nothing was saved with fleet.save: the next run starts from the beginning."),
+        ([LOADED], "Nothing was saved since first.pt (step 7) was loaded: a script that calls fleet.load starts from"),
+        ([LOADED, SAVED], "The last checkpoint is best.pt (step 12): start again"),
+    ],
+)
+def test_a_failed_run_names_the_checkpoint_it_saved_or_was_loaded_from(
+    shell: Shell, events: list[str], hint: str
+) -> None:
+    told = "".join(f"if rank == 0: {event}\n" for event in events)
+    shell.script(LOGGING + told + "sys.exit(3)")
+    done = shell.run("run", "-n", "1", "train.py")
+    assert done.returncode == 3
+    assert hint in done.stderr.splitlines()[-1]
 
 
 def test_ctrl_c_prints_the_verdict_of_what_was_done(shell: Shell) -> None:

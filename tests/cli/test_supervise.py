@@ -268,8 +268,9 @@ def test_workers_leave_by_themselves_when_the_launcher_is_asked_to_end(shell: Sh
 
 def test_killing_the_launcher_leaves_nothing_running_not_even_the_restarted(shell: Shell) -> None:
     script(shell, CHILD)
-    launcher = shell.start("run", "-n", "1:2", "--failures", "kill:1@5", "train.py", STEPS="100000")
-    wait_for(lambda: len(lives(shell, 1)) == 2, 60)
+    launcher = shell.start("run", "-n", "1:2", "train.py", STEPS="100000")
+    shell.pids(4)
+    os.kill(lives(shell, 1)[0], signal.SIGKILL)
     pids = shell.pids(6)
     launcher.kill()
     wait_for_end(pids)
@@ -351,6 +352,9 @@ def test_a_roster_by_itself_serves_a_fleet_outlives_its_own_restart_and_ends_wit
     roster = shell.start(*host)
     assert roster.stderr is not None
     assert f"roster at 127.0.0.1:{port} for 2 to 4 workers" in roster.stderr.readline()
+    with_launcher, by_other_means = roster.stderr.readline(), roster.stderr.readline()
+    assert 'PACELINE_TOKEN="$(cat token)" paceline run --join' in with_launcher
+    assert (shell.folder / "token").read_text().strip() not in with_launcher + by_other_means
     launcher = shell.start("run", "--join", f"127.0.0.1:{port}", "--token-file", "token", "-n", "2", "train.py",
                            STEPS="100000")  # fmt: skip
     entered(shell, 20)

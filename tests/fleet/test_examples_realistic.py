@@ -126,3 +126,12 @@ def test_an_early_stop_ends_all_workers_of_unlike_machines(tmp_path: Path) -> No
     assert accuracies[-1] <= max(accuracies[:-1])
     assert accuracies[:-1] == sorted(set(accuracies[:-1])), "only the last epoch was no better"
     assert content(tmp_path)["state"]["bad_epochs"] == 1
+
+
+def test_a_worker_that_is_killed_and_returns_decides_about_saving_and_stopping_as_the_others_do(tmp_path: Path) -> None:
+    elastic = ("-m", "paceline.cli", "run", "-n", "2:3", "--emulate", "1,1", "--sample-ms", "2")
+    options = ("--epochs", 6, "--global-batch", 256, "--patience", 9)
+    run(PORT, *options, folder=tmp_path, launcher=(*elastic, "--failures", "kill:1@9"))
+    saved = content(tmp_path)
+    assert saved["steps"]["epoch"] == 6
+    assert 0.0 < saved["state"]["best"] <= 1.0

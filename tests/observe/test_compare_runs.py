@@ -55,6 +55,12 @@ def test_time_to_loss_is_taken_to_the_lowest_loss_that_all_reached(adaptive, equ
     )
 
 
+def test_runs_that_were_equally_soon_are_not_said_to_take_from_a_time_to_the_same_time(adaptive, tmp_path):
+    told = call(adaptive, write(tmp_path / "again", calm_run(60)))
+    assert told.exit_code == 0, told.output
+    assert " it took 12 s, by each of them." in " ".join(told.output.split())
+
+
 def test_a_loss_that_a_run_never_reached_is_said_so(adaptive, equal):
     told = call(adaptive, equal, "--loss", 0.04)
     assert told.exit_code == 0, told.output

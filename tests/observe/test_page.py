@@ -313,6 +313,10 @@ def test_the_live_page_does_not_say_that_nothing_would_help(tmp_path, monkeypatc
     said = live.full()["parts"]["verdict"]
     assert "nothing" not in said
     assert "known when the run has ended: paceline report" in said
+    live.take(calm_run()[-1])
+    said = live.full()["parts"]["verdict"]
+    assert "known when the run has ended" not in said
+    assert "a replay of the run tells, in the whole report: paceline report" in said
 
 
 def test_advice_from_a_stretch_says_which_steps_it_is_about(tmp_path):

@@ -243,3 +243,28 @@ def _eventually(found, seconds=60.0):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     return value
+
+
+def test_in_a_narrow_window_no_legend_lies_under_its_picture_or_is_cut_off(window, tmp_path):
+    two = [event | {key: event[key][2:] for key in PER_WORKER if event.get(key)} for event in run_with_deadlines()]
+    size = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    open_report(window, tmp_path, two)
+    window.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        until(window, LEGENDS_ARE_WHOLE)
+        window.get(window.current_url)
+        until(window, "document.documentElement.dataset.drawn === 'yes'")
+        until(window, LEGENDS_ARE_WHOLE)
+    finally:
+        window.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert complaints(window) == []
+
+
+PER_WORKER = ("workers", "planned", "samples", "seconds", "forecast_s", "micro_batches", "unfinished_s", "late_s")
+LEGENDS_ARE_WHOLE = """[...document.querySelectorAll('.plot.js-plotly-plot')].every((place) => {
+  const legend = place.querySelector('.legend'), names = [...place.querySelectorAll('.legend .traces')];
+  if (!legend) return true;
+  const end = Math.max(...names.map((name) => name.getBoundingClientRect().bottom));
+  const picture = place.querySelector('rect.nsewdrag').getBoundingClientRect();
+  return end <= picture.top + 2 && end <= legend.getBoundingClientRect().bottom + 2 && picture.height >= 60;
+})"""

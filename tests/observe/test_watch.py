@@ -39,6 +39,9 @@ TRICKS = (
     "/log?from=-1",
     "/log?from=x",
     "/log?from=../../secret.txt",
+    f"/log?from={1 << 63}",
+    f"/log?from={'9' * 5000}",
+    "/log?from=%D9%A3",
     "/nothing",
 )
 

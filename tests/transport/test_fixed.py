@@ -15,6 +15,7 @@ import torch.distributed as dist
 import paceline
 from lone import flat, linear, numbers, plain, sgd, training
 from paceline.combine.header import SUMS
+from paceline.observe import read_log
 from paceline.transport.fixed import Fixed, launched
 from paceline.transport.linked import choose_backend
 from ports import own_port
@@ -45,6 +46,24 @@ def test_a_launcher_that_does_not_say_where_to_meet_is_told_so(
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(ValueError, match="MASTER_ADDR, MASTER_PORT not set; start with `paceline run` or torchrun"):
         paceline.join(quiet=True, run_dir=tmp_path)
+
+
+def test_a_launcher_that_gives_words_for_numbers_is_told_so(
+    launcher: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "any")
+    with pytest.raises(ValueError, match="MASTER_PORT is 'any', not a number; start with `paceline run` or torchrun"):
+        paceline.join(quiet=True, run_dir=tmp_path)
+
+
+def test_a_script_may_remove_the_launchers_variables_once_it_has_joined(
+    launcher: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fleet = paceline.join(quiet=True, run_dir=tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    fleet.leave(OSError("the script's own"))
+    assert read_log(tmp_path).end["text"] == "the script's own"
 
 
 def test_joins_one_after_another_in_one_process_train_alike(launcher: None, tmp_path: Path) -> None:

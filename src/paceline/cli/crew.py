@@ -41,8 +41,7 @@ class Crew:
         self._guard = Guard()
 
     def start(self, rank: int, environment: Mapping[str, str]) -> Worker:
-        worker = Worker(rank, self._command, environment)
-        self._guard.watch(worker)
+        worker = Worker(rank, self._command, environment, guard=self._guard)
         out, err = worker.process.stdout, worker.process.stderr
         assert out is not None
         assert err is not None

@@ -103,14 +103,14 @@ def resume_hint(log: RunLog | None) -> str:
 
 
 def checkpoint_hint(log: RunLog | None) -> str:
-    """The last checkpoint that the log tells of, and what it is good for; empty when there is none."""
-    saves = [event for event in log.others if event.get("event") == "save"] if log is not None else []
-    if not saves:
+    """The last checkpoint that the log tells of, saved or loaded, and what it is good for; empty without any."""
+    kept = [event for event in log.others if event.get("event") in ("save", "load")] if log is not None else []
+    if not kept:
         return ""
-    return (
-        f"The last checkpoint is {saves[-1].get('path')} (step {saves[-1].get('step')}): "
-        "start again with a script that calls fleet.load on it."
-    )
+    which = f"{kept[-1].get('path')} (step {kept[-1].get('step')})"
+    if kept[-1]["event"] == "load":
+        return f"Nothing was saved since {which} was loaded: a script that calls fleet.load starts from it again."
+    return f"The last checkpoint is {which}: start again with a script that calls fleet.load on it."
 
 
 def named(ranks: Sequence[int]) -> str:

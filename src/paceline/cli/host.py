@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import selectors
-import shlex
 import signal
 import threading
 import time
@@ -15,7 +14,7 @@ import typer
 
 from paceline.addresses import reached_at
 from paceline.cli.complain import refuse
-from paceline.cli.tokens import check_host, is_loopback, join_line, own_token, written
+from paceline.cli.tokens import check_host, is_loopback, join_line, own_token, printable, written
 
 if TYPE_CHECKING:
     from paceline.roster import Steward
@@ -72,7 +71,8 @@ def host(
         refuse(f"host: cannot listen on {written(host, port)} ({error.strerror or error})")
     steward.start()
     address = written(reached_at(host), steward.port)
-    typer.echo(welcome(address, secret, minimum=minimum, maximum=maximum), err=True)
+    shown = printable(secret, option=token, file=token_file)
+    typer.echo(welcome(address, shown, minimum=minimum, maximum=maximum), err=True)
     code = serve(steward)
     steward.close()
 
@@ -82,12 +82,12 @@ def host(
 
 
 def welcome(address: str, token: str, *, minimum: int, maximum: int) -> str:
-    """Where the roster is and the two ways to join."""
+    """Where the roster is and the two ways to join; ``token`` as `paceline.cli.tokens.printable` gives it."""
     only = " (only this computer can join: --host opens it)" if is_loopback(address.rpartition(":")[0]) else ""
     return (
         f"paceline: roster at {address} for {minimum} to {maximum} workers{only}; Ctrl-C ends it\n"
         f"with the launcher:          {join_line(address, token, ['train.py'])}\n"
-        f"each worker by other means: PACELINE_ROSTER={address} PACELINE_TOKEN={shlex.quote(token)} PACELINE_WORKER=0 "
+        f"each worker by other means: PACELINE_ROSTER={address} PACELINE_TOKEN={token} PACELINE_WORKER=0 "
         "python train.py   (PACELINE_WORKER: a number of its own on its computer)"
     )
 

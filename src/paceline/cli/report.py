@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.observe import RunLog, Verdict, latest, read_log, verdict
+from paceline.observe import RunLog, Verdict, latest, read_log, sane, verdict
 from paceline.observe.run_words import run_words
 from paceline.observe.verdict import steps_text
 from paceline.observe.worker_table import WorkerTable, worker_table
@@ -139,7 +139,7 @@ def _fail(text: str) -> typer.Exit:
 
 def _header(log: RunLog, judged: Verdict) -> Text:
     lines = [": ".join(run_words(log.run, judged.figures)), f"log {log.path}"]
-    if isinstance(started := log.run.get("started", log.run.get("t")), (int, float)):
+    if (started := sane.stamp(log.run.get("started", log.run.get("t")))) == started:
         lines.append(f"started {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(started))}, {_ending(log)}")
     if log.records:
         steps = f"{steps_text(len(log.records))}, {sum(record.total for record in log.records):,} samples"

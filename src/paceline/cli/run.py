@@ -173,9 +173,10 @@ def run(
         code = launch(order)
     else:
         from paceline.cli.supervise import supervise
-        from paceline.cli.tokens import invitation
+        from paceline.cli.tokens import invitation, printable
 
-        invites = "" if join else invitation(roster.address, roster.token, called, loopback=roster.loopback)
+        shown = printable(roster.token, option=token, file=token_file)
+        invites = "" if join else invitation(roster.address, shown, called, loopback=roster.loopback)
         code = supervise(order, roster, faults=faults, invitation=invites)
     if page is not None:
         page.close()

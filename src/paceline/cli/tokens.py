@@ -90,9 +90,23 @@ def written(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def printable(token: str, *, option: str | None, file: Path | None) -> str:
+    """The token as a shell reads it in the lines that are printed: what is kept in a file or in the variable is not
+    written out, for what a launcher prints ends up in logs.
+
+    >>> printable("s3cret-token", option=None, file=Path("token"))
+    '"$(cat token)"'
+    """
+    if file is not None:
+        return f'"$(cat {shlex.quote(str(file))})"'
+    if option is None and "PACELINE_TOKEN" in os.environ:
+        return '"$PACELINE_TOKEN"'
+    return shlex.quote(token)
+
+
 def join_line(address: str, token: str, script: Sequence[str]) -> str:
-    """The command that joins a fleet."""
-    return f"PACELINE_TOKEN={shlex.quote(token)} paceline run --join {address} {shlex.join(script)}"
+    """The command that joins a fleet; ``token`` as `printable` gives it."""
+    return f"PACELINE_TOKEN={token} paceline run --join {address} {shlex.join(script)}"
 
 
 def invitation(address: str, token: str, script: Sequence[str], *, loopback: bool) -> str:

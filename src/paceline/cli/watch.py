@@ -62,7 +62,8 @@ def watch(
 def _wait_for_a_signal() -> None:
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as for a page in the background of a shell
+            signal.signal(number, lambda *_: ended.set())
     while not ended.wait(timeout=3600):
         pass
 

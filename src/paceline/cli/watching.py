@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -104,6 +105,10 @@ class Watching:
         except BrokenPipeError:
             self.broken = True
             _silence(stream)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            _silence(stream)  # the terminal is gone: whether that ends the run is for SIGHUP to say, or nohup
 
 
 def _silence(stream: TextIO) -> None:

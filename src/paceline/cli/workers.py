@@ -30,14 +30,16 @@ for group in groups:
     except OSError:
         pass
 """
-"""Is told who starts (their number) and who has ended (minus their number); when the launcher dies, ends those that
-are left with all their descendants."""
+"""Is told by those who start (their number), and by the launcher of those who have ended (minus their number); when the
+launcher dies, ends those that are left with all their descendants."""
 
 
 class Worker:
     """One worker process, in a session of its own: a signal to its group reaches its loader processes as well."""
 
-    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, rank: int, command: Sequence[str], environment: Mapping[str, str], *, guard: Guard | None = None
+    ) -> None:
         self.rank = rank
         self.code: int | None = None
         """How it ended, as `subprocess` says it (negative: by a signal); None while it runs."""
@@ -52,7 +54,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_dies_with_parent(),
+            preexec_fn=_prepared(guard),
         )
 
     @property
@@ -112,8 +114,12 @@ class Guard:
             start_new_session=True,
         )
 
-    def watch(self, worker: Worker) -> None:
-        self._tell(worker.process.pid)
+    def enter(self) -> None:
+        """To be called in a new process that leads its group, before it is a worker: told by the launcher, the guard
+        might hear of it too late, for a busy computer may run the worker long before the launcher again."""
+        before = signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # where somebody ended the guard
+        self._tell(os.getpid())
+        signal.signal(signal.SIGPIPE, before)
 
     def release(self, worker: Worker) -> None:
         """It has ended: its number may soon be somebody else's."""
@@ -151,15 +157,18 @@ def exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _dies_with_parent() -> Callable[[], None] | None:
-    """To be called in the new process: has Linux kill it when its parent dies, whatever the parent dies of."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+def _prepared(guard: Guard | None) -> Callable[[], None]:
+    """To be called in the new process: has it ended with its parent, whatever the parent dies of, by the guard and, on
+    Linux, by the system too."""
+    linux, parent = sys.platform.startswith("linux"), os.getpid()
+    prctl = ctypes.CDLL(None).prctl if linux else None
 
     def prepare() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if prctl is not None:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the request
             os._exit(1)
+        if guard is not None:
+            guard.enter()
 
     return prepare

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.observe import sane
 from paceline.observe.reading import RunLog
 from paceline.records import StepRecord
 
@@ -71,9 +71,9 @@ def _samples(count: int) -> str:
 def audit(log: RunLog) -> list[EpochAudit]:
     """Every epoch of every loop in the log, in order."""
     finished = log.end is not None and log.end.get("reason") == "finished"
-    starts = [int(loop.get("first_step") or 0) for loop in log.loops]
-    dealt = [loop.get("dealt") for loop in log.loops]
-    left = {event.get("step") for event in log.others if event.get("event") == "left"}
+    starts = [sane.count_or(loop.get("first_step"), 0) for loop in log.loops]
+    dealt = [sane.count_or(loop.get("dealt"), 0) for loop in log.loops]
+    left = {sane.count_or(event.get("step"), -1) for event in log.others if event.get("event") == "left"}
     parts = _epochs(log.records, starts)
     return [
         _audit(
@@ -87,10 +87,10 @@ def audit(log: RunLog) -> list[EpochAudit]:
     ]
 
 
-def _in_force(step: int, starts: Sequence[int], dealt: Sequence[Any]) -> int:
+def _in_force(step: int, starts: Sequence[int], dealt: Sequence[int]) -> int:
     """What the loop that this step is of deals in an epoch; 0 when the log does not say."""
     said = [count for start, count in zip(starts, dealt) if start <= step]
-    return said[-1] if said and isinstance(said[-1], int) else 0
+    return said[-1] if said else 0
 
 
 def _epochs(records: Sequence[StepRecord], starts: Sequence[int]) -> list[list[StepRecord]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from paceline.observe import sane
 
 MEANS = {"correct": "accuracy"}
 """What the mean of a sum over samples is called, where it has a name."""
@@ -25,14 +26,20 @@ def evaluations(events: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
     """The evaluations among a log's events, in order; results that are no numbers are left out."""
     found = []
     for event in events:
-        result, step, t = event.get("result"), event.get("step"), event.get("t")
-        if event.get("event") == "evaluate" and isinstance(result, Mapping) and isinstance(step, int):
-            stamp = float(t) if isinstance(t, (int, float)) else math.nan
-            found.append(Evaluation(step, stamp, _means(result)))
+        result, step = event.get("result"), sane.count_or(event.get("step"), -1)
+        if event.get("event") == "evaluate" and isinstance(result, Mapping) and step >= 0:
+            found.append(Evaluation(step, sane.stamp(event.get("t")), _means(result)))
     return found
 
 
 def _means(result: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {str(k): float(v) for k, v in result.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+    numbers = {str(k): v for k, v in ((k, _number(v)) for k, v in result.items()) if v is not None}
     count = numbers.pop("count", 0.0)
-    return {MEANS.get(k, k): v / count for k, v in numbers.items()} if count > 0 else numbers
+    return {MEANS.get(k, k): v / count for k, v in numbers.items()} if count >= 1 else numbers
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return sane.figure(value) if sane.is_number(value) else None
+    except OverflowError:  # a whole number beyond every float
+        return None

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.observe import sane
 from paceline.records import StepRecord
 
 Timed = tuple[StepRecord, float]
@@ -59,26 +60,31 @@ class Change:
 
 def parse_change(event: Mapping[str, Any]) -> Change | None:
     """The change in a ``generation`` event; None when it lacks what makes it one."""
-    number, step, workers = event.get("number"), event.get("step"), event.get("workers")
-    if event.get("event") != "generation" or not isinstance(number, int) or not isinstance(step, int):
+    number, step = (sane.count_or(event.get(name), -1) for name in ("number", "step"))
+    workers = event.get("workers")
+    if event.get("event") != "generation" or number < 0 or step < 0:
         return None
-    if not isinstance(workers, (list, tuple)) or not all(isinstance(worker, int) for worker in workers):
+    if not isinstance(workers, (list, tuple)) or not all(map(_is_count, workers)):
         return None
-    joined, left, t = _entries(event.get("joined")), _entries(event.get("left")), event.get("t")
+    joined, left = _entries(event.get("joined")), _entries(event.get("left"))
     return Change(
         number=number,
         step=step,
         workers=tuple(workers),
         joined=tuple(entry["id"] for entry in joined),
         left=tuple(Departure(entry["id"], str(entry.get("text") or "left")) for entry in left),
-        t=float(t) if isinstance(t, (int, float)) else math.nan,
+        t=sane.stamp(event.get("t")),
         machines=tuple(joined),
     )
 
 
 def _entries(value: Any) -> list[Mapping[str, Any]]:
     listed = value if isinstance(value, (list, tuple)) else ()
-    return [entry for entry in listed if isinstance(entry, Mapping) and isinstance(entry.get("id"), int)]
+    return [entry for entry in listed if isinstance(entry, Mapping) and _is_count(entry.get("id"))]
+
+
+def _is_count(value: Any) -> bool:
+    return sane.count_or(value, -1) >= 0
 
 
 def changes(events: Iterable[Mapping[str, Any]]) -> list[Change]:

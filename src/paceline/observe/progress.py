@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.observe import sane
 from paceline.observe.figures import Figures, own_speeds, summarise
 from paceline.observe.membership import Change, Departure, Standing, Timed, change_text, parse_change
 from paceline.observe.reading import parse_step
@@ -141,7 +142,7 @@ class Progress:
             if (record := parse_step(event)) is not None and self._stands(record):
                 if len(self._window) == WINDOW:  # what leaves the window is remembered as a speed
                     self._known = own_speeds((self._window[0][0],), self._known)
-                self._window.append((record, float(event.get("t") or math.nan)))
+                self._window.append((record, sane.stamp(event.get("t"))))
 
     def _stands(self, record: StepRecord) -> bool:
         if not self._standing.late(record):
@@ -257,6 +258,8 @@ def describe(event: Mapping[str, Any]) -> tuple[str, str] | None:
         if event.get("automatic"):  # every minute or so: no news
             return None
         return "info", f"saved step {event.get('step')} to {event.get('path')}"
+    if kind == "load":
+        return "info", f"loaded step {event.get('step')} from {event.get('path')}"
     if kind == "end" and event.get("reason") != "finished":
         text = str(event.get("text") or "")
         return "warning", f"the run ended ({event.get('reason')})" + (f": {text}" if text else "")
@@ -301,4 +304,4 @@ def _figure(value: Any) -> str:
 
 
 def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and value > 0 else None
+    return sane.count_or(value, 0) or None

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.observe import sane
 from paceline.observe.folders import log_file
 from paceline.observe.membership import Change, Standing, Timed, changes, insert, parse_change
 from paceline.observe.words import machines
@@ -111,41 +112,50 @@ def parse_line(line: bytes) -> Event | None:
 
 
 def parse_step(event: Mapping[str, Any]) -> StepRecord | None:
-    """The record in a ``step`` event, null seconds read as NaN; None when it lacks what makes it a record."""
+    """The record in a ``step`` event; None when it lacks what makes it a record. Figures that no training can have
+    count as not told: seconds as NaN, others as None."""
     try:
         record = StepRecord.from_json(event)
         size = len(record.workers)
         record = replace(
             record,
-            planned=tuple(int(n) for n in record.planned),
-            samples=tuple(int(n) for n in record.samples),
-            seconds=_floats(record.seconds),
-            micro_batches=tuple(int(n) for n in record.micro_batches),
-            slowest_s=_floats(record.slowest_s),
-            unfinished_s=_floats(record.unfinished_s),
-            behind=tuple(int(n) for n in record.behind),
-            late_s=_floats(record.late_s),
-            shortfall_s=_floats(record.shortfall_s),
-            forecast_s=None if record.forecast_s is None else _floats(record.forecast_s),
-            deadline_s=None if record.deadline_s is None else float(record.deadline_s),
-            wall_s=float(record.wall_s or 0.0),
-            round_s=float(record.round_s or 0.0),
-            weight=float(record.weight or 0.0),
-            loss=None if record.loss is None else float(record.loss),
-            grad_norm=None if record.grad_norm is None else float(record.grad_norm),
-            sums=dict(record.sums),
+            planned=_counts(record.planned),
+            samples=_counts(record.samples),
+            seconds=_seconds(record.seconds),
+            micro_batches=_counts(record.micro_batches),
+            slowest_s=_seconds(record.slowest_s),
+            unfinished_s=_seconds(record.unfinished_s),
+            behind=_counts(record.behind),
+            late_s=_seconds(record.late_s),
+            shortfall_s=_seconds(record.shortfall_s),
+            forecast_s=None if record.forecast_s is None else _seconds(record.forecast_s),
+            deadline_s=_told(sane.seconds(record.deadline_s)),
+            wait_for=None if record.wait_for is None else sane.count(record.wait_for),
+            wall_s=_told(sane.seconds(record.wall_s)) or 0.0,
+            round_s=_told(sane.seconds(record.round_s)) or 0.0,
+            weight=sane.figure(record.weight) or 0.0,
+            loss=sane.figure(record.loss),
+            grad_norm=sane.figure(record.grad_norm),
+            sums={str(k): v for k, v in dict(record.sums).items() if sane.is_number(v) and sane.figure(v) is not None},
         )
     except (TypeError, ValueError, OverflowError):
         return None
     complete = size > 0 and len(record.planned) == len(record.samples) == len(record.seconds) == size
-    numbered = all(
-        isinstance(number, int) for number in (record.step, record.epoch, record.generation, *record.workers)
-    )
+    numbers = (record.step, record.epoch, record.generation, *record.workers)
+    numbered = all(sane.count_or(number, -1) >= 0 for number in numbers) and len({*record.workers}) == size
     return record if complete and numbered and isinstance(record.ranges, tuple) else None
 
 
-def _floats(values: Iterable[float | None]) -> tuple[float, ...]:
-    return tuple(math.nan if value is None else float(value) for value in values)
+def _counts(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(sane.count, values))
+
+
+def _seconds(values: Iterable[Any]) -> tuple[float, ...]:
+    return tuple(map(sane.seconds, values))
+
+
+def _told(seconds: float) -> float | None:
+    return None if math.isnan(seconds) else seconds
 
 
 def _read_on(file: Path, position: int) -> tuple[bytes, int, bool]:
@@ -193,11 +203,10 @@ class _Reader:
                 self._standing.begin(change, self._steps)
 
     def _take_step(self, event: Event) -> None:
-        t = event.get("t")
         if (record := parse_step(event)) is None:
             self._unreadable += 1
             return
-        step = (record, float(t) if isinstance(t, (int, float)) else math.nan)
+        step = (record, sane.stamp(event.get("t")))
         if not self._standing.late(record):
             self._steps.append(step)
         elif not self._standing.void(record):

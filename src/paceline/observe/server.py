@@ -83,10 +83,10 @@ def make_app(live: LiveRun, publisher: Publisher, *, token: str | None, log: Pat
         return Response(metrics(live), headers=HEADERS | {"Content-Type": CONTENT_TYPE})
 
     async def raw(request: Request) -> Response:
-        start = request.query_params.get("from", "0")
-        if log is None or not start.isdecimal():
+        start = position(request.query_params.get("from", "0"))
+        if log is None or start is None:
             return PlainTextResponse("there is no such log here", 404, headers=HEADERS)
-        return StreamingResponse(tail(log, int(start)), media_type="application/x-ndjson", headers=HEADERS)
+        return StreamingResponse(tail(log, start), media_type="application/x-ndjson", headers=HEADERS)
 
     async def static(request: Request) -> Response:
         name = request.path_params["name"]
@@ -133,6 +133,21 @@ class Guard:
         header = request.headers.get("authorization", "").removeprefix("Bearer ")
         given = request.query_params.get("token") or header
         return secrets.compare_digest(given.encode(), self._token.encode())
+
+
+LARGEST = (1 << 63) - 1
+"""The largest position that a file has."""
+
+
+def position(text: str) -> int | None:
+    """A place in a file, as somebody asked for it; None when there is no such place.
+
+    >>> position("120"), position("-1"), position("9" * 5000)
+    (120, None, None)
+    """
+    if not (text.isascii() and text.isdecimal()) or len(text) > len(str(LARGEST)):
+        return None
+    return number if (number := int(text)) <= LARGEST else None
 
 
 async def tail(log: Path, position: int) -> AsyncIterator[bytes]:

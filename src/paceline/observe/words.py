@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
+from paceline.observe import sane
+
 
 def number(value: float) -> str:
     """Three significant digits below 100, thousands marked above.
@@ -73,7 +75,8 @@ def machines(run: Mapping[str, Any], joined: Iterable[Mapping[str, Any]] = ()) -
     """Every worker's machine, by identity: from the ``run`` event, and of those who ``joined`` later."""
     entries = run.get("workers")
     known = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, (list, tuple)) else []
-    named = {int(entry.get("id", entry.get("rank", rank))): machine(entry) for rank, entry in enumerate(known)}
+    told = [sane.count_or(entry.get("id", entry.get("rank")), rank) for rank, entry in enumerate(known)]
+    named = {worker: machine(entry) for worker, entry in zip(told, known)}
     return named | {int(entry["id"]): machine(entry) for entry in joined}
 
 

@@ -47,7 +47,7 @@ class Fixed(Linked):
     def __init__(self, device: torch.device, *, backend: str | None = None) -> None:
         """``backend``: what the fleet needs, whatever else could be had."""
         super().__init__(device)
-        store, self.rank, self.size = _rendezvous()
+        store, self.rank, self.size, self._meeting = _rendezvous()
         self._rank, self._size = self.rank, self.size
         self.workers = tuple(range(self.size))
         self._holds_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -71,8 +71,7 @@ class Fixed(Linked):
             self._group, self._gpus = self._form(f"group/{self.generation}", self.rank, self.size)
 
     def _form(self, name: str, rank: int, size: int) -> tuple[Any, NcclGroup | None]:
-        towards = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        group = self._form_group(dist.PrefixStore(name, self._store), rank, size, towards=towards)
+        group = self._form_group(dist.PrefixStore(name, self._store), rank, size, towards=self._meeting)
         if self.backend != "nccl":
             return group, None
         return group, NcclGroup(dist.PrefixStore(f"{name}/gpus", self._store), rank, size, self._device)
@@ -191,7 +190,7 @@ class Fixed(Linked):
         return found
 
     def _break_off(self) -> None:
-        break_off(self._sockets, spare_port=int(os.environ["MASTER_PORT"]))
+        break_off(self._sockets, spare_port=self._meeting[1])
 
     def _leave_if_stuck(self) -> None:
         if not self._noticed.wait(UNBLOCK_S):
@@ -207,14 +206,17 @@ class Fixed(Linked):
             self._names[rank] = f"worker {rank} ({where})"
 
 
-def _rendezvous() -> tuple[Store, int, int]:
-    missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
-    if missing:
-        raise ValueError(
-            f"the environment does not say where the fleet meets: {', '.join(missing)} not set; "
-            "start with `paceline run` or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-        )
-    return _meet(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["RANK"], os.environ["WORLD_SIZE"])
+def _rendezvous() -> tuple[Store, int, int, tuple[str, int]]:
+    """The store, this worker's rank, the size, and where they met: a script may change the variables afterwards."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    advice = "start with `paceline run` or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    if missing := [name for name in names if name not in os.environ]:
+        raise ValueError(f"the environment does not say where the fleet meets: {', '.join(missing)} not set; {advice}")
+    if wrong := [name for name in names if name != "MASTER_ADDR" and not os.environ[name].isdecimal()]:
+        told = f"{wrong[0]} is {os.environ[wrong[0]]!r}"
+        raise ValueError(f"the environment does not say where the fleet meets: {told}, not a number; {advice}")
+    rank, size, address, port = (os.environ[name] for name in names)
+    return *_meet(address, port, rank, size), (address, int(port))
 
 
 @cache

@@ -46,8 +46,9 @@ def in_words(compared: Comparison) -> str:
     timed = [run for run in compared.runs if math.isfinite(run.time_to_loss_s)]
     if len(timed) > 1:
         first, last = (pick(timed, key=lambda run: run.time_to_loss_s) for pick in (min, max))
-        told = f"{duration(first.time_to_loss_s)} ({first.name}) to {duration(last.time_to_loss_s)} ({last.name})"
-        said.append(f"To a loss of {compared.target:.3g} it took from {told}.")
+        least, most = duration(first.time_to_loss_s), duration(last.time_to_loss_s)
+        told = f"from {least} ({first.name}) to {most} ({last.name})" if least != most else f"{least}, by each of them"
+        said.append(f"To a loss of {compared.target:.3g} it took {told}.")
     if compared.asked and not timed:
         said.append(f"No run came down to a loss of {compared.target:.3g}.")
     return " ".join(said)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.observe import sane
 from paceline.observe.chronicle import Chronicle
 from paceline.observe.evaluations import Evaluation, evaluations
 from paceline.observe.membership import Standing, Timed, parse_change
@@ -48,7 +49,8 @@ MOST_SLICES = 1500
 MOST_NOTES, MOST_EVALUATIONS = 100, 1000
 MOST_CHANGES = 200
 NOT_YET = WhatIf(why_not="known when the run has ended: paceline report")
-"""A replay takes a second or two of a processor: too much for every message."""
+ENDED = WhatIf(why_not="a replay of the run tells, in the whole report: paceline report")
+"""A replay takes a second or two of a processor: too much for every message, and it needs the whole record."""
 TAIL = 8
 """Of an elastic run, the steps that may still turn out to be void: by its rules it is one, so this is plenty."""
 
@@ -103,8 +105,8 @@ class LiveRun:
         record = parse_step(event)
         if record is None or (self._standing.late(record) and not self._stands(record)):
             return
-        t = event.get("t")
-        self.last_t = float(t) if isinstance(t, (int, float)) else time.time()
+        t = sane.stamp(event.get("t"))
+        self.last_t = t if t == t else time.time()
         self.newest = record
         self.steps += 1
         self.samples += record.total
@@ -144,7 +146,7 @@ class LiveRun:
         """Everything."""
         with self._lock:
             log = self._log()
-            judged = verdict(log, whole=False)
+            judged, tried = verdict(log, whole=False), ENDED if self.end else NOT_YET
             story = Story(
                 self._chronicle.buckets(),
                 self._chronicle.workers,
@@ -156,7 +158,7 @@ class LiveRun:
                 "now": now_line(self._progress.snapshot()),
                 "notes": notes(self._notes, self.end),
                 "heading": heading(self.run, judged.figures, state(log) if self.end else ("live", "running")),
-                "verdict": verdict_part(judged, tiles(judged, NOT_YET, story.stuck()), moved=changes(story)),
+                "verdict": verdict_part(judged, tiles(judged, tried, story.stuck()), moved=changes(story)),
                 "workers": workers_table(judged),
             }
             drawn = [self._timeline(), *pictures(story)]

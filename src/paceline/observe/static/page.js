@@ -3,11 +3,28 @@
 const paceline = (() => {
   const settings = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
 
+  const drawn = new Map();
+
+  // A narrow window gives each name of the legend a line of its own: the picture grows by them, so that they have room.
+  const narrow = matchMedia("(max-width: 640px)");
+
+  function roomy(picture) {
+    const names = picture.data.filter((trace) => trace.showlegend !== false).length;
+    const height = (picture.layout.height ?? 300) + (narrow.matches && names > 1 ? 20 * names : 0);
+    return { ...picture.layout, height };
+  }
+
   function draw(picture) {
+    drawn.set(picture.name, picture);
     const figure = document.getElementById(picture.name);
     const place = figure && figure.querySelector(".plot");
-    if (place) return Plotly.react(place, picture.data, picture.layout, settings);
+    if (!place) return;
+    const layout = roomy(picture);
+    place.style.height = `${layout.height}px`;
+    return Plotly.react(place, picture.data, layout, settings);
   }
+
+  narrow.addEventListener("change", () => drawn.forEach((picture) => draw(picture)));
 
   const everyPlot = (act) => document.querySelectorAll(".plot.js-plotly-plot").forEach((place) => act(place));
 

@@ -1,0 +1,75 @@
+"""``--smoke``: any benchmark in a few seconds, to see that it still runs and prints its figures; they mean nothing.
+
+A benchmark says, below its constants, what they are in a smoke run; the processes it starts read the same.
+
+    globals().update(smoke(STEPS=3, SAMPLE_MS=0.1))
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ASKED = "BENCHMARK_SMOKE"
+"""Variable by which the benchmark's own processes know."""
+
+
+def smoking() -> bool:
+    """Whether a smoke run was asked for; the option is taken off the command line."""
+    if "--smoke" in sys.argv:
+        sys.argv.remove("--smoke")
+        os.environ[ASKED] = "1"
+    return bool(os.environ.get(ASKED))
+
+
+def smoke(**smaller: Any) -> dict[str, Any]:
+    """What a smoke run has in place of these constants; nothing in any other run."""
+    return smaller if smoking() else {}
+
+
+def forked(work: Callable[[], Any], count: int, **shared: str) -> list[Any]:
+    """What ``work`` gives (as JSON) in so many forks of this process, with the variables of a launched fleet's workers:
+    torch is loaded once for all of them, which takes longer than the rest of a smoke run."""
+    import torch._dynamo  # every optimiser loads it
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | shared
+        places = [
+            fleet | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PACELINE_WORKER": str(rank)} for rank in range(count)
+        ]
+        files = [Path(folder) / str(rank) for rank in range(count)]
+        children = [_fork(work, place, file) for place, file in zip(places, files, strict=True)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(codes):
+            raise SystemExit(f"a worker failed: exit codes {codes}")
+        return [json.loads(file.read_text()) for file in files]
+
+
+def _fork(work: Callable[[], Any], place: Mapping[str, str], file: Path) -> int:
+    sys.stdout.flush()
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        os.environ.update(place)
+        file.write_text(json.dumps(work()))
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,59 @@
+"""Every benchmark still runs and prints its figures: a few seconds of each, which say nothing about the figures."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+pytestmark = pytest.mark.fleet
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FOUND = sorted(file.stem for file in BENCHMARKS.glob("[a-z]*.py") if file.stem != "common")
+KEYS = {
+    "chaos": "goodput goodput_by_pace lost doubled replicas_equal replay_off faults left_running seed",
+    "convergence": "accuracy_sync accuracy_joint time_ratio whole_time_ratio spread_sync spread_joint seeds ways",
+    "deep_forecast": "deep_over_true_bursts deep_over_last_bursts deep_over_oracle_periodic deep_over_last_periodic "
+    "truncated_over_uncensored plan_ms_158 plan_ms_2175 train_s train_cpu_s seeds updates setting",
+    "drift": "steps_to_recover each_repeat after_over_limit",
+    "dynamic_weighting": "recovered_c loss_points_a loss_points_b recovered_c_each dataset seeds steps failures",
+    "elastic_overhead": "elastic_over_fixed elastic_over_fixed_interval membership_ms",
+    "feed_scale": "open_ms state_bytes indices_per_s",
+    "gpu_beside_cpu": "large_fleet_over_gpu large_cpu_samples large_ddp_over_gpu small_fleet_over_gpu",
+    "kill": "survivors_s_median survivors_s_p95 freeze_s_median join_stall_s step_s kills freezes left_out "
+    "torchft_over_paceline torchrun_over_paceline",
+    "logging_cost": "us_per_step us_per_step_64_workers overhead overhead_cpu full_disk_warned_once "
+    "deleted_folder_warned_once",
+    "overhead": "convnet_over_ddp mlp_over_ddp alone_over_plain convnet_over_ddp_interval",
+    "pages": "report_s report_cpu_s report_mb viewers_cpu_4 viewers_cpu_100 step_to_viewer_s_4 step_to_viewer_s_100",
+    "plan_scale": "ms_at_10 ms_at_1000 ms_at_10000 observe_ms_at_10000",
+    "sim_vs_real": "worst_error worst_step_by_step scenarios",
+    "slow_network": "gradients_s gradients_accuracy average_s average_accuracy average_over_gradients",
+    "spot": "finished lost doubled replicas_equal replay_off goodput trace hours started killed left_running",
+    "stalls": "joint_over_limit joint_over_adaptive calm_joint_over_adaptive count_cv",
+    "sum_of_speeds": "adaptive_over_limit adaptive_over_ddp epoch_over_limit saved_1_2 saved_1_3",
+    "traces": "worst_joint_over_limit worst_joint_over_oracle calm_joint_over_naive stuck_joint_over_limit traces",
+    "wp_sgd": "settings workers lengths one_shot rounds",
+}
+"""What the last line of each is read for."""
+
+
+def test_every_benchmark_has_a_smoke_run() -> None:
+    assert sorted(KEYS) == FOUND
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_benchmark_runs_to_its_end_and_prints_its_figures(name: str, tmp_path: Path) -> None:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PACELINE_", "TORCHELASTIC"))}
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(paceline.__file__).parents[1])}
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke"]
+    done = subprocess.run(command, cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    if "skipped" in figures:
+        pytest.skip(figures["skipped"])
+    assert {*KEYS[name].split()} <= figures.keys()
