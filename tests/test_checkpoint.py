@@ -450,7 +450,7 @@ def test_a_state_that_does_not_fit_a_tracked_object_is_refused_before_the_model_
     assert not model.weight.any()
 
 
-def test_loading_in_the_middle_of_a_training_is_misuse(fleet: paceline.Fleet, saved: Path) -> None:
+def test_loading_in_the_middle_of_a_loop_is_misuse(fleet: paceline.Fleet, saved: Path) -> None:
     model, optimizer = simple(fleet)
     loop = training(fleet, model, optimizer, numbers(), global_batch=8)
     next(loop)

@@ -379,6 +379,11 @@ class Averaged(Steps):
                 raise MisuseError(f"not every worker called {label}: some are in another call, which cannot end")
         return self.shown()
 
+    def models_were_set(self) -> None:
+        super().models_were_set()
+        self._merging.rebase()
+        self._statistics.rebase()
+
     def shown(self) -> AbstractContextManager[Any]:
         return self._merging.shown()
 

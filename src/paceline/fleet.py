@@ -742,10 +742,12 @@ class Fleet:
         """
         if to not in ("all", "leader"):
             raise ValueError(f'fleet.gather(to=...) is "all" or "leader", got {to!r}')
-        if self._passing is not None and self._steps is not None and self._steps.left:
+        steps, passing = self._steps, self._passing
+        if steps is not None and passing is not None and passing.passes_over(steps.place.loop):
             raise MisuseError(
-                "fleet.gather between loops that are passed over cannot give what it gave: let the script begin where "
-                'the checkpoint was saved, with fleet.load(..., loops="rest")'
+                f"fleet.gather behind loop {steps.place.loop + 1} of the script, which is passed over: the predictions "
+                f"would be those of {passing.path}, not of that time, and no checkpoint holds them; call fleet.gather "
+                'in the loop (if step.ends_epoch:), or go on with fleet.load(..., loops="rest")'
             )
         with self._meeting("fleet.gather()"):
             return self._gather(predict, data, batch_size, to)
@@ -964,13 +966,16 @@ class Fleet:
                 over) or "rest" (it begins with the one where the checkpoint was saved, or with the next if that was
                 over). It needs to be said only where the checkpoint does not tell.
         """
-        if self._steps is not None and self._steps.begun and not (self._steps.finished or self._steps.left):
-            raise MisuseError("fleet.load in the middle of a training: call it before the first step")
+        over = self._steps if self._steps is not None and self._steps.begun else None
+        if over is not None and not (over.finished or over.left):
+            raise MisuseError("fleet.load in the middle of a loop: call it before the first step, or behind the loop")
         if loops not in (None, *LOOPS):
             raise ValueError(f'loops must be "all" or "rest", got {loops!r}')
         self._refuse_untracked(path)
         if self._outside:
             return self._load_outside(Path(path), loops)
+        if over is not None:
+            over.meet("fleet.load()")
         self._tracking.must_agree(self._transport, "fleet.load()")
         found = checkpoint.fetch(
             self._transport, Path(path), device=self.device, missing_ok=missing_ok, warn=self._warn_everywhere
@@ -1028,6 +1033,8 @@ class Fleet:
         self._resume = resume
         if resume is not None and steps is not None:
             self._go_on(steps)
+        if self._steps is not None and self._steps.begun:
+            self._steps.models_were_set()
         self._witness.event("load", {"step": (content["steps"] or {}).get("step", 0), "path": str(path)})
         return content["extra"]
 

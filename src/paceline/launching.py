@@ -55,8 +55,12 @@ def launch(
 
     Args:
         devices: one for each worker, such as ``["cuda:0", "cpu"]``.
-        pace, combine, emulate, sample_ms: as the options of ``paceline run``; they override what the function says.
-        name, run_dir: of the run, for its log; the function's name, and ``runs/<time>-<name>``, unless given.
+        pace: as the option of ``paceline run``, like ``combine``; they override what the function says.
+        combine: see ``pace``.
+        emulate: machines to play, as ``paceline run --emulate``.
+        sample_ms: of an emulated machine of speed 1, milliseconds a sample.
+        name: of the run, for its log; the function's name unless given.
+        run_dir: the run's folder; ``runs/<time>-<name>`` unless given.
         env: further environment variables for the workers.
         method: "spawn" (new processes) or "fork" (copies of this one); chosen by where the function lives unless given.
     """

@@ -38,7 +38,7 @@ from paceline.records import History, Plan, StepRecord
 from paceline.replicas import Repair, fingerprint
 from paceline.settings import LoopSettings, must_agree
 from paceline.step import Step
-from paceline.tracking import Tracked, unlike_settings
+from paceline.tracking import Tracked, changed_rate, unlike_settings
 from paceline.transport import Transport
 from paceline.turn import Turn, Work
 
@@ -316,6 +316,10 @@ class Steps:
         """Everybody comes to this call, with equal parameters: a step's commit has seen to that."""
         self._copies.decline()  # who waits for one must come here too, on its own way
         return nullcontext()
+
+    def models_were_set(self) -> None:
+        """A checkpoint was loaded behind this loop: the models have other weights than its last round left."""
+        self.gradients.statistics_were_set()
 
     def shown(self) -> AbstractContextManager[Any]:
         """In the context the parameters are those to show and to save."""
@@ -669,6 +673,17 @@ class Steps:
         regular = turn.index % FINGERPRINT_EVERY == 0 or early
         due = self._transport.size > 1 and (regular or turn.compare)
         return 1.0 + fingerprint(self.gradients.everything) if due else 0.0
+
+    def rates(self) -> list[Any]:
+        """The learning rates of all known optimisers now."""
+        return self._tracking.rates()
+
+    def check_rates_held(self, after_first: Sequence[Any]) -> None:
+        """Raise MisuseError when they have changed since this worker's first micro-batch of the step: a step has one
+        update, and another worker has another number of micro-batches."""
+        if (now := self.rates()) != after_first:
+            groups = [name for name, _ in self._tracking.hyperparameters()]
+            raise MisuseError(changed_rate(groups, after_first, now, step=self._next))
 
     def _compare_rates(self, turn: Turn, header: Header) -> None:
         """Every worker must update with the same learning rates and other settings of its optimisers."""

@@ -96,10 +96,14 @@ class Step:
         self._iterated = True
         self._keep_generators()
         self._work_began = time.perf_counter()
+        rates: list[Any] | None = None
         while (taken := self._take()) is not None:
             seed_micro_batch(self._steps.seed, taken.epoch, taken.position, self._steps.device)
             self._open = taken
             yield taken.batch
+            rates = self._steps.rates() if rates is None else rates
+        if rates is not None:
+            self._steps.check_rates_held(rates)
         self._seed_update()
 
     def _keep_generators(self) -> None:

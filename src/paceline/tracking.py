@@ -131,6 +131,10 @@ class Tracked:
             self._last = (values, digest_of(self.hyperparameters()))
         return self._last[1]
 
+    def rates(self) -> list[Any]:
+        """The learning rate of each parameter group of every known optimiser."""
+        return [_looked_at(group.get("lr")) for _, optimizer in self._known() for group in optimizer.param_groups]
+
     # -- what is not tracked -----------------------------------------------------------------------------------------
 
     def missing(self, *, optimizers: bool = False) -> list[str]:
@@ -183,7 +187,7 @@ def unlike_settings(everybody: Sequence[Sequence[Sequence[Any]]], *, step: int, 
     """Which group's settings differ between which workers, and why that may be; empty when they are as good as equal.
 
     >>> lr = [[["group 0 of optimizer", {"lr": rate}]] for rate in (0.1, 0.2)]
-    >>> print(unlike_settings(lr, step=3, missing=[])[:91])
+    >>> print(unlike_settings(lr, step=3, missing=[])[:92])
     workers update with unlike settings in step 3: lr in group 0 of optimizer is 0.1 on worker 0
     """
     groups: list[dict[str, dict[str, Any]]] = [{name: settings for name, settings in mine} for mine in everybody]  # noqa: C416
@@ -225,6 +229,22 @@ def _parts(thing: Any) -> Iterator[Any]:
         yield from _parts(part)
     if not isinstance(thing, torch.nn.Module):
         yield from (part for part in getattr(thing, "__dict__", {}).values() if isinstance(part, torch.optim.Optimizer))
+
+
+def changed_rate(groups: Sequence[str], before: Sequence[Any], after: Sequence[Any], *, step: int) -> str:
+    """Which group's learning rate changed between two micro-batches of a step, and what to write.
+
+    >>> print(changed_rate(["group 0 of optimizer"], [0.1], [0.2], step=3)[:86])
+    lr in group 0 of optimizer changed from 0.1 to 0.2 between two micro-batches of step 3
+    """
+    changed = [
+        f"lr in {group} changed from {then} to {now}" for group, then, now in zip(groups, before, after) if then != now
+    ]
+    said = changed[0] if changed else "the optimizers changed"
+    return (
+        f"{said} between two micro-batches of step {step}, and each worker has another number of these: a step has one "
+        "update, so move scheduler.step(), or whatever changed it, behind step.commit"
+    )
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

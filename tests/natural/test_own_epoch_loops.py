@@ -143,3 +143,35 @@ def test_a_script_of_two_phases_resumes_in_the_phase_it_was_saved_in(tmp_path: P
     assert before["seen"] + after[0]["seen"] == whole["seen"]
     assert apart(after[0]["weights"], whole["weights"]) < 1e-12
     assert after[0]["scores"] == after[1]["scores"] == whole["scores"]
+
+
+GATHERED = (
+    HEAD
+    + """
+import sys
+path, epochs, way = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+first = fleet.load(path, loops=way, missing_ok=True) or 0
+for epoch in range(first if way == "rest" else 0, epochs):
+    for step in fleet.steps(noisy, global_batch=12, micro_batch=3, epochs=1):
+        train(step, model, optimizer)
+    seen.append(fleet.gather(lambda a, b: model(a), data).flatten().tolist())
+    fleet.save(path, extra=epoch + 1)
+"""
+    + TAIL
+)
+
+
+def test_predictions_of_a_loop_that_is_passed_over_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.pt")
+    assert len(results(tmp_path / "before", GATHERED, args=[path, 2, "all"])[0]["seen"]) == 2
+    said = refusals(tmp_path / "all", GATHERED, args=[path, 3, "all"])
+    assert "fleet.gather behind loop 1 of the script, which is passed over" in said
+    assert len(results(tmp_path / "rest", GATHERED, args=[path, 3, "rest"])[0]["seen"]) == 1
+
+
+def test_predictions_behind_the_loop_that_was_saved_are_those_of_that_time(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.pt")
+    before = results(tmp_path / "before", GATHERED, args=[path, 1, "all"])[0]["seen"]
+    after = results(tmp_path / "after", GATHERED, args=[path, 2, "all"])[0]["seen"]
+    assert after[0] == before[0]
+    assert len(after) == 2

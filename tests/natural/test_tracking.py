@@ -125,9 +125,31 @@ def test_a_schedule_that_began_anew_on_a_returned_worker_is_seen_within_a_step(t
 
 
 def test_a_schedule_stepped_for_every_micro_batch_is_refused_and_told_where_it_belongs(tmp_path: Path) -> None:
+    """However many workers there are, and though all have as many micro-batches."""
     text = script(f"{SCHEDULE}\n{TRACK_ALL}", inside="scheduler.step()")
-    said = refusals(tmp_path, text, PACELINE_PACE="fixed:1,3")
-    assert "in step 1" in said
+    for workers in (1, 2):
+        said = refusals(tmp_path / str(workers), text, workers=workers)
+        assert "lr in group 0 of optimizer changed from 0.0097 to" in said
+        assert "between two micro-batches of step 0" in said
+        assert "behind step.commit" in said
+
+
+def test_a_rate_that_is_set_anew_in_every_micro_batch_is_no_trouble(tmp_path: Path) -> None:
+    rate = "optimizer.param_groups[0]['lr'] = 0.01 * 0.9**step.index"
+    inside = results(tmp_path / "inside", script("fleet.track(optimizer=optimizer)", inside=rate))
+    assert inside[0] == inside[1]
+    before = results(
+        tmp_path / "after", script("fleet.track(optimizer=optimizer)", commit=f"{rate}\nstep.commit(optimizer)")
+    )
+    assert inside == before
+
+
+def test_where_workers_have_one_micro_batch_or_none_the_rates_tell_that_a_schedule_stands_inside(
+    tmp_path: Path,
+) -> None:
+    text = script(f"{SCHEDULE}\n{TRACK_ALL}", inside="scheduler.step()").replace("micro_batch=3", "micro_batch=12")
+    said = refusals(tmp_path, text, PACELINE_PACE="fixed:0,1")
+    assert "workers update with unlike settings in step 1" in said
     assert "move it behind step.commit" in said
 
 
