@@ -457,6 +457,7 @@ def test_loading_in_the_middle_of_a_loop_is_misuse(fleet: paceline.Fleet, saved:
     with pytest.raises(MisuseError, match=r"call it before the first step"):
         fleet.load(saved)
     loop.close()  # once it was left, models and tracked things may be set back
+    del loop
     fleet.load(saved)
 
 

@@ -227,7 +227,7 @@ def _parts(thing: Any) -> Iterator[Any]:
     yield thing
     for part in getattr(thing, "_schedulers", ()):
         yield from _parts(part)
-    if not isinstance(thing, torch.nn.Module):
+    if not isinstance(thing, (torch.nn.Module, LRScheduler)):  # a schedule does not save its optimiser
         yield from (part for part in getattr(thing, "__dict__", {}).values() if isinstance(part, torch.optim.Optimizer))
 
 
