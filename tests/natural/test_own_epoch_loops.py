@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from programs import apart, refusals, results
+from programs import apart, elastic, refusals, results
 
 pytestmark = pytest.mark.fleet
 
@@ -175,3 +175,87 @@ def test_predictions_behind_the_loop_that_was_saved_are_those_of_that_time(tmp_p
     after = results(tmp_path / "after", GATHERED, args=[path, 2, "all"])[0]["seen"]
     assert after[0] == before[0]
     assert len(after) == 2
+
+
+EARLY_STOP = """
+import sys, time
+from pathlib import Path
+FOLDER = Path(os.environ["PACELINE_RUN_DIR"]).parent
+path, stop, way = (sys.argv[1:] + ["", "", ""])[:3]
+with paceline.join() as fleet:
+    model = fleet.model(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    fleet.track(optimizer=optimizer, scheduler=scheduler)
+    fleet.state.best, fleet.state.bad = 1e9, 0
+    if way:
+        fleet.load(path, loops=way)
+    figures, seen = [5.0, 4.0, 4.5, 4.6, 3.0, 2.0, 2.5, 2.6, 2.7, 1.0] * 50, []
+    for epoch in range(EPOCHS):
+        for step in fleet.steps(data, global_batch=12, micro_batch=3):
+            for a, b in step:
+                step.backward(loss_fn(model(a), b))
+            step.commit(optimizer)
+            seen.append(step.index)
+            if PAUSE and not (FOLDER / "hurry").exists():
+                time.sleep(PAUSE)
+        score = fleet.evaluate(lambda a, b: {"figure": figures[epoch] * len(a) / 48}, data)["figure"]
+        if score < fleet.state.best:
+            fleet.state.best, fleet.state.bad = score, 0
+            if path:
+                fleet.save(path)
+        else:
+            fleet.state.bad += 1
+        scheduler.step()
+        if fleet.state.bad >= 3 and not PAUSE:
+            break
+        if stop and epoch == int(stop):
+            break
+    result = {"weights": flat(model), "seen": seen, "best": fleet.state.best, "rate": scheduler.get_last_lr()}
+"""
+
+
+def test_what_was_decided_between_loops_is_decided_so_again(tmp_path: Path) -> None:
+    """Saved only where the figure was better, before the schedule's step: at epochs 0, 1, 4 and 5."""
+    script, path = EARLY_STOP.replace("EPOCHS", "10").replace("PAUSE", "0"), str(tmp_path / "best.pt")
+    whole = results(tmp_path / "whole", script, workers=1)[0]
+    results(tmp_path / "before", script, args=[path, "4", ""])
+    after = results(tmp_path / "after", script, args=[path, "", "all"])
+    assert after[0]["seen"] == [step for step in whole["seen"] if step >= 20]
+    assert len(whole["seen"]) == 9 * 4
+    assert (after[0]["best"], after[0]["rate"]) == (whole["best"], whole["rate"])
+    assert apart(after[0]["weights"], whole["weights"]) < 1e-12
+
+
+def test_a_script_that_does_not_come_by_the_save_again_is_refused(tmp_path: Path) -> None:
+    script, path = EARLY_STOP.replace("EPOCHS", "10").replace("PAUSE", "0"), str(tmp_path / "best.pt")
+    results(tmp_path / "before", script, args=[path, "4", ""])
+    said = refusals(tmp_path / "after", script.replace("if path:", "if False:"), args=[path, "", "all"])
+    assert "which the script did not come by" in said
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.pt")
+    results(tmp_path / "before", OWN_LOOP, args=[path, "between", ""])
+    other = f"""
+    with paceline.join() as fleet:
+        model = fleet.model(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)).double())
+        fleet.load({path!r})
+    """
+    assert "does not fit the model" in refusals(tmp_path / "after", other)
+
+
+def test_a_worker_that_returns_passes_loops_by_and_decides_as_the_others_did(tmp_path: Path) -> None:
+    text = EARLY_STOP.replace("EPOCHS", "60").replace("PAUSE", "0.02")
+    with elastic(tmp_path, text) as fleet:
+        fleet.wait_for_step(9)
+        fleet.kill(1)
+        fleet.wait_for_workers(1)
+        fleet.start(1)
+        fleet.wait_for_workers(2)
+        ended = fleet.hurry()
+    assert [one.code for one in ended.values()] == [0, 0], [one.err[-2000:] for one in ended.values()]
+    for what in ("weights", "best", "rate"):
+        assert ended[0].value[what] == ended[1].value[what]
+    assert ended[0].value["seen"] == list(range(60 * 4))
+    assert ended[1].value["seen"][-1] == 60 * 4 - 1
