@@ -257,5 +257,7 @@ def test_a_worker_that_returns_passes_loops_by_and_decides_as_the_others_did(tmp
     assert [one.code for one in ended.values()] == [0, 0], [one.err[-2000:] for one in ended.values()]
     for what in ("weights", "best", "rate"):
         assert ended[0].value[what] == ended[1].value[what]
-    assert ended[0].value["seen"] == list(range(60 * 4))
-    assert ended[1].value["seen"][-1] == 60 * 4 - 1
+    seen = ended[0].value["seen"]
+    assert seen == list(range(len(seen)))
+    assert len(seen) - 60 * 4 in (0, 1), "one more where it was killed in an epoch's last step"
+    assert ended[1].value["seen"][-1] == seen[-1]
