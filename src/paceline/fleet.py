@@ -186,6 +186,8 @@ class Fleet:
         self._known: list[torch.nn.Parameter] = []
         """Parameters that were made equal on all workers."""
         self._said_missing = False
+        self._loaded: tuple[str, int | None] | None = None
+        """The last checkpoint that was loaded, and the first loop that made steps since."""
         self._hooks: list[Any] = []
         self._guards: list[Guard] = []
         self._history = History()
@@ -569,7 +571,23 @@ class Fleet:
             self._tracking.note_averages()
             self._check_tracked(steps)
 
+    def _refuse_begun_anew(self, steps: Steps) -> None:
+        """A checkpoint was loaded, and by now it shows what the script uses and does not track. What a later loop makes
+        for itself may be new; an average of the weights seldom is."""
+        if self._loaded is None:
+            return
+        path, first = self._loaded[0], steps.place.loop if self._loaded[1] is None else self._loaded[1]
+        self._loaded = path, first
+        missing = [name for name in self._tracking.missing() if first == steps.place.loop or name.startswith("ema=")]
+        if missing:
+            raise MisuseError(
+                f"fleet.load({path!r}) did not give back the state of what is not tracked, and it began anew: call "
+                f"fleet.track({', '.join(missing)}) with your own objects, before fleet.load, or after it if they are "
+                "meant to begin anew"
+            )
+
     def _check_tracked(self, steps: Steps) -> None:
+        self._refuse_begun_anew(steps)
         if not steps.hands_over_state:
             return
         # Of an optimiser that has not stepped yet nobody knows whether it will: then a copy is not safe.
@@ -933,7 +951,10 @@ class Fleet:
         found = checkpoint.fetch(
             self._transport, Path(path), device=self.device, missing_ok=missing_ok, warn=self._warn_everywhere
         )
-        return None if found is None else self._take_over(*found, loops=loops)
+        if found is None:
+            return None
+        self._loaded = str(path), None
+        return self._take_over(*found, loops=loops)
 
     def _refuse_untracked(self, path: str | Path) -> None:
         """Whatever the checkpoint has for them, they would begin anew."""
@@ -1011,7 +1032,7 @@ class Fleet:
         resume.settle(source.length)
         if resume.loops == "rest" and (first or self._steps is None):
             self._passes.go_on_after(resume.passes, loop=resume.first)
-            if source.length == resume.lengths[-1]:
+            if source.length == resume.lengths[-1] and resume.same_data:
                 self._passes.recognise(source.dataset, resume.data)
 
     def _go_on(self, steps: Steps) -> None:

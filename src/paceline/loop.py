@@ -38,7 +38,7 @@ from paceline.records import History, Plan, StepRecord
 from paceline.replicas import Repair, fingerprint
 from paceline.settings import LoopSettings, must_agree
 from paceline.step import Step
-from paceline.tracking import Tracked, digest_of, unlike_settings
+from paceline.tracking import Settings, Tracked, changed_settings, digest_of, unlike_settings
 from paceline.transport import Transport
 from paceline.turn import Turn, Work
 
@@ -188,6 +188,8 @@ class Steps:
                 self._step = self._begin()
                 yield self._step
                 self._require_committed()
+            if self._begun == 1:  # there was one step
+                self._look_at_the_script()
             self.at_boundary(self)
         finally:
             self.left = True
@@ -659,6 +661,15 @@ class Steps:
         regular = turn.index % FINGERPRINT_EVERY == 0 or early
         due = self._transport.size > 1 and (regular or turn.compare)
         return 1.0 + fingerprint(self.gradients.everything) if due else 0.0
+
+    def update_settings(self) -> Settings:
+        """Learning rates and the like, as the script has set them by now."""
+        return self._tracking.hyperparameters()
+
+    def check_settings(self, before: Settings, index: int) -> None:
+        """Raise MisuseError when they are not what they were ``before`` the micro-batches of a step."""
+        if text := changed_settings(before, self._tracking.hyperparameters(), step=index):
+            raise MisuseError(text)
 
     def _compare_rates(self, turn: Turn, header: Header) -> None:
         """Every worker must update with the same learning rates and other settings of its optimisers."""

@@ -64,6 +64,15 @@ class Resume:
         """The number of the dataset of the loop it was saved in."""
         return int(self.saved.get("data", 0))
 
+    @property
+    def same_data(self) -> bool:
+        """Whether the loop to come goes over the data of the one it was saved in, if that has as many samples: when it
+        is that very loop; else as it was between the loops before; and after the first one, when that was an epoch
+        rather than a phase of several."""
+        if not self.over:
+            return True
+        return self.data < self.loop if self.loop else self.saved.get("epochs", 1) == 1
+
     def settle(self, length: int | None) -> None:
         """The first loop after loading goes over a dataset of this length: find out which of the two ways it is."""
         if self.loops is not None:
@@ -80,7 +89,8 @@ class Resume:
     def _refuse_if_the_script_may_skip(self) -> None:
         done = self.loop + self.over
         one_long_loop = self.loop == 0 and self.saved.get("epochs", 1) > 1
-        if one_long_loop or not (_holds(self.content.get("extra"), done) or _holds(self.content.get("state"), done)):
+        holds = _counts if one_long_loop else _holds  # one that is over mostly was all: any number may be in it
+        if not (holds(self.content.get("extra"), done) or holds(self.content.get("state"), done)):
             return
         raise ValueError(
             f"{self.path} was saved {'after' if self.over else 'in'} loop {self.loop + 1} of the script, and holds the "
@@ -117,6 +127,21 @@ def _of_one_loop(steps: Mapping[str, Any]) -> dict[str, Any]:
     """Of a checkpoint from before loops were counted."""
     passes = steps["epoch"] + (steps["dealing"] is not None)
     return {"counts": [passes], "lengths": [steps.get("dataset_length")], "told": [], "saves": 0}
+
+
+def _counts(value: Any, number: int) -> bool:
+    """Whether plain data has this whole number where a script keeps how far it has come.
+
+    >>> _counts({"phase": 1, "bad": 0}, 1), _counts({"bad": 1, "best": 0.5}, 1), _counts(1, 1)
+    (True, False, True)
+    """
+    if isinstance(value, Mapping):
+        named = ((str(name).lower(), item) for name, item in value.items())
+        return any(_holds(item, number) for name, item in named if any(word in name for word in _COUNTED))
+    return _holds(value, number)
+
+
+_COUNTED = ("epoch", "phase", "stage", "loop", "round")
 
 
 def _holds(value: Any, number: int) -> bool:

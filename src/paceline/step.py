@@ -95,11 +95,13 @@ class Step:
             raise MisuseError(f"step {self.index} was iterated before: its micro-batches come once")
         self._iterated = True
         self._keep_generators()
+        settings = self._steps.update_settings()
         self._work_began = time.perf_counter()
         while (taken := self._take()) is not None:
             seed_micro_batch(self._steps.seed, taken.epoch, taken.position, self._steps.device)
             self._open = taken
             yield taken.batch
+        self._steps.check_settings(settings, self.index)
         self._seed_update()
 
     def _keep_generators(self) -> None:

@@ -26,6 +26,8 @@ _OF_THE_DEVICE = ("params", "foreach", "fused", "capturable", "differentiable")
 """Entries of a parameter group that say how it is computed, not what."""
 
 Optimizers = Sequence[torch.optim.Optimizer]
+Settings = Sequence[tuple[str, dict[str, Any]]]
+"""What each parameter group is updated with, and the group's name."""
 
 
 class Tracked:
@@ -127,12 +129,15 @@ class Tracked:
     def _missing(self, *, optimizers: bool) -> list[str]:
         alive = _alive(torch.optim.Optimizer, LRScheduler, AveragedModel)
         missing = [thing for thing in alive if not self.holds(thing)]
-        known = [*self.optimizers.values(), *self._stepped]
+        ours = [one for one in alive if optimizers and isinstance(one, torch.optim.Optimizer) and self._ours(one)]
+        known = [*self.optimizers.values(), *self._stepped, *ours]
+        scheduled = [one.optimizer for one in alive if isinstance(one, LRScheduler)]
         found = []
         for thing in missing:
             if isinstance(thing, torch.optim.Optimizer):
-                seen = thing in self._stepped or (optimizers and self._ours(thing))
-                found += [f"optimizer={type(thing).__name__}"] if seen and keeps_state(thing) else []
+                # A schedule's own state does not hold the rate that it has brought its optimiser to.
+                state = keeps_state(thing) or any(thing is one for one in scheduled)
+                found += [f"optimizer={type(thing).__name__}"] if state and any(thing is one for one in known) else []
             elif isinstance(thing, LRScheduler):
                 found += [f"scheduler={type(thing).__name__}"] if any(thing.optimizer is one for one in known) else []
             elif int(thing.n_averaged) > self._averaged.get(id(thing), 0) and self._like_ours(thing):
@@ -146,7 +151,7 @@ def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
     return not plain or any(group["momentum"] != 0 for group in optimizer.param_groups)
 
 
-def digest_of(settings: Sequence[tuple[str, dict[str, Any]]]) -> float:
+def digest_of(settings: Settings) -> float:
     """A number that workers share when these are equal; 0 when there are none. Whole and below 2**52."""
     if not settings:
         return 0.0
@@ -158,7 +163,7 @@ def unlike_settings(everybody: Sequence[Sequence[Sequence[Any]]], *, step: int, 
     """Which group's settings differ between which workers, and why that may be.
 
     >>> lr = [[["group 0 of optimizer", {"lr": rate}]] for rate in (0.1, 0.2)]
-    >>> print(unlike_settings(lr, step=3, missing=[])[:91])
+    >>> print(unlike_settings(lr, step=3, missing=[])[:92])
     workers update with unlike settings in step 3: lr in group 0 of optimizer is 0.1 on worker 0
     """
     groups: list[dict[str, dict[str, Any]]] = [{name: settings for name, settings in mine} for mine in everybody]  # noqa: C416
@@ -177,6 +182,33 @@ def unlike_settings(everybody: Sequence[Sequence[Sequence[Any]]], *, step: int, 
         "scheduler.step() inside the loop over micro-batches, which workers run unequally often (move it behind "
         "step.commit); a schedule fed with a worker's own figure (use step.loss or fleet.evaluate); a learning rate "
         "that depends on the rank"
+    )
+
+
+def changed_settings(before: Settings, after: Settings, *, step: int) -> str:
+    """What the script has changed of its optimisers between two micro-batches of a step, and where that belongs; empty
+    when it is nothing.
+
+    >>> told = [[("group 0 of optimizer", {"lr": rate})] for rate in (0.1, 0.05)]
+    >>> print(changed_settings(told[0], told[1], step=3)[:69])
+    lr in group 0 of optimizer was 0.1 and became 0.05 between the micro-
+    >>> changed_settings(told[0], told[0], step=3)
+    ''
+    """
+    now = dict(after)
+    changed = [
+        (name, group, value, now[group][name])
+        for group, settings in before
+        for name, value in settings.items()
+        if name in now.get(group, {}) and now[group][name] != value
+    ]
+    if not changed:
+        return ""
+    name, group, old, new = changed[0]
+    return (
+        f"{name} in {group} was {old} and became {new} between the micro-batches of step {step}: workers have unlike "
+        "numbers of them, so it would depend on the fleet; move scheduler.step(), or whatever sets it, behind "
+        "step.commit"
     )
 
 
