@@ -992,7 +992,9 @@ class Fleet:
         if resume is not None and steps is not None:
             resume.must_be_in(steps.place.loop, steps.dataset_length)
         self._take_seed(path, content["seed"])
-        self._restore(path, content, later=resume is not None and resume.later)
+        restored = self._restore(path, content, later=resume is not None and resume.later)
+        if resume is not None:
+            resume.restored = restored
         if content["pace"]["name"] == self.pacer.name:
             self.pacer.load_state_dict(content["pace"]["state"])
         self._resume = resume
@@ -1000,16 +1002,17 @@ class Fleet:
             self._go_on(steps)
         return content["extra"]
 
-    def _restore(self, path: Path, content: Mapping[str, Any], *, later: bool = False) -> None:
-        """``later``: what does not fit yet may do so once the script is where the checkpoint was saved."""
+    def _restore(self, path: Path, content: Mapping[str, Any], *, later: bool = False) -> bool:
+        """``later``: what does not fit yet may do so once the script is where the checkpoint was saved; False then."""
         try:
             checkpoint.must_match(path, content, self._tracking.things, self._models)
         except ValueError as misfit:
             if not later:
                 raise
             self._note("info", f"{misfit}; it is looked at again where the checkpoint was saved")
-            return
+            return False
         self._put_back(path, content, guard=True)
+        return True
 
     def _put_back(self, path: Path, content: Mapping[str, Any], *, guard: bool = False) -> None:
         checkpoint.restore(path, content, self._tracking.things, self._models)
@@ -1030,6 +1033,8 @@ class Fleet:
         """The first loop after loading: find out which of the script's loops it is."""
         first = resume.loops is None
         resume.settle(source.length)
+        if resume.loops == "rest" and not resume.restored:  # the script is there already
+            resume.restored = self._restore(resume.path, resume.content)
         if resume.loops == "rest" and (first or self._steps is None):
             self._passes.go_on_after(resume.passes, loop=resume.first)
             if source.length == resume.lengths[-1] and resume.same_data:

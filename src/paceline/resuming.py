@@ -38,6 +38,8 @@ class Resume:
         """Passes over each dataset until then, and what the script had done."""
         self.lengths: Sequence[int | None] = self.passes["lengths"]
         self.loops = loops if loops is not None or self._beyond_first else "all"
+        self.restored = True
+        """Whether models and tracked things have its state, as far as the script was when it was loaded."""
         self._saves: int = self.passes["saves"]
         self._told = list(self.passes["told"])[made:]
 

@@ -128,3 +128,11 @@ def test_an_average_that_began_anew_is_refused_though_only_one_step_was_left(tmp
     setup = "fleet.track(optimizer=optimizer); ema = torch.optim.swa_utils.AveragedModel(model)"
     text = script(setup, after="ema.update_parameters(model)").replace("step.index == 5", "step.index == 6")
     assert "began anew: call fleet.track(ema=AveragedModel)" in refused_when_loaded(tmp_path, text)
+
+
+def test_a_checkpoint_that_does_not_fit_the_rest_of_a_script_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    path = str(tmp_path / "c.pt")
+    text = PHASES.replace("TensorDataset(-x, y)", "TensorDataset(-x[:30], y[:30])")
+    text = text.replace("fleet.save(", "fleet.track(more=nn.Linear(1, 1))\n            fleet.save(")
+    results(tmp_path / "before", text, args=[path, ""])
+    assert "holds more, which the script does not track" in refusals(tmp_path / "after", text, args=[path, path])
