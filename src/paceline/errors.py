@@ -98,3 +98,7 @@ class GenerationOver(PacelineError):
 
 class Dropped(GenerationOver):
     """The fleet went on without this worker, which was silent: it enters anew, with a peer's state."""
+
+
+class PassedBy(Dropped):
+    """The fleet went on to a later loop while this worker waited to enter: it enters anew, in that loop."""

@@ -27,7 +27,7 @@ from paceline.combine.gradients import Aside
 from paceline.combine.scaling import is_active
 from paceline.copies import Copies
 from paceline.dealing import Dealing
-from paceline.errors import Dropped, GenerationOver, MisuseError, NonFiniteGradients
+from paceline.errors import Dropped, GenerationOver, MisuseError, NonFiniteGradients, PassedBy
 from paceline.feed import Generators
 from paceline.flights import Flights
 from paceline.pace import Pacer, may_set_deadlines
@@ -185,7 +185,11 @@ class Steps:
                 if self.members is not None and self.members.passed_by:
                     self.finished = True
                     return
-                self._step = self._begin()
+                try:
+                    self._step = self._begin()
+                except PassedBy:
+                    self.finished = True
+                    return
                 yield self._step
                 self._require_committed()
             if self._begun == 1:  # there was one step

@@ -15,7 +15,7 @@ import torch
 
 from paceline import checkpoint
 from paceline.books import changes
-from paceline.errors import FleetError
+from paceline.errors import FleetError, PassedBy
 from paceline.signals import Leave
 from paceline.transport.changes import Change
 from paceline.transport.elastic import Elastic
@@ -170,8 +170,10 @@ class Members:
 
     def take(self, data: torch.Tensor, change: Change) -> None:
         state = checkpoint.unpack(data, device=self._steps.device)
-        if state["loop"] != self._loop:
-            raise FleetError(f"the fleet went on to loop {state['loop']} while this worker waited: start it again")
+        if state["loop"] > self._loop:
+            raise PassedBy(f"the fleet went on to loop {state['loop']}", generation=change.generation.number)
+        if state["loop"] < self._loop:
+            raise FleetError(f"this worker's script is ahead of the fleet, in loop {self._loop}: start it again")
         ours = self._agreed()
         for name, theirs in state["agreed"].items():
             if ours.get(name) != theirs:

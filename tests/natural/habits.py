@@ -138,7 +138,7 @@ class Habits:
     @property
     def epochs(self) -> int:
         """Of the whole training; with phases each has half."""
-        return 20 if self.elastic else 4 if self.phases else 3
+        return 12 if self.elastic else 4 if self.phases else 3
 
     def __str__(self) -> str:
         plain = Habits()
@@ -174,7 +174,7 @@ def habits(draw: st.DrawFn) -> Habits:
         way=pick("all", "rest", "unsaid all", "unsaid rest"),
         layer=layer,
         pace=pace,
-        killed_at=pick(5, 36),
+        killed_at=pick(5, 26),
     )
 
 
@@ -412,7 +412,7 @@ def _save_inside(habits: Habits, loop: str) -> str:
 def _end_of_epoch(habits: Habits) -> str:
     score = 'fleet.evaluate(lambda a, b, i: {"loss": nn.functional.cross_entropy(model(a), b) * len(a)}, data)["loss"]'
     where = "fleet.state." if habits.early == "state" else ""
-    patience = "6" if habits.elastic else "2"
+    patience = "5" if habits.elastic else "2"
     return _lines(
         "scheduler.step()" if habits.schedule == "epoch" else "",
         f"score = {score}" if habits.early != "no" else "",

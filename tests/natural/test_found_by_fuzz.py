@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from programs import refusals, results
+from programs import elastic, refusals, results
 
 pytestmark = pytest.mark.fleet
 
@@ -136,3 +136,49 @@ def test_a_checkpoint_that_does_not_fit_the_rest_of_a_script_is_refused_and_not_
     text = text.replace("fleet.save(", "fleet.track(more=nn.Linear(1, 1))\n            fleet.save(")
     results(tmp_path / "before", text, args=[path, ""])
     assert "holds more, which the script does not track" in refusals(tmp_path / "after", text, args=[path, path])
+
+
+WAITING = """
+from pathlib import Path
+import time
+
+FOLDER = Path(os.environ["PACELINE_RUN_DIR"]).parent
+returned = os.environ.get("RETURNED")
+
+def wait_for(name):
+    while not (FOLDER / name).exists():
+        time.sleep(0.01)
+
+with paceline.join() as fleet:
+    model = fleet.model(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fleet.track(optimizer=optimizer)
+    for epoch in range(14):
+        steps = fleet.steps(data, global_batch=12, micro_batch=3)
+        if returned and epoch == 2:
+            (FOLDER / "waiting").touch()
+        for step in steps:
+            for a, b in step:
+                step.backward(loss_fn(model(a), b))
+            step.commit(optimizer)
+            if epoch > 2 and not (FOLDER / "over").exists():
+                time.sleep(0.2)
+        if not returned and epoch == 2:
+            (FOLDER / "between").touch()
+            wait_for("go")
+    result = flat(model)
+"""
+
+
+def test_a_worker_that_waits_to_enter_while_the_fleet_begins_another_loop_enters_there(tmp_path: Path) -> None:
+    with elastic(tmp_path, WAITING) as fleet:
+        fleet.wait_for("between")
+        fleet.kill(1)
+        fleet.start(1, RETURNED="1")
+        fleet.wait_for("waiting")
+        (tmp_path / "go").touch()
+        fleet.wait_until(lambda: any(one["step"] >= 12 and len(one["workers"]) == 2 for one in fleet.records()))
+        (tmp_path / "over").touch()
+        ended = fleet.wait()
+    assert [one.code for one in ended.values()] == [0, 0], fleet.complaints()
+    assert ended[0].value == ended[1].value
