@@ -265,6 +265,15 @@ class Fleet:
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the fleet; the context manager does it for you."""
+        try:
+            if error is None and self._steps is not None and self._steps.begun:
+                self._refuse_begun_anew(self._steps)
+        except MisuseError as misuse:
+            self._leave(misuse)
+            raise
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
         if self._steps is not None:
             self._steps.close(orderly=error is None)
         self._tracking.close()

@@ -124,9 +124,11 @@ def test_a_second_phase_that_is_resumed_counts_its_own_epochs(tmp_path: Path) ->
     assert results(tmp_path / "rest", text, args=[path, path])[0] == whole[8:]
 
 
-def test_an_average_that_began_anew_is_refused_though_only_one_step_was_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["pass", "break"])
+def test_an_average_that_began_anew_is_refused_though_only_one_step_was_left(tmp_path: Path, end: str) -> None:
     setup = "fleet.track(optimizer=optimizer); ema = torch.optim.swa_utils.AveragedModel(model)"
     text = script(setup, after="ema.update_parameters(model)").replace("step.index == 5", "step.index == 6")
+    text = text.replace("    result =", f"        if step.index == 7:\n            {end}\n    result =")
     assert "began anew: call fleet.track(ema=AveragedModel)" in refused_when_loaded(tmp_path, text)
 
 
