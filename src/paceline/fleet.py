@@ -188,6 +188,8 @@ class Fleet:
         """Parameters that were made equal on all workers."""
         self._looked_for: tuple[tuple[str, ...], int] | None = None
         """What was tracked, and in which of the first loops, when a `save` looked for what is not."""
+        self._loaded: tuple[str, int | None] | None = None
+        """The last checkpoint that was loaded, and the first loop that made steps since."""
         self._hooks: list[Any] = []
         self._guards: list[Guard] = []
         self._history = History()
@@ -272,6 +274,12 @@ class Fleet:
             for name, thing in self._tracking.things.items():
                 if isinstance(thing, LRScheduler) and (text := schedules.unfinished(name, thing)):
                     self._warn_everywhere(text)
+        try:
+            if error is None and self._steps is not None and self._steps.begun:
+                self._refuse_begun_anew(self._steps)
+        except MisuseError as misuse:
+            self._leave(misuse)
+            raise
         self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:
@@ -602,7 +610,23 @@ class Fleet:
             self._tracking.note_averages()
             self._check_tracked(steps)
 
+    def _refuse_begun_anew(self, steps: Steps) -> None:
+        """A checkpoint was loaded, and by now it shows what the script uses and does not track. What a later loop makes
+        for itself may be new; an average of the weights seldom is."""
+        if self._loaded is None:
+            return
+        path, first = self._loaded[0], steps.place.loop if self._loaded[1] is None else self._loaded[1]
+        self._loaded = path, first
+        missing = [name for name in self._tracking.missing() if first == steps.place.loop or name.startswith("ema=")]
+        if missing:
+            raise MisuseError(
+                f"fleet.load({path!r}) did not give back the state of what is not tracked, and it began anew: call "
+                f"fleet.track({', '.join(missing)}) with your own objects, before fleet.load, or after it if they are "
+                "meant to begin anew"
+            )
+
     def _check_tracked(self, steps: Steps) -> None:
+        self._refuse_begun_anew(steps)
         if not steps.hands_over_state:
             return
         missing = self._tracking.missing(optimizers=self._elastic is None)
@@ -980,7 +1004,10 @@ class Fleet:
         found = checkpoint.fetch(
             self._transport, Path(path), device=self.device, missing_ok=missing_ok, warn=self._warn_everywhere
         )
-        return None if found is None else self._take_over(*found, loops=loops)
+        if found is None:
+            return None
+        self._loaded = str(path), None
+        return self._take_over(*found, loops=loops)
 
     def _refuse_untracked(self, path: str | Path) -> None:
         """Whatever the checkpoint has for them, they would begin anew."""
@@ -1038,8 +1065,8 @@ class Fleet:
         self._witness.event("load", {"step": (content["steps"] or {}).get("step", 0), "path": str(path)})
         return content["extra"]
 
-    def _restore(self, path: Path, content: Mapping[str, Any], *, later: bool = False) -> None:
-        """``later``: what does not fit yet may do so once the script is where the checkpoint was saved."""
+    def _restore(self, path: Path, content: Mapping[str, Any], *, later: bool = False) -> bool:
+        """``later``: what does not fit yet may do so once the script is where the checkpoint was saved; False then."""
         try:
             checkpoint.must_match(path, content, self._tracking.things, self._models)
         except ValueError as misfit:
@@ -1048,8 +1075,9 @@ class Fleet:
                     f'{misfit}. (If the script changes its model between loops, say fleet.load(..., loops="all"))'
                 ) from None
             self._note("info", f"{misfit}; it is looked at again where the checkpoint was saved")
-            return
+            return False
         self._put_back(path, content, guard=True)
+        return True
 
     def _put_back(self, path: Path, content: Mapping[str, Any], *, guard: bool = False) -> None:
         content = {**content, "tracked": deepcopy(content["tracked"])}  # some keep what they are given
@@ -1075,7 +1103,7 @@ class Fleet:
             return
         if resume.loops == "rest":
             self._passes.go_on_after(resume.passes, loop=resume.first)
-            if source.length == resume.lengths[-1]:
+            if source.length == resume.lengths[-1] and resume.same_data:
                 self._passes.recognise(source.dataset, resume.data)
             if guessed:
                 self._warn_everywhere(f"after {resume.path} the script goes on with its loop {resume.first + 1}")

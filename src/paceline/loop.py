@@ -193,6 +193,8 @@ class Steps:
                 self._step = step
                 yield step
                 self._require_committed()
+            if self._begun == 1:  # there was one step
+                self._look_at_the_script()
             self.at_boundary(self)
         finally:
             self.left = True

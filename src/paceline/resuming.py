@@ -75,6 +75,15 @@ class Resume:
 
     # -- which way ---------------------------------------------------------------------------------------------------
 
+    @property
+    def same_data(self) -> bool:
+        """Whether the loop to come goes over the data of the one it was saved in, if that has as many samples: when it
+        is that very loop; else as it was between the loops before; and after the first one, when that was an epoch
+        rather than a phase of several."""
+        if not self.over:
+            return True
+        return self.data < self.loop if self.loop else self.saved.get("epochs", 1) == 1
+
     def settle(self, length: int | None, epochs: int) -> None:
         """The first loop after loading goes over a dataset of this length: find out which of the two ways it is."""
         if self.loops is not None:
@@ -82,9 +91,9 @@ class Resume:
         one_long_loop = self.loop == 0 and max(self._epochs, epochs) > 1
         like_loops = len(set(self.lengths)) == 1
         if length == self.lengths[0]:
-            certain = one_long_loop or (not self.over and length != self.lengths[-1])
+            certain = not self.over and length != self.lengths[-1]
             if not certain:
-                self._refuse_if_the_script_may_skip()
+                self._refuse_if_the_script_may_skip(one_long_loop)
             self.loops = "all"
         elif not self.over and not like_loops and length == self.lengths[-1]:
             self.loops = "rest"
@@ -98,9 +107,13 @@ class Resume:
         else:
             self.loops = "rest"
 
-    def _refuse_if_the_script_may_skip(self) -> None:
-        numbers = {self.loop, self.loop + 1}
-        if _holds(self.content.get("extra"), numbers) or _holds(self.content.get("state"), numbers):
+    def _refuse_if_the_script_may_skip(self, one_long_loop: bool) -> None:
+        parts = [self.content.get(part) for part in ("extra", "state")]
+        if one_long_loop:  # it mostly was all, and any number may be in it
+            skips = any(_counts(part, self.loop + 1) for part in parts)
+        else:
+            skips = any(_holds(part, {self.loop, self.loop + 1}) for part in parts)
+        if skips:
             self._refuse("holds a number from which the script may count its loops")
 
     def _refuse(self, why: str) -> None:
@@ -177,6 +190,21 @@ def _of_one_loop(steps: Mapping[str, Any]) -> dict[str, Any]:
     """Of a checkpoint from before loops were counted."""
     passes = steps["epoch"] + (steps["dealing"] is not None)
     return {"counts": [passes], "lengths": [steps.get("dataset_length")], "told": [], "saves": 0}
+
+
+def _counts(value: Any, number: int) -> bool:
+    """Whether plain data has this whole number where a script keeps how far it has come.
+
+    >>> _counts({"phase": 1, "bad": 0}, 1), _counts({"bad": 1, "best": 0.5}, 1), _counts(1, 1)
+    (True, False, True)
+    """
+    if isinstance(value, Mapping):
+        named = ((str(name).lower(), item) for name, item in value.items())
+        return any(_holds(item, {number}) for name, item in named if any(word in name for word in _COUNTED))
+    return _holds(value, {number})
+
+
+_COUNTED = ("epoch", "phase", "stage", "loop", "round")
 
 
 def _holds(value: Any, numbers: set[int]) -> bool:

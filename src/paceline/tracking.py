@@ -28,6 +28,8 @@ _OF_THE_DEVICE = ("params", "foreach", "fused", "capturable", "differentiable")
 """Entries of a parameter group that say how it is computed, not what."""
 
 Optimizers = Sequence[torch.optim.Optimizer]
+Settings = Sequence[tuple[str, dict[str, Any]]]
+"""What each parameter group is updated with, and the group's name."""
 
 
 class Tracked:
@@ -156,12 +158,15 @@ class Tracked:
     def _missing(self, *, optimizers: bool) -> list[str]:
         alive = _alive(torch.optim.Optimizer, LRScheduler, AveragedModel)
         missing = [thing for thing in alive if not self.holds(thing)]
-        known = [*self.optimizers.values(), *self._seen()]
+        ours = [one for one in alive if optimizers and isinstance(one, torch.optim.Optimizer) and self._ours(one)]
+        known = [*self.optimizers.values(), *self._seen(), *ours]
+        scheduled = [one.optimizer for one in alive if isinstance(one, LRScheduler)]
         found = []
         for thing in missing:
             if isinstance(thing, torch.optim.Optimizer):
-                seen = any(thing is one for one in self._seen()) or (optimizers and self._ours(thing))
-                found += [f"optimizer={type(thing).__name__}"] if seen and keeps_state(thing) else []
+                # A schedule's own state does not hold the rate that it has brought its optimiser to.
+                state = keeps_state(thing) or any(thing is one for one in scheduled)
+                found += [f"optimizer={type(thing).__name__}"] if state and any(thing is one for one in known) else []
             elif isinstance(thing, LRScheduler):
                 found += [f"scheduler={type(thing).__name__}"] if any(thing.optimizer is one for one in known) else []
             elif int(thing.n_averaged) > self._averaged.get(id(thing), 0) and self._like_ours(thing):
@@ -175,7 +180,7 @@ def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
     return not plain or any(group["momentum"] != 0 for group in optimizer.param_groups)
 
 
-def digest_of(settings: Sequence[tuple[str, dict[str, Any]]]) -> float:
+def digest_of(settings: Settings) -> float:
     """A number that workers share when these are equal; 0 when there are none. Whole and below 2**52."""
     if not settings:
         return 0.0

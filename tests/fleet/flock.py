@@ -141,7 +141,7 @@ class Flock:
         while any(worker.poll() is None for worker in self.workers.values()):
             assert time.monotonic() < until, f"a worker hangs: {self.complaints()}"
             time.sleep(0.02)
-        return {slot: self._outcome(slot) for slot in self.workers}
+        return {slot: self.outcome(slot) for slot in self.workers}
 
     def wait_for_end(self, slot: int) -> None:
         """Until this worker's process has ended."""
@@ -152,7 +152,8 @@ class Flock:
         (self.folder / "hurry").touch()
         return self.wait()
 
-    def _outcome(self, slot: int) -> Outcome:
+    def outcome(self, slot: int) -> Outcome:
+        """How this worker has ended, as far as it has."""
         value = self.folder / f"value.{slot}"
         code = self.workers[slot].poll()
         parsed = json.loads(value.read_text()) if value.exists() else None
@@ -164,7 +165,7 @@ class Flock:
         return _text(self.folder / f"err.{slot}")
 
     def complaints(self) -> str:
-        said = {slot: self._outcome(slot) for slot in self.workers}
+        said = {slot: self.outcome(slot) for slot in self.workers}
         return "\n".join(f"worker {slot} ({one.code}): {one.err[-2500:]}" for slot, one in said.items())
 
 

@@ -247,6 +247,7 @@ class Elastic(Linked):
         """The fleet went on: this step is no longer this worker's, and only a peer's state can bring it back."""
         self._bury()
         self.outside = self.at_rest = True
+        self._unfollowed = None
         self._begun = 0
         for lane in self._lanes.values():
             lane.forget()
