@@ -68,14 +68,6 @@ def test_what_is_tracked_after_loading_may_begin_anew(tmp_path: Path) -> None:
     assert results(tmp_path / "after", text, args=[path, path])[0][0] == 7
 
 
-def test_a_schedule_stepped_for_every_micro_batch_is_refused_with_equal_shares_too(tmp_path: Path) -> None:
-    text = script(f"{SCHEDULE}; fleet.track(optimizer=optimizer, scheduler=scheduler)", inside="scheduler.step()")
-    for workers in (1, 2):
-        said = refusals(tmp_path / str(workers), text, workers=workers, args=["c.pt", ""])
-        assert "lr in group 0 of optimizer was 0.1 and became" in said
-        assert "behind step.commit" in said
-
-
 def test_a_rate_set_before_the_micro_batches_or_before_the_commit_is_no_concern(tmp_path: Path) -> None:
     text = script("fleet.track(optimizer=optimizer)")
     text = text.replace(
