@@ -1144,7 +1144,9 @@ class Fleet:
         """The script is where the checkpoint was saved: undo what it did to tracked things on its way."""
         self._resume = None
         if resume.passing:
-            checkpoint.must_match(resume.path, resume.content, self._tracking.things, self._models)
+            # What was tracked only after loading was meant to begin anew.
+            known = {name: thing for name, thing in self._tracking.things.items() if name in resume.content["tracked"]}
+            checkpoint.must_match(resume.path, resume.content, known, self._models)
             self._put_back(resume.path, resume.content)
             if self._steps is not None:
                 self._steps.gradients.statistics_were_set()

@@ -61,6 +61,8 @@ def loop(
 ) -> Iterator[paceline.Step]:
     """A plain training; without shuffle, each step's samples are the next ones of the dataset, whoever has them."""
     optimizer = sgd(model)
+    if options.pop("track", False):
+        fleet.track(optimizer=optimizer)
     options = {"global_batch": BATCH, "micro_batch": 3, "shuffle": False} | options
     for step in fleet.steps(options.pop("data", data()), **options):
         for x, y in step:
@@ -417,7 +419,7 @@ def unlike_scalers(args: Args) -> list[float]:
             fleet.track(scaler=scaler)
             if number:
                 fleet.load(path)
-            list(loop(fleet, model, epochs=1 + number))
+            list(loop(fleet, model, epochs=1 + number, track=number > 0))  # after a load: it is meant to begin anew
             fleet.save(path)
     return flat(model)
 
