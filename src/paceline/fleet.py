@@ -186,8 +186,8 @@ class Fleet:
         self._tracking = Tracked(lambda: (p for model in self._models for p in model.parameters()))
         self._known: list[torch.nn.Parameter] = []
         """Parameters that were made equal on all workers."""
-        self._looked_for: tuple[tuple[str, ...], int] | None = None
-        """What was tracked, and in which of the first loops, when a `save` looked for what is not."""
+        self._looked_for: tuple[Any, list[str]] = (None, [])
+        """What was tracked and how far the script was when a checkpoint was written; and what was not tracked."""
         self._loaded: tuple[str, int | None] | None = None
         """The last checkpoint that was loaded, and the first loop that made steps since."""
         self._hooks: list[Any] = []
@@ -606,8 +606,9 @@ class Fleet:
         for name, thing in self._tracking.things.items():
             if isinstance(thing, LRScheduler) and steps.dataset_length is not None:
                 schedules.check_length(name, thing, steps=steps.most, micro_batches=steps.micro_batches)
-        if steps.hands_over_state:
+        if steps.hands_over_state or len(self._passes.lengths) < 2:
             self._tracking.note_averages()
+        if steps.hands_over_state:
             self._check_tracked(steps)
 
     def _refuse_begun_anew(self, steps: Steps) -> None:
@@ -619,11 +620,7 @@ class Fleet:
         self._loaded = path, first
         missing = [name for name in self._tracking.missing() if first == steps.place.loop or name.startswith("ema=")]
         if missing:
-            raise MisuseError(
-                f"fleet.load({path!r}) did not give back the state of what is not tracked, and it began anew: call "
-                f"fleet.track({', '.join(missing)}) with your own objects, before fleet.load, or after it if they are "
-                "meant to begin anew"
-            )
+            raise _begun_anew(path, missing)
 
     def _check_tracked(self, steps: Steps) -> None:
         self._refuse_begun_anew(steps)
@@ -877,7 +874,6 @@ class Fleet:
                 return
         with self._meeting("fleet.save()"):
             must_agree(self._transport, "fleet.save()", {**self._tracking.facts(), **self._tracking.values_facts()})
-            self._warn_of_missing()
             problem = self._transport.gather("fleet.save()", lambda: self._write(path, extra))[0]
         if problem:
             kind, text = problem
@@ -955,6 +951,7 @@ class Fleet:
             "pace": {"name": self.pacer.name, "state": self._pace_state()},
             "seed": self.seed,
             "extra": checkpoint.plain(extra, "extra"),
+            "untracked": self._not_held(),
         }
 
     def _steps_state(self) -> dict[str, Any] | None:
@@ -1006,6 +1003,7 @@ class Fleet:
         )
         if found is None:
             return None
+        self._refuse_averages(found)
         self._loaded = str(path), None
         return self._take_over(*found, loops=loops)
 
@@ -1021,15 +1019,27 @@ class Fleet:
             raise MisuseError(f"{said}: {advice}")
         self._warn_everywhere(f"{said}, which stays as it is now: {advice}, if the training is to go on from there")
 
-    def _warn_of_missing(self) -> None:
-        if self._looked_for == (now := (tuple(self._tracking.things), min(2, len(self._passes.lengths)))):
-            return
-        self._looked_for = now
-        if missing := self._tracking.missing():
+    def _refuse_averages(self, found: checkpoint.Found) -> None:
+        """An average of the weights that the checkpoint should hold and does not: it would begin anew. Which of those
+        alive are of this training shows in their updates alone, and there may be none after loading."""
+        lacks = any(name.startswith("ema=") for name in found.content.get("untracked", ()))
+        if lacks and (averages := self._tracking.averages()):
+            raise _begun_anew(str(found.path), averages)
+
+    def _not_held(self) -> list[str]:
+        """What a checkpoint that is written now lacks, because it is not tracked; a warning says so, once."""
+        over = self._steps is not None and self._steps.finished
+        now = (tuple(self._tracking.things), min(2, len(self._passes.lengths)), over)
+        if self._looked_for[0] == now:
+            return self._looked_for[1]
+        before, missing = self._looked_for[1], self._tracking.missing()
+        self._looked_for = now, missing
+        if missing and missing != before:
             self._warn_everywhere(
                 "the checkpoint does not hold the state of what is not tracked, which a run that goes on from it would "
                 f"begin anew: call fleet.track({', '.join(missing)}) with your own objects"
             )
+        return missing
 
     def _load_outside(self, path: Path, loops: str | None) -> Any:
         """A worker that waits to enter gets a peer's state: of the file it needs what is the script's own, if that."""
@@ -1164,6 +1174,14 @@ def _unreached(resume: Resume) -> MisuseError:
     return MisuseError(
         f"the script ended before it came to where {resume.path} was saved (loop {resume.loop + 1}), so nothing was "
         'trained: if it begins with a later loop by itself, load with fleet.load(..., loops="rest")'
+    )
+
+
+def _begun_anew(path: str, missing: Sequence[str]) -> MisuseError:
+    return MisuseError(
+        f"fleet.load({path!r}) did not give back the state of what is not tracked, and it began anew: call "
+        f"fleet.track({', '.join(missing)}) with your own objects, before fleet.load; if they are meant to begin anew, "
+        "make and track them after it"
     )
 
 

@@ -36,6 +36,7 @@ from paceline.passes import Place
 from paceline.proxy import Proxy
 from paceline.records import History, Plan, StepRecord
 from paceline.replicas import Repair, fingerprint
+from paceline.schedules import held_at_their_end
 from paceline.settings import LoopSettings, must_agree
 from paceline.step import Step
 from paceline.tracking import Tracked, changed_rate, unlike_settings
@@ -179,6 +180,13 @@ class Steps:
             return None
         return -(-self.dealing.length // self.settings.global_batch) * self.settings.epochs
 
+    @property
+    def _beyond_promise(self) -> bool:
+        """Whether the open step is one more than the number of steps: workers were lost in the very last one."""
+        length, books = self.dealing.length, self.books
+        last = books.dealing.epoch == books.end_epoch - 1
+        return last and length is not None and books.epoch_step * self.settings.global_batch >= length
+
     def __iter__(self) -> Iterator[Step]:
         self.left = False
         try:
@@ -191,7 +199,8 @@ class Steps:
                     self.finished = True
                     return
                 self._step = step
-                yield step
+                with held_at_their_end(self._tracking.things.values()) if self._beyond_promise else nullcontext():
+                    yield step
                 self._require_committed()
             if self._begun == 1:  # there was one step
                 self._look_at_the_script()

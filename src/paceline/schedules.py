@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -45,6 +46,26 @@ def unfinished(name: str, schedule: LRScheduler) -> str:
                 "it counts steps of the fleet, of which an epoch has ceil(samples / global_batch), not micro-batches"
             )
     return ""
+
+
+@contextmanager
+def held_at_their_end(things: Iterable[Any]) -> Iterator[None]:
+    """A step more than ``len(steps)``, because workers were lost in the very last one: a schedule among ``things`` that
+    has made all of its steps stays there, where torch would raise."""
+    ended = [part for thing in things if isinstance(thing, LRScheduler) for part in _parts(thing) if _has_ended(part)]
+    kinds = [type(schedule) for schedule in ended]
+    for schedule, kind in zip(ended, kinds, strict=True):  # not an attribute: those are a schedule's state
+        schedule.__class__ = type(kind.__name__, (kind,), {"step": lambda self, *args, **kwargs: None})
+    try:
+        yield
+    finally:
+        for schedule, kind in zip(ended, kinds, strict=True):
+            schedule.__class__ = kind
+
+
+def _has_ended(schedule: LRScheduler) -> bool:
+    ends: Any = getattr(schedule, "total_steps", None)
+    return ends is not None and schedule.last_epoch >= ends
 
 
 def _parts(schedule: LRScheduler) -> Iterator[LRScheduler]:

@@ -151,6 +151,12 @@ class Tracked:
         """Averaged copies that nobody updates from here on are no concern: they are of an earlier training."""
         self._averaged = {id(copy): int(copy.n_averaged) for copy in _alive(AveragedModel)}
 
+    def averages(self) -> list[str]:
+        """In words, the averaged copies of the models that are alive and not tracked."""
+        gc.collect()  # what the script has dropped is no concern of it
+        alive = [copy for copy in _alive(AveragedModel) if not self.holds(copy) and self._like_ours(copy)]
+        return sorted({f"ema={type(copy).__name__}" for copy in alive})
+
     def _like_ours(self, copy: AveragedModel) -> bool:
         sizes = {parameter.shape for parameter in self._parameters()}
         return all(parameter.shape in sizes for parameter in copy.parameters())

@@ -76,9 +76,11 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
     with paceline.join(args.get("pace", "adaptive"), combine=args.get("combine", "gradients")) as fleet:
         model = fleet.model(network())
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
-        fleet.track(optimizer=optimizer, scheduler=scheduler)
+        scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
         steps = fleet.steps(data(), global_batch=BATCH, micro_batch=4, epochs=args.get("epochs", EPOCHS))
+        if args.get("one_cycle"):
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=len(steps))
+        fleet.track(optimizer=optimizer, scheduler=scheduler)
         haunt(ghost, steps)
         for step in steps:
             ghost.at("before work", step.index)

@@ -67,6 +67,18 @@ def test_a_worker_may_die_at_any_point_of_a_step(tmp_path: Path, point: str, lea
     must_be_sound(tmp_path, outcomes, ended={1, 2} if leader else {0, 1})
 
 
+def test_a_death_in_the_very_last_step_makes_one_more_and_a_schedule_that_has_ended_stays_there(
+    tmp_path: Path,
+) -> None:
+    with Flock(CASE, 3, tmp_path, args={"die": {"2": [["in round", 39]]}, "one_cycle": True}) as flock:
+        outcomes = flock.wait()
+    survivors = [outcomes[slot].value for slot in (0, 1)]
+    assert survivors[0]["weights"] == survivors[1]["weights"]
+    for survivor in survivors:
+        assert len(survivor["steps"]) == 41, "what was lost in the last of 40 steps is made up for"
+        assert survivor["schedule"] == 40, "OneCycleLR raises when it is stepped once more"
+
+
 def test_two_die_at_once_and_then_all_but_one(tmp_path: Path) -> None:
     die = {"0": [["in work", 5]], "2": [["in round", 5]], "3": [["after round", 14]]}
     with Flock(CASE, 4, tmp_path, args={"die": die}) as flock:

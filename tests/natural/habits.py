@@ -13,45 +13,25 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from textwrap import dedent, indent
 
+import programs
 from hypothesis import strategies as st
 
-BEFORE = """
+BEFORE = f"""{programs.BEFORE}
 import sys
 import time
 from pathlib import Path
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
-import paceline
+from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
 
-torch.manual_seed(3)
-x = torch.randn(48, 4, dtype=torch.float64)
-y = torch.randint(0, 3, (48,))
 number = torch.arange(48)
 data = TensorDataset(x, y, number)
 path, load = sys.argv[1], sys.argv[2]
-
-def network():
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-def flat(*models):
-    return [value for model in models for p in model.parameters() for value in p.detach().flatten().tolist()]
 
 class Noisy(Dataset):
     def __len__(self):
         return 48
     def __getitem__(self, i):
         return x[i] + 0.1 * torch.randn(4, dtype=torch.float64), y[i], i
-
-class Langevin(torch.optim.SGD):
-    def step(self, closure=None):
-        super().step(closure)
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.add_(0.001 * torch.randn_like(p))
-
+{programs.LANGEVIN}
 class Ledger(nn.Module):
     # The gradient of a sample's entry in a step is 1 / weight of the step, that of the last entry is 1; both times
     # whatever clipping and learning rates make of them.

@@ -34,6 +34,17 @@ def flat(*models):
     return [value for model in models for p in model.parameters() for value in p.detach().flatten().tolist()]
 """
 
+LANGEVIN = """
+class Langevin(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(0.001 * torch.randn_like(p))
+"""
+"""An optimiser that draws random numbers."""
+
 
 def written(folder: Path, text: str, *, before: str = BEFORE) -> str:
     """The script in a file; returns its path."""
@@ -81,6 +92,19 @@ def elastic(
     """An elastic fleet whose workers run the script; a context manager (flock.py)."""
     path = written(folder, text, before=before)
     return Flock(path, workers, folder, env={"PACELINE_PACE": "equal", **(env or {})}, **options)
+
+
+def back_after_a_kill(folder: Path, text: str, *, at_step: int) -> list[Any]:
+    """What two workers left in ``result``; the second was killed after a step and has come back. Both must end well."""
+    with elastic(folder, text) as fleet:
+        fleet.wait_for_step(at_step)
+        fleet.kill(1)
+        fleet.wait_for_workers(1)
+        fleet.start(1)
+        fleet.wait_for_workers(2)
+        ended = fleet.hurry()
+    assert [one.code for one in ended.values()] == [0, 0], [one.err[-2000:] for one in ended.values()]
+    return [ended[0].value, ended[1].value]
 
 
 def apart(one: list[float], other: list[float]) -> float:

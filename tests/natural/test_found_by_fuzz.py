@@ -53,10 +53,16 @@ def test_plain_sgd_has_state_where_a_schedule_has_changed_its_rate(tmp_path: Pat
     assert f"call fleet.track({named}) before it" in said
 
 
-def test_an_average_of_the_weights_that_began_anew_after_loading_is_refused(tmp_path: Path) -> None:
-    setup = "fleet.track(optimizer=optimizer); ema = torch.optim.swa_utils.AveragedModel(model)"
-    said = refused_when_loaded(tmp_path, script(setup, after="ema.update_parameters(model)"))
-    assert "began anew: call fleet.track(ema=AveragedModel)" in said
+@pytest.mark.parametrize(("saved", "made"), [(5, "before loading"), (5, "after it"), (7, "before loading")])
+def test_an_average_of_the_weights_that_began_anew_after_loading_is_refused(
+    tmp_path: Path, saved: int, made: str
+) -> None:
+    ema = "ema = torch.optim.swa_utils.AveragedModel(model)"
+    text = script(f"fleet.track(optimizer=optimizer); {ema}", after="ema.update_parameters(model)")
+    text = text.replace("step.index == 5", f"step.index == {saved}")
+    if made == "after it":
+        text = text.replace(f"; {ema}", "").replace("    for step", f"    {ema}\n    for step")
+    assert "began anew: call fleet.track(ema=AveragedModel)" in refused_when_loaded(tmp_path, text)
 
 
 def test_what_is_tracked_after_loading_may_begin_anew(tmp_path: Path) -> None:
@@ -66,6 +72,13 @@ def test_what_is_tracked_after_loading_may_begin_anew(tmp_path: Path) -> None:
     text = script(setup, after="ema.update_parameters(model)")
     text = text.replace("fleet.load(load)", "fleet.load(load); fleet.track(ema=ema)")
     assert results(tmp_path / "after", text, args=[path, path])[0][0] == 7
+
+
+def test_who_only_evaluates_an_average_of_its_own_is_not_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "c.pt")
+    results(tmp_path / "before", script("fleet.track(optimizer=optimizer)"), args=[path, ""])
+    setup = "fleet.track(optimizer=optimizer); ema = torch.optim.swa_utils.AveragedModel(model)"
+    assert results(tmp_path / "after", script(setup), args=[path, path])[0][0] == 7
 
 
 def test_a_rate_set_before_the_micro_batches_or_before_the_commit_is_no_concern(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from programs import apart, elastic, refusals, results
+from programs import apart, back_after_a_kill, refusals, results
 
 pytestmark = pytest.mark.fleet
 
@@ -247,17 +247,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> No
 
 def test_a_worker_that_returns_passes_loops_by_and_decides_as_the_others_did(tmp_path: Path) -> None:
     text = EARLY_STOP.replace("EPOCHS", "60").replace("PAUSE", "0.02")
-    with elastic(tmp_path, text) as fleet:
-        fleet.wait_for_step(9)
-        fleet.kill(1)
-        fleet.wait_for_workers(1)
-        fleet.start(1)
-        fleet.wait_for_workers(2)
-        ended = fleet.hurry()
-    assert [one.code for one in ended.values()] == [0, 0], [one.err[-2000:] for one in ended.values()]
+    ended = back_after_a_kill(tmp_path, text, at_step=9)
     for what in ("weights", "best", "rate"):
-        assert ended[0].value[what] == ended[1].value[what]
-    seen = ended[0].value["seen"]
+        assert ended[0][what] == ended[1][what]
+    seen = ended[0]["seen"]
     assert seen == list(range(len(seen)))
     assert len(seen) - 60 * 4 in (0, 1), "one more where it was killed in an epoch's last step"
-    assert ended[1].value["seen"][-1] == seen[-1]
+    assert ended[1]["seen"][-1] == seen[-1]

@@ -5,21 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from programs import apart, results
+from programs import LANGEVIN, apart, results
 
 pytestmark = pytest.mark.fleet
 
-NOISE = """
+NOISE = (
+    LANGEVIN
+    + """
 rank = int(os.environ.get("RANK", 0))
 torch.manual_seed(1000 + rank)  # as many DDP scripts do
-
-class Langevin(torch.optim.SGD):
-    def step(self, closure=None):
-        super().step(closure)
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.add_(0.01 * torch.randn_like(p))
 
 own = []
 with paceline.join() as fleet:
@@ -39,6 +33,7 @@ torch.manual_seed(1000 + rank)
 expected = [torch.rand(1).item() for _ in own]
 assert own == expected, "the script's own random numbers do not go on"
 """
+)
 
 NOISY_GRADIENT = """step.combine()
         for p in model.parameters():

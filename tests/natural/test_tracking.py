@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from flock import Flock
-from programs import apart, elastic, outcomes, refusals, results
+from programs import apart, back_after_a_kill, elastic, outcomes, refusals, results
 
 pytestmark = pytest.mark.fleet
 
@@ -89,15 +89,8 @@ def test_what_a_joiner_could_not_take_over_is_refused_by_name(
 
 def test_with_everything_tracked_a_worker_that_returns_has_the_others_rates_and_weights(tmp_path: Path) -> None:
     text = script(f"{SCHEDULE}\n{TRACK_ALL}", commit=OWN_STEP, after="scheduler.step()\npause(step)", epochs=40)
-    with elastic(tmp_path, text) as fleet:
-        fleet.wait_for_step(5)
-        fleet.kill(1)
-        fleet.wait_for_workers(1)
-        fleet.start(1)
-        fleet.wait_for_workers(2)
-        ended = fleet.hurry()
-    assert [one.code for one in ended.values()] == [0, 0], [one.err[-2000:] for one in ended.values()]
-    assert ended[0].value == ended[1].value
+    ended = back_after_a_kill(tmp_path, text, at_step=5)
+    assert ended[0] == ended[1]
 
 
 HOME_MADE = """

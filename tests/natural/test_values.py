@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from programs import elastic, outcomes, refusals, results
+from programs import back_after_a_kill, outcomes, refusals, results
 
 pytestmark = pytest.mark.fleet
 
@@ -36,16 +36,9 @@ with paceline.join() as fleet:
 
 
 def test_a_worker_that_returns_decides_as_the_others_do(tmp_path: Path) -> None:
-    with elastic(tmp_path, EARLY_STOP.replace("EPOCHS", "30")) as fleet:
-        fleet.wait_for_step(9)
-        fleet.kill(1)
-        fleet.wait_for_workers(1)
-        fleet.start(1)
-        fleet.wait_for_workers(2)
-        ended = fleet.hurry()
-    assert [one.code for one in ended.values()] == [0, 0], [one.err[-2000:] for one in ended.values()]
-    assert ended[0].value == ended[1].value
-    assert ended[0].value["epochs"] == 30
+    ended = back_after_a_kill(tmp_path, EARLY_STOP.replace("EPOCHS", "30"), at_step=9)
+    assert ended[0] == ended[1]
+    assert ended[0]["epochs"] == 30
 
 
 def test_a_plain_variable_in_its_place_is_an_error_that_names_fleet_state(tmp_path: Path) -> None:
