@@ -60,7 +60,7 @@ POINTS = ["before work", "in work", "before round", "in round", "after round", "
 
 
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("leader", [False, True])
+@pytest.mark.parametrize("leader", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_worker_may_die_at_any_point_of_a_step(tmp_path: Path, point: str, leader: bool) -> None:
     with Flock(CASE, 3, tmp_path, args={"die": {"0" if leader else "2": [[point, 7]]}}) as flock:
         outcomes = flock.wait()

@@ -39,7 +39,9 @@ def test_the_loss_falls_and_the_leader_shows_what_it_writes(alone: Script) -> No
     assert len(alone.out) == 2 + 6, "two epochs and six lines of its own"
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, EMULATED], ids=["torchrun", "emulated"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.long), pytest.param(EMULATED, id="emulated")]
+)
 def test_two_workers_follow_the_curve_of_one(launcher: tuple[str, ...], alone: Script, tmp_path: Path) -> None:
     two = run("tiny_gpt.py", *SMALL, folder=tmp_path, launcher=launcher)
     ours, theirs = records(two.folder), records(alone.folder)
