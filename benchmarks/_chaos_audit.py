@@ -20,8 +20,8 @@ from _flock import Flock, Life, left_behind
 
 from paceline.machines import parse_fleet
 from paceline.observe import read_log
-from paceline.observe.audit import audit
-from paceline.observe.reading import RunLog
+from paceline.observe.analysis.audit import audit
+from paceline.observe.log.reader import RunLog
 
 SKIP = 5
 """Steps before what is measured begins: nothing is known of the machines yet."""

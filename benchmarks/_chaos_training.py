@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.feed import Feed
-from paceline.observe.reading import RunLog
+from paceline.observe.log.reader import RunLog
 
 LENGTH = 2500
 """Samples an epoch: two to four seconds of training. Not a whole number of batches."""

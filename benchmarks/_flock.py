@@ -1,6 +1,6 @@
 """The workers of one elastic training, as a launcher would hold them, and what was done to each of them when.
 
-`paceline.cli.faults` can be played on it. Times are unix seconds, as in the run's log.
+`paceline.launcher.faults` can be played on it. Times are unix seconds, as in the run's log.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 from _nursery import Nursery
 
-from paceline.cli.meeting import loopback
-from paceline.cli.rosters import RosterHere
-from paceline.cli.workers import FLEET_FAILED
+from paceline.launcher.rendezvous import loopback
+from paceline.launcher.roster import RosterHere
+from paceline.launcher.workers import FLEET_FAILED
 
 RESTART_S = 0.5
 """After a worker could not go on with the fleet (it was frozen at the wrong moment), it is started again."""
@@ -121,7 +121,7 @@ class Flock:
                 self._reap(life)
         self._roster.close()
 
-    # -- what faults are played on (paceline.cli.faults.Workers) -----------------------------------------------------
+    # -- what faults are played on (paceline.launcher.faults.Workers) -------------------------------------------------
 
     @property
     def living(self) -> Sequence[int]:

@@ -23,11 +23,11 @@ from _kill_job import LIGHTHOUSE, SAMPLE_MS, SLOT, STAMPS
 from _kill_stamps import Process
 from _smoke import smoke
 
-from paceline.cli.faults import Faults, Workers
-from paceline.cli.launch import Order
-from paceline.cli.meeting import loopback
-from paceline.cli.rosters import RosterHere
-from paceline.cli.supervise import supervise
+from paceline.launcher.elastic import supervise
+from paceline.launcher.faults import Faults, Workers
+from paceline.launcher.fixed import Order
+from paceline.launcher.rendezvous import loopback
+from paceline.launcher.roster import RosterHere
 
 WORKERS = 4
 globals().update(smoke(WORKERS=2))

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.combine.averaging_settings import ElasticAverage
+from paceline.combine.averaging.settings import ElasticAverage
 from paceline.machines.failures import Trouble, parse_failures
 
 CHANNELS, CLASSES = 8, 10

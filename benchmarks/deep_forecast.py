@@ -29,13 +29,13 @@ import numpy as np
 import torch
 from _smoke import smoke
 
-from paceline.learning.data import recording
-from paceline.learning.files import load_model, save_model
-from paceline.learning.fit import Training, fit
+from paceline.deep.forecast import Deep
+from paceline.deep.learning.data import recording
+from paceline.deep.learning.files import load_model, save_model
+from paceline.deep.learning.fit import Training, fit
 from paceline.pace import Ask
 from paceline.pace.cutoff import Cutoff, best_static_count, clairvoyant_counts
 from paceline.pace.forecast import Forecast, LastValue, Seen, Smoothed
-from paceline.pace.forecast.deep import Deep
 from paceline.pace.forecast.normal import log_tail
 from paceline.records import StepRecord
 from paceline.simulate import make, play

@@ -31,7 +31,7 @@ from _flock import Failed, Flock
 from _nursery import Nursery
 from _smoke import smoke
 
-from paceline.cli.faults import Faults
+from paceline.launcher.faults import Faults
 from paceline.machines.spot import Market, Row, read_spot
 
 MACHINES, SAMPLE_MS, MOST = "1,1,2,4,1,2,1,2", 2.5, 8

@@ -27,7 +27,7 @@ import numpy as np
 from _smoke import smoke
 from numpy.typing import NDArray
 
-from paceline.combine.weights import RULES, Mixture, Work, log_contraction, spread
+from paceline.combine.averaging.weights import RULES, Mixture, Work, log_contraction, spread
 
 Floats = NDArray[np.float64]
 

@@ -22,7 +22,7 @@ from selenium.webdriver.chrome.service import Service
 
 from paceline.observe import read_log
 from paceline.observe.page import write_report
-from paceline.observe.server import LivePage
+from paceline.observe.serve.server import LivePage
 
 HERE = Path(__file__).parent
 IMAGES = HERE / "images"

@@ -3,14 +3,17 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("thorough", deadline=None)  # a busy computer is no failure
 settings.register_profile("quick", deadline=None, max_examples=20)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "thorough"))
-for folder in ("natural", "fleet"):
+for folder in ("natural", "fleet", "cli"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 # A suite that was started with nohup or & ignores these signals, and what it starts would inherit that. A handler that
@@ -21,3 +24,15 @@ for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN or str(number.value) in os.environ.get(IGNORED, "").split():
         signal.signal(number, lambda *_: None)
         os.environ[IGNORED] = f"{os.environ.get(IGNORED, '')} {number.value}"
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Any]:
+    from shells import Shell
+
+    shell = Shell(tmp_path)
+    yield shell
+    for process in shell.started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()

@@ -25,7 +25,7 @@ import paceline
 from lone import deep, flat, join, linear, mse, numbers, plain, sgd, training
 from paceline import MisuseError
 from paceline.observe import read_log
-from paceline.observe.audit import audit
+from paceline.observe.analysis.audit import audit
 
 
 @pytest.fixture

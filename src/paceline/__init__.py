@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.combine.averaging_settings import Averaging, ElasticAverage
-    from paceline.combine.outer import Outer
+    from paceline.combine.averaging.outer import Outer
+    from paceline.combine.averaging.settings import Averaging, ElasticAverage
     from paceline.errors import (
         CallMismatch,
         FleetError,
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
         WorkerLost,
     )
     from paceline.fleet import Fleet, join
-    from paceline.launching import launch
-    from paceline.loop import Steps
+    from paceline.launcher.functions import launch
+    from paceline.loop.step import Step
+    from paceline.loop.steps import Steps
     from paceline.pace import Adaptive, Cutoff, Epoch, Equal, Fixed, Joint
     from paceline.records import History, Plan, StepRecord
-    from paceline.step import Step
 
 __version__ = "0.1.0"
 
@@ -63,8 +63,8 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "combine.averaging_settings": ("Averaging", "ElasticAverage"),
-    "combine.outer": ("Outer",),
+    "combine.averaging.settings": ("Averaging", "ElasticAverage"),
+    "combine.averaging.outer": ("Outer",),
     "errors": (
         "CallMismatch",
         "FleetError",
@@ -76,11 +76,11 @@ _ROOMS = {
         "WorkerLost",
     ),
     "fleet": ("Fleet", "join"),
-    "launching": ("launch",),
-    "loop": ("Steps",),
+    "launcher.functions": ("launch",),
+    "loop.steps": ("Steps",),
     "pace": ("Adaptive", "Cutoff", "Epoch", "Equal", "Fixed", "Joint"),
     "records": ("History", "Plan", "StepRecord"),
-    "step": ("Step",),
+    "loop.step": ("Step",),
 }
 
 

@@ -16,31 +16,39 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline import checkpoint, devices, evaluating, gathering, machines, replicas, schedules, sealing
-from paceline.autosave import Autosaver, Schedule
+from paceline import devices, machines
+from paceline.checkpoint import content as checkpoint
+from paceline.checkpoint import file as sealing
+from paceline.checkpoint.autosave import Autosaver, Schedule
 from paceline.combine import Gradients
-from paceline.combine.averaging_settings import Averaging, ElasticAverage
-from paceline.combine.scaling import give_back
-from paceline.combine.second_order import needs_graph
-from paceline.combine.varying import VaryingCount
-from paceline.combining import check_combine, failures_from_env, make_combine
-from paceline.dealing import FromBatches, make_dealing
-from paceline.endings import end_with_one_line
+from paceline.combine.averaging.local import LocalSteps
+from paceline.combine.averaging.settings import Averaging, ElasticAverage
+from paceline.combine.choose import check_combine, failures_from_env, make_combine
+from paceline.combine.gradients.scaling import give_back
+from paceline.combine.gradients.second_order import needs_graph
+from paceline.combine.gradients.varying import VaryingCount
 from paceline.errors import FleetError, MisuseError
+from paceline.exit import end_with_one_line
 from paceline.feed import Batches, Order, Source, unit_said
+from paceline.feed.dealing import FromBatches, make_dealing
 from paceline.feed.overlap import overlapped
-from paceline.hooks import hooks_text
-from paceline.local import LocalSteps
-from paceline.loop import Steps
-from paceline.members import Members
-from paceline.memory import Guard
-from paceline.observe.trackers import Trackers
+from paceline.loop import evaluate as evaluating
+from paceline.loop import gather as gathering
+from paceline.loop import replicas, schedules
+from paceline.loop.hooks import hooks_text
+from paceline.loop.membership import Members
+from paceline.loop.memory import Guard
+from paceline.loop.passes import Passes, Place, told_from_json
+from paceline.loop.resume import LOOPS, Resume, told_again
+from paceline.loop.steps import Steps
+from paceline.loop.tracking import Tracked
+from paceline.loop.values import Values
+from paceline.observe.exports.trackers import Trackers
 from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace import make as make_pacer
 from paceline.pace.shares import proportional
-from paceline.passes import Passes, Place, told_from_json
 from paceline.records import History
-from paceline.resuming import LOOPS, Resume, told_again
+from paceline.run_recorder import Witness
 from paceline.settings import (
     LoopSettings,
     check_sync_batch_norm,
@@ -51,10 +59,8 @@ from paceline.settings import (
     whole_number,
 )
 from paceline.signals import leave_on_sigterm
-from paceline.tracking import Tracked
-from paceline.transport import Alone, Fixed, Transport, elastic, launched
-from paceline.values import Values
-from paceline.witness import Witness
+from paceline.transport import Alone, Fixed, Transport, launched
+from paceline.transport.elastic import transport as elastic
 
 logger = logging.getLogger("paceline")
 
@@ -220,7 +226,7 @@ class Fleet:
         """The leader's, when the pacer's forecast learns while the run goes on."""
         if not self.is_leader or not getattr(getattr(self.pacer, "forecast", None), "learns", False):
             return None
-        from paceline.learning.background import Learner  # takes a while to import, and few runs need it
+        from paceline.deep.learning.background import Learner  # takes a while to import, and few runs need it
 
         return Learner.for_pacer(self.pacer)
 

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.transport.elastic import Elastic
+    from paceline.transport.elastic.transport import Elastic
 
 LEFT = 143
 """Exit code of a worker that left because it was asked to, as a shell gives it: 128 + 15."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.machines.spot import read_spot
-from paceline.observe.reading import RunLog
+from paceline.observe.log.reader import RunLog
 from paceline.records import StepRecord
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

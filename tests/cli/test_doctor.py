@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from shells import Shell
 
-from paceline.cli import doctor, probing
+from paceline.cli import doctor
+from paceline.cli import measurements as probing
 from paceline.cli.doctor import check_network, check_python, check_runs, judge_torch
 
 

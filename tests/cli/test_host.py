@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.host import welcome, words
-from paceline.cli.tokens import printable
+from paceline.launcher.tokens import printable
 
 
 def test_the_welcome_gives_both_ways_to_join() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline import MisuseError
-from paceline.combine.buckets import Buckets
+from paceline.combine.gradients.buckets import Buckets
 
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

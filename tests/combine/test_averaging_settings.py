@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from paceline.combine.averaging_settings import Averaging, ElasticAverage
-from paceline.combine.outer import Outer
-from paceline.combine.weights import Work
-from paceline.combining import check_combine
+from paceline.combine.averaging.outer import Outer
+from paceline.combine.averaging.settings import Averaging, ElasticAverage
+from paceline.combine.averaging.weights import Work
+from paceline.combine.choose import check_combine
 from paceline.pace import make
 
 

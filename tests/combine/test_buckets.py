@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import MisuseError
-from paceline.combine import buckets as module
-from paceline.combine.buckets import BUCKET_BYTES, FIRST_BYTES, Buckets, _group
+from paceline.combine.gradients import buckets as module
+from paceline.combine.gradients.buckets import BUCKET_BYTES, FIRST_BYTES, Buckets, _group
 
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

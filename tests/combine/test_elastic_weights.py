@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.combine.averaging_settings import ElasticAverage
-from paceline.combine.elastic_weights import (
+from paceline.combine.averaging.elastic_weights import (
     RULES,
     Memory,
     check_alpha,
@@ -26,6 +25,7 @@ from paceline.combine.elastic_weights import (
     momentum_kept,
     score,
 )
+from paceline.combine.averaging.settings import ElasticAverage
 
 ALPHAS = st.floats(0.01, 0.5)
 

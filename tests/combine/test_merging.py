@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.combine.averaging_settings import Averaging, ElasticAverage
-from paceline.combine.merging import Averages, Springs, make_merging
-from paceline.combine.outer import Outer
+from paceline.combine.averaging.merging import Averages, Springs, make_merging
+from paceline.combine.averaging.outer import Outer
+from paceline.combine.averaging.settings import Averaging, ElasticAverage
 from paceline.transport import Alone
 
 numbers = st.floats(-1e3, 1e3, allow_nan=False).map(lambda value: np.float32(value).item())

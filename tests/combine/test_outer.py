@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.combine.outer import Outer, OuterSGD
+from paceline.combine.averaging.outer import Outer, OuterSGD
 
 
 def rounds(count: int) -> list[list[torch.Tensor]]:

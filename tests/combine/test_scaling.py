@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.combine.scaling import is_active, next_state
+from paceline.combine.gradients.scaling import is_active, next_state
 
 
 def torchs_states(overflows: list[bool], **options: Any) -> list[dict[str, Any]]:

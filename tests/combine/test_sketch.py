@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.combine.sketch import SIZE, sketch
-from paceline.combine.weights import Work, spread
+from paceline.combine.averaging.sketch import SIZE, sketch
+from paceline.combine.averaging.weights import Work, spread
 
 
 def update(seed: int) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.combine.statistics import RunningStatistics
+from paceline.combine.gradients.statistics import RunningStatistics
 
 
 def round_of(workers: list[RunningStatistics], samples: list[int]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.combine.weights import (
+from paceline.combine.averaging.weights import (
     RULES,
     Mixture,
     Work,

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
-from paceline.dealing import FromBatches
 from paceline.feed import Batches, Feed, Source, unit_said
 from paceline.feed.batches import BatchOrder, once_each
+from paceline.feed.dealing import FromBatches
 from paceline.records import StepRecord
 
 N = 40

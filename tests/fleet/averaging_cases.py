@@ -12,7 +12,7 @@ from exact_cases import Net, Tokens
 from torch import nn
 
 import paceline
-from paceline import rounds
+from paceline.combine.averaging import rounds
 
 
 def make(case: dict[str, Any]) -> Any:

@@ -14,10 +14,11 @@ from exact_cases import Net, Tokens
 from torch import nn
 
 import paceline
-from paceline import loop, proxy
+from paceline.deadline import proxy
+from paceline.loop import steps as loop
 from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
-from paceline.transport.star import StarSum
+from paceline.transport.small_sums import StarSum
 
 
 class Deadline:

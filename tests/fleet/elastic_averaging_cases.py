@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.combine.outer import Outer
+from paceline.combine.averaging.outer import Outer
 
 RATE = 0.05
 

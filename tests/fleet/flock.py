@@ -15,7 +15,7 @@ from crew import Outcome, _text, nursery
 from nursery import Worker
 
 from paceline.observe import RunLog, read_log
-from paceline.observe.audit import audit
+from paceline.observe.analysis.audit import audit
 from paceline.roster import Steward
 from ports import own_port
 

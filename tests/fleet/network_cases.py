@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.roster import member, wire
-from paceline.transport import star
+from paceline.roster import client as member
+from paceline.roster import wire
+from paceline.transport import small_sums as star
 
 
 def train(args: dict[str, Any]) -> dict[str, Any]:

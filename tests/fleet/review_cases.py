@@ -19,7 +19,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import paceline
-from paceline.transport import elastic, linked, star
+from paceline.transport import distributed as linked
+from paceline.transport import small_sums as star
+from paceline.transport.elastic import transport as elastic
 
 ME = os.environ.get("PACELINE_WORKER", "")
 

@@ -14,7 +14,7 @@ from elastic_cases import EPOCHS, LENGTH
 from flock import Flock, sound
 
 from paceline.observe import read_log
-from paceline.observe.audit import audit
+from paceline.observe.analysis.audit import audit
 
 pytestmark = pytest.mark.fleet
 

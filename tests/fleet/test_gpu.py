@@ -18,7 +18,7 @@ from test_deadlines import CASE, one_machine, positions
 from test_exactness import random_cases
 
 from paceline.observe import read_log
-from paceline.observe.audit import audit
+from paceline.observe.analysis.audit import audit
 
 pytestmark = [pytest.mark.fleet, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

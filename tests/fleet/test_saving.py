@@ -17,7 +17,8 @@ import torch
 from crew import Crew, _text, run
 from flock import Flock
 
-from paceline import sealing, shelf
+from paceline.checkpoint import file as sealing
+from paceline.checkpoint import folder as shelf
 
 pytestmark = pytest.mark.fleet
 

@@ -23,7 +23,7 @@ from habits import Habits, may_refuse, must_refuse, same_shuffle, script
 
 from paceline.feed.ranges import Ranges
 from paceline.observe import RunLog, read_log
-from paceline.observe.audit import audit
+from paceline.observe.analysis.audit import audit
 
 TOLERANCE = 1e-9
 """Relative: shares that follow the clock add the same numbers up in other orders."""
@@ -191,7 +191,7 @@ def _right(habits: Habits, folder: Path, runs: list[Path], ended: list[Outcome],
 REPLAY = """
 import json
 from pathlib import Path
-import paceline.dealing
+import paceline.feed.dealing
 import paceline.fleet
 from paceline.feed.ranges import Ranges, positions
 from paceline.records import Plan
@@ -219,7 +219,7 @@ def deal(self, samples):
     feed._pool, feed._queues = Ranges((p, p + 1) for p in sorted(left)), [Ranges(sorted(map(tuple, ranges)))]
     return (feed._queues[0].total,)
 
-paceline.dealing.FromFeed.deal = deal
+paceline.feed.dealing.FromFeed.deal = deal
 paceline.fleet.make_pacer = lambda pace: Recorded()
 """
 """What makes one process train on the batches of a log, step by step, instead of its own."""

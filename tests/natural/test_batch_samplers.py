@@ -9,7 +9,7 @@ import pytest
 from programs import BEFORE, apart, elastic, outcomes, refusals, results
 
 from paceline.observe import read_log
-from paceline.observe.audit import audit
+from paceline.observe.analysis.audit import audit
 
 pytestmark = pytest.mark.fleet
 

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 
 from paceline.cli import app
-from paceline.observe import sane
-from paceline.observe.live import table
-from paceline.observe.metrics import metrics
+from paceline.observe.log import sane
+from paceline.observe.log.reader import parse_line
 from paceline.observe.page import comparison, html
 from paceline.observe.page.live import LiveRun, encode
-from paceline.observe.plain import PlainView, step_line
-from paceline.observe.reading import parse_line
+from paceline.observe.serve.metrics import metrics
+from paceline.observe.views.live import table
+from paceline.observe.views.plain import PlainView, step_line
 
 HUGE = (1e300, -1e300, 1.8e308, 5e-324, 1e-310, float("nan"), float("inf"), -float("inf"))
 FIGURES = st.one_of(

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_runs import record
 
-from paceline.observe.audit import audit, once
-from paceline.observe.reading import RunLog
+from paceline.observe.analysis.audit import audit, once
+from paceline.observe.log.reader import RunLog
 
 FINISHED = {"event": "end", "reason": "finished"}
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_runs import record
 
-from paceline.observe.chronicle import Chronicle
+from paceline.observe.analysis.chronicle import Chronicle
 
 
 def told(records, capacity=800):

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.claim import LOCK_NAME, InUse, claim
+from paceline.observe.log.claim import LOCK_NAME, InUse, claim
 
 HOLD = """
 import sys
 from pathlib import Path
-from paceline.observe.claim import claim
+from paceline.observe.log.claim import claim
 held = claim(Path(sys.argv[1]), fleet=sys.argv[2] or None)
 print("held", flush=True)
 sys.stdin.read()

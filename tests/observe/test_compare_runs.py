@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.compare import compare as command
 from paceline.observe import read_log
-from paceline.observe.compare import compare, smoothed
+from paceline.observe.analysis.compare import compare, smoothed
 
 app = typer.Typer()
 app.command()(command)

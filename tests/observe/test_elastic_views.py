@@ -26,17 +26,17 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.observe import read_log, verdict
-from paceline.observe.chronicle import Chronicle
+from paceline.observe.analysis.chronicle import Chronicle
+from paceline.observe.analysis.progress import Progress
 from paceline.observe.exports import write_csv, write_perfetto
-from paceline.observe.live import table
-from paceline.observe.metrics import metrics
 from paceline.observe.page.html import tell
 from paceline.observe.page.live import LiveRun, encode
 from paceline.observe.page.moments import in_words
 from paceline.observe.page.pictures import changes, presence, shares, speed
 from paceline.observe.page.whatif import what_if
-from paceline.observe.plain import PlainView
-from paceline.observe.progress import Progress
+from paceline.observe.serve.metrics import metrics
+from paceline.observe.views.live import table
+from paceline.observe.views.plain import PlainView
 
 ALL = [*before_the_leaders_death(), *after_it()]
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from paceline.observe import EventLog, follow, latest, new_run_dir, read_log
-from paceline.observe import log as log_module
-from paceline.observe.log import encode
+from paceline.observe.log import writer as log_module
+from paceline.observe.log.writer import encode
 from paceline.records import LOG_VERSION
 
 SPEEDS = (500.0, 500.0, 250.0, 125.0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.observe.figures import Figures, own_speeds, summarise
+from paceline.observe.analysis.figures import Figures, own_speeds, summarise
 from paceline.records import StepRecord
 
 SPEEDS = (500.0, 500.0, 250.0, 125.0)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.observe.lateness import lost_time, spells, usual_s
-from paceline.observe.stretches import MOST_STEPS, stretches
+from paceline.observe.analysis.lateness import lost_time, spells, usual_s
+from paceline.observe.analysis.stretches import MOST_STEPS, stretches
 from paceline.records import StepRecord
 
 

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from page_runs import calm_run, run_event, write
 
 from paceline.observe import EventLog, follow, read_log, verdict
-from paceline.observe.membership import Departure, change_text, parse_change
-from paceline.observe.progress import describe
+from paceline.observe.analysis.membership import Departure, change_text, parse_change
+from paceline.observe.analysis.progress import describe
 
 
 @pytest.fixture

@@ -223,7 +223,7 @@ def test_speed_is_drawn_against_the_limit(tmp_path):
 
 
 def test_many_workers_are_stacked_by_speed_and_a_picture_holds_a_bounded_number_of_slices():
-    from paceline.observe.chronicle import Chronicle
+    from paceline.observe.analysis.chronicle import Chronicle
     from paceline.observe.page.pictures import Story
 
     fast = [1.0 + k % 3 for k in range(100)]

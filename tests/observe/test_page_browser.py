@@ -22,7 +22,7 @@ from ports import own_port
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 pytest.importorskip("starlette", reason="the live page needs starlette (extra view)")
 
-from paceline.observe.server import LivePage
+from paceline.observe.serve.server import LivePage
 
 pytestmark = pytest.mark.browser
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_runs import record, run_with_deadlines
 
-from paceline.observe.reading import parse_step
-from paceline.observe.timeline import lay_out
+from paceline.observe.analysis.timeline import lay_out
+from paceline.observe.log.reader import parse_step
 
 seconds = st.floats(0, 10) | st.just(math.nan)
 

@@ -14,8 +14,8 @@ import torch
 from lone import join, linear, numbers, sgd, training
 from paceline.observe import read_log
 from paceline.observe.exports import write_tensorboard
-from paceline.observe.logged import logged
-from paceline.observe.trackers import write_to
+from paceline.observe.exports.trackers import write_to
+from paceline.observe.log.logged import logged
 
 
 class SummaryWriter:

@@ -21,11 +21,11 @@ pytest.importorskip("starlette", reason="the live page needs starlette (extra vi
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 
 from paceline.cli.watch import watch
-from paceline.observe import publisher
-from paceline.observe.metrics import metrics
 from paceline.observe.page.live import BUCKETS, LiveRun, encode
-from paceline.observe.remote import address, check, remote_events
-from paceline.observe.server import LivePage
+from paceline.observe.serve import publisher
+from paceline.observe.serve.metrics import metrics
+from paceline.observe.serve.remote import address, check, remote_events
+from paceline.observe.serve.server import LivePage
 from ports import own_port
 
 TRICKS = (
@@ -257,7 +257,7 @@ def test_a_run_is_followed_through_the_page_of_another_machine(tmp_path):
 
 @pytest.mark.slow
 def test_a_broken_connection_is_taken_up_where_it_broke_off(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.observe.remote.AGAIN_S", 0.05)
+    monkeypatch.setattr("paceline.observe.serve.remote.AGAIN_S", 0.05)
     told = calm_run(10)
     folder = write(tmp_path / "run", told[:6])
     stop = threading.Event()

@@ -14,10 +14,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from pace_rig import play, record, slower
 
+from paceline.deep.forecast import Deep
+from paceline.deep.model import DeepModel, Shape
 from paceline.pace import Adaptive, Ask, Cutoff, Epoch, Equal, Fixed, Joint, Pacer
 from paceline.pace.forecast import LastValue, OrderStatistics, Smoothed, Window
-from paceline.pace.forecast.deep import Deep
-from paceline.pace.forecast.deep_model import DeepModel, Shape
 from paceline.pace.reading import Followed
 from paceline.records import StepRecord
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from paceline.roster import process
 from paceline.roster.calls import Beat, Heard, Spot, mismatch, waited_for
-from paceline.roster.patience import CEILING_S, FLOOR_S, Patience
+from paceline.roster.liveness import BUSY, FINE, FROZEN, GONE, HOLDING_S, Silence
 from paceline.roster.process import Look, look_at
-from paceline.roster.silence import BUSY, FINE, FROZEN, GONE, HOLDING_S, Silence
+from paceline.roster.silence_limit import CEILING_S, FLOOR_S, Patience
 from paceline.roster.wire import Garbled, Lines, decode, encode, parse_address, proof, proven
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from paceline.roster import storing
-from paceline.roster.knock import Door
+from paceline.roster import persistence as storing
+from paceline.roster.handshake import Door
 
 HOST = """
 import sys, threading
-from paceline.roster.storing import StoreHost
+from paceline.roster.persistence import StoreHost
 
 host = StoreHost("127.0.0.1")
 host.start()

@@ -147,7 +147,7 @@ def test_who_suddenly_is_much_faster_runs_out_of_what_it_was_dealt() -> None:
 
 
 def test_periods_are_dealt_as_in_a_run() -> None:
-    from paceline import period
+    from paceline.combine.averaging import period
 
     assert (network.GENEROUS, network.FIRST_STEPS) == (period.GENEROUS, period.FIRST_STEPS)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.books import Books
+from paceline.loop.training_state import Books
 from paceline.pace.steering import goal, made_for
 from paceline.records import History, Plan
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.roster import Generation, Gone
-from paceline.transport.changes import Change, change_to
+from paceline.transport.elastic.changes import Change, change_to
 
 
 def change(before: tuple[int, ...], after: tuple[int, ...], renewed: set[int] | None = None, **gone: str) -> Change:

@@ -12,12 +12,12 @@ import torch
 
 from paceline.errors import GenerationOver
 from paceline.roster import Generation
-from paceline.transport import elastic
-from paceline.transport.changes import Change
-from paceline.transport.lanes import Lane
-from paceline.transport.presence import CALLS, ROUNDS
-from paceline.transport.star import Outbox
-from paceline.transport.works import Already, Watched
+from paceline.transport.elastic import transport as elastic
+from paceline.transport.elastic.calls import Lane
+from paceline.transport.elastic.changes import Change
+from paceline.transport.heartbeat import CALLS, ROUNDS
+from paceline.transport.pending import Already, Watched
+from paceline.transport.small_sums import Outbox
 
 
 def bare() -> Any:

@@ -16,8 +16,8 @@ import paceline
 from lone import flat, linear, numbers, plain, sgd, training
 from paceline.combine.header import SUMS
 from paceline.observe import read_log
+from paceline.transport.distributed import choose_backend
 from paceline.transport.fixed import Fixed, launched
-from paceline.transport.linked import choose_backend
 from ports import own_port
 
 

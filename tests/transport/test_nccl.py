@@ -14,7 +14,7 @@ import torch
 from paceline.errors import GenerationOver
 from paceline.transport import nccl
 from paceline.transport.nccl import OURS, NcclGroup, NcclSum
-from paceline.transport.works import Watched
+from paceline.transport.pending import Watched
 
 
 class Kernel:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.complain import refuse
+from paceline.cli.errors import refuse
 
 if TYPE_CHECKING:
-    from paceline.observe.compare import Comparison
+    from paceline.observe.analysis.compare import Comparison
 
 Runs = Annotated[
     list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or their events.jsonl, two or more.")
@@ -24,8 +24,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as one l
 
 def compare(runs: Runs, loss: Loss = None, html: Html = None, as_json: AsJson = False) -> None:
     """Compare runs: time to a loss, throughput, per cent of the limit."""
-    from paceline.observe import compare as comparing
     from paceline.observe import read_log
+    from paceline.observe.analysis import compare as comparing
 
     try:
         compared = comparing.compare([read_log(run) for run in runs], target=loss)

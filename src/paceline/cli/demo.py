@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.complain import refuse
-from paceline.cli.shipped import examples_folder
+from paceline.cli.errors import refuse
+from paceline.cli.shipped_examples import examples_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -139,7 +139,7 @@ class Show:
         return 0
 
     def _introduce(self) -> None:
-        from paceline.observe.words import number
+        from paceline.observe.words.numbers import number
 
         takes = [f"{1000 * machine.seconds(0, 1):.3g}" for machine in self._fleet]
         listed = ", ".join(takes[:-1]) + f" and {takes[-1]}" if len(takes) > 1 else takes[0]
@@ -150,7 +150,7 @@ class Show:
         )
 
     def _say(self, title: str, text: str, speed: float) -> None:
-        from paceline.observe.words import duration, number
+        from paceline.observe.words.numbers import duration, number
 
         self._console.print()
         self._console.rule(f"[bold]{title}", align="left")
@@ -158,7 +158,7 @@ class Show:
         self._console.print(f"{text} At best {number(speed)} samples/s: {seconds} and a few to start.\n")
 
     def _train(self, script: str) -> int:
-        from paceline.cli.launch import Order, launch
+        from paceline.launcher.fixed import Order, launch
 
         size = len(self._fleet)
         batch = size * max(1, round(BATCH / size))
@@ -173,7 +173,7 @@ class Show:
         return launch(Order(command, size, settings, self.run_dir))
 
     def _conclude(self, plain: Result, paced: Result) -> None:
-        from paceline.observe.words import times
+        from paceline.observe.words.numbers import times
 
         gain = times(paced.samples_per_s / plain.samples_per_s)
         self._console.print()
@@ -192,7 +192,7 @@ def table(results: dict[str, Result], fleet: Sequence[Machine]) -> Table:
     """One row a training."""
     from rich.table import Table
 
-    from paceline.observe.words import number, percent_cell
+    from paceline.observe.words.numbers import number, percent_cell
 
     shown = Table("", box=None, padding=(0, 3, 0, 0), pad_edge=False)
     for name in ("seconds an epoch", "samples/s", "of the limit", "test accuracy"):

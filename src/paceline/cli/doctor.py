@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.probing import all_reduce_ms, devices, interface_outwards, probe
+from paceline.cli.measurements import all_reduce_ms, devices, interface_outwards, probe
 
 OLDEST_TORCH, NEWEST_TESTED = (2, 11), (2, 13)
 MARKS = {"ok": "ok   ", "note": "note ", "failed": "FAIL "}
@@ -128,14 +128,14 @@ def sleep_overshoot(times: int = 50, seconds: float = 0.001) -> float:
 
 
 def check_port() -> Check:
-    from paceline.cli.meeting import Meeting
+    from paceline.launcher.rendezvous import Meeting
 
     with Meeting() as meeting:
         return Check("port", "ok", f"a free port can be bound (127.0.0.1:{meeting.port})")
 
 
 def check_network() -> Check:
-    from paceline.cli.meeting import loopback
+    from paceline.launcher.rendezvous import loopback
 
     outwards = interface_outwards(os.environ.get("MASTER_ADDR"))
     forced = os.environ.get("GLOO_SOCKET_IFNAME")

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.complain import refuse
-from paceline.cli.shipped import Example, examples_folder, read_examples
+from paceline.cli.errors import refuse
+from paceline.cli.shipped_examples import Example, examples_folder, read_examples
 
 Names = Annotated[
     list[str] | None, typer.Argument(metavar="NAME", help="Copy these into the current folder; all: every one.")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.addresses import reached_at
-from paceline.cli.complain import refuse
-from paceline.cli.tokens import check_host, is_loopback, join_line, own_token, printable, written
+from paceline.cli.errors import refuse
+from paceline.launcher.tokens import check_host, is_loopback, join_line, own_token, printable, written
+from paceline.observe.serve.addresses import reached_at
 
 if TYPE_CHECKING:
     from paceline.roster import Steward
@@ -82,7 +82,7 @@ def host(
 
 
 def welcome(address: str, token: str, *, minimum: int, maximum: int) -> str:
-    """Where the roster is and the two ways to join; ``token`` as `paceline.cli.tokens.printable` gives it."""
+    """Where the roster is and the two ways to join; ``token`` as `paceline.launcher.tokens.printable` gives it."""
     only = " (only this computer can join: --host opens it)" if is_loopback(address.rpartition(":")[0]) else ""
     return (
         f"paceline: roster at {address} for {minimum} to {maximum} workers{only}; Ctrl-C ends it\n"
@@ -94,7 +94,7 @@ def welcome(address: str, token: str, *, minimum: int, maximum: int) -> str:
 
 def serve(steward: Steward) -> int:
     """Wait for a signal, or for the training's end; returns the exit code."""
-    from paceline.cli.signals import Signals
+    from paceline.launcher.signals import Signals
 
     with Signals() as signals, selectors.DefaultSelector() as selector:
         selector.register(signals.waker, selectors.EVENT_READ)

@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.observe import RunLog, Verdict, latest, read_log, sane, verdict
-from paceline.observe.run_words import run_words
-from paceline.observe.verdict import steps_text
-from paceline.observe.worker_table import WorkerTable, worker_table
+from paceline.observe import RunLog, Verdict, latest, read_log, verdict
+from paceline.observe.log import sane
+from paceline.observe.words.run import run_words
+from paceline.observe.words.verdict import steps_text
+from paceline.observe.words.worker_table import WorkerTable, worker_table
 
 RUNS = Path("runs")
 PAGE = "report.html"

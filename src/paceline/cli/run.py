@@ -1,4 +1,4 @@
-"""``paceline run``: check what was asked, then start the workers and stay with them (`paceline.cli.launch`)."""
+"""``paceline run``: check what was asked, then start the workers and stay with them (`paceline.launcher.fixed`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from paceline.cli.asking import Size, check_names, check_network, check_script, read_devices, read_faults, read_size
-from paceline.cli.complain import refuse
+from paceline.cli.errors import refuse
+from paceline.cli.options import Size, check_names, check_network, check_script, read_devices, read_faults, read_size
 
 if TYPE_CHECKING:
-    from paceline.cli.rosters import Roster
-    from paceline.observe.server import LivePage
+    from paceline.launcher.roster import Roster
+    from paceline.observe.serve.server import LivePage
 
 COMING = "Workers that come and go"
 
@@ -166,14 +166,14 @@ def run(
     given = {key: value for key, value in settings.items() if value is not None}
     called = (*(["-m"] if module else []), script, *(args or []))
 
-    from paceline.cli.launch import Order, launch
+    from paceline.launcher.fixed import Order, launch
 
     order = Order((sys.executable, "-u", *called), size.start, given, run_dir, devices=tuple(device_list), quiet=quiet)
     if roster is None:
         code = launch(order)
     else:
-        from paceline.cli.supervise import supervise
-        from paceline.cli.tokens import invitation, printable
+        from paceline.launcher.elastic import supervise
+        from paceline.launcher.tokens import invitation, printable
 
         shown = printable(roster.token, option=token, file=token_file)
         invites = "" if join else invitation(roster.address, shown, called, loopback=roster.loopback)
@@ -187,8 +187,8 @@ def _roster(
     size: Size, *, host: str | None, port: int | None, join: str | None, token: str | None, token_file: Path | None
 ) -> Roster | None:
     """The roster of a fleet that comes and goes, its own or that of the fleet to join; None for a fixed fleet."""
-    from paceline.cli.rosters import RosterElsewhere, RosterHere
-    from paceline.cli.tokens import check_host, own_token, their_token
+    from paceline.launcher.roster import RosterElsewhere, RosterHere
+    from paceline.launcher.tokens import check_host, own_token, their_token
 
     if join is not None:
         if host or port:
@@ -212,8 +212,8 @@ def _run_dir(runs: Path, name: str) -> Path:
 
 def _live_page(run_dir: Path) -> LivePage:
     """The run's live page, being served; its folder may still be empty. Raises ValueError when something is missing."""
-    from paceline.cli.watching import forget
-    from paceline.observe.server import LivePage
+    from paceline.launcher.screen import forget
+    from paceline.observe.serve.server import LivePage
 
     try:
         page = LivePage(run_dir)

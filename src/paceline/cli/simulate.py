@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.complain import refuse
+from paceline.cli.errors import refuse
 
 if TYPE_CHECKING:
     from paceline.simulate.contest import Progress

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.complain import refuse
+from paceline.cli.errors import refuse
 
 if TYPE_CHECKING:
-    from paceline.observe.reading import Event
+    from paceline.observe.log.reader import Event
 
 RUNS = Path("runs")
 
@@ -45,7 +45,7 @@ def watch(
 
     Needs the extra 'view' (starlette, uvicorn and plotly).
     """
-    from paceline.observe.server import LivePage
+    from paceline.observe.serve.server import LivePage
 
     try:
         path, source = _source(run, connect)
@@ -71,7 +71,7 @@ def _wait_for_a_signal() -> None:
 def _source(run: Path | None, connect: str | None) -> tuple[Path, Callable[[threading.Event], Iterator[Event]] | None]:
     """Where the events come from: a path here, or a page elsewhere."""
     from paceline.observe import latest
-    from paceline.observe.remote import address, check, remote_events
+    from paceline.observe.serve.remote import address, check, remote_events
 
     if connect is not None:
         if run is not None:

@@ -1,6 +1,6 @@
 """How the fleet's work merges."""
 
-from paceline.combine.gradients import Gradients
+from paceline.combine.gradients.gradients import Gradients
 from paceline.combine.header import Header
 
 NAMES = ("gradients", "average", "elastic-average")

@@ -1,10 +1,10 @@
 """What a run tells: the event log, the live view while it trains, and the closing verdict. See docs/observe.md."""
 
-from paceline.observe.folders import latest, new_run_dir
-from paceline.observe.log import EventLog
-from paceline.observe.reading import RunLog, follow, read_log
-from paceline.observe.verdict import Verdict, verdict
-from paceline.observe.view import View, make_view
+from paceline.observe.log.folders import latest, new_run_dir
+from paceline.observe.log.reader import RunLog, follow, read_log
+from paceline.observe.log.writer import EventLog
+from paceline.observe.views.view import View, make_view
+from paceline.observe.words.verdict import Verdict, verdict
 
 __all__ = [
     "EventLog",

@@ -4,9 +4,9 @@
 what they agree on. The rules are pure and stand in `roll` and `decide`.
 """
 
+from paceline.roster.client import Member
 from paceline.roster.generation import Generation, Gone, RunOver
-from paceline.roster.member import Member
-from paceline.roster.roll import LEFT
-from paceline.roster.steward import Steward
+from paceline.roster.membership_rules import LEFT
+from paceline.roster.server import Steward
 
 __all__ = ["LEFT", "Generation", "Gone", "Member", "RunOver", "Steward"]

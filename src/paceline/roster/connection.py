@@ -7,8 +7,8 @@ from typing import Any
 
 from paceline.roster import wire
 from paceline.roster.calls import Beat, Heard
-from paceline.roster.patience import Patience
-from paceline.roster.silence import Silence
+from paceline.roster.liveness import Silence
+from paceline.roster.silence_limit import Patience
 
 MAX_UNSENT = 16 * 1024 * 1024
 """Bytes that may wait for a worker that does not read; beyond that its connection is closed."""

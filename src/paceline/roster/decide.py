@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.roster.book import Book, Last, Ready, Worker
 from paceline.roster.generation import Generation, Gone
+from paceline.roster.state import Book, Last, Ready, Worker
 
 
 @dataclass(frozen=True)

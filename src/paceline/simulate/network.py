@@ -44,7 +44,7 @@ SETTLING = 3
 ROUNDS = 4
 """The fewest rounds that are scored."""
 GENEROUS, FIRST_STEPS = 1.4, 4
-"""Local steps dealt for a period by the clock, as in `paceline.period`: over those of the last one, and at first."""
+"""Local steps dealt for a period by the clock, as in averaging/period.py: over those of the last one, and at first."""
 MATTERS = 0.05
 """Part of the time in rounds up to which the network no longer matters."""
 

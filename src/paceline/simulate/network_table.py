@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.observe.words import duration, number, percent, percent_cell
+from paceline.observe.words.numbers import duration, number, percent, percent_cell
 from paceline.simulate.network import MATTERS, Enough
 from paceline.simulate.traffic import Network, Traffic
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.observe.words import number, percent_cell
+from paceline.observe.words.numbers import number, percent_cell
 from paceline.simulate.outcome import Outcome
 
 if TYPE_CHECKING:

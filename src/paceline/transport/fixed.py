@@ -20,10 +20,10 @@ import torch
 from paceline.errors import FleetError, LoaderDied, PacelineError
 from paceline.transport.alone import Alone
 from paceline.transport.base import Transport
-from paceline.transport.linked import Linked, choose_backend, facts_of, one_line
+from paceline.transport.distributed import Linked, choose_backend, facts_of, one_line
+from paceline.transport.heartbeat import CALLS, Presence
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import Store, break_off, dist
-from paceline.transport.presence import CALLS, Presence
 from paceline.transport.subgroup import Subgroup
 
 EXIT_CODE = 75

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from paceline.transport.base import Pending, Transport
+from paceline.transport.heartbeat import GROUP, Presence
 from paceline.transport.nccl import NcclGroup
-from paceline.transport.presence import GROUP, Presence
-from paceline.transport.star import Outbox, StarSum, is_small
+from paceline.transport.small_sums import Outbox, StarSum, is_small
 
 
 class Subgroup:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.reading import RunLog
+from paceline.observe.log.reader import RunLog
 from paceline.records import StepRecord
 
 OF_THE_STEP = ("step", "epoch", "generation")

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.progress import describe
-from paceline.observe.reading import RunLog
-from paceline.observe.timeline import KINDS, Slice, TimedStep, lay_out
+from paceline.observe.analysis.progress import describe
+from paceline.observe.analysis.timeline import KINDS, Slice, TimedStep, lay_out
+from paceline.observe.log.reader import RunLog
 
 Event = dict[str, Any]
 

@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from paceline.observe.evaluations import evaluations
+from paceline.observe.analysis.evaluations import evaluations
 from paceline.observe.exports.scalars import scalars
-from paceline.observe.logged import logged
-from paceline.observe.reading import RunLog
+from paceline.observe.log.logged import logged
+from paceline.observe.log.reader import RunLog
 
 MOST_STEPS = 10_000
 """Of a longer run every few steps are written: TensorBoard draws a thousand points a curve."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.observe.deadline_words import with_deadlines
-from paceline.observe.figures import WorkerFigures
+from paceline.observe.analysis.figures import WorkerFigures
 from paceline.observe.page.whatif import WhatIf, instead
-from paceline.observe.verdict import BALANCED, NOTABLE, Verdict, few_micro_batches
-from paceline.observe.words import duration, number, percent, times
+from paceline.observe.words.deadlines import with_deadlines
+from paceline.observe.words.numbers import duration, number, percent, times
+from paceline.observe.words.verdict import BALANCED, NOTABLE, Verdict, few_micro_batches
 
 NEAR = 0.9
 """A part of the limit from which there is little left to gain, whatever the pace."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline.observe.chronicle import CAPACITY
-from paceline.observe.compare import Compared, Comparison
+from paceline.observe.analysis.chronicle import CAPACITY
+from paceline.observe.analysis.compare import Compared, Comparison
 from paceline.observe.page.drawing import Picture, layout, line, small, text, worker_colours
 from paceline.observe.page.html import asset, data_script, document, escape, frame, plotly_js, table
-from paceline.observe.words import duration, number, percent_cell, size, times
+from paceline.observe.words.numbers import duration, number, percent_cell, size, times
 
 
 def comparison_page(compared: Comparison) -> str:

@@ -10,21 +10,21 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.audit import EpochAudit, audit
-from paceline.observe.chronicle import Chronicle
-from paceline.observe.coming_and_going import moves_text
-from paceline.observe.evaluations import evaluations
-from paceline.observe.figures import Figures
+from paceline.observe.analysis.audit import EpochAudit, audit
+from paceline.observe.analysis.chronicle import Chronicle
+from paceline.observe.analysis.evaluations import evaluations
+from paceline.observe.analysis.figures import Figures
+from paceline.observe.analysis.progress import describe
+from paceline.observe.log.reader import RunLog
 from paceline.observe.page.answers import Tile, tiles
 from paceline.observe.page.drawing import Picture
 from paceline.observe.page.moments import in_words, last_steps, timeline, what_if_picture
 from paceline.observe.page.pictures import Story, changes, pictures
 from paceline.observe.page.whatif import what_if
-from paceline.observe.progress import describe
-from paceline.observe.reading import RunLog
-from paceline.observe.run_words import run_words
-from paceline.observe.verdict import Verdict, steps_text, verdict
-from paceline.observe.worker_table import worker_table
+from paceline.observe.words.coming_and_going import moves_text
+from paceline.observe.words.run import run_words
+from paceline.observe.words.verdict import Verdict, steps_text, verdict
+from paceline.observe.words.worker_table import worker_table
 
 PAGE = "report.html"
 MOST_NOTES = 200

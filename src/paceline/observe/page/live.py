@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.observe import sane
-from paceline.observe.chronicle import Chronicle
-from paceline.observe.evaluations import Evaluation, evaluations
-from paceline.observe.membership import Standing, Timed, parse_change
+from paceline.observe.analysis.chronicle import Chronicle
+from paceline.observe.analysis.evaluations import Evaluation, evaluations
+from paceline.observe.analysis.membership import Standing, Timed, parse_change
+from paceline.observe.analysis.progress import Progress, Snapshot, left_text, loss_text, of
+from paceline.observe.log import sane
+from paceline.observe.log.reader import RunLog, parse_step
 from paceline.observe.page.answers import tiles
 from paceline.observe.page.drawing import Picture
 from paceline.observe.page.html import (
@@ -34,10 +36,8 @@ from paceline.observe.page.html import (
 from paceline.observe.page.moments import last_steps, timeline
 from paceline.observe.page.pictures import Story, changes, pictures
 from paceline.observe.page.whatif import WhatIf
-from paceline.observe.progress import Progress, Snapshot, left_text, loss_text, of
-from paceline.observe.reading import RunLog, parse_step
-from paceline.observe.verdict import verdict
-from paceline.observe.words import machines, number, percent
+from paceline.observe.words.numbers import machines, number, percent
+from paceline.observe.words.verdict import verdict
 from paceline.records import StepRecord
 
 BUCKETS = 300

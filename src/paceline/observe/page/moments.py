@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.observe.analysis.stretches import bounded
+from paceline.observe.analysis.timeline import KINDS, TimedStep, lay_out
 from paceline.observe.page.drawing import BLUE, GREY, ORANGE, PURPLE, RED, Picture, layout, row_axis, small, text
 from paceline.observe.page.whatif import WhatIf, instead
-from paceline.observe.stretches import bounded
-from paceline.observe.timeline import KINDS, TimedStep, lay_out
-from paceline.observe.verdict import Verdict
-from paceline.observe.words import duration, percent
+from paceline.observe.words.numbers import duration, percent
+from paceline.observe.words.verdict import Verdict
 from paceline.records import StepRecord
 
 MOST_SLICES = 6_000

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.observe.chronicle import Bucket
-from paceline.observe.coming_and_going import Move, moves_text
-from paceline.observe.evaluations import MEANS, Evaluation
+from paceline.observe.analysis.chronicle import Bucket
+from paceline.observe.analysis.evaluations import MEANS, Evaluation
 from paceline.observe.page.drawing import (
     BLUE,
     FEW,
@@ -32,7 +31,8 @@ from paceline.observe.page.drawing import (
     text,
     worker_colours,
 )
-from paceline.observe.words import percent
+from paceline.observe.words.coming_and_going import Move, moves_text
+from paceline.observe.words.numbers import percent
 
 STATES = {1: ("sat out", SKY), 2: ("at work", BLUE), 3: ("missed the round", RED)}
 """Who was there, by number: the highest in a bucket is drawn, but for a worker that was away, 0, which is a gap."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.observe.figures import summarise
-from paceline.observe.verdict import steps_text
-from paceline.observe.words import duration
+from paceline.observe.analysis.figures import summarise
+from paceline.observe.words.numbers import duration
+from paceline.observe.words.verdict import steps_text
 from paceline.records import StepRecord
 
 MOST_NUMBERS = 16_000

@@ -34,7 +34,7 @@ def make(forecast: str | Forecast) -> Forecast:
     name, _, file = forecast.strip().partition(":")
     if name == "deep":
         # torch is needed by this forecast alone, so it is loaded with it.
-        from paceline.pace.forecast.deep import Deep
+        from paceline.deep.forecast import Deep
 
         return Deep(model=file or None)
     if name not in _BY_NAME or file:

@@ -1,0 +1,1 @@
+"""Checkpoints: what they hold, their file, the folder of automatic ones."""

@@ -1,0 +1,215 @@
+"""Saving by itself, off the training thread.
+
+Between two steps the leader copies the state (snapshot.py), and a thread of its own writes it (file.py) into a folder
+(folder.py). While one is being written no other is taken: what was due meanwhile comes at the first step after.
+Trouble with the disk is told once for each kind of it, and the training goes on. Every worker keeps the schedule, so
+that a new leader goes on with it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from paceline.checkpoint import file as sealing
+from paceline.checkpoint import folder as shelf
+from paceline.checkpoint.snapshot import Snapshot
+from paceline.settings import whole_number
+
+FINISH_S = 60.0
+"""How long the end of a run waits for a checkpoint that is being written, in seconds."""
+
+SLOW = "slow"
+
+
+class Mark(NamedTuple):
+    """When something was saved last, or the schedule began."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Save at every multiple of ``every_steps`` steps, or ``every_s`` seconds after the last time, whichever is first.
+
+    >>> Schedule(every_steps=10).due(20, 1.0, since=Mark(12, 0.0))
+    True
+    >>> Schedule(every_s=60).due(20, 59.0, since=Mark(12, 0.0))
+    False
+    """
+
+    every_steps: int | None = None
+    every_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.every_steps is None and self.every_s is None:
+            raise ValueError("fleet.autosave needs to know how often: give every_steps=, every_s= (seconds), or both")
+        if self.every_steps is not None:
+            whole_number("every_steps", self.every_steps)
+        if self.every_s is not None and not (_is_number(self.every_s) and self.every_s > 0):
+            raise ValueError(f"every_s must be a number of seconds above 0, got {self.every_s!r}")
+
+    def due(self, step: int, now: float, *, since: Mark) -> bool:
+        """Whether to save before step ``step`` at ``now`` seconds, since it was done last."""
+        if step <= since.step:
+            return False
+        by_steps = self.every_steps is not None and step // self.every_steps > since.step // self.every_steps
+        return by_steps or (self.every_s is not None and now - since.seconds >= self.every_s)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class Autosaver:
+    """Saves when it is due and this worker leads.
+
+    Args:
+        folder: for the checkpoints; made when it is not there.
+        keep: how many of them to keep.
+        leads: whether this worker writes; asked each time, since that may change.
+        content: the state between two steps, plain values and tensors, as it is to be saved while the context lasts.
+        observe: hears of what was saved and of trouble, on the training thread.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        schedule: Schedule,
+        keep: int,
+        leads: Callable[[], bool],
+        content: Callable[[], AbstractContextManager[Mapping[str, Any]]],
+        observe: Callable[[str, Mapping[str, Any]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._schedule, self._keep = folder, schedule, whole_number("keep", keep)
+        self._leads, self._content, self._observe, self._clock = leads, content, observe, clock
+        self._since: Mark | None = None
+        self._thread: threading.Thread | None = None
+        self._told: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        """What the writer has to say, for the training thread to pass on."""
+        self._troubles: set[str] = set()
+        """Kinds of trouble that were told and are not over."""
+        self._looked = False
+        """Whether this worker has tidied the folder."""
+
+    # -- the training thread ---------------------------------------------------------------------------------------
+
+    def boundary(self, step: int, *, last: bool = False) -> None:
+        """Between two steps: ``step`` is the next. ``last``: there is none, and the end is saved in any case."""
+        self._pass_on()
+        now = self._clock()
+        if self._since is None:
+            self._begin(Mark(step, now))
+        assert self._since is not None
+        if not (self._schedule.due(step, now, since=self._since) or (last and step > self._since.step)):
+            return
+        if self._leads():
+            if last:
+                self._finish()
+            if self._busy:
+                return  # it stays due
+            self._save(step)
+        self._since = Mark(step, now)
+
+    def _begin(self, mark: Mark) -> None:
+        self._since = mark
+        if self._leads():
+            try:
+                with self._content():
+                    pass
+            except ValueError as error:  # what can never be saved is better heard of now than when it is needed
+                raise ValueError(f"fleet.autosave: {error}") from None
+
+    def _save(self, step: int) -> None:
+        try:
+            with self._content() as content:
+                taken = Snapshot(content)
+        except Exception as error:  # the user's own extra, or no memory for a copy
+            self._complain(f"state: {type(error).__name__}", f"the state could not be copied: {_words(error)}")
+            return
+        args = (taken, step)
+        self._thread = threading.Thread(target=self._write, args=args, name="paceline-autosave", daemon=True)
+        self._thread.start()
+
+    @property
+    def _busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _finish(self) -> None:
+        """Wait for what is being written; a writer that was too slow once is not waited for again."""
+        if self._thread is None or SLOW in self._troubles:
+            return
+        self._thread.join(timeout=FINISH_S)
+        if self._busy:
+            self._complain(SLOW, f"a checkpoint was not written within {FINISH_S:.0f} s: the one before it is whole")
+
+    def close(self) -> None:
+        """Wait for what is being written, for `FINISH_S` at most."""
+        self._finish()
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        while True:
+            try:
+                self._told.get_nowait()()
+            except Empty:
+                return
+
+    def _complain(self, kind: str, text: str) -> None:
+        if kind in self._troubles:
+            return
+        self._troubles.add(kind)
+        self._observe("note", {"level": "warning", "text": f"automatic saving in {self._folder}: {text}"})
+
+    def _saved(self, step: int, path: Path) -> None:
+        self._observe("save", {"step": step, "path": str(path), "automatic": True})
+
+    # -- the writer's thread ---------------------------------------------------------------------------------------
+
+    def _write(self, taken: Snapshot, step: int) -> None:
+        path = shelf.place(self._folder, step)
+        try:
+            taken.wait()
+            self._tidy(step)
+            sealing.write(path, taken.content)
+        except Exception as error:
+            self._tell_trouble(error, f"cannot write {path.name}, the training goes on without")
+            return
+        self._told.put(lambda: self._saved(step, path))
+        try:
+            shelf.prune(self._folder, keep=self._keep)
+        except OSError as error:
+            self._tell_trouble(error, "cannot remove old checkpoints")
+            return
+        self._told.put(self._troubles.clear)
+
+    def _tidy(self, step: int) -> None:
+        """Once: remove what a killed writer left, and put what is not of this training out of its way."""
+        if self._looked:
+            return
+        shelf.sweep(self._folder)
+        if aside := shelf.set_aside(self._folder, beyond=step):
+            names = ", ".join(path.name for path in aside)
+            text = f"checkpoints of later steps than this training's were there; they are now called {names}"
+            self._told.put(lambda: self._complain("aside", text))
+        self._looked = True
+
+    def _tell_trouble(self, error: Exception, text: str) -> None:
+        kind = f"{type(error).__name__} {getattr(error, 'errno', None)}"
+        self._told.put(lambda: self._complain(kind, f"{text}: {_words(error)}"))
+
+
+def _words(error: Exception) -> str:
+    said = getattr(error, "strerror", None) or str(error)
+    return str(said).splitlines()[0] if str(said).strip() else type(error).__name__

@@ -1,0 +1,1 @@
+"""Averages of parameters, now and then (``combine="average"`` and ``"elastic-average"``)."""

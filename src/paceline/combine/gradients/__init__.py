@@ -1,0 +1,1 @@
+"""One mean gradient every step (``combine="gradients"``)."""

@@ -1,0 +1,1 @@
+"""Rounds that wait for nobody: the proxy, work in flight, catching up."""

@@ -1,0 +1,1 @@
+"""P3's deep forecast. See docs/forecast.md."""

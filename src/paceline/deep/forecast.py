@@ -1,0 +1,258 @@
+"""Deep: P3's learned forecast, which speaks only while it beats the smoothed one.
+
+>>> forecast = Deep()
+>>> forecast.observe(Seen.whole([1.0, 2.0]))
+>>> forecast.speaking
+'smoothed'
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.deep.contest import Contender, best, settled
+from paceline.deep.model import DeepModel, Shape
+from paceline.deep.score import score
+from paceline.deep.series import Past
+from paceline.deep.state import pack, unpack
+from paceline.pace.forecast.base import Floats, Mask, Seen
+from paceline.pace.forecast.normal import truncated_draws
+from paceline.pace.forecast.smoothed import FIRST_SPREAD, LEAST_SPREAD, Smoothed
+
+JUDGED_BY = 32
+"""Draws a forecast is scored from."""
+BACKLOG = 32
+"""Steps kept to be followed when a draw is asked for; older ones are taken in without a model."""
+KEPT = 2000
+"""Steps kept to learn from."""
+DEPTH = Shape().memory + 2 * Shape().lag
+"""Steps of past kept before a model says how many it reads."""
+
+
+class Deep:
+    """P3's deep Markov model, once there is one that earns its keep.
+
+    It follows every step with `Smoothed` and, when given a ``model`` (a `DeepModel`, or the path of a file written by
+    ``paceline learn``) or when one is `adopt`-ed, with that too. Both are scored on each step before they see it
+    (`deep_score`); the model speaks while its mean score over the last 50 steps is the better one, after a trial of 10.
+    So a model is judged only by steps that came after it was made.
+
+    A model fits any number of workers. When a step comes with more columns than before, the new ones are new workers;
+    with fewer, the last ones have left; call `rearrange` first when it was otherwise.
+
+    ``always`` lets the model speak win or lose, to see what it would do.
+
+    ``learns`` says whether models trained in the background on this run are wanted: `series` is kept for them. By
+    default it is so when no model was given.
+    """
+
+    name = "deep"
+
+    def __init__(
+        self,
+        model: DeepModel | str | Path | None = None,
+        *,
+        always: bool = False,
+        learns: bool | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.always = always
+        self.learns = model is None if learns is None else learns
+        self._rng = np.random.default_rng(seed)
+        self._smoothed = Smoothed()
+        self._past: Past | None = None
+        self._stale = False
+        self._contenders: list[Contender] = []
+        self._backlog: deque[Seen] = deque()
+        self._segments: list[list[Seen]] = []
+        if model is not None:
+            self.adopt(model if isinstance(model, DeepModel) else _load(model))
+
+    @property
+    def speaking(self) -> str:
+        """Who answers `draw` at present: ``"deep"`` or ``"smoothed"``."""
+        self._catch_up()
+        return "smoothed" if self._speaker() is None else "deep"
+
+    def adopt(self, model: DeepModel) -> None:
+        """Try a model. One that speaks goes on until the new one has done better over its trial."""
+        self._catch_up()
+        present = self._speaker()
+        newcomer = Contender(model)
+        if self._past is not None:
+            newcomer.filter.catch_up(self._past)
+        self._contenders = [newcomer] if present is None else [present, newcomer]
+
+    def observe(self, seen: Seen) -> None:
+        """Take note of a step. The work is left to the next `draw`, which happens while a step computes."""
+        if (known := self._workers()) is not None and known != len(seen.seconds):
+            self.rearrange([i if i < known else -1 for i in range(len(seen.seconds))])
+        self._record(seen)
+        self._backlog.append(seen)
+        if len(self._backlog) > BACKLOG:
+            self._pass_over(self._backlog.popleft())
+
+    def rearrange(self, sources: Sequence[int], seconds: Floats | None = None) -> None:
+        """The fleet changed: the new column i was column ``sources[i]``, or is a new worker where that is -1, taken to
+        have always been at ``seconds[i]`` or, without that, for a typical one until it is seen."""
+        self._catch_up()
+        if self._past is None:
+            return
+        wrong = [source for source in sources if not -1 <= source < self._past.workers]
+        if wrong or not len(sources):
+            raise ValueError(f"columns are known by their place among {self._past.workers}, or -1, not {wrong}")
+        self._past.rearrange(sources, None if seconds is None else np.log(seconds))
+        if seconds is None:
+            self._smoothed.load_state_dict(_rearranged(self._smoothed.state_dict(), sources))
+        else:
+            self._smoothed.rearrange(sources, seconds)
+        for contender in self._contenders:
+            contender.filter.look(self._past)
+        self._segments.append([])
+
+    def draw(self, rows: int, rng: np.random.Generator) -> Floats:
+        self._catch_up()
+        speaker = self._speaker()
+        if speaker is None or self._past is None:
+            return self._smoothed.draw(rows, rng)
+        return speaker.filter.draw(rows, rng)
+
+    def series(self) -> list[tuple[Floats, Mask]]:
+        """The steps to learn from, up to the last 2,000: seconds and who was late, once for each set of workers."""
+        return [
+            (np.stack([seen.seconds for seen in steps]), np.stack([seen.late for seen in steps]))
+            for steps in self._segments
+            if steps
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        self._catch_up()
+        past = None
+        if self._past is not None:
+            past = {name: pack(getattr(self._past, name)) for name in ("rows", "hidden", "fresh")}
+        return {
+            "smoothed": self._smoothed.state_dict(),
+            "past": past,
+            "contenders": [contender.state_dict() for contender in self._contenders],
+            "draws": self._rng.bit_generator.state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._backlog.clear()
+        self._segments.clear()
+        self._smoothed.load_state_dict(state["smoothed"])
+        self._rng.bit_generator.state = state["draws"]
+        self._past = None
+        if state["past"] is not None:
+            rows, hidden, fresh = (unpack(state["past"][name]) for name in ("rows", "hidden", "fresh"))
+            self._past = Past(rows.shape[1], len(rows))
+            self._past.rows, self._past.hidden, self._past.fresh = rows, hidden, fresh
+        own = [Contender(contender.filter.model) for contender in self._contenders]
+        # A run may go on with a model that its first part did not have.
+        self._stale = self._past is not None and not state["contenders"]
+        self._contenders = [Contender.from_state(part, self._past) for part in state["contenders"]] or own
+
+    def _speaker(self) -> Contender | None:
+        if self.always and self._contenders:
+            return self._contenders[-1]
+        return best(self._contenders)
+
+    def _workers(self) -> int | None:
+        if self._backlog:
+            return len(self._backlog[-1].seconds)
+        return None if self._past is None else self._past.workers
+
+    def _record(self, seen: Seen) -> None:
+        if not self.learns:
+            return
+        if not self._segments:
+            self._segments.append([])
+        self._segments[-1].append(seen)
+        if sum(map(len, self._segments)) > KEPT:
+            self._segments[0].pop(0)
+            self._segments = [steps for steps in self._segments if steps]
+
+    def _catch_up(self) -> None:
+        if self._stale and self._past is not None:
+            for contender in self._contenders:
+                contender.filter.catch_up(self._past)
+            self._stale = False
+        while self._backlog:
+            self._follow(self._backlog.popleft())
+
+    def _follow(self, seen: Seen) -> None:
+        """Score everybody on the step, then take it in."""
+        past, logs = self._arrive(seen)
+        speaker = self._speaker()
+        row = self._imagined(seen) if speaker is None else speaker.filter.explain(logs, seen.late, self._rng)
+        self._judge(seen)
+        for contender in self._contenders:
+            contender.filter.follow(row, seen.late, self._rng)
+        self._smoothed.observe(seen)
+        past.push(row, seen.late)
+        for contender in self._contenders:
+            contender.filter.look(past)
+        self._contenders = settled(self._contenders)
+
+    def _pass_over(self, seen: Seen) -> None:
+        """Take a step in without the models, which read the past when they are needed again."""
+        past, _ = self._arrive(seen)
+        past.push(self._imagined(seen), seen.late)
+        self._smoothed.observe(seen)
+        self._stale = True
+
+    def _arrive(self, seen: Seen) -> tuple[Past, Floats]:
+        """The past, in which every worker of the step has a column, and the step's log seconds."""
+        logs, begins = np.log(seen.seconds), self._past is None
+        past = self._past = self._past or Past(len(logs), DEPTH)
+        if past.fresh.any():
+            past.welcome(logs, seen.late)
+            for contender in self._contenders:
+                contender.filter.catch_up(past) if begins else contender.filter.look(past)
+        return past, logs
+
+    def _judge(self, seen: Seen) -> None:
+        if self._contenders and self._smoothed.state_dict()["mean"] is not None:
+            plain = score(self._smoothed.draw(JUDGED_BY, self._rng), seen)
+            for contender in self._contenders:
+                contender.scored(score(contender.filter.draw(JUDGED_BY, self._rng), seen), plain)
+
+    def _imagined(self, seen: Seen) -> Floats:
+        """The step's log seconds, with draws of x given x > cut-off from the smoothed forecast for those cut off."""
+        logs = np.log(seen.seconds)
+        if not seen.late.any():
+            return logs
+        assert self._past is not None
+        mean, spread = self._past.level(len(self._past.rows)), np.full(len(logs), FIRST_SPREAD)
+        if (believed := self._smoothed.state_dict())["mean"] is not None:
+            seconds = np.array(believed["mean"])
+            mean, spread = np.log(seconds), np.maximum(np.sqrt(believed["variance"]) / seconds, LEAST_SPREAD)
+        drawn = truncated_draws(self._rng, mean, spread, logs, 1)[0]
+        return np.where(seen.late, drawn, logs)
+
+
+def _load(path: str | Path) -> DeepModel:
+    # Pacers know no files; only this name for one, which the layer above opens and checks.
+    from paceline.deep.learning.files import load_model
+
+    return load_model(path)
+
+
+def _rearranged(smoothed: Mapping[str, Any], sources: Sequence[int]) -> dict[str, Any]:
+    """The smoothed forecast's state for the new columns; a new worker is a typical one."""
+    if smoothed["mean"] is None:
+        return dict(smoothed)
+    mean, variance = np.array(smoothed["mean"]), np.array(smoothed["variance"])
+    columns = np.asarray(sources, dtype=np.int64)
+    new, typical = columns < 0, float(np.median(mean))
+    wide = float(np.median(variance)) + float(np.var(mean))
+    return {
+        **smoothed,
+        "mean": np.where(new, typical, mean[columns]).tolist(),
+        "variance": np.where(new, wide, variance[columns]).tolist(),
+    }

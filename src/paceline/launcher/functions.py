@@ -1,0 +1,298 @@
+"""``paceline.launch(fn, workers=4)``: run a function in worker processes on this computer, from a notebook or a test.
+
+A function that a new process can import is run in new processes (spawn). One that lives in a notebook or inside
+another function cannot be imported, so the process is copied instead (fork), before CUDA is in use: a copy of a process
+that uses CUDA cannot. A copy has one thread, because a copied pool of OpenMP threads waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import WorkerFailed
+from paceline.launcher.function_worker import Report, work
+
+if TYPE_CHECKING:
+    from paceline.launcher.rendezvous import Meeting
+
+GRACE_S = 6.0
+"""After a failure, or when all have answered, the others have so long to end by themselves."""
+INTERRUPT_GRACE_S = 5.0
+TERM_GRACE_S = 2.0
+TICK_S = 0.1
+
+
+def launch(
+    fn: Callable[..., Any],
+    *args: Any,
+    workers: int,
+    devices: Sequence[str] | None = None,
+    pace: str | None = None,
+    combine: str | None = None,
+    emulate: str | None = None,
+    sample_ms: float | None = None,
+    name: str | None = None,
+    run_dir: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    method: str | None = None,
+) -> list[Any]:
+    """Run ``fn(*args)`` in ``workers`` processes on this computer, where ``paceline.join()`` makes them one fleet.
+
+    Returns what each returned, by rank. When a worker fails, all are ended and `WorkerFailed` is raised with the
+    traceback of the one that failed first. Ctrl-C ends all of them.
+
+    Args:
+        devices: one for each worker, such as ``["cuda:0", "cpu"]``.
+        pace: as the option of ``paceline run``, like ``combine``; they override what the function says.
+        combine: see ``pace``.
+        emulate: machines to play, as ``paceline run --emulate``.
+        sample_ms: of an emulated machine of speed 1, milliseconds a sample.
+        name: of the run, for its log; the function's name unless given.
+        run_dir: the run's folder; ``runs/<time>-<name>`` unless given.
+        env: further environment variables for the workers.
+        method: "spawn" (new processes) or "fork" (copies of this one); chosen by where the function lives unless given.
+    """
+    _check(fn, workers, devices)
+    method = method or choose_method(fn, args)
+    if method not in ("spawn", "fork"):
+        raise ValueError(f'method must be "spawn" or "fork", got {method!r}')
+    if method == "fork":
+        _check_fork()
+    settings = {
+        "PACELINE_NAME": name or getattr(fn, "__name__", "run"),
+        "PACELINE_RUN_DIR": None if run_dir is None else str(Path(run_dir).resolve()),
+        "PACELINE_PACE": pace,
+        "PACELINE_COMBINE": combine,
+        "PACELINE_EMULATE": emulate,
+        "PACELINE_SAMPLE_MS": None if sample_ms is None else f"{sample_ms:g}",
+    }
+    given = {key: value for key, value in settings.items() if value is not None} | dict(env or {})
+
+    from paceline.launcher.rendezvous import Meeting
+
+    with Meeting() as meeting:
+        crew = _Crew(meeting, method)
+        try:
+            for rank in range(workers):
+                device = {} if devices is None else {"PACELINE_DEVICE": str(devices[rank])}
+                crew.start(fn, args, {**given, **device, **place(rank, workers, meeting.address, meeting.port)})
+            meeting.host()
+            return crew.results()
+        except KeyboardInterrupt:
+            crew.interrupt()
+            raise
+        finally:
+            crew.end()
+
+
+def place(rank: int, size: int, address: str, port: int) -> dict[str, str]:
+    """What a launcher tells a worker of its place in the fleet."""
+    own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    known = {key: str(value) for key, value in own.items()}
+    return {**known, "MASTER_ADDR": address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def choose_method(fn: Callable[..., Any], args: Sequence[Any]) -> str:
+    """ "spawn" where a new process could import the function and be given its arguments, else "fork"."""
+    main = sys.modules["__main__"]
+    inner = fn.func if isinstance(fn, partial) else fn
+    file = getattr(main, "__file__", None)
+    if file is not None and not os.path.exists(file):  # a script from standard input: a new process would look for it
+        return "fork"
+    interactive = hasattr(sys, "ps1") or "get_ipython" in vars(main) or file is None
+    if getattr(inner, "__module__", None) == "__main__" and interactive:
+        return "fork"
+    try:
+        pickle.dumps((fn, args))
+    except Exception:  # a function within a function, or an argument that only this process has
+        return "fork"
+    return "spawn"
+
+
+def _check(fn: Any, workers: int, devices: Sequence[str] | None) -> None:
+    if not callable(fn):
+        raise ValueError(f"paceline.launch takes a function, got {type(fn).__name__}: launch(train, workers=4)")
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise ValueError(f"workers must be a whole number, 1 or more, got {workers!r}")
+    if devices is not None and (isinstance(devices, str) or len(devices) != workers):
+        raise ValueError(f"devices must be a list with one for each of the {workers} workers, got {devices!r}")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ValueError(
+            "paceline.launch ran again while a worker imported this script: put the call under if __name__ == "
+            '"__main__":'
+        )
+    if "RANK" in os.environ or "PACELINE_ROSTER" in os.environ:
+        raise ValueError(
+            "paceline.launch in a process that is a worker already (a launcher has set RANK): call the function "
+            "itself, or start the script with python"
+        )
+
+
+def _check_fork() -> None:
+    import torch
+
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():
+        raise ValueError(
+            "this process uses CUDA, so it cannot be copied into workers: restart the notebook and call "
+            "paceline.launch before anything touches the GPU, or put the function into a file and import it from there"
+        )
+    if not hasattr(os, "fork"):
+        raise ValueError(
+            "the function cannot be imported by a new process: put it into a file, and import it from there"
+        )
+
+
+class _Crew:
+    """The worker processes of one launch."""
+
+    def __init__(self, meeting: Meeting, method: str) -> None:
+        self._meeting, self._context = meeting, multiprocessing.get_context(method)
+        self._processes: list[Any] = []
+        self._readers: list[Connection] = []
+        self._reports: dict[int, Report] = {}
+        self._ended: set[int] = set()
+        self._failures: list[Report] = []
+        """In the order in which they became known."""
+
+    def start(self, fn: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> None:
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        copied = self._context.get_start_method() == "fork"
+        order = (fn, tuple(args)) if copied else pickle.dumps((fn, tuple(args)))
+        process = self._context.Process(  # type: ignore[attr-defined]
+            target=partial(work, leave=self._leave) if copied else work,
+            args=(order, dict(environment), writer, os.getpid()),
+            name=f"paceline worker {len(self._processes)}",
+        )
+        self._readers.append(reader)
+        with warnings.catch_warnings():  # Python 3.12 warns of copying a process with threads, which is said above
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        self._processes.append(process)
+        writer.close()
+
+    def _leave(self) -> None:
+        """In a copy: close what belongs to the original."""
+        self._meeting.__exit__()
+        for reader in self._readers:
+            reader.close()
+
+    # -- while they run --------------------------------------------------------------------------------------------
+
+    def results(self) -> list[Any]:
+        """What each worker returned, by rank; raises WorkerFailed when one did not."""
+        until = None
+        while len(self._ended) < len(self._processes):
+            self._listen()
+            self._notice_ends()
+            if until is None and (self._failures or len(self._reports) == len(self._processes)):
+                until = time.monotonic() + GRACE_S
+            if until is not None and time.monotonic() > until:
+                break
+        if self._failures:
+            raise self._explain()
+        return [pickle.loads(self._reports[rank].value) for rank in range(len(self._processes))]
+
+    def _listen(self) -> None:
+        for reader in wait([r for r in self._readers if not r.closed], TICK_S):
+            assert isinstance(reader, Connection)
+            self._read(self._readers.index(reader))
+
+    def _read(self, rank: int) -> None:
+        try:
+            report = self._readers[rank].recv()
+        except (EOFError, OSError):
+            self._readers[rank].close()
+            if rank not in self._ended:
+                time.sleep(TICK_S)  # its end is noticed next
+            return
+        self._reports[rank] = report
+        if report.error is not None:
+            self._failures.append(report)
+
+    def _notice_ends(self) -> None:
+        for rank, process in enumerate(self._processes):
+            if rank in self._ended or not _over(process.pid):
+                continue
+            self._kill(process)  # what it started, before its number can be anybody else's
+            if not self._readers[rank].closed and self._readers[rank].poll():
+                self._read(rank)
+            process.join()
+            self._ended.add(rank)
+            if rank not in self._reports:
+                self._failed_silently(rank, process.exitcode)
+
+    def _failed_silently(self, rank: int, code: int) -> None:
+        from paceline.launcher.workers import how
+
+        self._meeting.announce_death(rank, how(code))
+        self._reports[rank] = Report(rank, error=f"worker {rank} {how(code)}, without an error of its own")
+        self._failures.append(self._reports[rank])
+
+    def _explain(self) -> WorkerFailed:
+        """By the first failure that was not the failure of others."""
+        cause = next((failure for failure in self._failures if not failure.of_the_fleet), self._failures[0])
+        assert cause.error is not None
+        return WorkerFailed(cause.error, rank=cause.rank)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Ctrl-C: they may save what they want to save. Once more: at once."""
+        with contextlib.suppress(KeyboardInterrupt):
+            self._signal(signal.SIGINT)
+            self._await(INTERRUPT_GRACE_S)
+
+    def end(self) -> None:
+        """Whatever happened, nobody stays behind."""
+        try:
+            if any(not _over(process.pid) for process in self._running()):
+                self._signal(signal.SIGTERM)
+                self._await(TERM_GRACE_S)
+        finally:
+            for process in self._running():
+                self._kill(process)
+                process.join()
+            for reader in self._readers:
+                reader.close()
+
+    def _running(self) -> list[Any]:
+        return [process for rank, process in enumerate(self._processes) if rank not in self._ended]
+
+    def _await(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and any(not _over(process.pid) for process in self._running()):
+            time.sleep(TICK_S / 2)
+
+    def _signal(self, number: int) -> None:
+        for process in self._running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    @staticmethod
+    def _kill(process: Any) -> None:
+        """A worker is the head of a process group: all that it started goes with it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _over(pid: int) -> bool:
+    """Whether this child has ended; its number stays its own until it is joined."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True

@@ -1,0 +1,173 @@
+"""The roster as a launcher sees it: its own, beside it in this process, or somebody else's."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from paceline.launcher.tokens import is_loopback, written
+from paceline.observe.serve.addresses import reached_at
+
+FINISHED = "finished"
+"""What a worker says when it leaves because the training has ended."""
+
+TAKING_S = 2.0
+"""How long a newcomer is given to take over a peer's state before it counts as one that holds it."""
+
+
+class Roster(Protocol):
+    """What the supervisor asks of a roster. Workers of this computer are called by their number."""
+
+    address: str
+    """HOST:PORT, for workers."""
+    token: str
+    loopback: bool
+    """Whether only this computer can reach it."""
+    port: int
+    maximum: int | None
+    """The most workers that the launcher knows to be allowed."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the training has ended well, so that nobody is needed any more."""
+
+    @property
+    def inside(self) -> frozenset[int]:
+        """Those that are in the fleet."""
+
+    @property
+    def outsiders(self) -> int:
+        """How many are in the fleet that others have started: they need the roster here."""
+
+    @property
+    def waiting(self) -> str:
+        """What the fleet waits for, as long as it does."""
+
+    def started(self, number: int, *, first: bool) -> None:
+        """A process was started; the fleet's first generation waits for those of the beginning (``first``)."""
+
+    def died(self, number: int, how: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RosterHere:
+    """A roster of the launcher's own: it hears at once who has died, and knows who is in."""
+
+    def __init__(
+        self,
+        *,
+        minimum: int,
+        maximum: int,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        from paceline.roster import Steward
+
+        self.token, self.loopback = token, is_loopback(host)
+        self.maximum: int | None = maximum
+        self._lock = threading.Lock()
+        self._names: dict[int, str] = {}
+        self._inside: set[str] = set()
+        self._fresh: dict[str, float] = {}
+        """Until when those that just came in may still lack the training's state."""
+        self._started: set[str] = set()
+        self._finished = False
+        try:
+            self._steward = Steward(
+                minimum=minimum, maximum=maximum, token=token, host=host, port=port, observe=self._observe
+            )
+        except OSError as error:
+            raise ValueError(f"cannot listen on {written(host, port)} ({error.strerror or error})") from None
+        self._steward.start()
+        self.port = self._steward.port
+        self.address = written(reached_at(host), self.port)
+
+    @property
+    def finished(self) -> bool:
+        return self._finished
+
+    @property
+    def inside(self) -> frozenset[int]:
+        now = time.monotonic()
+        with self._lock:
+            settled = [name for name in self._inside if self._fresh.get(name, 0.0) <= now]
+            return frozenset(number for name in settled if (number := number_of(name)) is not None)
+
+    @property
+    def outsiders(self) -> int:
+        with self._lock:
+            return len(self._inside - self._started)
+
+    @property
+    def waiting(self) -> str:
+        return str(self._steward.snapshot()["waiting_for"])
+
+    def started(self, number: int, *, first: bool) -> None:
+        self._started.add(worker_name(number))
+        if first:
+            self._steward.expect(1)
+
+    def died(self, number: int, how: str) -> None:
+        self._steward.died(worker_name(number), how)
+
+    def close(self) -> None:
+        self._steward.close()
+
+    def _observe(self, kind: str, said: Mapping[str, Any]) -> None:
+        """Called from the steward's thread."""
+        with self._lock:
+            if kind == "registered":
+                self._names[said["id"]] = said["name"]
+            elif kind == "left" and said["name"] in self._inside:
+                self._inside.remove(said["name"])
+                self._finished = self._finished or said["text"] == FINISHED
+            elif kind == "generation":
+                self._inside = {self._names[id] for id in said["workers"]}
+                new = said["fresh"] if len(said["fresh"]) < len(said["workers"]) else []
+                self._fresh = {self._names[id]: time.monotonic() + TAKING_S for id in new}
+            elif kind == "finished":
+                self._finished = True
+
+
+class RosterElsewhere:
+    """Somebody else's roster, which notices by itself who comes and goes; the workers here speak with it."""
+
+    maximum: int | None = None
+    finished = False
+    inside: frozenset[int] = frozenset()
+    outsiders = 0
+    waiting = ""
+
+    def __init__(self, address: str, *, token: str) -> None:
+        from paceline.roster.wire import parse_address
+
+        try:
+            host, self.port = parse_address(address)
+        except ValueError as error:
+            raise ValueError(f"--join: {error}") from None
+        self.address, self.token, self.loopback = written(host, self.port), token, is_loopback(host)
+
+    def started(self, number: int, *, first: bool) -> None:
+        pass
+
+    def died(self, number: int, how: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def worker_name(number: int) -> str:
+    """A worker's name in the fleet: its computer and its number there."""
+    return f"{socket.gethostname()}/{number}"
+
+
+def number_of(name: str) -> int | None:
+    """The number of a worker of this computer; None for others."""
+    host, _, number = name.rpartition("/")
+    return int(number) if host == socket.gethostname() and number.isascii() and number.isdigit() else None

@@ -1,0 +1,1 @@
+"""The steps of a training, as the user's loop makes them."""

@@ -1,0 +1,211 @@
+"""How a training follows who is there: workers enter and leave at step boundaries, and some are lost in the middle.
+
+Every worker does the same to its books, at the same point between two calls, so they stay equal. What a lost worker had
+claimed goes back to the pool; the step under way goes on with the others' shares. A newcomer takes over a peer's whole
+state: models, everything tracked, books and pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.checkpoint import content as checkpoint
+from paceline.errors import FleetError
+from paceline.loop.passes import told_to_json
+from paceline.loop.training_state import changes
+from paceline.signals import Leave
+from paceline.transport.elastic.changes import Change
+from paceline.transport.elastic.transport import Elastic
+
+if TYPE_CHECKING:
+    from paceline.combine import Header
+    from paceline.loop.passes import Passes
+    from paceline.loop.step_state import Turn
+    from paceline.loop.steps import Steps
+    from paceline.run_recorder import Witness
+
+
+class Members:
+    """A loop's part in an elastic fleet."""
+
+    def __init__(
+        self,
+        transport: Elastic,
+        steps: Steps,
+        *,
+        ahead: int,
+        agreed: Callable[[], Mapping[str, Any]],
+        witness: Witness,
+        passes: Passes,
+        leads: Callable[[], None],
+        before_leaving: Callable[[], None],
+    ) -> None:
+        """``ahead``: samples that this worker's loader likes to hold. ``agreed``: what must be the same in every
+        worker's script. ``leads`` is called when this worker comes to lead, ``before_leaving`` when it was asked to
+        leave, at a step boundary."""
+        self._transport, self._steps, self._witness = transport, steps, witness
+        self._ahead, self._agreed, self._passes = ahead, agreed, passes
+        self._leads, self._before_leaving = leads, before_leaving
+        self._due = (0, False, False)
+        """Of the last round: its generation, whether the fleet is to be formed anew after it, and whether this worker
+        has said that it leaves."""
+        self.all_leave = False
+        """Of the last round: whether everybody has said so."""
+        self._led = transport.rank == 0
+        transport.settler, transport.intact = self, steps.gradients.intact
+        transport.begin_loop(steps.place.loop + 1, told_to_json(passes.told))
+        self._loop = transport.loop
+
+    # -- at step boundaries ----------------------------------------------------------------------------------------
+
+    @property
+    def leaving(self) -> bool:
+        """This worker was asked to leave: it takes no further micro-batch."""
+        return self._transport.leaving
+
+    def intentions(self) -> dict[str, float]:
+        """What this worker's header says of the boundary after the step."""
+        anew = self._transport.wants_change or self._transport.below_minimum
+        return {"leaves": float(self._transport.leaving), "changes": float(anew)}
+
+    def closed(self, turn: Turn, header: Header) -> None:
+        """A round is over: all read the same in it."""
+        if not turn.bounded:  # else the next step waits for everybody, and then it is time
+            self.heard(header, workers=turn.workers, generation=turn.generation)
+
+    def heard(self, header: Header, *, workers: Sequence[int], generation: int) -> None:
+        """What the header of a round of all these workers says of the boundary after it."""
+        leaves = bool(header.column("leaves")[workers.index(self._transport.id)])
+        self._due = (generation, changes(header), leaves)
+        self.all_leave = bool(header.column("leaves").all())
+
+    def at_boundary(self, *, agreed: Callable[[], bool] = lambda: True) -> None:
+        """Enter, leave, or form the fleet anew, where that is due. ``agreed`` may be a call of all workers: whether
+        this is the place for it."""
+        if self._transport.outside:
+            self._enter()
+            return
+        generation, anew, mine = self._due
+        if not anew:  # whoever was handed the last round's result goes on as those do who had it
+            return
+        self._transport.follow()
+        # The call is made by all who heard of the change or by none, however often the fleet was formed anew since.
+        if not agreed() or generation != self._transport.generation:
+            return
+        if mine:
+            self._leave(agreed=True)
+        try:
+            self._transport.reform()
+        except Leave:
+            self._leave(agreed=False)
+        self._transport.follow()
+
+    def _enter(self) -> None:
+        if not self._transport.take_later():
+            self._transport.doing("waiting to enter")
+            self._transport.reform()
+
+    @property
+    def still_outside(self) -> bool:
+        """Whether this worker has entered the fleet, but in a later loop of the script than this one."""
+        return self._transport.outside
+
+    @property
+    def passed_by(self) -> bool:
+        """Whether the fleet is in a later loop of the script: a newcomer has nothing to do in this one."""
+        return self._transport.outside and self._transport.fleets_loop() > self._loop
+
+    def _leave(self, *, agreed: bool) -> None:
+        self._before_leaving()
+        self._transport.depart(agreed=agreed)
+        raise Leave
+
+    # -- what the transport asks for -------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        return {"ahead": self._ahead}
+
+    def keep_up(self) -> None:
+        """Before this worker says anything of itself: see who is there."""
+        self._transport.follow()
+
+    def follow(self, change: Change, show: Callable[[], None]) -> None:
+        steps, generation = self._steps, change.generation
+        with steps.books.changed:
+            show()
+            steps.books.follow(change.kept, ahead=_ahead(change))
+            steps.full_shares = _kept_shares(steps.full_shares, change.kept)
+            steps.follow(change.kept)
+            turn = steps.open_turn
+            if turn is not None:
+                lost = turn.follow(change.kept, workers=generation.workers, generation=generation.number)
+                steps.books.dealing.give_back(lost)
+                steps.books.plan_ahead(turn)
+        self._announce(change)
+
+    def _announce(self, change: Change) -> None:
+        generation = change.generation
+        self._witness.event(
+            "generation",
+            {
+                "number": generation.number,
+                "step": self._steps.books.index,
+                "workers": list(generation.workers),
+                "joined": [{"id": worker, **generation.facts[worker]} for worker in change.joined],
+                "left": [{"id": gone.id, "text": gone.text} for gone in change.left],
+            },
+        )
+        if self._transport.rank == 0 and not self._led:
+            self._leads()
+            for record in self._steps.books.recent:  # the last leader may not have come to write them
+                self._witness.event("step", vars(record))
+        self._led = self._transport.rank == 0
+
+    def give(self) -> torch.Tensor:
+        run = {
+            "agreed": dict(self._agreed()),
+            "run_dir": str(self._witness.run_dir.absolute()),
+            "rounds": self._transport.rounds,
+            "loop": self._loop,
+            "passes": self._passes.state_dict(),
+        }
+        return checkpoint.pack({**self._steps.whole_state(), **run})
+
+    def take(self, data: torch.Tensor, change: Change) -> bool:
+        """A newcomer takes over a peer's state. False: the fleet went on to a later loop while this worker waited, and
+        its script has to come there first."""
+        state = checkpoint.unpack(data, device=self._steps.device)
+        if state["loop"] > self._loop:
+            return False
+        if state["loop"] != self._loop:
+            raise FleetError(f"this worker's script is in loop {self._loop} and the fleet in {state['loop']}")
+        ours = self._agreed()
+        for name, theirs in state["agreed"].items():
+            if ours.get(name) != theirs:
+                raise ValueError(
+                    f"this worker's script is not the fleet's: {name} is {ours.get(name)!r} here and {theirs!r} there"
+                )
+        self._transport.rounds = state["rounds"]
+        self._passes.load_state_dict(state["passes"])
+        self._steps.take_over(state, ahead=_ahead(change))
+        self._witness.go_on_in(Path(state["run_dir"]))
+        self._due = (0, False, False)
+        return True
+
+
+def _ahead(change: Change) -> list[int]:
+    return [int(facts["ahead"]) for facts in change.facts]
+
+
+def _kept_shares(shares: tuple[int, ...], kept: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Everybody's share of a whole batch; none are known when one is new.
+
+    >>> _kept_shares((10, 20, 30), (2, 0)), _kept_shares((10, 20, 30), (2, 0, None))
+    ((30, 10), ())
+    """
+    ranks = [old for old in kept if old is not None and old < len(shares)]
+    return tuple(shares[rank] for rank in ranks) if len(ranks) == len(kept) else ()

@@ -1,0 +1,114 @@
+"""Replicas: the same parameters on every worker, checked when they start and now and then while they train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from paceline.checkpoint import content as checkpoint
+from paceline.errors import FleetError
+from paceline.settings import must_agree
+from paceline.transport import Transport
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def fingerprint(tensors: Iterable[torch.Tensor]) -> float:
+    """A number that two sets of tensors share when they are equal bit for bit: sums of their bits, tensor by tensor.
+
+    Whole numbers below 2**52, so it travels exactly in a float64. Within a tensor it does not see the order.
+    """
+    total = 0
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.uint8))
+        total = (total * 1_000_003 + int(bits.sum(dtype=torch.int64))) % (1 << 52)
+    return float(total)
+
+
+def shape_of(model: torch.nn.Module) -> list[list[Any]]:
+    state = model.state_dict()
+    return [[name, list(t.shape), str(t.dtype)] for name, t in state.items() if isinstance(t, torch.Tensor)]
+
+
+def check_same_shape(transport: Transport, model: torch.nn.Module) -> None:
+    """Raise ValueError on every worker, naming the first parameter that differs, when models are not alike."""
+    shape = shape_of(model)
+    digest = blake2b(repr(shape).encode(), digest_size=16).hexdigest()
+    if len(set(transport.gather("fleet.model()", digest))) == 1:
+        return
+    described = {name: f"{size} {dtype}" for name, size, dtype in shape}
+    names = sorted({name for theirs in transport.gather("fleet.model() names", list(described)) for name in theirs})
+    must_agree(transport, "fleet.model()", {name: described.get(name, "missing") for name in names})
+
+
+@torch.no_grad()
+def spread(transport: Transport, models: Sequence[torch.nn.Module]) -> None:
+    """Give every worker the leader's parameters and buffers, and check that they arrived."""
+    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    transport.broadcast([t.detach() for t in tensors if t.numel()])
+    must_agree(transport, "the leader's weights", {"fingerprint": fingerprint(tensors)})
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What was found when replicas were made equal."""
+
+    distances: Sequence[float]
+    """Of each worker's parameters from worker 0's: the largest difference, by the largest parameter."""
+    devices: Sequence[str]
+
+    @property
+    def harmless(self) -> bool:
+        """Unlike devices round differently, a little."""
+        return len(set(self.devices)) > 1 and max(self.distances) < ROUNDING
+
+    def text(self, step: int, *, missing: Sequence[str]) -> str:
+        """Who was astray after a step and why that may be, the likeliest first."""
+        astray = [worker for worker, distance in enumerate(self.distances) if distance > 0]
+        far = f"{max(self.distances):.1g}"
+        said = f"after step {step} the parameters of workers {astray} were not worker 0's (by {far})"
+        if self.harmless:
+            return f"{said}: unlike devices ({', '.join(sorted(set(self.devices)))}) round differently"
+        causes = [
+            "code of the script changes parameters or gradients by something that is each worker's own (random numbers "
+            "drawn outside of the steps, its data, its rank)",
+            "parameters are changed outside step.commit on some workers only",
+            "an optimiser computes differently on unlike devices",
+        ]
+        untracked = [f"{', '.join(missing)} is not tracked and began anew on a worker that joined"] if missing else []
+        return f"{said}. Likely causes: {'; '.join(untracked + causes)}"
+
+
+ROUNDING = 1e-2
+"""A larger difference than unlike devices make in a hundred steps."""
+
+
+@torch.no_grad()
+def distance(models: Sequence[torch.nn.Module], states: Sequence[Mapping[str, torch.Tensor]]) -> float:
+    """The largest difference between the models' parameters and saved ones, by the largest of these."""
+    largest, size = 0.0, 0.0
+    for model, state in zip(models, states, strict=True):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            theirs = state[name].to(parameter)
+            if theirs.numel():
+                apart = (parameter - theirs).abs().max().nan_to_num(nan=torch.inf)
+                largest, size = max(largest, float(apart)), max(size, float(theirs.abs().max()))
+    return largest / size if size else largest
+
+
+def hand_round(transport: Transport, content: Mapping[str, Any], *, device: torch.device) -> dict[str, Any]:
+    """The leader's ``content`` (plain values and tensors) on every worker."""
+    for _ in range(checkpoint.ATTEMPTS):
+        data = checkpoint.pack(content) if transport.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        size = transport.gather("the leader's state", len(data))[0]
+        data = data if len(data) == size else torch.zeros(size, dtype=torch.uint8)
+        transport.broadcast([data])
+        seal = blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
+        if len(set(transport.gather("the leader's state that came", seal))) == 1:
+            return checkpoint.unpack(data, device=device)
+    raise FleetError("the leader's state did not reach every worker: leaders were lost, one after another")

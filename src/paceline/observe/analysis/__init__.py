@@ -1,0 +1,1 @@
+"""What a log says: pure figures, no words."""

@@ -1,0 +1,246 @@
+"""A run of any length in a bounded number of buckets: down-sampling that keeps the extremes.
+
+Each bucket stands for a few consecutive steps. Sums (samples, seconds) are added, so that ratios stay exact; of speed
+and loss the lowest and the highest single step are kept, so that one bad step in a million is still on the picture.
+When `CAPACITY` buckets are full, neighbours are merged and every bucket holds twice as many steps. Memory depends on
+the number of workers, never on the number of steps: the report and the live page read the same chronicle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.observe.analysis.stretches import bounded
+from paceline.records import StepRecord
+
+CAPACITY = 800
+"""Buckets at most: about as many as a picture has columns of pixels."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A few consecutive steps. Arrays have one number a worker, in the chronicle's order of workers."""
+
+    first: int
+    last: int
+    """Step numbers, both included."""
+    steps: int
+    t: float
+    """Unix seconds when the last of them was logged; NaN when not known."""
+    samples: float
+    wall_s: float
+    ideal_s: float
+    """Seconds the same samples would take at the limit; 0 when no worker was timed."""
+    speed: tuple[float, float]
+    """Samples a second of the slowest and of the fastest single step."""
+    loss: tuple[float, float, float]
+    """Lowest, mean and highest; NaN when there was none."""
+    losses: int
+    """Steps the mean is over."""
+    expected_s: float
+    """Sum of what the pacer expected of the last worker, over the steps with a forecast."""
+    took_s: float
+    """What the last worker took, summed over the same steps."""
+    undone: float
+    """Samples dealt and not counted in their step."""
+    sums: Mapping[str, float]
+    done: Floats
+    busy_s: Floats
+    present: Floats
+    """Steps in which the worker was there, and of these:"""
+    idle: Floats
+    """those in which none were dealt to it,"""
+    missed: Floats
+    """those whose round closed without anything from it, as in `paceline.observe.analysis.figures`."""
+    stuck_s: Floats
+    """Seconds it had spent on micro-batches that were unfinished when a round closed."""
+
+
+@dataclass
+class Chronicle:
+    """Takes in records one by one; `buckets` is the run so far."""
+
+    capacity: int = CAPACITY
+    columns: dict[int, int] = field(default_factory=dict)
+    """Each worker's place in the arrays, in order of appearance."""
+    stride: int = 1
+    """Steps a bucket."""
+    tail: int = 0
+    """Steps that stay out of the buckets for a while: the newest of an elastic run may turn out to be void."""
+    _full: list[Bucket] = field(default_factory=list)
+    _new: list[tuple[StepRecord, float]] = field(default_factory=list)
+    _speeds: Floats = field(default_factory=lambda: np.zeros(0))
+
+    @classmethod
+    def of(cls, records: Iterable[StepRecord], times: Iterable[float]) -> Chronicle:
+        chronicle = cls()
+        for record, t in zip(records, times):
+            chronicle.add(record, t)
+        return chronicle
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        return tuple(self.columns)
+
+    def add(self, record: StepRecord, t: float = math.nan) -> None:
+        """One more step, logged at unix seconds ``t``."""
+        for worker in record.workers:
+            self.columns.setdefault(worker, len(self.columns))
+        self._new.append((record, t))
+        if len(self._new) < self.stride + self.tail:
+            return
+        steps, self._new = self._new[: self.stride], self._new[self.stride :]
+        bucket, self._speeds = gather(steps, self.columns, self._speeds)
+        self._full.append(bucket)
+        if len(self._full) >= self.capacity:
+            self._full = [merge(*pair) for pair in zip(self._full[::2], self._full[1::2], strict=True)]
+            self.stride *= 2
+
+    def drop(self, count: int) -> None:
+        """So many of the newest steps turned out to be void. Of more than ``tail``, the earlier ones stay."""
+        del self._new[max(0, len(self._new) - count) :]
+
+    def buckets(self) -> list[Bucket]:
+        """All steps so far, the newest in a bucket that may not be full yet; arrays of one length."""
+        newest, speeds = [], self._speeds
+        for start in range(0, len(self._new), self.stride):
+            bucket, speeds = gather(self._new[start : start + self.stride], self.columns, speeds)
+            newest.append(bucket)
+        size = len(self.columns)
+        return [_widened(bucket, size) for bucket in self._full + newest]
+
+
+def gather(
+    steps: Sequence[tuple[StepRecord, float]], columns: Mapping[int, int], speeds: Floats
+) -> tuple[Bucket, Floats]:
+    """These steps as one bucket; ``speeds`` are those the workers showed before (0: none), and after, returned."""
+    records = [record for record, _ in steps]
+    present, done, planned, busy_s, unfinished_s, forecast_s = _tables(records, columns)
+    told = (done > 0) & (busy_s > 0)
+    own = np.divide(done, busy_s, out=np.zeros_like(done), where=told)
+    shown = _carried(own, np.pad(speeds, (0, len(columns) - len(speeds))))
+    total, limit = done.sum(axis=1), (shown * present).sum(axis=1)
+    wall = np.array([r.wall_s if r.wall_s > 0 else max(busy.max(), 0.0) for r, busy in zip(records, busy_s)])
+    speed = np.divide(total, wall, out=np.zeros_like(wall), where=wall > 0)
+    closes_without = np.array([bounded(record) for record in records])[:, None]
+    losses = np.array([r.loss for r in records if r.loss is not None and math.isfinite(r.loss)])
+    foretold = np.where(np.isfinite(forecast_s) & told, forecast_s, 0.0).max(axis=1)
+    bucket = Bucket(
+        first=records[0].step,
+        last=records[-1].step,
+        steps=len(records),
+        t=steps[-1][1],
+        samples=float(total.sum()),
+        wall_s=float(wall.sum()),
+        ideal_s=float(np.divide(total, limit, out=np.zeros_like(total), where=limit > 0).sum()),
+        speed=(float(speed.min()), float(speed.max())),
+        loss=(float(losses.min()), float(losses.mean()), float(losses.max())) if len(losses) else (math.nan,) * 3,
+        losses=len(losses),
+        expected_s=float(foretold.sum()),
+        took_s=float(busy_s.max(axis=1, initial=0.0)[foretold > 0].sum()),
+        undone=float(np.maximum(planned - done, 0.0).sum()),
+        sums=_summed(record.sums for record in records),
+        done=done.sum(axis=0),
+        busy_s=busy_s.sum(axis=0),
+        present=present.sum(axis=0),
+        idle=((present > 0) & (planned == 0) & (done == 0)).sum(axis=0).astype(np.float64),
+        missed=(closes_without & (planned > 0) & (done == 0)).sum(axis=0).astype(np.float64),
+        stuck_s=np.minimum(unfinished_s, wall[:, None]).sum(axis=0),
+    )
+    return bucket, shown[-1]
+
+
+def merge(a: Bucket, b: Bucket) -> Bucket:
+    """Two neighbours as one: sums are added, extremes kept."""
+    a, losses = _widened(a, len(b.done)), a.losses + b.losses
+    means = [bucket.loss[1] * bucket.losses for bucket in (a, b) if bucket.losses]
+    return Bucket(
+        first=a.first,
+        last=b.last,
+        steps=a.steps + b.steps,
+        t=b.t,
+        samples=a.samples + b.samples,
+        wall_s=a.wall_s + b.wall_s,
+        ideal_s=a.ideal_s + b.ideal_s,
+        speed=(min(a.speed[0], b.speed[0]), max(a.speed[1], b.speed[1])),
+        # fmin and fmax pass over the NaN of a bucket without a loss
+        loss=(
+            float(np.fmin(a.loss[0], b.loss[0])),
+            sum(means) / losses if losses else math.nan,
+            float(np.fmax(a.loss[2], b.loss[2])),
+        ),
+        losses=losses,
+        expected_s=a.expected_s + b.expected_s,
+        took_s=a.took_s + b.took_s,
+        undone=a.undone + b.undone,
+        sums=_summed((a.sums, b.sums)),
+        done=a.done + b.done,
+        busy_s=a.busy_s + b.busy_s,
+        present=a.present + b.present,
+        idle=a.idle + b.idle,
+        missed=a.missed + b.missed,
+        stuck_s=a.stuck_s + b.stuck_s,
+    )
+
+
+PER_WORKER = ("done", "busy_s", "present", "idle", "missed", "stuck_s")
+
+
+def _widened(bucket: Bucket, size: int) -> Bucket:
+    """With zeros for the workers that came later."""
+    missing = size - len(bucket.done)
+    if not missing:
+        return bucket
+    wider = {name: np.pad(getattr(bucket, name), (0, missing)) for name in PER_WORKER}
+    return Bucket(**{**vars(bucket), **wider})
+
+
+def _tables(records: Sequence[StepRecord], columns: Mapping[int, int]) -> tuple[Floats, ...]:
+    """Steps x workers: present (1 or 0), samples, planned, seconds, unfinished seconds, forecast (NaN: none)."""
+    told: list[tuple[list[Sequence[float]], float]] = [
+        ([(1.0,) * len(r.workers) for r in records], 0.0),
+        ([r.samples for r in records], 0.0),
+        ([_whole(r.planned, r.samples) for r in records], 0.0),
+        ([r.seconds for r in records], 0.0),
+        ([_whole(r.unfinished_s, (0.0,) * len(r.workers)) for r in records], 0.0),
+        ([_whole(r.forecast_s or (), (math.nan,) * len(r.workers)) for r in records], math.nan),
+    ]
+    alike = all(record.workers == records[0].workers for record in records)
+    tables = []
+    for rows, empty in told:
+        table = np.full((len(records), len(columns)), empty)
+        if alike:
+            table[:, [columns[worker] for worker in records[0].workers]] = rows
+        else:
+            for row, record in enumerate(records):
+                table[row, [columns[worker] for worker in record.workers]] = rows[row]
+        tables.append(np.nan_to_num(table, nan=empty, posinf=empty, neginf=empty))
+    return tuple(tables)
+
+
+def _whole(values: Sequence[float], otherwise: Sequence[float]) -> Sequence[float]:
+    """The values when there is one for each worker: a log from elsewhere may lack them."""
+    return values if len(values) == len(otherwise) else otherwise
+
+
+def _carried(own: Floats, before: Floats) -> Floats:
+    """Speeds with every gap (0) filled by the value above it, ``before`` being above the first row."""
+    rows = np.vstack((before, own))
+    source = np.maximum.accumulate(np.where(rows > 0, np.arange(len(rows))[:, None], 0), axis=0)
+    return np.take_along_axis(rows, source, axis=0)[1:]
+
+
+def _summed(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for each in figures:
+        for name, value in each.items():
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                total[name] = total.get(name, 0.0) + value
+    return total

@@ -1,0 +1,161 @@
+"""Who comes and goes: the ``generation`` events of a log, which step records they void, and how they are told.
+
+A generation is one membership of an elastic fleet. Its event says from which step on it holds, who joined and who
+left, and why. A leader may die after it wrote a step that the others could not keep, or wake up and write it late. So
+a record stands by two rules, whatever the order of the lines: it is void when a later generation begins at its step or
+before, and of two records of one step the first that stands counts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.observe.log import sane
+from paceline.records import StepRecord
+
+Timed = tuple[StepRecord, float]
+"""A record, and unix seconds at which it was logged (NaN: not known)."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Somebody who is no longer there, and why: ``was killed by signal 9 (SIGKILL)``."""
+
+    worker: int
+    text: str
+
+    @property
+    def short(self) -> str:
+        """For a narrow place.
+
+        >>> Departure(1, "was killed by signal 9 (SIGKILL)").short, Departure(1, "left (SIGTERM)").short
+        ('left: killed by signal 9', 'left: SIGTERM')
+        """
+        if own := re.fullmatch(r"left \((.+)\)", self.text):
+            return f"left: {own[1]}"
+        why = re.sub(r"\s*\(.*\)$", "", self.text).removeprefix("was ").removeprefix("is gone: ").strip()
+        return f"left: {why}" if why and why != "left" else "left"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One ``generation`` event."""
+
+    number: int
+    step: int
+    """The first step of this membership."""
+    workers: tuple[int, ...]
+    joined: tuple[int, ...] = ()
+    left: tuple[Departure, ...] = ()
+    t: float = math.nan
+    """Unix seconds."""
+    machines: tuple[Mapping[str, Any], ...] = ()
+    """What those who joined said of themselves."""
+
+
+def parse_change(event: Mapping[str, Any]) -> Change | None:
+    """The change in a ``generation`` event; None when it lacks what makes it one."""
+    number, step = (sane.count_or(event.get(name), -1) for name in ("number", "step"))
+    workers = event.get("workers")
+    if event.get("event") != "generation" or number < 0 or step < 0:
+        return None
+    if not isinstance(workers, (list, tuple)) or not all(map(_is_count, workers)):
+        return None
+    joined, left = _entries(event.get("joined")), _entries(event.get("left"))
+    return Change(
+        number=number,
+        step=step,
+        workers=tuple(workers),
+        joined=tuple(entry["id"] for entry in joined),
+        left=tuple(Departure(entry["id"], str(entry.get("text") or "left")) for entry in left),
+        t=sane.stamp(event.get("t")),
+        machines=tuple(joined),
+    )
+
+
+def _entries(value: Any) -> list[Mapping[str, Any]]:
+    listed = value if isinstance(value, (list, tuple)) else ()
+    return [entry for entry in listed if isinstance(entry, Mapping) and _is_count(entry.get("id"))]
+
+
+def _is_count(value: Any) -> bool:
+    return sane.count_or(value, -1) >= 0
+
+
+def changes(events: Iterable[Mapping[str, Any]]) -> list[Change]:
+    """Those of a log's events that tell of a change, in order. The first generation changes nothing."""
+    found = [change for event in events if (change := parse_change(event)) is not None]
+    return [change for change in found if change.number > 1 and (change.joined or change.left)]
+
+
+class Standing:
+    """Which records stand, as generations come in. Without ``generation`` events, all of them."""
+
+    def __init__(self) -> None:
+        self._starts: list[tuple[int, int]] = []
+        """Number and first step of every generation told of."""
+
+    @property
+    def number(self) -> int:
+        """The newest generation; 0: none was told of."""
+        return self._starts[-1][0] if self._starts else 0
+
+    def begin(self, change: Change, steps: MutableSequence[Timed]) -> list[Timed]:
+        """A generation begins: take the records that it voids from the end of ``steps``; they are returned."""
+        self._starts.append((change.number, change.step))
+        voided = []
+        while steps and steps[-1][0].step >= change.step and steps[-1][0].generation < change.number:
+            voided.append(steps.pop())
+        return voided
+
+    def late(self, record: StepRecord) -> bool:
+        """Whether it is of an earlier generation than the newest."""
+        return record.generation < self.number
+
+    def void(self, record: StepRecord) -> bool:
+        """Whether a later generation began at its step or before."""
+        return self.late(record) and any(g > record.generation and s <= record.step for g, s in self._starts)
+
+
+def insert(steps: list[Timed], new: Timed) -> None:
+    """Put a late record where it belongs; the one that is there already stays."""
+    place = len(steps)
+    while place and steps[place - 1][0].step > new[0].step:
+        place -= 1
+    if not place or steps[place - 1][0].step != new[0].step:
+        steps.insert(place, new)
+
+
+def change_text(change: Change) -> str:
+    """In a line, as it happens.
+
+    >>> change_text(Change(2, 20, (0, 2, 3), left=(Departure(1, "was killed by signal 9 (SIGKILL)"),)))
+    'worker 1 was killed by signal 9 (SIGKILL); 3 workers go on from step 20'
+    >>> change_text(Change(3, 60, (0, 2, 3, 4), joined=(4,)))
+    'worker 4 joined at step 60: 4 workers'
+    """
+    size = f"{len(change.workers)} worker{'' if len(change.workers) == 1 else 's'}"
+    gone = [f"worker {each.worker} {each.text}" for each in change.left]
+    came = [f"{_named(change.joined)} joined"] if change.joined else []
+    if came and not gone:
+        return f"{came[0]} at step {change.step}: {size}"
+    goes = "goes" if len(change.workers) == 1 else "go"
+    return "; ".join([*gone, *came, f"{size} {goes} on from step {change.step}"])
+
+
+def pause_s(change: Change, records: Sequence[StepRecord], times: Sequence[float]) -> float:
+    """Seconds from the last step that was logged before the change to the first one after; NaN when not known."""
+    after = bisect_left(records, change.number, key=lambda record: record.generation)
+    gap = times[after] - times[after - 1] if 0 < after < min(len(records), len(times)) else math.nan
+    return gap if gap >= 0 else math.nan
+
+
+def _named(workers: Sequence[int]) -> str:
+    if len(workers) == 1:
+        return f"worker {workers[0]}"
+    return "workers " + ", ".join(map(str, workers[:-1])) + f" and {workers[-1]}"

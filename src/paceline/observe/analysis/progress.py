@@ -1,0 +1,307 @@
+"""A run in progress, as both views see it: events go in, a `Snapshot` of the last few steps comes out."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.observe.analysis.figures import Figures, own_speeds, summarise
+from paceline.observe.analysis.membership import Change, Departure, Standing, Timed, change_text, parse_change
+from paceline.observe.analysis.stretches import missed
+from paceline.observe.log import sane
+from paceline.observe.log.reader import parse_step
+from paceline.observe.words.numbers import duration, machines, number
+from paceline.records import StepRecord
+
+WINDOW = 20
+"""Steps over which speeds and waiting are taken."""
+BACKLOG = 64
+"""Steps kept between two looks: more than the window, so that the speed of a worker seldom used is not missed."""
+SHOWN_S = 20.0
+"""Seconds for which somebody who left is still shown, and somebody who joined is marked."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One worker in the window."""
+
+    worker: int
+    machine: str
+    samples: int
+    """Its share of the newest step."""
+    speed: float
+    """Own samples a second; 0 when unknown."""
+    waiting: float
+    mark: str
+    """``late, 3 rounds behind``, ``waited for``, ``slowest``, ``sits out``, ``joined``, ``left: …`` or nothing."""
+    late: bool = False
+    """The newest round closed without anything from it."""
+    behind: int = 0
+    """Earlier rounds that it had yet to take over then."""
+    left: bool = False
+    """It is no longer there."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Where the run stands. Numbers that are not known are None."""
+
+    name: str
+    pace: str
+    step: int | None = None
+    steps: int | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    samples_per_s: float = 0.0
+    limit: float = 0.0
+    of_limit: float = 0.0
+    loss: float | None = None
+    left_s: float | None = None
+    rows: tuple[Row, ...] = ()
+    """By identity; those who left a moment ago among them."""
+    deadlines: bool = False
+    """Whether any of the last steps could close without everybody."""
+    deadline_s: float | None = None
+    """Of the newest step."""
+    count: int = 0
+    """Samples that the newest step counted."""
+    global_batch: int | None = None
+
+    @property
+    def late(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.late)
+
+    @property
+    def present(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not row.left)
+
+
+class Progress:
+    """Takes in events cheaply; the arithmetic waits until somebody looks. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._begin({})
+
+    def _begin(self, run: Mapping[str, Any]) -> None:
+        self._run = run
+        self._loop: Mapping[str, Any] = {}
+        self._new: deque[Mapping[str, Any]] = deque(maxlen=BACKLOG)
+        self._window: deque[Timed] = deque(maxlen=WINDOW)
+        self._known: dict[int, float] = {}
+        self._standing = Standing()
+        self._newest_change: Change | None = None
+        self._moved: dict[int, tuple[float, Departure | None]] = {}
+        """When each worker left (and why) or joined last."""
+        self._machines = machines(run)
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        kind = event.get("event")
+        if kind == "step":
+            self._new.append(event)
+        elif kind == "generation" and (change := parse_change(event)) is not None:
+            self._absorb()  # it is about what came before
+            self._change(change)
+        elif kind == "run":
+            self._begin(event)
+        elif kind == "steps":
+            self._loop = event
+
+    def snapshot(self) -> Snapshot:
+        self._absorb()
+        name, pace = str(self._run.get("name") or "run"), str(self._run.get("pace") or "")
+        if not self._window:
+            return Snapshot(name=name, pace=pace)
+        newest = self._window[-1][0]
+        figures = summarise([record for record, _ in self._window], known=self._known)
+        steps = self._last_step(newest.step)
+        return Snapshot(
+            name=name,
+            pace=pace,
+            step=newest.step + 1,
+            steps=steps,
+            epoch=newest.epoch + 1,
+            epochs=_whole(self._loop.get("epochs")),
+            samples_per_s=figures.samples_per_s,
+            limit=figures.limit,
+            of_limit=figures.of_limit,
+            loss=newest.loss,
+            left_s=None if steps is None else self._left(steps - newest.step - 1),
+            rows=self._rows(newest, figures),
+            deadlines=figures.deadlines > 0,
+            deadline_s=newest.deadline_s,
+            count=newest.total,
+            global_batch=_whole(self._loop.get("global_batch")),
+        )
+
+    def _absorb(self) -> None:
+        while self._new:
+            event = self._new.popleft()
+            if (record := parse_step(event)) is not None and self._stands(record):
+                if len(self._window) == WINDOW:  # what leaves the window is remembered as a speed
+                    self._known = own_speeds((self._window[0][0],), self._known)
+                self._window.append((record, sane.stamp(event.get("t"))))
+
+    def _stands(self, record: StepRecord) -> bool:
+        if not self._standing.late(record):
+            return True
+        return not self._standing.void(record) and (not self._window or record.step > self._window[-1][0].step)
+
+    def _change(self, change: Change) -> None:
+        self._standing.begin(change, self._window)
+        self._newest_change = change
+        self._machines |= machines({}, change.machines)
+        if change.number > 1:  # the first generation is no news
+            self._moved |= dict.fromkeys(change.joined, (change.t, None))
+        self._moved |= {each.worker: (change.t, each) for each in change.left}
+
+    def _rows(self, newest: StepRecord, figures: Figures) -> tuple[Row, ...]:
+        """Those of the newest step, those who came after it, and those who left a moment ago."""
+        now = max((t for t in (self._window[-1][1], *(t for t, _ in self._moved.values())) if t == t), default=0.0)
+        recent = {worker: gone for worker, (t, gone) in self._moved.items() if now - t < SHOWN_S}
+        rows = {row.worker: row for row in _rows(newest, figures, self._machines)}
+        if self._newest_change is not None and self._newest_change.number > newest.generation:
+            here = self._newest_change.workers
+            rows = {worker: rows.get(worker) or self._row(worker) for worker in here}
+        for worker, gone in recent.items():
+            if gone is not None and worker not in rows:
+                rows[worker] = self._row(worker, mark=gone.short, left=True)
+            elif gone is None and worker in rows and not rows[worker].mark:
+                rows[worker] = replace(rows[worker], mark="joined")
+        return tuple(rows[worker] for worker in sorted(rows))
+
+    def _row(self, worker: int, *, mark: str = "", left: bool = False) -> Row:
+        return Row(worker, self._machines.get(worker, ""), 0, 0.0, 0.0, mark, left=left)
+
+    def _last_step(self, step: int) -> int | None:
+        """One past the last step of the loop. A loop that starts where another ended counts on from there."""
+        steps, first = _whole(self._loop.get("steps")), _whole(self._loop.get("first_step")) or 0
+        if steps is None:
+            return None
+        end = steps if first < steps else first + steps
+        return end if step < end else None
+
+    def _left(self, steps: int) -> float | None:
+        """Time between steps counts too: it is taken from when the steps were logged."""
+        if steps <= 0:
+            return 0.0
+        stamps = [t for _, t in self._window if math.isfinite(t)]
+        each = (stamps[-1] - stamps[0]) / (len(stamps) - 1) if len(stamps) > 1 else self._window[-1][0].wall_s
+        return steps * each if each > 0 else None
+
+
+def _rows(newest: StepRecord, figures: Figures, names: Mapping[int, str]) -> tuple[Row, ...]:
+    by_worker = {worker.worker: worker for worker in figures.workers}
+    marks = _marks(newest, figures)
+    return tuple(
+        Row(
+            worker=worker,
+            machine=names.get(worker, ""),
+            samples=samples,
+            speed=by_worker[worker].speed if worker in by_worker else 0.0,
+            waiting=by_worker[worker].waiting if worker in by_worker else 0.0,
+            mark=marks.get(worker, ""),
+            late=missed(newest, rank),
+            behind=_behind(newest, rank),
+        )
+        for rank, (worker, samples) in enumerate(zip(newest.workers, newest.samples))
+    )
+
+
+def _marks(newest: StepRecord, figures: Figures) -> dict[int, str]:
+    """``late`` and ``waited for`` are news; ``slowest`` is a fact about the machine and stays put."""
+    marks = {worker: _absent(newest, rank) for rank, worker in enumerate(newest.workers) if newest.samples[rank] == 0}
+    busy = [w for w in figures.workers if w.samples and w.worker not in marks and w.worker in newest.workers]
+    if len(busy) < 2:
+        return marks
+    blamed, slowest = max(busy, key=lambda w: w.blamed), min(busy, key=lambda w: w.speed)
+    if blamed.blamed > 0.05 and blamed.blamed > sum(w.blamed for w in busy) / 2:
+        marks[blamed.worker] = "waited for"
+    elif 0 < slowest.speed < max(w.speed for w in busy) / 1.25:
+        marks[slowest.worker] = "slowest"
+    return marks
+
+
+def _absent(newest: StepRecord, rank: int) -> str:
+    """Why the newest step has nothing from this worker."""
+    if not missed(newest, rank):
+        return "sits out"
+    behind = _behind(newest, rank)
+    return f"late, {rounds_behind(behind)}" if behind else "late"
+
+
+def _behind(newest: StepRecord, rank: int) -> int:
+    return newest.behind[rank] if rank < len(newest.behind) else 0
+
+
+def describe(event: Mapping[str, Any]) -> tuple[str, str] | None:
+    """An event worth a line of its own, as (level, text); None for those that only move the figures.
+
+    Levels are ``info``, ``news`` (who left, who joined), ``warning`` and whatever a note says.
+    """
+    kind = event.get("event")
+    if kind == "note":
+        return str(event.get("level") or "info"), str(event.get("text") or "")
+    if kind == "evaluate":
+        result = event.get("result")
+        figures = (
+            ", ".join(f"{key} {_figure(value)}" for key, value in result.items()) if isinstance(result, Mapping) else ""
+        )
+        return "info", f"evaluated after step {event.get('step')}: {figures}"
+    if kind == "generation":
+        change = parse_change(event)
+        moved = change is not None and change.number > 1 and (change.left or change.joined)
+        return ("news", change_text(change)) if change is not None and moved else None
+    if kind == "save":
+        if event.get("automatic"):  # every minute or so: no news
+            return None
+        return "info", f"saved step {event.get('step')} to {event.get('path')}"
+    if kind == "load":
+        return "info", f"loaded step {event.get('step')} from {event.get('path')}"
+    if kind == "end" and event.get("reason") != "finished":
+        text = str(event.get("text") or "")
+        return "warning", f"the run ended ({event.get('reason')})" + (f": {text}" if text else "")
+    return None
+
+
+def loss_text(loss: float) -> str:
+    """Three digits that matter: ``0.412``, ``2.31``, ``1.2e-05``."""
+    return f"{loss:.3g}"
+
+
+def left_text(snapshot: Snapshot) -> str:
+    """``12 s left``, or nothing."""
+    return "" if snapshot.left_s is None else f"{duration(math.ceil(snapshot.left_s))} left"
+
+
+def rounds_behind(rounds: int) -> str:
+    """``3 rounds behind``."""
+    return f"{rounds} round{'' if rounds == 1 else 's'} behind"
+
+
+def count_text(snapshot: Snapshot) -> str:
+    """``121 of 128 samples in the step``: the newest step's count against the batch. Nothing without deadlines: then
+    the two are the same."""
+    batch = "" if snapshot.global_batch is None else f" of {snapshot.global_batch:,}"
+    return f"{snapshot.count:,}{batch} samples in the step" if snapshot.deadlines else ""
+
+
+def deadline_text(snapshot: Snapshot) -> str:
+    """``deadline 106 ms``, or nothing."""
+    seconds = snapshot.deadline_s
+    return "" if seconds is None or not math.isfinite(seconds) else f"deadline {duration(seconds)}"
+
+
+def of(part: int | None, whole: int | None) -> str:
+    """``40/113``, or ``40`` when the whole is not known."""
+    return f"{part}" if whole is None else f"{part}/{whole}"
+
+
+def _figure(value: Any) -> str:
+    return number(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+
+
+def _whole(value: Any) -> int | None:
+    return sane.count_or(value, 0) or None

@@ -1,0 +1,1 @@
+"""The event log: its folder, its writer and its reader."""

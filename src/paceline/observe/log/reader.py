@@ -1,0 +1,225 @@
+"""Reading an event log: whole (`read_log`) or while it is being written (`follow`).
+
+Both forgive what happens to logs: a last line cut off by a kill, lines that are not JSON, events and fields they do
+not know, a newer version.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.observe.analysis.membership import Change, Standing, Timed, changes, insert, parse_change
+from paceline.observe.log import sane
+from paceline.observe.log.folders import log_file
+from paceline.observe.words.numbers import machines
+from paceline.records import LOG_VERSION, StepRecord
+
+logger = logging.getLogger("paceline.observe")
+
+Event = dict[str, Any]
+
+ELASTIC_VERSION = LOG_VERSION + 1
+"""Version in the logs of elastic runs: there some records are void, and who does not know it counts too much."""
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """A run as its log tells it. When a run was restarted into the same folder, the last start counts."""
+
+    path: Path
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """The ``run`` event: name, pace, workers and so on. Empty when the log has none."""
+    loops: tuple[Mapping[str, Any], ...] = ()
+    """The ``steps`` events, one for each loop that was started."""
+    records: tuple[StepRecord, ...] = ()
+    times: tuple[float, ...] = ()
+    """Unix seconds at which each record was logged; NaN where the log does not say."""
+    others: tuple[Mapping[str, Any], ...] = ()
+    """Notes, evaluations, saves, generations, and events this version does not know, in order."""
+    end: Mapping[str, Any] | None = None
+    """The ``end`` event; None while the run goes on, or when it was killed."""
+    unreadable: int = 0
+    """Lines that could not be understood, a cut-off last one included."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers could come and go."""
+        return self.run.get("transport") == "elastic"
+
+    @property
+    def changes(self) -> list[Change]:
+        """Who came and who left, in order."""
+        return changes(self.others)
+
+    @property
+    def machines(self) -> dict[int, str]:
+        """Every worker's machine, by identity."""
+        return machines(self.run, (entry for change in self.changes for entry in change.machines))
+
+
+def read_log(path: Path) -> RunLog:
+    """Read a run's folder or its ``events.jsonl``. Raises ValueError when there is no such log."""
+    file = log_file(path)
+    reader = _Reader()
+    try:
+        with file.open("rb") as lines:
+            for line in lines:
+                reader.take(line)
+    except OSError as error:
+        advice = "give a run's folder or its events.jsonl"
+        raise ValueError(f"no event log at {file} ({error.strerror or error}): {advice}") from error
+    log = reader.log(file)
+    if isinstance(version := log.run.get("version"), int) and version > ELASTIC_VERSION:
+        logger.warning("%s was written by a newer Paceline (log version %d, known %d)", file, version, ELASTIC_VERSION)
+    return log
+
+
+def follow(path: Path, *, stop: threading.Event | None = None, poll_s: float = 0.1) -> Iterator[Event]:
+    """Yield the events of a log as they are written, from its beginning; the file need not exist yet.
+
+    After ``stop`` is set, what is still in the file is yielded and the generator ends. Without ``stop`` it never ends
+    by itself: leave it at an ``end`` event, or when the writers are gone.
+    """
+    stop = stop or threading.Event()
+    file, position, rest = Path(path), 0, b""
+    while True:
+        last_look = stop.is_set()
+        data, position, restarted = _read_on(log_file(file), position)
+        *lines, rest = ((b"" if restarted else rest) + data).split(b"\n")
+        yield from (event for line in lines if line.strip() and (event := parse_line(line)) is not None)
+        if data:
+            continue
+        if last_look:
+            return
+        stop.wait(poll_s)
+
+
+def parse_line(line: bytes) -> Event | None:
+    """The event in a line of the log; None for anything that is not one."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def parse_step(event: Mapping[str, Any]) -> StepRecord | None:
+    """The record in a ``step`` event; None when it lacks what makes it a record. Figures that no training can have
+    count as not told: seconds as NaN, others as None."""
+    try:
+        record = StepRecord.from_json(event)
+        size = len(record.workers)
+        record = replace(
+            record,
+            planned=_counts(record.planned),
+            samples=_counts(record.samples),
+            seconds=_seconds(record.seconds),
+            micro_batches=_counts(record.micro_batches),
+            slowest_s=_seconds(record.slowest_s),
+            unfinished_s=_seconds(record.unfinished_s),
+            behind=_counts(record.behind),
+            late_s=_seconds(record.late_s),
+            shortfall_s=_seconds(record.shortfall_s),
+            forecast_s=None if record.forecast_s is None else _seconds(record.forecast_s),
+            deadline_s=_told(sane.seconds(record.deadline_s)),
+            wait_for=None if record.wait_for is None else sane.count(record.wait_for),
+            wall_s=_told(sane.seconds(record.wall_s)) or 0.0,
+            round_s=_told(sane.seconds(record.round_s)) or 0.0,
+            weight=sane.figure(record.weight) or 0.0,
+            loss=sane.figure(record.loss),
+            grad_norm=sane.figure(record.grad_norm),
+            sums={str(k): v for k, v in dict(record.sums).items() if sane.is_number(v) and sane.figure(v) is not None},
+        )
+    except (TypeError, ValueError, OverflowError):
+        return None
+    complete = size > 0 and len(record.planned) == len(record.samples) == len(record.seconds) == size
+    numbers = (record.step, record.epoch, record.generation, *record.workers)
+    numbered = all(sane.count_or(number, -1) >= 0 for number in numbers) and len({*record.workers}) == size
+    return record if complete and numbered and isinstance(record.ranges, tuple) else None
+
+
+def _counts(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(sane.count, values))
+
+
+def _seconds(values: Iterable[Any]) -> tuple[float, ...]:
+    return tuple(map(sane.seconds, values))
+
+
+def _told(seconds: float) -> float | None:
+    return None if math.isnan(seconds) else seconds
+
+
+def _read_on(file: Path, position: int) -> tuple[bytes, int, bool]:
+    """Bytes after ``position``, the new position, and whether the file was replaced by a shorter one."""
+    try:
+        with file.open("rb") as stream:
+            restarted = os.fstat(stream.fileno()).st_size < position
+            stream.seek(0 if restarted else position)
+            data = stream.read(1 << 20)
+            return data, stream.tell(), restarted
+    except OSError:
+        return b"", position, False
+
+
+class _Reader:
+    """Sorts lines into what a `RunLog` holds, one at a time: a long log is never in memory as text."""
+
+    def __init__(self) -> None:
+        self._unreadable = 0
+        self._begin({})
+
+    def _begin(self, run: Event) -> None:
+        self._run = run
+        self._loops: list[Event] = []
+        self._steps: list[Timed] = []
+        self._standing = Standing()
+        self._others: list[Event] = []
+        self._end: Event | None = None
+
+    def take(self, line: bytes) -> None:
+        event = parse_line(line)
+        if event is None:
+            self._unreadable += bool(line.strip())
+        elif event["event"] == "step":
+            self._take_step(event)
+        elif event["event"] == "run":
+            self._begin(event)
+        elif event["event"] == "steps":
+            self._loops.append(event)
+        elif event["event"] == "end":
+            self._end = event
+        else:
+            self._others.append(event)
+            if (change := parse_change(event)) is not None:
+                self._standing.begin(change, self._steps)
+
+    def _take_step(self, event: Event) -> None:
+        if (record := parse_step(event)) is None:
+            self._unreadable += 1
+            return
+        step = (record, sane.stamp(event.get("t")))
+        if not self._standing.late(record):
+            self._steps.append(step)
+        elif not self._standing.void(record):
+            insert(self._steps, step)
+
+    def log(self, path: Path) -> RunLog:
+        return RunLog(
+            path=path,
+            run=self._run,
+            loops=tuple(self._loops),
+            records=tuple(record for record, _ in self._steps),
+            times=tuple(t for _, t in self._steps),
+            others=tuple(self._others),
+            end=self._end,
+            unreadable=self._unreadable,
+        )

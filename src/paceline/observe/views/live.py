@@ -1,0 +1,226 @@
+"""The live table on a terminal, drawn with rich by a thread of its own.
+
+The training thread only leaves events behind; drawing takes about a fiftieth of one core at most.
+What the process prints meanwhile appears above the table.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+from paceline.observe.analysis.grouping import Line, lines
+from paceline.observe.analysis.progress import (
+    Progress,
+    Snapshot,
+    count_text,
+    deadline_text,
+    describe,
+    left_text,
+    loss_text,
+    of,
+)
+from paceline.observe.views.plain import line_of, run_line
+from paceline.observe.views.view import is_terminal
+from paceline.observe.words.numbers import duration, number, percent, percent_cell
+
+if TYPE_CHECKING:  # rich belongs to the command line: training works without it
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+FASTEST_S = 1 / 8
+"""Seconds between two drawings, at least."""
+CALM, LONGEST_S = 50, 1.0
+"""Times the cost of a drawing to wait before the next, and no longer than that."""
+SILENCE_S = 5.0
+"""Seconds without a step after which the view says so."""
+MOST_EVENTS = 10_000
+"""Events kept while the terminal is held up."""
+MARK_WIDTH, GROUP_WIDTH, LATE_WIDTH, LEFT_WIDTH = 10, 14, 22, 24
+"""Cells for the mark of a worker, of a group, with deadlines, and while somebody who left is shown: fixed, so that
+columns stay where they are."""
+EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
+COLOURS = {
+    "late": "bold yellow",
+    "waited for": "bold yellow",
+    "slowest": "dim",
+    "sits out": "dim italic",
+    "joined": "green",
+    "left": "red",
+}
+LEVELS = {"warning": "yellow", "error": "red", "news": "bold"}
+
+
+class LiveView:
+    """A table that follows the run. Made by `make_view`; ``console`` is for tests and unusual terminals."""
+
+    def __init__(self, stream: TextIO | None = None, *, console: Console | None = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = console or Console(file=stream, highlight=False)
+        self._progress = Progress()
+        self._events: deque[Mapping[str, Any]] = deque(maxlen=MOST_EVENTS)
+        self._stepped_at = time.monotonic()
+        self._news = threading.Event()
+        self._stop = threading.Event()
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=is_terminal(sys.stdout),  # what goes to a file or a pipe must still go there
+            redirect_stderr=is_terminal(sys.stderr),
+        )
+        self._thread = threading.Thread(target=self._run, name="paceline-view", daemon=True)
+        self._live.start()
+        self._thread.start()
+        atexit.register(self.close)
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        self._events.append(event)
+        self._news.set()
+
+    def close(self) -> None:
+        """Draw the last state, which stays on the screen, and give the terminal back."""
+        self._stop.set()
+        self._news.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2.0)
+        with contextlib.suppress(Exception):  # a terminal that went away is no error of the run
+            self._live.stop()
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):
+            while not self._stop.is_set():
+                if self._news.wait(timeout=1.0) or self._silence_s() > SILENCE_S:
+                    self._news.clear()
+                    started = time.thread_time()
+                    self._draw()
+                    self._stop.wait(min(LONGEST_S, max(FASTEST_S, CALM * (time.thread_time() - started))))
+            self._draw()
+
+    def _draw(self) -> None:
+        while self._events:
+            self._take(self._events.popleft())
+        silence_s = 0.0 if self._stop.is_set() else self._silence_s()
+        self._live.update(table(self._progress.snapshot(), console=self._console, silence_s=silence_s), refresh=True)
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        self._progress.take(event)
+        if event.get("event") == "step":
+            self._stepped_at = time.monotonic()
+        said = ("info", run_line(event)) if event.get("event") == "run" else describe(event)
+        if said is not None:
+            self._console.print(_note(*said))
+
+    def _silence_s(self) -> float:
+        return time.monotonic() - self._stepped_at
+
+
+def table(now: Snapshot, *, console: Console, silence_s: float = 0.0) -> RenderableType:
+    """The header, a bar for the whole run, and a row for each worker (in a large fleet, for each group of them).
+
+    ``silence_s``: seconds since the last step; said aloud when it is long, so that a stuck fleet does not look alive.
+    """
+    from rich.console import Group
+
+    ascii_only = console.options.ascii_only
+    if now.step is None:
+        return _text([(f"{now.name}: waiting for the first step", "dim")])
+    most = max(3, console.height - 8 - now.deadlines)
+    silence = [f"no step for {duration(silence_s)}"] if silence_s > SILENCE_S and now.step != now.steps else []
+    parts: list[RenderableType] = [_header(now, ascii_only=ascii_only), _speeds(now, silence, ascii_only=ascii_only)]
+    if now.deadlines:
+        parts.append(_joined([(count_text(now), ""), (deadline_text(now), "")], ascii_only=ascii_only))
+    if now.steps:
+        parts.append(_rail(now.step, now.steps, width=min(console.width - 1, 100), ascii_only=ascii_only))
+    shown = lines(now.rows, most=most)
+    mark = LATE_WIDTH if now.deadlines else MARK_WIDTH if len(shown) == len(now.rows) else GROUP_WIDTH
+    mark = max(mark, LEFT_WIDTH) if any(line.kind == "left" for line in shown) else mark
+    parts.append(_rows(shown, width=console.width, mark_width=mark, ascii_only=ascii_only))
+    return Group(*parts)
+
+
+def _header(now: Snapshot, *, ascii_only: bool) -> Text:
+    said = [(now.name, "bold"), (now.pace, ""), (f"step {of(now.step, now.steps)}", "")]
+    said += [(f"epoch {of(now.epoch, now.epochs)}", ""), (left_text(now), "")]
+    return _joined(said, ascii_only=ascii_only)
+
+
+def _speeds(now: Snapshot, silence: list[str], *, ascii_only: bool) -> Text:
+    said = [(f"{number(now.samples_per_s)} samples/s", "bold green")]
+    if now.limit:
+        said.append((f"{percent(now.of_limit)} of the limit ({number(now.limit)})", ""))
+    if now.loss is not None:
+        said.append((f"loss {loss_text(now.loss)}", ""))
+    said += [(text, "bold yellow") for text in silence]
+    return _joined(said, ascii_only=ascii_only)
+
+
+def _rows(rows: list[Line], *, width: int, mark_width: int, ascii_only: bool) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    bar_width = 8 if width < 100 else 24
+    machine_width = max(8, width - 39 - mark_width - bar_width)
+    grid.add_column("worker", min_width=6)
+    grid.add_column("machine", no_wrap=True, overflow="ellipsis", max_width=machine_width)  # it yields
+    grid.add_column("share", justify="right", min_width=5)
+    grid.add_column("", no_wrap=True, min_width=bar_width)
+    grid.add_column("samples/s", justify="right", min_width=9)
+    grid.add_column("waiting", justify="right", min_width=7)
+    grid.add_column("", no_wrap=True, min_width=mark_width)
+    most = max((row.samples for row in rows), default=0)
+    for row in rows:
+        bar = _bar(row.samples, most, width=bar_width, ascii_only=ascii_only)
+        speed = number(row.speed) if row.speed else "-"
+        share = "-" if row.kind == "left" and not row.samples else str(row.samples)
+        colour = COLOURS.get(row.kind, "")
+        grid.add_row(
+            row.label, Text(row.machine), share, Text(bar, style="green"), speed,
+            percent_cell(row.waiting) if row.samples else "-", Text(row.mark, style=colour),
+        )  # fmt: skip
+    return grid
+
+
+def _rail(done: int, whole: int, *, width: int, ascii_only: bool) -> Text:
+    """The way gone and the way to go, as one line."""
+    gone = round(width * min(1.0, done / whole))
+    heavy, light = ("=", "-") if ascii_only else ("━", "─")
+    return _text([(heavy * gone, "cyan"), (light * (width - gone), "dim")])
+
+
+def _bar(part: float, whole: float, *, width: int, ascii_only: bool) -> str:
+    """A bar of ``width`` cells, full when part is whole; drawn in eighths of a cell where the terminal can."""
+    eighths = round(8 * width * min(1.0, part / whole)) if whole > 0 else 0
+    full, rest = divmod(eighths, 8)
+    if ascii_only:
+        return ("#" * full).ljust(width)
+    return ("█" * full + EIGHTHS[rest]).ljust(width)
+
+
+def _joined(said: list[tuple[str, str]], *, ascii_only: bool) -> Text:
+    parts = [part for part in said if part[0]]
+    between = (" - " if ascii_only else " · ", "dim")
+    return _text([piece for part in parts for piece in (part, between)][:-1])
+
+
+def _text(parts: list[tuple[str, str]]) -> Text:
+    """Text, never markup: a run or a device may be called ``[red]``."""
+    from rich.text import Text
+
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+def _note(level: str, text: str) -> Text:
+    from rich.text import Text
+
+    return Text(line_of(level, text), style=LEVELS.get(level, ""))

@@ -1,0 +1,62 @@
+"""Who left and who joined, as the verdict and the report tell it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.observe.analysis.membership import Change, Departure, pause_s
+from paceline.observe.words.numbers import duration
+from paceline.records import StepRecord
+
+MOST_TOLD = 6
+"""Changes told one by one; of more, the first ones, and how many there were."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One change of the fleet."""
+
+    step: int
+    """The first step with the new members."""
+    t: float
+    left: tuple[Departure, ...]
+    joined: tuple[int, ...]
+    pause_s: float
+    """From the last step logged before to the first one after, that step's own time included; NaN when not known."""
+
+    @property
+    def text(self) -> str:
+        """``worker 1 was killed by signal 9 (SIGKILL) at step 20; the others went on after 0.3 s``."""
+        said = [f"worker {each.worker} {each.text} at step {self.step}" for each in self.left]
+        if self.left and math.isfinite(self.pause_s):
+            pause = f"{self.pause_s:.1f} s" if self.pause_s < 10 else duration(self.pause_s)
+            said.append(f"the others went on after {pause}")
+        return "; ".join([*said, *(f"worker {worker} joined at step {self.step}" for worker in self.joined)])
+
+    def to_json(self) -> dict[str, Any]:
+        left = [{"worker": each.worker, "text": each.text} for each in self.left]
+        pause = self.pause_s if math.isfinite(self.pause_s) else None
+        return {"step": self.step, "left": left, "joined": list(self.joined), "pause_s": pause}
+
+
+def moves(changes: Sequence[Change], records: Sequence[StepRecord], times: Sequence[float]) -> tuple[Move, ...]:
+    return tuple(Move(c.step, c.t, c.left, c.joined, pause_s(c, records, times)) for c in changes)
+
+
+def moves_text(moved: Sequence[Move], most: int = MOST_TOLD) -> str:
+    """All of it in a line; empty when nobody moved."""
+    if not moved:
+        return ""
+    shown, rest = (moved, []) if len(moved) <= most else (moved[:most], list(moved[most:]))
+    said = "; ".join(move.text for move in shown)
+    if rest:
+        left, joined = (sum(len(getattr(move, what)) for move in rest) for what in ("left", "joined"))
+        said += f"; later {_count(left)} left and {_count(joined)} joined"
+    return f"{said[0].upper()}{said[1:]}."
+
+
+def _count(workers: int) -> str:
+    return "nobody" if not workers else "1 worker" if workers == 1 else f"{workers:,} workers"

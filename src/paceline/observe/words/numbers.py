@@ -1,0 +1,88 @@
+"""Numbers as people read them: the same in the live view, the plain lines, the verdict and the report."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any, TextIO
+
+from paceline.observe.log import sane
+
+
+def number(value: float) -> str:
+    """Three significant digits below 100, thousands marked above.
+
+    >>> number(1289.4), number(34.26), number(3.4), number(0)
+    ('1,289', '34.3', '3.4', '0')
+    """
+    if not math.isfinite(value):
+        return "?"
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+def percent(ratio: float) -> str:
+    """Whole per cents: ``percent(0.934)`` is ``93 %``; what is not nothing is not called nothing."""
+    return "under 1 %" if 0 < ratio < 0.005 else percent_cell(ratio)
+
+
+def percent_cell(ratio: float) -> str:
+    """The same for a table, where width counts."""
+    return f"{100 * ratio:.0f} %" if math.isfinite(ratio) else "? %"
+
+
+def times(ratio: float) -> str:
+    """A ratio worth a factor: ``times(2.593)`` is ``2.6``."""
+    return f"{ratio:.2f}" if ratio < 1.5 else number(float(f"{ratio:.2g}"))
+
+
+def size(fewest: int, most: int) -> str:
+    """How many workers: ``4``, or ``3 to 4`` where they come and go."""
+    return f"{most}" if fewest == most else f"{fewest} to {most}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them.
+
+    >>> duration(0.034), duration(12.3), duration(125), duration(7260), duration(200000)
+    ('34 ms', '12 s', '2 min 05 s', '2 h 01 min', '2 d 7 h')
+    """
+    if not math.isfinite(seconds):
+        return "?"
+    if 0 < seconds < 1:
+        return f"{1000 * seconds:.0f} ms" if seconds >= 0.001 else "under 1 ms"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def machine(info: Mapping[str, Any] | None) -> str:
+    """A worker's machine from its entry in the ``run`` event: ``cpu, emulated 4x``; empty when nothing is known."""
+    info = info or {}
+    emulated = str(info.get("emulated") or "")
+    if emulated and "emulated" not in emulated:
+        emulated = f"emulated {emulated}"
+    return ", ".join(part for part in (str(info.get("device") or ""), emulated) if part)
+
+
+def machines(run: Mapping[str, Any], joined: Iterable[Mapping[str, Any]] = ()) -> dict[int, str]:
+    """Every worker's machine, by identity: from the ``run`` event, and of those who ``joined`` later."""
+    entries = run.get("workers")
+    known = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, (list, tuple)) else []
+    told = [sane.count_or(entry.get("id", entry.get("rank")), rank) for rank, entry in enumerate(known)]
+    named = {worker: machine(entry) for worker, entry in zip(told, known)}
+    return named | {int(entry["id"]): machine(entry) for entry in joined}
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """The text broken between words to the width of the terminal; as it is where ``stream`` is none."""
+    if not stream.isatty():
+        return text
+    width = max(40, shutil.get_terminal_size().columns)
+    return "\n".join(textwrap.fill(line, width) for line in text.splitlines())

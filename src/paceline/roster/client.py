@@ -1,0 +1,376 @@
+"""A worker's side of the roster: one connection and one thread that beats, listens, and finds the roster again.
+
+The thread never fails a running round by itself: a roster that is away says nothing about the fleet. Only what the
+roster *says* changes `Member.over`, `Member.news` and `Member.dropped`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import selectors
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from paceline.errors import CallMismatch, Dropped, FleetError, WorkerLost
+from paceline.roster import wire
+from paceline.roster.calls import NAG_S
+from paceline.roster.generation import Generation, RunOver
+from paceline.roster.handshake import Door, Rejected, knock
+from paceline.roster.process import computer
+from paceline.roster.silence_limit import BEAT_S
+
+logger = logging.getLogger("paceline")
+
+CONNECT_S = 60.0
+"""How long a new worker looks for the roster."""
+BUSY_S = 30.0
+"""How long it tries again while its name is in use: the process it replaces may not be given up yet."""
+STOOD_STILL_S = 1.0
+"""A beat that comes so late shows that this process stood still."""
+BACK_OFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+"""Between attempts to find the roster; the last for ever."""
+BYE_S = 2.0
+QUIET_S = 5.0
+"""A roster that has not answered a beat for so long is warned about, once."""
+
+ERRORS: dict[str, type[FleetError]] = {"mismatch": CallMismatch, "lost": WorkerLost}
+
+
+class Member:
+    """This worker, as the roster knows it.
+
+    ``name`` is unique in the fleet (``host/slot``) and keeps its id across restarts of the process. ``on_over(g)`` is
+    called from the thread when generation g turns out to be over, to unblock this worker's round.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str,
+        name: str,
+        facts: Mapping[str, Any],
+        on_over: Callable[[int], None],
+    ) -> None:
+        self._address, self._token = wire.parse_address(address), token
+        _check(name, facts, token)
+        self._name, self._facts, self._on_over = name, dict(facts), on_over
+        self._session = secrets.token_hex(8)
+        self.over = 0
+        self.news = False
+        self.dropped = False
+        self.failure: FleetError | None = None
+        self.generation: Generation | None = None
+        """The last one this worker was in."""
+        self._ended: str | None = None
+        self._asking: tuple[int, bool, bool] | None = None
+        self._reason = ""
+        self._said: tuple[str, int, dict[str, tuple[int, str, bool]]] = ("starting", 0, {})
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._closing = self._leaving = False
+        self._bye = threading.Event()
+        self.id = -1
+        self._door: Door | None = self._find_roster()
+        self.id = self._door.id
+        self.running = self._door.running
+        self._thread = threading.Thread(target=self._run, name="paceline-member", daemon=True)
+        self._thread.start()
+
+    @property
+    def store(self) -> tuple[str, int]:
+        """Where the roster's store is."""
+        door = self._door
+        return self._address[0], door.store_port if door is not None else 0
+
+    @property
+    def away(self) -> bool:
+        """The roster does not answer, and is looked for."""
+        return self._door is None
+
+    # -- for the engine --------------------------------------------------------------------------------------------
+
+    def next_generation(
+        self, *, after: int, fresh: bool, orderly: bool, still: Callable[[float], None] = lambda waited_s: None
+    ) -> Generation:
+        """Say that this worker has left generation ``after`` (0: none) and wait for the next that has it in.
+
+        ``fresh``: it holds no state of the training; ``orderly``: it comes from a step boundary. Whether it must take
+        a peer's state is for the answer to say (`Generation.fresh`): the fleet may have gone on without it meanwhile.
+        Raises `RunOver` when the run has ended, and `Dropped` when the fleet has gone on without a worker that still
+        holds the state of its last step: it asks again, fresh, once it is at a step boundary. ``still`` hears now and
+        then how long this has taken, and may raise.
+        """
+        with self._changed:
+            self._asking, self._reason, self.dropped = (after, fresh, orderly), "", False
+        self._send({"ready": [after, fresh, orderly]})
+        began, nagged = time.monotonic(), 0
+        with self._changed:
+            while not self._answered(after):
+                self._changed.wait(timeout=0.5)
+                waited_s = time.monotonic() - began
+                nagged = self._nag(waited_s, nagged)
+                still(waited_s)
+            assert self.generation is not None
+            return self.generation
+
+    def _answered(self, after: int) -> bool:
+        if self.failure:
+            raise self.failure
+        if self._ended is not None:
+            raise RunOver(self._ended)
+        if self._closing:
+            raise FleetError("this worker has left the fleet")
+        if self.dropped and self._asking is not None and not self._asking[1]:
+            self._asking = None
+            raise Dropped("this worker was silent for too long, and the fleet went on without it", generation=after)
+        return self._asking is None and self.generation is not None and self.generation.number > after
+
+    def _nag(self, waited_s: float, nagged: int) -> int:
+        due = NAG_S[nagged] if nagged < len(NAG_S) else NAG_S[-1] + 60.0 * (nagged - len(NAG_S) + 1)
+        if waited_s < due:
+            return nagged
+        where = "waiting for the roster, which is away" if self.away else self._reason or "waiting"
+        logger.warning("the next generation of the fleet: %s", where)
+        return nagged + 1
+
+    def report(self, *, doing: str, begun: int, spots: Mapping[str, tuple[int, str, bool]]) -> None:
+        """What the next beats say: what this worker does, the steps begun, and where it is in each row of calls."""
+        self._said = (doing[:200], begun, {lane: (at[0], str(at[1])[:200], at[2]) for lane, at in spots.items()})
+
+    def leave(self, why: str) -> None:
+        """Go, and say why: ``finished``, ``left (SIGTERM)``, or an error's text."""
+        self._leaving = True
+        if not self._closing and self._send({"leave": why[:1000]}):
+            self._bye.wait(BYE_S)  # once the roster has heard, the process may end
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection without a word; the roster takes this worker for lost."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        door = self._door
+        if door is not None:
+            door.break_off()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            door = self._door
+            assert door is not None
+            try:
+                self._attend(door)
+            except (OSError, EOFError, wire.Garbled) as error:
+                door.close()
+                if self._leaving:
+                    return
+                if not self._closing:
+                    logger.warning("the roster is away (%s); training goes on, and it is looked for", _brief(error))
+                    self._door = None
+                    self._find_again()
+        if self._door is not None:
+            self._door.close()
+
+    def _attend(self, door: Door) -> None:
+        """Beat and listen until the connection breaks or the worker leaves."""
+        count, beat_at, answered, warned = 0, time.monotonic(), time.monotonic(), False
+        with selectors.DefaultSelector() as selector:
+            selector.register(door.socket, selectors.EVENT_READ)
+            while not self._closing:
+                now = time.monotonic()
+                answered = now if now - beat_at > STOOD_STILL_S else answered  # it was this process that heard nothing
+                if now >= beat_at:
+                    count, beat_at = count + 1, max(beat_at + BEAT_S, now)
+                    if not self._beat(count):
+                        raise EOFError("the connection broke")
+                if now - answered > QUIET_S and not warned:
+                    warned = True
+                    logger.warning("the roster has not answered for %.0f s; training goes on", QUIET_S)
+                if door.early or selector.select(max(0.0, beat_at - time.monotonic())):
+                    answered, warned = time.monotonic(), False
+                    for message in door.read():
+                        self._hear(message)
+
+    def _beat(self, count: int) -> bool:
+        doing, begun, spots = self._said
+        number = self.generation.number if self.generation else 0
+        return self._send({"beat": count, "generation": number, "doing": doing, "begun": begun, "spots": spots})
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "generation" in message:
+            self._enter(Generation.from_json(message["generation"]))
+        elif "over" in message:
+            self._end(int(message["over"]))
+        elif "dropped" in message:
+            with self._changed:
+                self.dropped = True
+                self._changed.notify_all()
+            self._end(int(message["dropped"]))
+        elif "news" in message:
+            self.news = True
+        elif "wait" in message:
+            self._reason = str(message["wait"])
+        elif "nag" in message:
+            logger.warning("%s", message["nag"])
+        elif "fail" in message:
+            self._fail(ERRORS.get(message["fail"], FleetError)(message["text"]))
+        elif "ended" in message:
+            with self._changed:
+                self._ended = str(message["ended"])
+                self._changed.notify_all()
+        elif "bye" in message:
+            self._bye.set()
+
+    def _enter(self, generation: Generation) -> None:
+        host = self._address[0]  # the store is where the roster is, at the address that reaches it from here
+        with self._changed:
+            if self._asking is None or generation.number <= self._asking[0]:
+                return
+            self.generation = replace(generation, store=(host, generation.store[1]))
+            self._said = (self._said[0], self._said[1], {})  # calls are compared within one generation
+            self._asking, self.news, self.dropped = None, False, False
+            self._changed.notify_all()
+
+    def _end(self, number: int) -> None:
+        if number > self.over:
+            self.over = number
+            self._call_on_over(number)
+
+    def _fail(self, failure: FleetError) -> None:
+        with self._changed:
+            self.failure = self.failure or failure
+            self._changed.notify_all()
+        self._call_on_over(self.generation.number if self.generation else 0)
+
+    def _call_on_over(self, number: int) -> None:
+        try:
+            self._on_over(number)
+        except Exception:
+            logger.exception("could not break off the round of generation %d", number)
+
+    def _send(self, message: wire.Message) -> bool:
+        """Send now if the roster is there; what was asked for is asked again once it is back."""
+        door = self._door
+        if door is None:
+            return False
+        try:
+            with self._sending:
+                door.socket.sendall(wire.encode(message))
+        except OSError:
+            door.break_off()  # the thread sees it and looks for the roster
+            return False
+        return True
+
+    # -- finding the roster ----------------------------------------------------------------------------------------
+
+    def _find_roster(self) -> Door:
+        """The first time: for a minute, and a refusal is final."""
+        began, attempt = time.monotonic(), 0
+        while True:
+            waited = time.monotonic() - began
+            try:
+                return self._knock()
+            except Rejected as rejected:
+                if rejected.kind != "busy" or waited > BUSY_S:
+                    raise _refusal(rejected) from None
+                if attempt == 0:  # the one before may be about to end
+                    logger.warning("%s; trying for %.0f s", rejected, BUSY_S)
+            except (OSError, EOFError, wire.Garbled) as error:
+                if waited > CONNECT_S:
+                    raise FleetError(self._nobody(error)) from None
+                if attempt == len(BACK_OFF_S):
+                    logger.warning("the roster at %s:%d does not answer yet; trying for a minute", *self._address)
+            time.sleep(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
+            attempt += 1
+
+    def _find_again(self) -> None:
+        """After the connection broke: for ever, with a pause between."""
+        began, attempt, refusal = time.monotonic(), 0, ""
+        while not self._closing:
+            try:
+                self._resume(self._knock())
+                return
+            except Rejected as rejected:
+                if str(rejected) != refusal:
+                    refusal = str(rejected)
+                    logger.warning("the roster does not take this worker back: %s", refusal)
+                self._give_up(rejected, time.monotonic() - began)
+            except (OSError, EOFError, wire.Garbled):
+                began = time.monotonic()
+            with self._changed:
+                if not self._closing:
+                    self._changed.wait(timeout=BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
+            attempt += 1
+
+    def _resume(self, door: Door) -> None:
+        if self._closing:
+            door.close()
+            return
+        logger.warning("the roster is back")
+        with self._changed:
+            self._door, self.id = door, door.id  # a roster that has lost its book may give another
+            asking = self._asking
+        if asking is not None:
+            self._send({"ready": list(asking)})
+
+    def _give_up(self, rejected: Rejected, refused_s: float) -> None:
+        """The run has ended, or goes on with another process in this one's place: say so to whoever waits."""
+        if rejected.kind == "ended":
+            with self._changed:
+                self._ended = str(rejected)
+                self._changed.notify_all()
+        elif not self.failure and (rejected.kind == "failed" or (rejected.kind == "busy" and refused_s > BUSY_S)):
+            self._fail(FleetError(f"this worker was given up by the roster: {rejected}"))
+
+    def _knock(self) -> Door:
+        was = self.generation
+        hello = {
+            "name": self._name,
+            "session": self._session,
+            "facts": self._facts,
+            "process": [os.getpid(), computer()],
+            "generation": was.number if was else 0,
+            "was": was.to_json() if was else None,
+            "returning": self.id >= 0,
+        }
+        return knock(self._address, token=self._token, hello=hello)
+
+    def _nobody(self, error: BaseException) -> str:
+        host, port = self._address
+        return (
+            f"no roster answers at {host}:{port} ({_brief(error)}): check the address in PACELINE_ROSTER or --join, "
+            "that `paceline run` or `paceline host` still runs there, and that it listens beyond its own computer"
+        )
+
+
+def _check(name: str, facts: Mapping[str, Any], token: str) -> None:
+    if not token:
+        raise ValueError("the run's token is missing: set PACELINE_TOKEN, or give --token")
+    if not 0 < len(name) <= 200:
+        raise ValueError(f"a worker's name has 1 to 200 characters, got {len(name)}")
+    try:
+        size = len(json.dumps(dict(facts)))
+    except TypeError as error:
+        raise ValueError(f"a worker's facts must be JSON: {error}") from None
+    if size > wire.MAX_FACTS:
+        raise ValueError(f"a worker's facts have {size} bytes of JSON, at most {wire.MAX_FACTS} fit")
+
+
+def _refusal(rejected: Rejected) -> FleetError:
+    if rejected.kind == "ended":
+        return RunOver(str(rejected))
+    return FleetError(f"the roster refused this worker: {rejected}")
+
+
+def _brief(error: BaseException) -> str:
+    return str(error)[:200] or type(error).__name__

@@ -1,0 +1,364 @@
+"""The roster's server: one thread that listens, one `Roll` that decides, and the torch store beside it.
+
+Run by the launcher, or by ``paceline host`` on its own. It holds no state of the training: if it dies the fleet
+trains on, and if it comes back with its state file the workers find it again by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.roster import persistence as storing
+from paceline.roster import wire
+from paceline.roster.calls import Beat
+from paceline.roster.connection import MAX_UNSENT, Closed, Connection
+from paceline.roster.generation import Generation
+from paceline.roster.membership_rules import CLOSED, Happened, Refused, Roll
+from paceline.roster.process import look_at
+from paceline.roster.state import Book, Hello, Ready
+from paceline.roster.timeouts import TICK_S, Minder
+
+logger = logging.getLogger("paceline")
+
+PROVE_S = 5.0
+"""Seconds within which a connection must have proven that it knows the token."""
+UNPROVEN = 64
+"""Connections that may be without proof at a time; a further one takes the oldest one's place."""
+
+
+class Steward:
+    """The arbiter of who is in.
+
+    ``expect``: workers that are being started, for whom the first generation waits. ``state``: a file from which a
+    restarted roster goes on. ``observe(kind, data)`` is called on the roster's thread with *registered*, *refused*,
+    *generation*, *over*, *left*, *returned*, *waiting*, *holding*, *failed* and *finished*.
+    """
+
+    def __init__(
+        self,
+        *,
+        minimum: int,
+        maximum: int,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        state: Path | None = None,
+        expect: int = 0,
+        observe: Callable[[str, dict[str, Any]], None] | None = None,
+    ) -> None:
+        if not 1 <= minimum <= maximum:
+            raise ValueError(f"a fleet of {minimum} to {maximum} workers cannot be: write 1 <= minimum <= maximum")
+        if not token:
+            raise ValueError("the roster needs a token: whoever knows it may join the run")
+        self._token, self._state, self._observe = token, state, observe
+        book = Book(minimum, maximum, expected=expect)
+        saved = storing.load(state) if state else None
+        if saved:
+            book.restore(saved)
+        self._listener = socket.create_server((host, port), family=storing.family(host), backlog=256)
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self._store = storing.StoreHost(host)
+        self._roll = Roll(book, store_port=self._store.port, leap=int(time.time()))
+        self._lock = threading.RLock()
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._ear = socket.socketpair()
+        self._connections: set[Connection] = set()
+        self._by_worker: dict[int, Connection] = {}
+        self._minder = Minder(self._roll, self._by_worker, lose=self._lose, note=self._note)
+        self._happened: deque[Happened] = deque()
+        self._closing = False
+        self._unsavable = False
+        self._thread = threading.Thread(target=self._run, name="paceline-roster", daemon=True)
+
+    # -- for the launcher ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to serve; returns at once."""
+        self._store.start()
+        self._thread.start()
+
+    def died(self, name: str, how: str) -> None:
+        """The process of this name has ended, as ``how`` says: ``was killed by signal 9 (SIGKILL)``."""
+        with self._lock:
+            self._roll.died(name, how)
+            self._carry_out()
+            id = self._roll.book.ids.get(name, -1)
+            if id in self._by_worker and id not in self._roll.book.workers:  # a child of it may hold its socket open
+                self._drop(self._by_worker[id])
+        self._ring()
+
+    def expect(self, more: int) -> None:
+        """So many more processes were started (fewer, when negative): the first generation waits for them."""
+        with self._lock:
+            self._roll.expect(more)
+            self._carry_out()
+        self._ring()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Members, those who wait, the generation's number, whether the run finished, and what is waited for."""
+        with self._lock:
+            book, last = self._roll.book, self._roll.book.last
+            inside = last.alive() if last else []
+            outside = [worker for worker in book.workers.values() if book.seat_of(worker) is None and worker.present]
+            return {
+                "generation": last.number if last else 0,
+                "members": [{"id": id, "name": self._name(id)} for id in inside],
+                "waiting": [{"id": worker.id, "name": worker.name} for worker in outside],
+                "minimum": book.minimum,
+                "maximum": book.maximum,
+                "waiting_for": self._roll.waiting,
+                "finished": self._roll.ended,
+                "failure": self._roll.failure[1] if self._roll.failure else None,
+            }
+
+    def close(self) -> None:
+        """Stop serving. Workers that are still there train on, and look for the roster."""
+        with self._lock:
+            self._closing = True
+        self._ring()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+        with self._lock:
+            for connection in list(self._connections):
+                connection.close()
+            for one in (self._listener, self._bell, self._ear):
+                one.close()
+            self._store.close()
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._ear.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._ear, selectors.EVENT_READ)
+        while not self._closing:
+            events = self._selector.select(TICK_S)
+            with self._lock:
+                now = time.monotonic()  # of both: were the roster held up in between, nobody was silent for that long
+                self._minder.forgive(now)
+                for key, mask in events:
+                    self._attend(key.fileobj, mask)
+                self._tick(now)
+                self._carry_out()
+                self._arm()
+            self._report()
+        self._selector.close()
+
+    def _attend(self, what: Any, mask: int) -> None:
+        if what is self._listener:
+            self._accept()
+        elif what is self._ear:
+            self._ear.recv(4096)
+        elif what in self._connections:
+            if mask & selectors.EVENT_WRITE:
+                what.flush()
+            try:
+                self._read(what)
+            except Exception:  # whatever one connection brings, the others are served
+                logger.exception("the roster gives up the connection from %s", what.peer)
+                self._lose(what, cut=False)
+
+    def _ring(self) -> None:
+        """Wake the thread: another one has left it something to send or to report."""
+        with suppress(OSError):  # it is awake already, or gone
+            self._bell.send(b"!", socket.MSG_DONTWAIT)
+
+    def _accept(self) -> None:
+        try:
+            sock, peer = self._listener.accept()
+            wire.tune(sock)
+        except OSError as error:
+            logger.debug("roster: a connection was not accepted: %s", error)
+            time.sleep(0.01)  # out of descriptors: the queue stays, so this would spin
+            return
+        unproven = [one for one in self._connections if not one.proven]
+        if len(unproven) >= UNPROVEN:
+            self._drop(min(unproven, key=lambda one: one.opened))
+        connection = Connection(sock, f"{peer[0]}:{peer[1]}", time.monotonic())
+        self._connections.add(connection)
+        self._selector.register(connection, selectors.EVENT_READ)
+        connection.send({"paceline": wire.VERSION, "challenge": connection.challenge})
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            for message in connection.read():
+                self._hear(connection, message)
+        except Closed as closed:
+            self._lose(connection, cut=closed.cut)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+            self._refuse(connection, "garbled", f"sent what makes no sense ({str(error)[:100]})")
+
+    def _hear(self, connection: Connection, message: dict[str, Any]) -> None:
+        if connection not in self._connections:  # dropped by a message before this one
+            return
+        if not connection.proven:
+            self._check_proof(connection, message)
+        elif connection.worker is None:
+            self._admit(connection, message["hello"])
+        else:
+            self._hear_worker(connection, connection.worker, message)
+
+    def _check_proof(self, connection: Connection, message: dict[str, Any]) -> None:
+        theirs, mine = str(message["challenge"]), connection.challenge
+        if not wire.proven(message["proof"], wire.proof(self._token, "worker", mine, theirs)):
+            advice = "give it as PACELINE_TOKEN or --token-file"
+            self._refuse(connection, "token", f"it does not know this run's token: {advice}")
+            return
+        connection.prove()
+        connection.send({"proof": wire.proof(self._token, "roster", mine, theirs)})
+
+    def _admit(self, connection: Connection, said: dict[str, Any]) -> None:
+        hello = _read_hello(said)
+        process = (int(said["process"][0]), str(said["process"][1]))
+        self._give_up_if_gone(hello)
+        try:
+            worker = self._roll.register(hello)
+        except Refused as refused:
+            self._refuse(connection, refused.kind, str(refused), name=hello.name)
+            return
+        old = self._by_worker.get(worker.id)
+        if old is not None:
+            self._drop(old)
+        connection.worker, connection.session, connection.process = worker.id, hello.session, process
+        self._by_worker[worker.id] = connection
+        self._minder.is_back(worker.id, worker.session)
+        connection.send({"welcome": worker.id, "running": self._running(worker.id), "store": self._store.port})
+
+    def _give_up_if_gone(self, hello: Hello) -> None:
+        """The process that had this name may have ended a moment ago, its connection still open in a child of it."""
+        id = self._roll.book.ids.get(hello.name, -1)
+        old, connection = self._roll.book.workers.get(id), self._by_worker.get(id)
+        if old and connection and old.session != hello.session and look_at(*connection.process).gone:
+            self._lose(connection, cut=False)
+
+    def _running(self, id: int) -> bool:
+        last = self._roll.book.last
+        return last is not None and any(other in self._roll.book.workers for other in last.alive() if other != id)
+
+    def _hear_worker(self, connection: Connection, id: int, message: dict[str, Any]) -> None:
+        now = time.monotonic()
+        beat = Beat.read(message) if "beat" in message else None
+        if beat:
+            connection.note_beat(beat, now)
+            self._roll.book.workers[id].doing = beat.doing[:200]
+            connection.send({"ack": message["beat"]})
+        connection.last_heard, connection.silence = now, None
+        if connection.given_up:
+            connection.given_up = False
+            connection.last_beat = now  # a silence that was too long teaches no patience
+            self._roll.heard(id)
+        if "ready" in message:
+            after, fresh, orderly = message["ready"]
+            self._roll.ready(id, Ready(int(after), bool(fresh), bool(orderly)))
+        if "leave" in message:
+            self._roll.leave(id, str(message["leave"])[:1000])
+            connection.send({"bye": True})
+            self._drop(connection)
+
+    # -- consequences ----------------------------------------------------------------------------------------------
+
+    def _lose(self, connection: Connection, *, cut: bool) -> None:
+        """This connection is closed, or nothing gets through it any more."""
+        id = connection.worker
+        self._drop(connection)
+        if id is None:
+            return
+        gone = not cut and look_at(*connection.process).gone
+        if not gone and not cut:  # a cut cable says nothing of the process: it is waited for as long as it takes
+            self._minder.may_return(id, connection.session, connection.process)
+        self._roll.lost(id, "was cut off (nothing gets through to it)" if cut else CLOSED, sure=gone)
+
+    def _refuse(self, connection: Connection, kind: str, text: str, *, name: str = "") -> None:
+        connection.send({"refused": kind, "text": text})
+        self._note("refused", {"kind": kind, "text": text, "from": connection.peer, "name": name})
+        self._lose(connection, cut=False)
+
+    def _drop(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        if connection.worker is not None and self._by_worker.get(connection.worker) is connection:
+            del self._by_worker[connection.worker]
+        connection.worker = None
+        with suppress(KeyError, ValueError, RuntimeError):  # the thread may have ended
+            self._selector.unregister(connection)
+        connection.close()
+
+    def _tick(self, now: float) -> None:
+        for connection in [one for one in self._connections if not one.proven and now - one.opened > PROVE_S]:
+            self._drop(connection)
+        self._minder.tick(now)
+
+    def _note(self, kind: str, data: dict[str, Any]) -> None:
+        self._happened.append(Happened(kind, data))
+
+    def _carry_out(self) -> None:
+        """Send what the roll has decided; what must outlive the roster is on disk before anybody hears of it."""
+        decided = self._roll.take()
+        if self._roll.unsaved:
+            self._save()
+        for one in decided:
+            if isinstance(one, Happened):
+                self._happened.append(one)
+                continue
+            for id in one.to:
+                if id in self._by_worker:
+                    self._by_worker[id].send(one.message)
+
+    def _save(self) -> None:
+        self._roll.unsaved = False
+        if self._state is None:
+            return
+        try:
+            storing.save(self._state, self._roll.book.to_json())
+        except OSError as error:
+            if not self._unsavable:
+                logger.warning("the roster cannot write %s (%s): a restart could not go on from it", self._state, error)
+            self._unsavable = True
+
+    def _arm(self) -> None:
+        """Listen for room to write exactly where something waits to be sent; give up whoever never reads."""
+        for connection in list(self._connections):
+            if connection.backlog > MAX_UNSENT:
+                self._lose(connection, cut=True)
+                continue
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.backlog else 0)
+            if self._selector.get_key(connection).events != wanted:
+                self._selector.modify(connection, wanted)
+
+    def _report(self) -> None:
+        while self._happened:
+            one = self._happened.popleft()
+            logger.debug("roster: %s %s", one.kind, one.data)
+            try:
+                if self._observe:
+                    self._observe(one.kind, one.data)
+            except Exception:
+                logger.exception("the roster's onlooker failed")
+
+    def _name(self, id: int) -> str:
+        last, worker = self._roll.book.last, self._roll.book.workers.get(id)
+        return worker.name if worker else str(last.generation.facts[id].get("name", "")) if last else ""
+
+
+def _read_hello(said: dict[str, Any]) -> Hello:
+    """What a process says of itself, checked: everything bounded, nothing taken on trust that could break the book."""
+    name, session, facts = str(said["name"]), str(said["session"]), said["facts"]
+    if not 0 < len(name) <= 200 or not 0 < len(session) <= 100:
+        raise ValueError("a worker's name has 1 to 200 characters")
+    if not isinstance(facts, dict) or len(json.dumps(facts)) > wire.MAX_FACTS:
+        raise ValueError(f"a worker's facts are a JSON object of at most {wire.MAX_FACTS} bytes")
+    was = Generation.from_json(said["was"]) if said.get("was") else None
+    if was is not None and not all(id in was.facts and "name" in was.facts[id] for id in was.workers):
+        raise ValueError("a generation names all its members")
+    return Hello(name, session, {**facts, "name": name}, int(said["generation"]), was, bool(said["returning"]))

@@ -1,0 +1,138 @@
+"""What time brings: silences that last too long, lost workers that do not come back, waits that should be explained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from paceline.roster import liveness as silence
+from paceline.roster.calls import mismatch, name_workers, waited_for
+from paceline.roster.connection import Connection
+from paceline.roster.liveness import Silence
+from paceline.roster.membership_rules import Roll
+from paceline.roster.process import look_at
+
+TICK_S = 0.1
+RETURN_S = 10.0
+"""Seconds within which a worker whose connection closed may come back before it counts as gone for good; and those
+that a restarted roster gives the members it knew before they are lost."""
+ABSENT_S = 60.0
+"""Seconds after which members that a restarted roster has not seen count as gone for good."""
+MENTION_S = 2.0
+"""How long a generation is waited for before onlookers hear of it."""
+
+
+class Lose(Protocol):
+    """Gives up a connection."""
+
+    def __call__(self, connection: Connection, *, cut: bool) -> None: ...
+
+
+class Minder:
+    """Looks at every worker a few times a second, and tells the roll what the clock says.
+
+    ``workers``: each registered worker's connection, by id, as the server keeps it. ``note``: for onlookers.
+    """
+
+    def __init__(
+        self, roll: Roll, workers: Mapping[int, Connection], *, lose: Lose, note: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        self._roll, self._workers, self._lose, self._note = roll, workers, lose, note
+        self._now = self._ticked = 0.0
+        self._away: dict[tuple[int, str], tuple[float, tuple[int, str]]] = {}
+        """By id and session: until when a lost process may come back, and where it runs."""
+        self._await_until: float | None = None
+        self._waiting_since, self._waiting_told = 0.0, ""
+
+    def may_return(self, id: int, session: str, process: tuple[int, str]) -> None:
+        """This process's connection closed, and it is not known to have ended."""
+        self._away[id, session] = (self._now + RETURN_S, process)
+
+    def is_back(self, id: int, session: str) -> None:
+        self._away.pop((id, session), None)
+
+    def forgive(self, now: float) -> None:
+        """If the roster itself stood still, nobody else was silent meanwhile. Called before what has come is read."""
+        late = now - self._now - TICK_S if self._now else 0.0
+        self._now = now
+        if late > TICK_S:
+            for connection in self._workers.values():
+                connection.last_heard += late
+                connection.last_beat += late
+
+    def tick(self, now: float) -> None:
+        """Called often; looks every `TICK_S`, once what has come is read."""
+        if now - self._ticked < TICK_S:
+            return
+        self._ticked = now
+        for id, connection in list(self._workers.items()):
+            if not connection.given_up:
+                self._mind_silence(id, connection, now)
+        self._mind_lost(now)
+        self._mind_absent(now)
+        self._mind_calls(now)
+        self._roll.consider()
+        self._mind_waiting(now)
+
+    def _mind_silence(self, id: int, connection: Connection, now: float) -> None:
+        silent_s = now - connection.last_heard
+        if silent_s < silence.LOOK_S:
+            return
+        look = look_at(*connection.process)
+        if connection.silence is None:
+            connection.silence = Silence(look)
+            if not look.gone:  # whether it computes shows at the next look; by then what lies here unread is read
+                return
+        verdict = connection.silence.judge(silent_s, patience_s=connection.patience.limit_s, look=look)
+        if verdict == silence.GONE:
+            self._lose(connection, cut=False)
+        elif verdict == silence.BUSY:
+            text = f"worker {id} is silent for {silent_s:.0f} s, but its process computes, or would: it is waited for"
+            self._roll.book.workers[id].doing = "computing, without a word"
+            self._note("holding", {"id": id, "text": text})
+        elif verdict == silence.FROZEN:
+            connection.given_up = True
+            self._roll.silent(id, f"was silent for {silent_s:.1f} s (frozen, or its network is cut)")
+
+    def _mind_lost(self, now: float) -> None:
+        """Lost processes that have ended, or have had the time to come back."""
+        for (id, session), (until, process) in list(self._away.items()):
+            if now > until or look_at(*process).gone:
+                del self._away[id, session]
+                self._roll.confirm(id, session)
+
+    def _mind_absent(self, now: float) -> None:
+        """Members that a restarted roster knows of and has not seen yet."""
+        book, last = self._roll.book, self._roll.book.last
+        if not book.searching and (last is None or not last.stale):
+            self._await_until = None
+            return
+        self._await_until = self._await_until or now + RETURN_S
+        if now > self._await_until:
+            for id, session in self._roll.give_up_absent("did not come back after the roster's restart"):
+                self._away[id, session] = (now + ABSENT_S - RETURN_S, (0, ""))
+
+    def _mind_calls(self, now: float) -> None:
+        """Calls that can never meet end the run; whoever waits long is told for whom."""
+        last = self._roll.book.last
+        if last is None or last.over or self._roll.failure:
+            return
+        heard = {id: self._workers[id].heard for id in last.alive() if id in self._workers}
+        here = {id: one for id, one in heard.items() if one.beat.generation == last.number}
+        text = mismatch(here, name_workers(last.generation.facts))
+        if text:
+            self._roll.fail("mismatch", text)
+            return
+        for id, one in here.items():
+            if one.nag_is_due(now):
+                one.nagged += 1
+                label, whom = waited_for(id, heard)
+                self._workers[id].send({"nag": f"{label}: waiting for {whom or 'the network'}"})
+
+    def _mind_waiting(self, now: float) -> None:
+        """Tell onlookers what a generation waits for, once that lasts: every re-forming waits for a moment."""
+        if not self._roll.waiting:
+            self._waiting_since, self._waiting_told = now, ""
+        elif now - self._waiting_since > MENTION_S and self._roll.waiting != self._waiting_told:
+            self._waiting_told = self._roll.waiting
+            self._note("waiting", {"text": self._roll.waiting})

@@ -1,0 +1,180 @@
+"""What the run tells: its folder, its event log and, on the leader, the live view and the closing verdict."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline import __version__
+from paceline.observe import EventLog, make_view, new_run_dir, read_log, verdict
+from paceline.observe.log.claim import Claim, InUse, claim
+from paceline.observe.log.folders import log_file
+from paceline.observe.words.numbers import wrapped
+from paceline.transport import Transport
+
+logger = logging.getLogger("paceline")
+
+
+class Witness:
+    """Writes the log and feeds the view on the leader; on the others it passes warnings to ``logging``."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        name: str | None,
+        run_dir: str | Path | None,
+        quiet: bool,
+        settings: Mapping[str, Any],
+        device: torch.device,
+        emulated: str | None,
+    ) -> None:
+        self._transport = transport
+        self._log: EventLog | None = None
+        self._over = False
+        name = os.environ.get("PACELINE_NAME") or name or Path(sys.argv[0]).stem or "run"
+        # Where workers come and go, anybody may have to go on with the log.
+        folder, problem = _folder(run_dir, name) if self._leads or transport.elastic else (None, None)
+        self._claim: Claim | None = None
+        if self._leads and folder is not None:
+            try:
+                self._claim = claim(folder, fleet=self._fleet)
+            except InUse as error:
+                problem = str(error)
+        mine = {
+            "rank": transport.rank,
+            **({"id": transport.workers[transport.rank]} if transport.elastic else {}),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": str(device),
+            "emulated": emulated,
+            "folder": str(folder),
+            "problem": problem,
+        }
+        everybody = transport.gather("the run's folder", mine)
+        if everybody[0]["problem"]:
+            raise ValueError(everybody[0]["problem"])
+        self.run_dir = folder if transport.elastic and folder is not None else Path(everybody[0]["folder"])
+        self.run_id = self.run_dir.name
+        self._quiet, self._under_launcher = quiet, bool(os.environ.get("PACELINE_LAUNCHER"))
+        self._view = make_view(quiet=quiet or not self._leads or self._under_launcher)
+        self._unseen = quiet and not self._under_launcher
+        keys = ("rank", "id", "host", "pid", "device", "emulated")
+        self._run = {
+            "run_id": self.run_id,
+            "name": name,
+            **settings,
+            "transport": transport.name,
+            "backend": transport.backend,
+            "workers": [{key: facts[key] for key in keys if key in facts} for facts in everybody],
+            "started": time.time(),
+            "torch": torch.__version__,
+            "paceline": __version__,
+            "python": platform.python_version(),
+        }
+        if self._leads:
+            self._open_log(goes_on=False)
+
+    @property
+    def _leads(self) -> bool:
+        return self._transport.rank == 0 and not getattr(self._transport, "outside", False)
+
+    @property
+    def _says_verdict(self) -> bool:
+        return self._leads and not self._quiet and not self._under_launcher
+
+    @property
+    def _fleet(self) -> str | None:
+        """What all workers of an elastic fleet know it by."""
+        return os.environ.get("PACELINE_ROSTER") if self._transport.elastic else None
+
+    def _open_log(self, *, goes_on: bool) -> None:
+        """Begin the log or, when a leader is gone, go on with it."""
+        begun = goes_on and log_file(self.run_dir).exists()
+        if self._claim is None:  # a predecessor that is cut off may hold it: the run goes on all the same
+            with suppress(InUse):
+                self._claim = claim(self.run_dir, fleet=self._fleet, patience_s=0.0)
+        self._log = EventLog(self.run_dir)
+        if not begun:
+            self._view.show(self._log.write("run", **self._run))
+
+    def go_on_in(self, folder: Path) -> None:
+        """A newcomer: the run has its folder, if that can be reached from here."""
+        if log_file(folder).exists():
+            self.run_dir, self.run_id = folder, folder.name
+
+    def event(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Note that something happened."""
+        warning = event == "note" and fields["level"] == "warning"
+        if self._log is not None and not self._leads:  # another one has gone on with it
+            self._close_log()
+        elif self._log is None and not self._over and self._leads:
+            self._open_log(goes_on=True)
+        if self._log is not None:
+            self._view.show(self._log.write(event, **fields))
+            if warning and self._unseen:
+                logger.warning("%s", fields["text"])
+        elif warning and not fields.get("everywhere"):
+            logger.warning("%s", fields["text"])
+
+    def close(self, error: BaseException | None) -> None:
+        self._over = True
+        if self._log is None:
+            return
+        if self._transport.elastic and (error is not None or not self._leads):  # the others go on without this worker
+            self._close_log()
+            self._view.close()
+            return
+        if isinstance(error, SystemExit) and not error.code:  # a script's own way to say that it is done
+            error = None
+        interrupted = isinstance(error, KeyboardInterrupt)
+        reason = "finished" if error is None else "interrupted" if interrupted else "error"
+        self.event("end", {"reason": reason, "text": str(error) if error else ""})
+        self._close_log()
+        self._view.close()
+        if self._says_verdict and error is None:
+            self._say_verdict()
+
+    def _close_log(self) -> None:
+        assert self._log is not None
+        self._log.close()
+        self._log = None
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
+    def _say_verdict(self) -> None:
+        try:
+            run = read_log(self.run_dir)
+        except ValueError:  # the disk took no log: it was warned of
+            return
+        if run.records:
+            said = wrapped(verdict(run).text, sys.stderr)
+            print(f"\n{said}\nThe run's log: {self.run_dir}", file=sys.stderr, flush=True)
+
+
+def _folder(run_dir: str | Path | None, name: str) -> tuple[Path | None, str | None]:
+    """The run's folder, made and writable, or what is wrong."""
+    asked = os.environ.get("PACELINE_RUN_DIR") or run_dir
+    try:
+        folder = Path(asked) if asked else new_run_dir(Path("runs"), name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "not writable")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        return (
+            None,
+            f"the run's folder {asked or Path('runs').absolute()} cannot be written ({why}): give another run_dir",
+        )
+    return folder, None

@@ -1,0 +1,1 @@
+"""A fleet whose workers come and go."""

@@ -1,0 +1,100 @@
+"""Sums and broadcasts under way, and how they are waited for: an engine's error comes out as the transport's."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from paceline.transport.nccl import NcclSum
+from paceline.transport.network import ENGINE_TIMEOUT, Store
+from paceline.transport.small_sums import StarSum
+
+if TYPE_CHECKING:
+    from paceline.transport.distributed import Linked
+
+LOOK = timedelta(milliseconds=500)
+"""Between two looks at whether what is waited for can still come."""
+ABANDON = timedelta(milliseconds=50)
+"""How long an operation on connections that are shut may take to fail. Some never do."""
+
+
+class Watched:
+    """An engine's work, whose errors come out as the transport's.
+
+    ``store``: the transport's when this was begun, which tells its generation. ``whole``: a sum or broadcast of the
+    whole group.
+    """
+
+    def __init__(self, work: Any, transport: Linked, *, store: Store, whole: bool = True) -> None:
+        self._work, self._transport, self._store, self._whole = work, transport, store, whole
+
+    def wait(self) -> None:
+        try:
+            self._wait()
+        except RuntimeError as error:
+            raise self._transport.failed(error) from None
+
+    def _wait(self) -> None:
+        if isinstance(self._work, NcclSum):
+            self._work.wait_for_host(self._look)
+        elif isinstance(self._work, StarSum):
+            self._work.wait()
+        elif self._whole:
+            self._wait_and_look()
+        else:  # a timeout would close the connection
+            self._work.wait(ENGINE_TIMEOUT)
+
+    def _wait_and_look(self) -> None:
+        """An operation on connections that were shut under it may never fail: see now and then whether it can end."""
+        while True:
+            try:
+                self._work.wait(LOOK)
+                return
+            except RuntimeError:
+                if self._work.is_completed():
+                    raise
+            self._look()
+
+    def _look(self) -> None:
+        """Whether it can still end; another thread may have formed the fleet anew since, unseen by this one."""
+        self._transport._check()
+        if self._transport._store is not self._store:
+            raise RuntimeError("the fleet was formed anew")
+
+    def abandon(self) -> bool:
+        """Its result is not wanted any more. False: it has not ended, and may still write into its tensor."""
+        grave, ended = [self._work], True
+        self._work = None
+        for work in getattr(grave[0], "works", grave):
+            try:
+                work.wait(ABANDON)
+            except RuntimeError as error:
+                ended = ended and "timed out" not in str(error).lower()
+        work = None
+        # It may be the last that holds the group, whose destructor waits for what is stuck in it.
+        threading.Thread(target=grave.clear, name="paceline-bury", daemon=True).start()
+        return ended
+
+
+class Already:
+    """A sum over one worker."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, _: timedelta | None = None) -> None:
+        return
+
+
+class Never:
+    """A sum that could not start."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+    def abandon(self) -> bool:
+        return True

@@ -1,0 +1,181 @@
+"""Evaluation: exact sums over the whole set for any shares, and models left as they were."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import paceline
+from lone import deep, join, linear, numbers, sgd, training
+from paceline.feed import Source
+from paceline.loop import evaluate as evaluating
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[paceline.Fleet]:
+    with join(tmp_path) as fleet:
+        yield fleet
+
+
+@given(data=st.data(), workers=st.integers(1, 5), length=st.integers(1, 40), batch_size=st.integers(1, 50))
+def test_sums_and_tables_are_exact_for_any_shares(
+    data: st.DataObject, workers: int, length: int, batch_size: int
+) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, length), min_size=workers - 1, max_size=workers - 1)))
+    shares = [stop - start for start, stop in zip([0, *cuts], [*cuts, length], strict=True)]
+    numbers = torch.arange(length)
+
+    def score(x: torch.Tensor) -> dict[str, Any]:
+        table = torch.zeros(3, 4, dtype=torch.int64)
+        for value in x.tolist():
+            table[value % 3, value % 4] += 1
+        return {"sum": x.sum(), "squares": float((x**2).sum()), "table": table, "rows": len(x)}
+
+    parts = []
+    for rank in range(workers):
+        source = Source(TensorDataset(numbers), device=CPU, seed=0)
+        own = evaluating.own_sums(score, source, shares=shares, rank=rank, batch_size=batch_size, tables=["table"])
+        parts.append(json.loads(json.dumps(own)))  # as it travels
+    result = evaluating.total(parts, tables=["table"])
+    expected = score(numbers)
+    assert torch.equal(result.pop("table"), expected.pop("table").double())
+    assert result == {"sum": float(numbers.sum()), "squares": expected["squares"], "rows": length, "count": length}
+
+
+def test_the_result_is_the_users_names_and_the_count(fleet: paceline.Fleet) -> None:
+    model = fleet.model(linear())
+    x, y = numbers().tensors
+    with torch.no_grad():
+        expected = float((model(x) - y).abs().sum())
+    result = fleet.evaluate(lambda x, y: {"error": (model(x) - y).abs().sum()}, numbers(), batch_size=7)
+    assert result == {"error": pytest.approx(expected, abs=1e-12), "count": 40}
+
+
+def test_a_table_is_in_the_result_and_in_the_log(fleet: paceline.Fleet) -> None:
+    result = fleet.evaluate(lambda x, y: {"table": torch.eye(2) * len(x)}, numbers(), tables="table")
+    assert torch.equal(result["table"], torch.eye(2, dtype=torch.float64) * 40)
+    fleet.leave()
+    events = [json.loads(line) for line in (fleet.run_dir / "events.jsonl").read_text().splitlines()]
+    logged = [event["result"] for event in events if event["event"] == "evaluate"]
+    assert logged == [{"table": [[40.0, 0.0], [0.0, 40.0]], "count": 40}]
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_every_module_is_in_its_own_mode_again_afterwards(fleet: paceline.Fleet, raised: bool) -> None:
+    model = fleet.model(nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.BatchNorm1d(3)).double())
+    model[2].eval()
+    seen = []
+
+    def score(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        seen.append((model.training, model[1].training, torch.is_grad_enabled()))
+        if raised:
+            raise KeyError("a bug in the script")
+        return {"sum": model(x).sum()}
+
+    with pytest.raises(KeyError) if raised else join(fleet.run_dir.parent / "unused"):
+        fleet.evaluate(score, numbers())
+    assert set(seen) == {(False, False, False)}
+    assert [module.training for module in model.modules()] == [True, True, True, False]
+    assert torch.is_grad_enabled()
+
+
+def test_evaluating_between_steps_changes_nothing_in_the_training(tmp_path: Path) -> None:
+    results = []
+    for evaluates in (False, True):
+        with join(tmp_path) as fleet:
+            model = fleet.model(nn.Sequential(deep(), nn.Dropout(0.3), nn.BatchNorm1d(1).double()))
+            for _ in training(fleet, model, sgd(model), numbers(), global_batch=8, micro_batch=4):
+                if evaluates:
+                    fleet.evaluate(lambda x, y, model=model: {"sum": model(x).sum()}, numbers(), batch_size=3)
+            results.append(torch.cat([t.double().flatten() for t in model.state_dict().values()]))
+    assert torch.equal(*results)
+
+
+def test_evaluating_in_the_middle_of_a_step_leaves_its_gradient_alone(fleet: paceline.Fleet) -> None:
+    model = fleet.model(linear())
+    step = next(iter(fleet.steps(numbers(), global_batch=8, micro_batch=4)))
+    for x, y in step:
+        step.backward(nn.functional.mse_loss(model(x), y))
+        assert fleet.evaluate(lambda x, y: {"sum": model(x).sum()}, numbers())["count"] == 40
+    step.commit(sgd(model))
+    assert step.applied
+
+
+@pytest.mark.parametrize("kind", ["dataset", "loader", "loader with a process", "dicts"])
+def test_any_data_with_a_length_can_be_evaluated(fleet: paceline.Fleet, kind: str) -> None:
+    data: Any = numbers()
+    if kind.startswith("loader"):
+        data = DataLoader(data, batch_size=7, shuffle=True, drop_last=True, num_workers=int("process" in kind))
+    if kind == "dicts":
+        rows = [{"x": row, "y": row.sum()} for row in numbers().tensors[0]]
+        result = fleet.evaluate(lambda batch: {"sum": batch["y"].sum()}, rows)
+    else:
+        result = fleet.evaluate(lambda x, y: {"sum": y.sum()}, data)
+    assert result == {"sum": pytest.approx(float(numbers().tensors[1].sum()), abs=1e-12), "count": 40}
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        (lambda x, y: x.sum(), "must return a dict of sums over the batch"),
+        (lambda x, y: None, "must return a dict of sums over the batch"),
+        (lambda x, y: {"count": 3}, '"count" is its own name'),
+        (lambda x, y: {"name": "many"}, "name"),
+        (lambda x, y: {"guess": x[:, 0] > 0}, "for predictions of each sample call fleet.gather"),
+        (lambda x, y: {"table": torch.eye(3)}, 'say tables=("table",)'),
+        (lambda x, y: x[:, 0] > 0, "call fleet.gather"),
+        (lambda x, y: {"rare": 1} if len(x) == 7 else {}, "'rare' for one batch and not for another"),
+    ],
+)
+def test_a_score_that_is_no_dict_of_sums_is_refused(fleet: paceline.Fleet, score: Any, said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        fleet.evaluate(score, numbers(), batch_size=7)
+    assert said in str(error.value)
+    assert fleet.evaluate(lambda x, y: {}, numbers()) == {"count": 40}
+
+
+def test_a_table_that_changes_its_shape_or_is_not_there_is_refused(fleet: paceline.Fleet) -> None:
+    def score(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        return {"guess": x[:, 0] > 0}
+
+    with pytest.raises(ValueError, match=r"has the shape \(7,\) for one batch and \(5,\) for another"):
+        fleet.evaluate(score, numbers(), batch_size=7, tables=["guess"])
+    with pytest.raises(ValueError, match="returns nothing called 'confusion'"):
+        fleet.evaluate(lambda x, y: {}, numbers(), tables=["confusion"])
+
+
+def test_names_that_only_one_worker_returned_are_refused() -> None:
+    with pytest.raises(ValueError, match="returned 'rare' on one worker and not on another"):
+        evaluating.total([{"sum": 1.0, "count": 3}, {"sum": 1.0, "rare": 2.0, "count": 4}, {"count": 0}])
+    assert evaluating.total([{"sum": 1.0, "count": 3}, {"count": 0}]) == {"sum": 1.0, "count": 3}
+
+
+@pytest.mark.parametrize("batch_size", [0, -3, 2.5, "many"])
+def test_a_batch_size_that_is_no_whole_number_is_refused(fleet: paceline.Fleet, batch_size: Any) -> None:
+    with pytest.raises(ValueError, match="batch_size"):
+        fleet.evaluate(lambda x, y: {}, numbers(), batch_size=batch_size)
+
+
+def test_a_stream_cannot_be_evaluated_exactly_and_is_refused(fleet: paceline.Fleet) -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(3)
+
+    with pytest.raises(ValueError, match="needs a dataset with a length, so that every sample counts once"):
+        fleet.evaluate(lambda x: {}, Stream())
+
+
+def test_agreeing_alone_is_having_ones_own_way(fleet: paceline.Fleet) -> None:
+    assert fleet.agree(True) is True
+    assert fleet.agree(False) is False

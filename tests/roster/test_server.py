@@ -1,0 +1,471 @@
+"""The roster and its members over real sockets, in one process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import CallMismatch, FleetError
+from paceline.roster import Generation, Member, RunOver, Steward, wire
+from paceline.roster import client as member
+from paceline.roster import server as steward
+from paceline.roster import silence_limit as patience
+from paceline.roster import timeouts as minding
+from paceline.roster.handshake import Door, knock
+from ports import own_port
+
+TOKEN = "a token"
+FACTS = {"host": "here", "device": "cpu", "pid": 1}
+
+
+class Watch:
+    """A member, and whether it has heard that its generation was over."""
+
+    def __init__(self, address: str, slot: int, *, token: str = TOKEN) -> None:
+        self.over = threading.Event()
+        name = f"here/{slot}"
+        self.member = Member(address, token=token, name=name, facts=FACTS, on_over=lambda number: self.over.set())
+
+
+class House:
+    """A roster and its members; whatever is made here is closed in the end."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.happened: list[tuple[str, dict[str, Any]]] = []
+        self.news = threading.Condition()
+        self.settings = {"minimum": 1, "maximum": 8, "token": TOKEN, **settings}
+        self.watches: list[Watch] = []
+        self.pool = ThreadPoolExecutor(16)
+        self.steward = self.open()
+
+    def open(self) -> Steward:
+        one = Steward(observe=self._note, **self.settings)
+        one.start()
+        return one
+
+    def _note(self, kind: str, data: dict[str, Any]) -> None:
+        with self.news:
+            self.happened.append((kind, data))
+            self.news.notify_all()
+
+    def await_event(self, kind: str, within_s: float = 10.0) -> dict[str, Any]:
+        with self.news:
+            assert self.news.wait_for(lambda: any(one == kind for one, _ in self.happened), within_s), kind
+            return next(data for one, data in reversed(self.happened) if one == kind)
+
+    def come(self, slot: int, **more: Any) -> Watch:
+        self.watches.append(Watch(self.steward.address, slot, **more))
+        return self.watches[-1]
+
+    def ask(self, *watches: Watch, after: int, fresh: bool = False, orderly: bool = True) -> list[Future[Generation]]:
+        def one(watch: Watch) -> Generation:
+            return watch.member.next_generation(after=after, fresh=fresh, orderly=orderly)
+
+        return [self.pool.submit(one, watch) for watch in watches]
+
+    def begin(self, count: int) -> list[Watch]:
+        watches = [self.come(slot) for slot in range(count)]
+        self.steward.expect(0)
+        asked = self.ask(*watches, after=0, fresh=True)
+        assert {one.result(10).number for one in asked} == {1}
+        return watches
+
+    def close(self) -> None:
+        for watch in self.watches:
+            watch.member.close()
+        self.steward.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., House]]:
+    """The same rules, a few times faster; but nobody's time runs out unless a test says when."""
+    for where, name, seconds in (
+        (member, "BEAT_S", 0.05),
+        (member, "BUSY_S", 0.3),
+        (patience, "BEAT_S", 0.05),
+        (patience, "FLOOR_S", 60.0),
+        (patience, "CEILING_S", 60.0),
+        (minding, "RETURN_S", 60.0),
+        (steward, "PROVE_S", 60.0),
+    ):
+        monkeypatch.setattr(where, name, seconds)
+    made: list[House] = []
+
+    def make(**settings: Any) -> House:
+        made.append(House(**settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def puppet(house: House, slot: int, session: str = "a puppet") -> Door:
+    """A worker moved by hand, on a computer of which nothing is known."""
+    hello = {"name": f"here/{slot}", "session": session, "facts": FACTS, "process": [0, ""]}
+    more = {"generation": 0, "was": None, "returning": False}
+    return knock(wire.parse_address(house.steward.address), token=TOKEN, hello={**hello, **more})
+
+
+def say(door: Door, **message: Any) -> None:
+    door.socket.sendall(wire.encode(message))
+
+
+def await_message(door: Door, key: str) -> dict[str, Any]:
+    door.socket.settimeout(10)
+    while True:
+        for message in door.read():
+            if key in message:
+                return message
+
+
+def test_a_closed_connection_ends_the_generation_on_the_others_at_once(house: Callable[..., House]) -> None:
+    here = house()
+    watches = here.begin(4)
+    watches[3].member.close()
+    assert all(watch.over.wait(30) for watch in watches[:3])  # long before any silence or absence counts
+    second = here.ask(*watches[:3], after=1, orderly=False)
+    assert {one.result(10).workers for one in second} == {(0, 1, 2)}
+
+
+def test_what_the_launcher_saw_stands_in_the_next_generation(house: Callable[..., House]) -> None:
+    here = house()
+    watches = here.begin(2)
+    here.steward.died("here/1", "was killed by signal 9 (SIGKILL)")
+    assert watches[0].over.wait(30)
+    [second] = here.ask(watches[0], after=1, orderly=False)
+    assert [(gone.id, gone.text) for gone in second.result(10).left] == [(1, "was killed by signal 9 (SIGKILL)")]
+
+
+@pytest.mark.slow
+def test_a_silent_worker_is_dropped_and_told_so_when_it_wakes(
+    house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = house(expect=2)
+    first = here.come(0)
+    frozen = puppet(here, 1)
+    asked = here.ask(first, after=0, fresh=True)
+    say(frozen, ready=[0, True, True])
+    assert asked[0].result(10).workers == (0, 1)
+    await_message(frozen, "generation")
+    monkeypatch.setattr(patience, "FLOOR_S", 0.6)
+    assert first.over.wait(30)  # not a word from the other one
+    [second] = here.ask(first, after=1, orderly=False)
+    [gone] = second.result(10).left
+    assert gone.id == 1
+    assert gone.text.endswith("(frozen, or its network is cut)")
+    say(frozen, beat=1, generation=1, doing="step 7", begun=7, spots={})
+    assert await_message(frozen, "dropped") == {"dropped": 1}
+    frozen.close()
+
+
+def test_a_newcomer_is_announced_and_enters_at_the_boundary(house: Callable[..., House]) -> None:
+    here = house()
+    watches = here.begin(2)
+    newcomer = here.come(5)
+    assert newcomer.member.running
+    entering = here.ask(newcomer, after=0, fresh=True)
+    until = time.monotonic() + 30
+    while not all(watch.member.news for watch in watches):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    here.ask(*watches, after=1)
+    second = entering[0].result(10)
+    assert (second.workers, second.fresh, second.orderly) == ((0, 1, 5), (5,), True)
+    assert not newcomer.member.news
+
+
+def test_a_run_that_has_ended_says_so_to_those_who_wait_and_those_who_come(house: Callable[..., House]) -> None:
+    here = house()
+    watches = here.begin(2)
+    waiting = here.ask(here.come(2), after=0, fresh=True)
+    for watch in watches:
+        watch.member.leave("finished")
+    with pytest.raises(RunOver, match="the run has ended"):
+        waiting[0].result(10)
+    here.await_event("finished")
+    assert here.steward.snapshot()["finished"]
+    with pytest.raises(RunOver, match="the run has ended"):
+        here.come(3)
+    assert not any(watch.over.is_set() for watch in watches)
+
+
+def test_an_error_that_ends_one_worker_is_quoted_to_the_others(house: Callable[..., House]) -> None:
+    here = house()
+    watches = here.begin(2)
+    watches[1].member.leave("ValueError: no such file")
+    assert watches[0].over.wait(30)
+    [second] = here.ask(watches[0], after=1, orderly=False)
+    assert [(gone.id, gone.text) for gone in second.result(10).left] == [(1, "ValueError: no such file")]
+
+
+def test_a_worker_that_was_asked_to_leave_disturbs_nobody_and_is_quoted(house: Callable[..., House]) -> None:
+    here = house()
+    watches = here.begin(2)
+    watches[1].member.leave("left (SIGTERM)")
+    [second] = here.ask(watches[0], after=1)
+    assert [(gone.id, gone.text) for gone in second.result(10).left] == [(1, "left (SIGTERM)")]
+    assert not watches[0].over.is_set()
+
+
+def test_a_wrong_token_is_refused_and_noted(house: Callable[..., House]) -> None:
+    here = house()
+    with pytest.raises(FleetError, match="does not know this run's token"):
+        here.come(0, token="another token")
+    assert here.await_event("refused")["kind"] == "token"
+    assert here.come(0).member.id == 0
+
+
+def test_a_stranger_who_trusts_any_roster_is_refused_all_the_same(house: Callable[..., House]) -> None:
+    here = house()
+    with socket.create_connection(wire.parse_address(here.steward.address), timeout=30) as stranger:
+        lines = stranger.makefile("rb")
+        theirs, mine = json.loads(lines.readline())["challenge"], wire.challenge()
+        stranger.sendall(wire.encode({"challenge": mine, "proof": wire.proof("guessed", "worker", theirs, mine)}))
+        assert json.loads(lines.readline())["refused"] == "token"
+        assert lines.readline() == b"", "and not a word more"
+    assert here.await_event("refused")["kind"] == "token"
+
+
+def test_a_worker_does_not_trust_a_roster_without_the_token() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def pretend() -> None:
+        connection, _ = server.accept()
+        with connection, connection.makefile("rwb") as file:
+            file.write(wire.encode({"paceline": wire.VERSION, "challenge": "c"}))
+            file.flush()
+            file.readline()
+            file.write(wire.encode({"proof": "made up"}))
+            file.flush()
+
+    threading.Thread(target=pretend, daemon=True).start()
+    with server, pytest.raises(FleetError, match="it is not this run's roster"):
+        Watch(f"127.0.0.1:{server.getsockname()[1]}", 0)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\x00\xff" * 200, b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"challenge": 1}\n', b"{" * 900 + b"\n", b"x" * 100_000],
+)
+def test_garbage_before_the_proof_disturbs_nobody(
+    house: Callable[..., House], garbage: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steward, "PROVE_S", 0.4)
+    here = house()
+    address = wire.parse_address(here.steward.address)
+    with socket.create_connection(address, timeout=30) as stranger, suppress(ConnectionError):
+        stranger.sendall(garbage)
+        while stranger.recv(65536):
+            pass
+    here.begin(1)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b'{"hello": 3}\n',
+        b'{"hello": {"name": "", "session": "s", "facts": {}, "process": [0, ""], "generation": 0}}\n',
+        b'{"hello": {"name": "n", "session": "s", "facts": [], "process": [0, ""], "generation": 0}}\n',
+        b'{"hello": {"name": "n", "session": "s", "facts": {}, "process": [0, ""], "generation": 1, "was": {}}}\n',
+        b'{"x": "' + b"x" * 70_000 + b'"}\n',
+    ],
+)
+def test_nonsense_from_one_who_knows_the_token_disturbs_nobody(house: Callable[..., House], message: bytes) -> None:
+    here = house()
+    watches = here.begin(2)
+    with socket.create_connection(wire.parse_address(here.steward.address)) as stranger:
+        door = Door(stranger)
+        theirs = str(door.answer()["challenge"])
+        say(door, challenge="mine", proof=wire.proof(TOKEN, "worker", theirs, "mine"))
+        door.answer()
+        stranger.sendall(message)
+        assert here.await_event("refused")["kind"] == "garbled"
+    assert not any(watch.over.is_set() for watch in watches)
+
+
+@pytest.mark.parametrize("nonsense", [{"ready": 1}, {"ready": ["a", 1, 1]}, {"beat": 1}, {"beat": 1, "spots": []}])
+def test_nonsense_from_a_worker_costs_it_its_connection_alone(
+    house: Callable[..., House], nonsense: dict[str, Any]
+) -> None:
+    here = house()
+    watches = here.begin(1)
+    door = puppet(here, 1)
+    say(door, **nonsense)
+    assert here.await_event("refused")["kind"] == "garbled"
+    door.close()
+    assert not watches[0].over.is_set()
+
+
+def test_one_who_says_nothing_is_shown_the_door(house: Callable[..., House], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steward, "PROVE_S", 0.4)
+    here = house()
+    address = wire.parse_address(here.steward.address)
+    with socket.create_connection(address, timeout=30) as loris, suppress(ConnectionError):
+        for _ in range(3):
+            loris.sendall(b" ")
+            time.sleep(0.05)
+        while loris.recv(4096):
+            pass
+
+
+def test_a_crowd_of_strangers_does_not_keep_a_worker_out(house: Callable[..., House]) -> None:
+    here = house()
+    address = wire.parse_address(here.steward.address)
+    crowd = [socket.create_connection(address) for _ in range(steward.UNPROVEN + 20)]
+    here.begin(1)
+    for stranger in crowd:
+        stranger.close()
+
+
+def test_a_name_in_use_is_refused_in_words(house: Callable[..., House]) -> None:
+    here = house()
+    here.begin(1)
+    with pytest.raises(FleetError, match="another process is there as 'here/0'"):
+        here.come(0)
+
+
+def test_a_full_fleet_is_refused_in_words(house: Callable[..., House]) -> None:
+    here = house(maximum=1)
+    here.begin(1)
+    with pytest.raises(FleetError, match="the fleet is full: 1 of at most 1"):
+        here.come(1)
+
+
+@pytest.mark.slow
+def test_the_fleet_outlives_its_roster_and_goes_on_with_the_next(house: Callable[..., House], tmp_path: Path) -> None:
+    here = house(state=tmp_path / "roster.json", port=own_port())
+    watches = here.begin(3)
+    here.steward.close()
+    assert not any(watch.over.wait(0.2) for watch in watches)
+    here.steward = here.open()
+    until = time.monotonic() + 30
+    while not all(watch.member.news for watch in watches):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert not any(watch.over.is_set() for watch in watches)
+    second = [one.result(10) for one in here.ask(*watches, after=1)]
+    assert {(one.number, one.workers, one.fresh) for one in second} == {(2, (0, 1, 2), ())}
+
+
+@pytest.mark.slow
+def test_a_member_that_died_while_the_roster_was_away_is_lost_after_a_while(
+    house: Callable[..., House], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(minding, "RETURN_S", 1.0)
+    here = house(state=tmp_path / "roster.json", port=own_port())
+    watches = here.begin(2)
+    here.steward.close()
+    watches[1].member.close()
+    here.steward = here.open()
+    assert watches[0].over.wait(30)
+    [second] = here.ask(watches[0], after=1, orderly=False)
+    assert [(gone.id, gone.text) for gone in second.result(10).left] == [
+        (1, "did not come back after the roster's restart")
+    ]
+
+
+def test_a_request_made_while_the_roster_is_away_is_answered_by_the_next(
+    house: Callable[..., House], tmp_path: Path
+) -> None:
+    here = house(state=tmp_path / "roster.json", port=own_port())
+    watches = here.begin(2)
+    here.steward.close()
+    asked = here.ask(*watches, after=1)
+    here.steward = here.open()
+    assert {one.result(30).number for one in asked} == {2}
+
+
+def test_a_torn_state_file_is_explained(tmp_path: Path) -> None:
+    state = tmp_path / "roster.json"
+    state.write_text('{"version": 1, "numb')
+    with pytest.raises(ValueError, match="move it away to begin anew"):
+        Steward(minimum=1, maximum=2, token=TOKEN, state=state)
+
+
+@pytest.mark.parametrize(("minimum", "maximum", "token"), [(0, 3, "t"), (8, 2, "t"), (1, 2, "")])
+def test_bad_settings_are_explained(minimum: int, maximum: int, token: str) -> None:
+    with pytest.raises(ValueError, match=r"1 <= minimum <= maximum|needs a token"):
+        Steward(minimum=minimum, maximum=maximum, token=token)
+
+
+def test_calls_that_can_never_meet_end_the_run_for_everybody(house: Callable[..., House]) -> None:
+    here = house()
+    watches = here.begin(2)
+    watches[0].member.report(doing="step 3", begun=3, spots={"calls": (9, "the round of step 3", True)})
+    watches[1].member.report(doing="saving", begun=3, spots={"calls": (9, "fleet.save()", True)})
+    for watch in watches:
+        assert watch.over.wait(10)
+        assert isinstance(watch.member.failure, CallMismatch)
+        assert "worker 0 (cpu) called the round of step 3, but worker 1 (cpu) called fleet.save()" in str(
+            watch.member.failure
+        )
+        with pytest.raises(CallMismatch):
+            watch.member.next_generation(after=1, fresh=False, orderly=False)
+
+
+def test_whoever_waits_is_told_for_whom(
+    house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("paceline.roster.calls.NAG_S", (0.1, 50.0))
+    here = house()
+    watches = here.begin(2)
+    with caplog.at_level(logging.WARNING, logger="paceline"):
+        watches[0].member.report(doing="step 41", begun=41, spots={"calls": (9, "the round of step 41", True)})
+        watches[1].member.report(doing="its own code after step 40", begun=40, spots={"calls": (8, "before", False)})
+        until = time.monotonic() + 30
+        while "waiting for worker 1 (its own code after step 40)" not in caplog.text:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+def _stay(address: str, told: Any) -> None:
+    watch = Watch(address, 1)
+    watch.member.next_generation(after=0, fresh=True, orderly=True)
+    told.put(os.getpid())
+    watch.over.wait(30)
+    told.put(watch.member.dropped)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks at processes through /proc")
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_real_process_that_is_stopped_or_killed_is_noticed(
+    house: Callable[..., House], how: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = house(expect=2)
+    context = multiprocessing.get_context("fork")
+    told: Any = context.SimpleQueue()
+    child = context.Process(target=_stay, args=(here.steward.address, told))
+    child.start()
+    first = here.come(0)
+    assert here.ask(first, after=0, fresh=True)[0].result(10).workers == (0, 1)
+    pid = told.get()
+    try:
+        os.kill(pid, how)
+        if how == signal.SIGSTOP:
+            monkeypatch.setattr(patience, "FLOOR_S", 0.6)
+        assert first.over.wait(30)
+        [second] = here.ask(first, after=1, orderly=False)
+        text = second.result(10).left[0].text
+        assert ("was silent for" in text) == (how == signal.SIGSTOP)
+        if how == signal.SIGSTOP:
+            os.kill(pid, signal.SIGCONT)
+            assert told.get()
+    finally:
+        child.kill()
+        child.join(10)
