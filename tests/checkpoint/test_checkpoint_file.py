@@ -127,7 +127,7 @@ def test_writing_holds_no_copy_of_the_whole(tmp_path: Path) -> None:
     script = """
 import resource, sys, torch
 from pathlib import Path
-from paceline import sealing
+from paceline.checkpoint import file as sealing
 content = {"weights": torch.zeros(1 << 24)}
 content["weights"][:] = 1
 sealing.write(Path(sys.argv[1]) / "small", {"weights": torch.ones(10)})

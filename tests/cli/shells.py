@@ -12,13 +12,13 @@ import paceline
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 TIMES = {
-    "GRACE_S": "launch",
-    "INTERRUPT_GRACE_S": "crew",
-    "LEAVE_S": "supervise",
-    "FIRST_S": "slots",
-    "SOON_S": "supervise",
-    "HOLD_S": "voices",
-    "PARTIAL_S": "voices",
+    "GRACE_S": "fixed",
+    "INTERRUPT_GRACE_S": "processes",
+    "LEAVE_S": "elastic",
+    "FIRST_S": "restarts",
+    "SOON_S": "elastic",
+    "HOLD_S": "output",
+    "PARTIAL_S": "output",
 }
 """How patient the launcher is, and in which of its modules that stands."""
 
@@ -39,7 +39,7 @@ class Shell:
         """The command with these arguments; those of `TIMES` in the environment replace the launcher's own, and
         ``program``, a file here, the command itself. ``ignoring`` these signals, as under nohup or after &."""
         patch = "".join(
-            f"import paceline.cli.{module} as module; module.{name} = {environment.pop(name)}; "
+            f"import paceline.launcher.{module} as module; module.{name} = {environment.pop(name)}; "
             for name, module in TIMES.items()
             if name in environment
         )
