@@ -21,9 +21,11 @@ from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint import file as sealing
 from paceline.checkpoint.autosave import Autosaver, Schedule
 from paceline.combine import Gradients
-from paceline.combine.averaging.local import LocalSteps
+from paceline.combine.averaging.combine import AveragingCombine
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
+from paceline.combine.base import Combine
 from paceline.combine.choose import check_combine, failures_from_env, make_combine
+from paceline.combine.gradients.combine import GradientCombine
 from paceline.combine.gradients.scaling import give_back
 from paceline.combine.gradients.second_order import needs_graph
 from paceline.combine.gradients.varying import VaryingCount
@@ -35,13 +37,15 @@ from paceline.feed.overlap import overlapped
 from paceline.loop import evaluate as evaluating
 from paceline.loop import gather as gathering
 from paceline.loop import replicas, schedules
+from paceline.loop.context import LoopContext
 from paceline.loop.hooks import hooks_text
 from paceline.loop.membership import Members
-from paceline.loop.memory import Guard
+from paceline.loop.memory import Guard, shrink
 from paceline.loop.passes import Passes, Place, told_from_json
 from paceline.loop.resume import LOOPS, Resume, told_again
 from paceline.loop.steps import Steps
 from paceline.loop.tracking import Tracked
+from paceline.loop.training_state import Books
 from paceline.loop.values import Values
 from paceline.observe.exports.trackers import Trackers
 from paceline.pace import Pacer, may_set_deadlines
@@ -306,7 +310,7 @@ class Fleet:
         finally:
             self._at_the_end.close()
             if self._steps is not None:
-                self._steps.await_proxy()
+                self._steps.combine.wait_for_threads()
             if self._autosaver is not None:
                 self._autosaver.close()
             self._trackers.close()
@@ -488,7 +492,7 @@ class Fleet:
         gradients.varying = varying
         try:
             steps = self._new_steps(source, settings, order, whole, gradients, ahead, sizes, place)
-            steps.alike = len(set(devices_there)) == 1
+            steps.loop.alike = len(set(devices_there)) == 1
             self._follow_members(steps, ahead=source.ahead * settings.micro_batch, agreed=facts)
             self._go_on(steps)
         except BaseException:
@@ -539,56 +543,79 @@ class Fleet:
         place: Place,
     ) -> Steps:
         compiled = any(is_compiled(model) for model in self._models)
-        local: dict[str, Any] = {}
+        lengths: Sequence[int] = ()
         if not isinstance(self.combine, str):
             if source.batched:
                 raise ValueError(
                     f'combine="{self.combine.name}" weighs workers by samples, and a batch_sampler deals batches: '
                     'use combine="gradients", or a DataLoader with batch_size'
                 )
-            local = {"combine": self.combine, "models": self._models, "failures": self._failures, "lengths": ()}
-            local["first_round"] = self._steps_so_far("round")
             part = getattr(self.combine, "overlap", 0.0) if isinstance(self.combine, ElasticAverage) else 0.0
             if part:
                 if order is not None or source.length is None:
                     raise ValueError("an overlap deals the dataset in an order of its own: leave order= out")
                 mixed: Any = overlapped(source.length, workers=self.size, part=part, seed=place.seed(self.seed))
-                order, local["lengths"] = mixed
-        kind: Any = LocalSteps if local else Steps
-        steps: Steps = kind(
-            **local,
-            transport=self._transport,
-            pacer=self.pacer,
-            gradients=gradients,
-            dealing=make_dealing(
-                source,
-                settings,
-                order=order,
-                seed=place.seed(self.seed),
-                rank=self.rank,
-                size=self.size,
-                ahead=ahead,
-                identity=self._identity,
-                epoch=place.first_epoch,
-            ),
-            settings=settings,
-            unit=max(sizes) if (compiled if whole is None else whole) else 1,
-            avoid_singles=not source.batched and any(has_batch_norm(model) for model in self._models),
+                order, lengths = mixed
+        dealing = make_dealing(
+            source,
+            settings,
+            order=order,
             seed=place.seed(self.seed),
+            rank=self.rank,
+            size=self.size,
+            ahead=ahead,
+            identity=self._identity,
+            epoch=place.first_epoch,
+        )
+        unit = max(sizes) if (compiled if whole is None else whole) else 1
+        avoid_singles = not source.batched and any(has_batch_norm(model) for model in self._models)
+        dealing.smallest = 2 if avoid_singles else 1
+        first_index = self._steps_so_far("step")
+        loop = LoopContext(
+            transport=self._transport,
+            books=Books(
+                transport=self._transport,
+                pacer=self.pacer,
+                dealing=dealing,
+                settings=settings,
+                unit=unit,
+                avoid_singles=avoid_singles,
+                history=self._history,
+                first_index=first_index,
+                first_epoch=place.first_epoch,
+                observe=self._witness.event,
+            ),
+            gradients=gradients,
+            dealing=dealing,
+            settings=settings,
+            place=place,
             device=self.device,
             machine=self.machine,
+            seed=place.seed(self.seed),
             nonfinite=self.nonfinite,
-            history=self._history,
-            first_index=self._steps_so_far("step"),
-            place=place,
+            tracking=self._tracking,
             observe=self._witness.event,
             repair=self._make_equal,
-            tracking=self._tracking,
             snapshot=self._replica,
             restore=lambda state: self._put_back(Path("a peer's state"), state),
+            whole=unit > 1,
+            first=first_index,
         )
+        combine: Combine = (
+            GradientCombine(loop)
+            if isinstance(self.combine, str)
+            else AveragingCombine(
+                loop,
+                self.combine,
+                models=self._models,
+                failures=self._failures,
+                lengths=lengths,
+                first_round=self._steps_so_far("round"),
+            )
+        )
+        steps = Steps(loop, combine)
         self._learn(steps)
-        steps.dataset_length, steps.at_boundary = source.length, self._at_boundary
+        steps.dataset_length, steps.loop.at_boundary = source.length, lambda: self._at_boundary(steps)
         if source.length is not None and source.batch_size is not None:
             steps.micro_batches = settings.epochs * -(-source.length // source.batch_size)
         if isinstance(steps.dealing, FromBatches):
@@ -612,9 +639,9 @@ class Fleet:
         for name, thing in self._tracking.things.items():
             if isinstance(thing, LRScheduler) and steps.dataset_length is not None:
                 schedules.check_length(name, thing, steps=steps.most, micro_batches=steps.micro_batches)
-        if steps.hands_over_state or len(self._passes.lengths) < 2:
+        if steps.combine.hands_over_state or len(self._passes.lengths) < 2:
             self._tracking.note_averages()
-        if steps.hands_over_state:
+        if steps.combine.hands_over_state:
             self._check_tracked(steps)
 
     def _refuse_begun_anew(self, steps: Steps) -> None:
@@ -630,11 +657,11 @@ class Fleet:
 
     def _check_tracked(self, steps: Steps) -> None:
         self._refuse_begun_anew(steps)
-        if not steps.hands_over_state:
+        if not steps.combine.hands_over_state:
             return
         missing = self._tracking.missing(optimizers=self._elastic is None)
         # Of an optimiser that has not stepped yet nobody knows whether it will: then a copy is not safe.
-        steps.copyable = not missing
+        steps.loop.copyable = not missing
         if missing and self._elastic is not None:
             raise MisuseError(
                 "a worker that joins could not take over the state of what is not tracked: call "
@@ -666,7 +693,7 @@ class Fleet:
             return
         shapes = blake2b(repr([replicas.shape_of(model) for model in self._models]).encode(), digest_size=16)
         own = {"pace": self.pacer.name, "combine": repr(self.combine), "the models' shapes": shapes.hexdigest()}
-        steps.members = Members(
+        steps.loop.members = Members(
             self._elastic,
             steps,
             ahead=ahead,
@@ -680,7 +707,7 @@ class Fleet:
     def _learn(self, steps: Steps) -> None:
         """Where the pacer's forecast learns, the leader of the moment lets it."""
         self._learner = self._learner or self._make_learner()
-        steps.learn_with(self._learner.after if self._learner is not None else None)
+        steps.books.learn = self._learner.after if self._learner is not None else None
 
     def _save_last(self, steps: Steps) -> None:
         """This worker leaves: where automatic saving is on and it leads, the others may all be gone soon too."""
@@ -706,11 +733,11 @@ class Fleet:
         for guard in self._guards:
             guard.remove()
         emulated = self.machine.check_memory if self.machine and self.machine.memory_samples else None
-        if not steps.auto and emulated is None:
+        if not steps.settings.auto and emulated is None:
             self._guards = []
             return
-        shrink = (lambda samples: steps.shrink(samples, again=False)) if steps.auto else None
-        self._guards = [Guard(model, enter=emulated or (lambda samples: None), shrink=shrink) for model in self._models]
+        halve = (lambda samples: shrink(steps.loop, samples, again=False)) if steps.settings.auto else None
+        self._guards = [Guard(model, enter=emulated or (lambda samples: None), shrink=halve) for model in self._models]
 
     # -- together --------------------------------------------------------------------------------------------------
 
@@ -838,7 +865,7 @@ class Fleet:
 
     def _speeds(self) -> tuple[int, ...]:
         """In proportion to which work is dealt outside the steps: the last full shares, or equal parts."""
-        shares = self._steps.full_shares if self._steps is not None else ()
+        shares = self._steps.loop.full_shares if self._steps is not None else ()
         return shares if any(shares) else (1,) * self.size
 
     def agree(self, flag: bool) -> bool:
@@ -918,7 +945,7 @@ class Fleet:
 
     @contextmanager
     def _shown_content(self, extra: Any) -> Iterator[dict[str, Any]]:
-        with self._steps.shown() if self._steps is not None else nullcontext():
+        with self._steps.combine.shown() if self._steps is not None else nullcontext():
             yield self._content(extra() if callable(extra) else extra)
 
     def _at_boundary(self, steps: Steps) -> None:
@@ -1077,7 +1104,7 @@ class Fleet:
         if resume is not None and steps is not None:
             self._go_on(steps)
         if self._steps is not None and self._steps.begun:
-            self._steps.models_were_set()
+            self._steps.combine.models_were_set()
         self._witness.event("load", {"step": (content["steps"] or {}).get("step", 0), "path": str(path)})
         return content["extra"]
 

@@ -70,6 +70,11 @@ class Plan(_Json):
         """Samples dealt to the whole fleet."""
         return sum(self.samples)
 
+    @property
+    def bounded(self) -> bool:
+        """Whether the round closes without everybody."""
+        return self.deadline_s is not None or self.wait_for is not None
+
 
 @dataclass(frozen=True)
 class StepRecord(_Json):

@@ -14,8 +14,8 @@ from exact_cases import Net, Tokens
 from torch import nn
 
 import paceline
-from paceline.deadline import proxy
-from paceline.loop import steps as loop
+from paceline.deadline import catch_up
+from paceline.loop import rounds
 from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
 from paceline.transport.small_sums import StarSum
@@ -99,7 +99,7 @@ class Stalls:
 
 def bound_kept_sums(case: dict[str, Any]) -> None:
     """Let the workers named in ``case`` keep so many bytes of sums of rounds that they have yet to take over."""
-    proxy.MOST_BYTES = case.get("most_bytes", {}).get(os.environ.get("RANK"), proxy.MOST_BYTES)
+    catch_up.MOST_BYTES = case.get("most_bytes", {}).get(os.environ.get("RANK"), catch_up.MOST_BYTES)
 
 
 def ask_late_for_sums(case: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     """One training; ``case`` says how, and the result is what this worker saw."""
     bound_kept_sums(case)
     ask_late_for_sums(case)
-    loop.FINGERPRINT_EVERY = case.get("fingerprint_every", loop.FINGERPRINT_EVERY)
+    rounds.COMPARE_EVERY = case.get("fingerprint_every", rounds.COMPARE_EVERY)
     pace = Deadline(**case.get("pace", {})) if not isinstance(case.get("pace"), str) else case["pace"]
     device = None if case.get("gpu") else "cpu"
     with paceline.join(pace, quiet=True, device=device, seed=case.get("seed", 0)) as fleet:

@@ -68,8 +68,9 @@ def score(model: nn.Module, begin: Any, x: torch.Tensor, y: torch.Tensor) -> dic
 
 def haunt(ghost: Ghost, steps: Any) -> None:
     """Points inside the engine: before a round, between its two sums, after it, and around a newcomer's state."""
-    merging, members = steps._merging, steps.members
-    write, part, take, give, taking = steps._write_round, merging.part, merging.take, members.give, members.take
+    periods, members = steps.combine.periods, steps.members
+    merging = periods.merging
+    write, part, take, give, taking = periods._write_round, merging.part, merging.take, members.give, members.take
 
     def before_round(*args: Any) -> Any:
         ghost.at("before round", steps.rounds)
@@ -91,14 +92,14 @@ def haunt(ghost: Ghost, steps: Any) -> None:
         ghost.at("taking", 0)
         return taking(*args)
 
-    steps._write_round, merging.part, merging.take = before_round, in_round, after_round
+    periods._write_round, merging.part, merging.take = before_round, in_round, after_round
     members.give, members.take = giving, taken
     _lose_the_second_sum(ghost, steps)
 
 
 def _lose_the_second_sum(ghost: Ghost, steps: Any) -> None:
     """A leader that dies when the second worker has a round's result and the third has not."""
-    transport, start = steps._transport, steps._transport._start_sum
+    transport, start = steps.loop.transport, steps.loop.transport._start_sum
 
     def start_sum(tensor: torch.Tensor) -> Any:
         star = start(tensor)

@@ -155,7 +155,7 @@ def leave_and_begin_again(case: dict[str, Any]) -> dict[str, Any]:
             step.commit(optimizer)
             told.append([step.index, step.epoch, step.record.ranges])
         agreed = fleet.agree(False)
-    seconds, proxy_lives = time.monotonic() - began, steps._proxy._thread.is_alive()
+    seconds, proxy_lives = time.monotonic() - began, steps.combine._deadlines.proxy._thread.is_alive()
     return {
         "parameters": flat(model),
         "steps": told,

@@ -127,7 +127,7 @@ def one_step(fleet: list[Books], clock: Clock) -> Turn:
     turn = turns[0]
     assert sum(turn.shares) <= (fleet[0].dealing.remaining or 0)
     done, closed_s = clock.work(turn.shares, deadline_s=turn.plan.deadline_s, wait_for=turn.plan.wait_for)
-    while turn.bounded and turn.last and sum(done) < turn.dealt:
+    while turn.plan.bounded and turn.last and sum(done) < turn.dealt:
         done = _lap(fleet, turns, done, clock)
     header = Header(Layout(len(fleet), 0, 0))
     if turn.next_plan is not None:
@@ -142,13 +142,13 @@ def one_step(fleet: list[Books], clock: Clock) -> Turn:
         samples=tuple(done),
         seconds=seconds,
         micro_batches=tuple(-(-count // MICRO_BATCH) for count in done),
-        unfinished_s=tuple(max(0.0, closed_s - own) for own in seconds) if turn.bounded else (),
+        unfinished_s=tuple(max(0.0, closed_s - own) for own in seconds) if turn.plan.bounded else (),
         deadline_s=turn.plan.deadline_s,
         wait_for=turn.plan.wait_for,
         wall_s=closed_s,
     )
     for books, own in zip(fleet, turns, strict=True):
-        books.close(own, header, record)
+        books.close(own, header, record, by_deadline=turn.plan.bounded)
     return turn
 
 
@@ -255,7 +255,7 @@ def test_a_step_with_a_deadline_keeps_the_books_from_before_it_for_a_loop_that_s
     turn.start(0.0)
     before = books.state_dict()
     record = StepRecord(step=0, epoch=0, generation=0, workers=(0,), planned=(8,), samples=(8,), seconds=(1.0,))
-    books.close(turn, Header(Layout(1, 0, 0)), record)
+    books.close(turn, Header(Layout(1, 0, 0)), record, by_deadline=bounded)
     assert books.state_dict() != before
     assert turn.before == (before if bounded else None), "even where the loop had begun the step"
 
@@ -290,10 +290,10 @@ def test_after_replicas_differed_the_next_step_waits_for_everybody_and_deals_no_
         step=0, epoch=0, generation=0, workers=(0, 1), planned=(10, 10), samples=(5, 5), seconds=(1.0, 1.0)
     )
     for books, turn in zip(fleet, turns, strict=True):
-        books.close(turn, header, record)
+        books.close(turn, header, record, by_deadline=turn.plan.bounded)
         assert books.plan is not None
         after = books.open(books.plan)
-        assert (after.bounded, after.compare, after.shares) == (False, True, (5, 5))
+        assert (after.plan.bounded, after.compare, after.shares) == (False, True, (5, 5))
         assert replace(after.plan, samples=()).deadline_s is None
 
 

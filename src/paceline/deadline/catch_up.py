@@ -1,4 +1,8 @@
-"""Copies of this worker's state, promised in a round to workers that are far behind, and sent between two steps."""
+"""Catching up: rounds that a late loop has yet to take over, and copies of a peer's state for one that is far behind.
+
+What is kept for a late loop is bounded. Beyond that its worker asks, in a round, for a copy of a peer's state; the
+first worker that was in time promises one, and sends it between two steps of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,109 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from paceline.deadline.proxy import give, peer_to_copy
+from paceline.combine import Header
+from paceline.errors import GenerationOver
 from paceline.loop.step_state import Turn
 from paceline.transport import Transport
 
+MOST_BYTES = 512 << 20
+"""Sums of rounds kept for a late loop."""
 GIVING_S = 30.0
 
 
-class Copies:
-    """Who was promised one, and those on their way."""
+class Backlog:
+    """The turns that are over and that the user's loop has yet to take over, or a copy in their place."""
+
+    def __init__(self, transport: Transport, changed: threading.Condition, copyable: Callable[[], bool]) -> None:
+        """``changed``: the lock of the training's state. ``copyable``: whether a copy would hold everything that has
+        state."""
+        self._transport, self._changed, self._copyable = transport, changed, copyable
+        self._kept: list[Turn] = []
+        self.copied: Copy | None = None
+        """A peer's state, on its way or here: the user's loop takes it over instead of the turns up to it."""
+        self.wants_copy = False
+
+    def keep(self, turn: Turn) -> None:
+        self._kept.append(turn)
+        if turn.header is not None and self.wants_copy:
+            giver = peer_to_copy(turn.header)
+            if giver is not None:
+                self.wants_copy = False
+                self.copied = Copy(self._transport, giver, turn.index, self._came)
+
+    def taken_over(self, turn: Turn) -> None:
+        """The user's loop has committed a turn."""
+        with self._changed:
+            if turn in self._kept:
+                self._kept.remove(turn)
+                self._changed.notify_all()
+
+    def _came(self, copy: Copy) -> None:
+        """A copy is here, so the turns up to it are not needed; or its giver declined, and they are."""
+        with self._changed:
+            if copy is not self.copied:  # it was forgotten meanwhile
+                return
+            copy.here = True
+            if copy.declined:
+                self.copied = None
+            for turn in [turn for turn in self._kept if turn.index <= copy.index and not copy.declined]:
+                turn.total = None
+                self._kept.remove(turn)
+            self._changed.notify_all()
+
+    def make_room(self, stopping: Callable[[], bool]) -> None:
+        """What a late loop has yet to take over is bounded: beyond that a copy of a peer's state replaces it or, where
+        the script does not track all that has state, the others wait for this worker."""
+        with self._changed:
+            if self._bytes() <= MOST_BYTES or (self.copied is not None and not self.copied.here):
+                return
+            if not self._copyable():
+                self._changed.wait_for(lambda: stopping() or self._bytes() <= MOST_BYTES)
+                return
+            self.wants_copy, self.copied = True, None
+
+    def forget_copy(self) -> None:
+        """Members changed: what was on its way will not come."""
+        if self.copied is not None and not self.copied.here:
+            self.copied = None
+
+    def _bytes(self) -> int:
+        return sum(turn.total.bytes for turn in self._kept if turn.total is not None)
+
+
+class Copy:
+    """A peer's state after a step, being received on a thread of its own."""
+
+    def __init__(self, transport: Transport, giver: int, index: int, came: Callable[[Copy], None]) -> None:
+        self.index, self.here = index, False
+        """The step that the state follows, and whether it has arrived."""
+        self.declined = False
+        """The giver cannot give it."""
+        self.error: BaseException | None = None
+        self.data = torch.empty(0, dtype=torch.uint8)
+        self._transport, self._giver, self._came = transport, giver, came
+        self._generation = transport.generation
+        threading.Thread(target=self._receive, name="paceline-copy", daemon=True).start()
+
+    def _receive(self) -> None:
+        size = torch.zeros(1, dtype=torch.int64)
+        try:
+            if self._transport.generation != self._generation:
+                raise GenerationOver("members changed")
+            self._transport.receive(size, self._giver, 2 * self.index)
+            self.declined = int(size) == 0
+            self.data = torch.empty(int(size), dtype=torch.uint8)
+            if not self.declined:
+                self._transport.receive(self.data, self._giver, 2 * self.index + 1)
+        except GenerationOver:  # it goes on by itself, or asks again
+            self.declined = True
+        except BaseException as error:
+            self.error = error
+        self._came(self)
+
+
+class Promises:
+    """Workers that were promised a copy of this worker's state, and copies on their way."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -38,8 +136,8 @@ class Copies:
         """This worker has no state that fits: those who asked go on by themselves, or ask again."""
         self._answer(torch.empty(0, dtype=torch.uint8))
 
-    def forget(self) -> None:
-        """Members changed: who waits for a copy was told, and asks again."""
+    def members_changed(self) -> None:
+        """Who waits for a copy was told, and asks again."""
         self._asked = {}
 
     def join(self) -> None:
@@ -50,6 +148,19 @@ class Copies:
     def _answer(self, data: torch.Tensor) -> None:
         for rank, index in self._asked.items():
             args = (self._transport, data, rank, index)
-            self._giving.append(threading.Thread(target=give, args=args, name="paceline-give", daemon=True))
+            self._giving.append(threading.Thread(target=_give, args=args, name="paceline-give", daemon=True))
             self._giving[-1].start()
         self._asked = {}
+
+
+def _give(transport: Transport, data: torch.Tensor, to: int, index: int) -> None:
+    """The other end of a `Copy`; no data: it is declined."""
+    transport.send(torch.tensor([data.numel()], dtype=torch.int64), to, 2 * index)
+    if data.numel():
+        transport.send(data, to, 2 * index + 1)
+
+
+def peer_to_copy(header: Header) -> int | None:
+    """Who gives its state to those that want one: the first worker that was in time; None when nobody was."""
+    able = np.flatnonzero((header.column("wants_state") == 0) & (header.column("behind") == 0))
+    return int(able[0]) if able.size else None

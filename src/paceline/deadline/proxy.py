@@ -17,9 +17,10 @@ import torch
 
 from paceline.combine import Gradients, Header
 from paceline.combine.gradients.gradients import Sum, recovered, sum_aside
+from paceline.deadline.catch_up import Backlog
 from paceline.deadline.side_stream import Beside
 from paceline.errors import Dropped, FleetError, GenerationOver
-from paceline.loop.step_state import Turn
+from paceline.loop.step_state import LoopPhase, RoundPhase, Turn
 from paceline.loop.training_state import Books
 from paceline.pace.shares import proportional
 from paceline.records import StepRecord
@@ -27,8 +28,6 @@ from paceline.transport import Elastic, Transport
 
 LISTEN_S = (0.001, 0.01)
 """Seconds between two looks for a signal of the others, at first and later."""
-MOST_BYTES = 512 << 20
-"""Sums of rounds kept for a late loop."""
 PATIENT = 1.2
 """A further lap of an epoch's last step may take so many times the expected seconds."""
 
@@ -52,18 +51,13 @@ class Proxy:
         header: WriteHeader,
         record: MakeRecord,
         opened: Callable[[Turn], None],
-        copyable: Callable[[], bool],
+        backlog: Backlog,
     ) -> None:
         self._transport, self._books, self._gradients = transport, books, gradients
         self._beside, self._landed = beside, landed
         self._header, self._record, self._opened = header, record, opened
         self.error: BaseException | None = None
-        self.copied: Copy | None = None
-        """A peer's state, on its way or here: the user's loop takes it over instead of the turns up to it."""
-        self._copyable = copyable
-        self._wanting = False
-        self._kept: list[Turn] = []
-        """Turns that are over and that the user's loop has yet to take over."""
+        self.backlog = backlog
         self._stopping = False
         self._entered = 0
         """Rounds and laps that this worker has gone into."""
@@ -92,7 +86,8 @@ class Proxy:
         """The user's loop has nothing more to do in this turn. True when another lap has more for it, which cannot be
         once it is ``gone`` from its micro-batches."""
         with self._books.changed:
-            turn.idle, turn.gone, turn.out, turn.busy_since = True, gone, False, None
+            turn.enter(LoopPhase.WAITING if gone else LoopPhase.DONE)
+            turn.busy_since = None
             self._books.changed.notify_all()
         wait_for = turn.plan.wait_for
         if wait_for is not None and self._transport.tally(self._name("arrived", turn)) == wait_for:
@@ -107,7 +102,7 @@ class Proxy:
         if turn.over or not turn.extra:
             return False
         self._books.dealing.take_up(turn.extra)
-        turn.idle, turn.extra = False, 0
+        turn.extra = 0
         return True
 
     def stop_together(self) -> None:
@@ -157,10 +152,10 @@ class Proxy:
                 lambda: (
                     self._stopping
                     or self._books.finished
-                    or (self._turn is not None and self._turn.bounded and not self._turn.over)
+                    or (self._turn is not None and self._turn.plan.bounded and not self._turn.over)
                 )
             )
-            mine = self._turn is not None and self._turn.bounded and not self._turn.over
+            mine = self._turn is not None and self._turn.plan.bounded and not self._turn.over
             return self._turn if mine and not self._books.finished else None
 
     def _await_begin(self, turn: Turn) -> None:
@@ -198,7 +193,7 @@ class Proxy:
             self._await_idle(turn)
         while turn.last and self._lap(turn):
             pass
-        self._make_room()
+        self.backlog.make_room(lambda: self._stopping)
         self._enter()
         self._keep_up()
         entered = time.perf_counter()
@@ -206,12 +201,12 @@ class Proxy:
         record = self._record(turn, header, entered)
         with self._books.changed:
             turn.header, turn.total = header, mine
-            self._keep(turn)
-            self._books.note(self._books.close(turn, header, record))
+            self.backlog.keep(turn)
+            self._books.note(self._books.close(turn, header, record, by_deadline=True))
         if turn.ends_epoch and not self._books.finished:
             self._agree_on_order()
         with self._books.changed:
-            turn.over = True
+            turn.enter(RoundPhase.OVER)
             if self._books.plan is not None and not self._books.finished:  # else the leader hands a plan round
                 self._turn = self._books.open(self._books.plan)
                 self._opened(self._turn)
@@ -284,56 +279,12 @@ class Proxy:
         """Nothing joins any more: what this worker brings to the round."""
         with self._books.changed:
             self._landed(turn)
-            turn.closed = True
+            turn.enter(RoundPhase.CLOSED)
             counts = turn.began is not None and (turn.plan.wait_for is None or turn.idle or turn.last)
             mine = self._gradients.close(turn.work.samples) if counts else self._gradients.nothing()
             header = self._header(turn, counts, mine.finite)
-            header.write(self._transport.rank, wants_state=self._wanting)
+            header.write(self._transport.rank, wants_state=self.backlog.wants_copy)
             return header, mine
-
-    # -- far behind ------------------------------------------------------------------------------------------------
-
-    def taken_over(self, turn: Turn) -> None:
-        """The user's loop has committed a turn."""
-        with self._books.changed:
-            if turn in self._kept:
-                self._kept.remove(turn)
-                self._books.changed.notify_all()
-
-    def _keep(self, turn: Turn) -> None:
-        self._kept.append(turn)
-        if turn.header is not None and self._wanting:
-            giver = peer_to_copy(turn.header)
-            if giver is not None:
-                self._wanting = False
-                self.copied = Copy(self._transport, giver, turn.index, self._came)
-
-    def _came(self, copy: Copy) -> None:
-        """A copy is here, so the turns up to it are not needed; or its giver declined, and they are."""
-        with self._books.changed:
-            if copy is not self.copied:  # it was forgotten meanwhile
-                return
-            copy.here = True
-            if copy.declined:
-                self.copied = None
-            for turn in [turn for turn in self._kept if turn.index <= copy.index and not copy.declined]:
-                turn.total = None
-                self._kept.remove(turn)
-            self._books.changed.notify_all()
-
-    def _make_room(self) -> None:
-        """What a late loop has yet to take over is bounded: beyond that a copy of a peer's state replaces it or, where
-        the script does not track all that has state, the others wait for this worker."""
-        with self._books.changed:
-            if self._kept_bytes() <= MOST_BYTES or (self.copied is not None and not self.copied.here):
-                return
-            if not self._copyable():
-                self._books.changed.wait_for(lambda: self._stopping or self._kept_bytes() <= MOST_BYTES)
-                return
-            self._wanting, self.copied = True, None
-
-    def _kept_bytes(self) -> int:
-        return sum(turn.total.bytes for turn in self._kept if turn.total is not None)
 
     # -- laps ------------------------------------------------------------------------------------------------------
 
@@ -346,10 +297,10 @@ class Proxy:
             said = torch.zeros(3, self._transport.size, dtype=torch.float64)
             with self._books.changed:
                 self._landed(turn)
-                turn.out = not turn.idle
-                said[:, self._transport.rank] = torch.tensor(
-                    [turn.work.samples, turn.idle and not turn.gone, turn.gone]
-                )
+                if not turn.idle:
+                    turn.enter(LoopPhase.CUT_OFF)
+                waits, done = turn.loop_phase is LoopPhase.WAITING, turn.loop_phase is LoopPhase.DONE
+                said[:, self._transport.rank] = torch.tensor([turn.work.samples, done, waits])
             return said
 
         said = self._sum(f"the lap of step {turn.index}", mine)
@@ -365,7 +316,8 @@ class Proxy:
             if turn.ranges and (done == before).all():
                 turn.patience *= 2  # nobody found the time long enough
             self._books.lap(turn, tuple((done - before).tolist()), tuple(shares.tolist()))
-            turn.idle = turn.idle and not turn.extra
+            if turn.extra:
+                turn.enter(LoopPhase.WORKING)
             turn.until = time.perf_counter() + _lap_seconds(turn, shares)
             self._books.changed.notify_all()
         self._keep_up()
@@ -391,11 +343,6 @@ class Proxy:
             self._transport.release()
             self._transport.follow()
 
-    def forget_copy(self) -> None:
-        """Members changed: what was on its way will not come."""
-        if self.copied is not None and not self.copied.here:
-            self.copied = None
-
     @property
     def place(self) -> dict[str, int]:
         """Where this proxy is in the sequence of its calls, for a newcomer's."""
@@ -404,50 +351,6 @@ class Proxy:
     def take_place(self, place: Mapping[str, int]) -> None:
         """Before its thread starts: be where a peer's proxy is."""
         self._loop, self._entered = place["loop"], place["entered"]
-
-
-class Copy:
-    """A peer's state after a step, being received on a thread of its own."""
-
-    def __init__(self, transport: Transport, giver: int, index: int, came: Callable[[Copy], None]) -> None:
-        self.index, self.here = index, False
-        """The step that the state follows, and whether it has arrived."""
-        self.declined = False
-        """The giver cannot give it."""
-        self.error: BaseException | None = None
-        self.data = torch.empty(0, dtype=torch.uint8)
-        self._transport, self._giver, self._came = transport, giver, came
-        self._generation = transport.generation
-        threading.Thread(target=self._receive, name="paceline-copy", daemon=True).start()
-
-    def _receive(self) -> None:
-        size = torch.zeros(1, dtype=torch.int64)
-        try:
-            if self._transport.generation != self._generation:
-                raise GenerationOver("members changed")
-            self._transport.receive(size, self._giver, 2 * self.index)
-            self.declined = int(size) == 0
-            self.data = torch.empty(int(size), dtype=torch.uint8)
-            if not self.declined:
-                self._transport.receive(self.data, self._giver, 2 * self.index + 1)
-        except GenerationOver:  # it goes on by itself, or asks again
-            self.declined = True
-        except BaseException as error:
-            self.error = error
-        self._came(self)
-
-
-def give(transport: Transport, data: torch.Tensor, to: int, index: int) -> None:
-    """The other end of a `Copy`; no data: it is declined."""
-    transport.send(torch.tensor([data.numel()], dtype=torch.int64), to, 2 * index)
-    if data.numel():
-        transport.send(data, to, 2 * index + 1)
-
-
-def peer_to_copy(header: Header) -> int | None:
-    """Who gives its state to those that want one: the first worker that was in time; None when nobody was."""
-    able = np.flatnonzero((header.column("wants_state") == 0) & (header.column("behind") == 0))
-    return int(able[0]) if able.size else None
 
 
 def _lap_seconds(turn: Turn, shares: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:

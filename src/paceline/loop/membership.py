@@ -24,7 +24,6 @@ from paceline.transport.elastic.transport import Elastic
 if TYPE_CHECKING:
     from paceline.combine import Header
     from paceline.loop.passes import Passes
-    from paceline.loop.step_state import Turn
     from paceline.loop.steps import Steps
     from paceline.run_recorder import Witness
 
@@ -71,11 +70,6 @@ class Members:
         """What this worker's header says of the boundary after the step."""
         anew = self._transport.wants_change or self._transport.below_minimum
         return {"leaves": float(self._transport.leaving), "changes": float(anew)}
-
-    def closed(self, turn: Turn, header: Header) -> None:
-        """A round is over: all read the same in it."""
-        if not turn.bounded:  # else the next step waits for everybody, and then it is time
-            self.heard(header, workers=turn.workers, generation=turn.generation)
 
     def heard(self, header: Header, *, workers: Sequence[int], generation: int) -> None:
         """What the header of a round of all these workers says of the boundary after it."""
@@ -134,17 +128,17 @@ class Members:
         self._transport.follow()
 
     def follow(self, change: Change, show: Callable[[], None]) -> None:
-        steps, generation = self._steps, change.generation
-        with steps.books.changed:
+        loop, combine, generation = self._steps.loop, self._steps.combine, change.generation
+        with loop.books.changed:
             show()
-            steps.books.follow(change.kept, ahead=_ahead(change))
-            steps.full_shares = _kept_shares(steps.full_shares, change.kept)
-            steps.follow(change.kept)
-            turn = steps.open_turn
+            loop.books.follow(change.kept, ahead=_ahead(change))
+            loop.full_shares = _kept_shares(loop.full_shares, change.kept)
+            combine.members_changed(change.kept)
+            turn = combine.open_turn
             if turn is not None:
                 lost = turn.follow(change.kept, workers=generation.workers, generation=generation.number)
-                steps.books.dealing.give_back(lost)
-                steps.books.plan_ahead(turn)
+                loop.dealing.give_back(lost)
+                loop.books.plan_ahead(turn)
         self._announce(change)
 
     def _announce(self, change: Change) -> None:
@@ -173,12 +167,12 @@ class Members:
             "loop": self._loop,
             "passes": self._passes.state_dict(),
         }
-        return checkpoint.pack({**self._steps.whole_state(), **run})
+        return checkpoint.pack({**self._steps.combine.whole_state(), **run})
 
     def take(self, data: torch.Tensor, change: Change) -> bool:
         """A newcomer takes over a peer's state. False: the fleet went on to a later loop while this worker waited, and
         its script has to come there first."""
-        state = checkpoint.unpack(data, device=self._steps.device)
+        state = checkpoint.unpack(data, device=self._steps.loop.device)
         if state["loop"] > self._loop:
             return False
         if state["loop"] != self._loop:
@@ -191,7 +185,7 @@ class Members:
                 )
         self._transport.rounds = state["rounds"]
         self._passes.load_state_dict(state["passes"])
-        self._steps.take_over(state, ahead=_ahead(change))
+        self._steps.combine.take_over(state, ahead=_ahead(change))
         self._witness.go_on_in(Path(state["run_dir"]))
         self._due = (0, False, False)
         return True

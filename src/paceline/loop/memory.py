@@ -9,12 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+if TYPE_CHECKING:
+    from paceline.loop.context import LoopContext
+
 OutOfMemory = torch.OutOfMemoryError
+
+
+def shrink(loop: LoopContext, samples: int, *, again: bool) -> bool:
+    """Memory ran out with so many samples at once: use at most half as many. ``again``: these come again."""
+    if not loop.dealing.shrink(samples // 2, again=again):
+        return False
+    text = f"worker {loop.transport.rank} ran out of memory with {samples} samples at once: "
+    loop.observe("note", {"level": "warning", "text": text + f"micro_batch is now {loop.dealing.micro_batch}"})
+    return True
 
 
 class Guard:

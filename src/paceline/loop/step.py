@@ -18,15 +18,18 @@ from paceline.combine.gradients import second_order
 from paceline.errors import MisuseError
 from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
 from paceline.feed.dealing import MicroBatch
-from paceline.loop.memory import OutOfMemory
+from paceline.loop.memory import OutOfMemory, shrink
 from paceline.loop.several_losses import ADVICE, Parts
 from paceline.loop.step_state import Turn, Work
+from paceline.loop.tracking import changed_rate
 from paceline.records import StepRecord
 
 if TYPE_CHECKING:
+    from paceline.combine.base import Combine
     from paceline.combine.gradients.buckets import Among
-    from paceline.combine.gradients.gradients import Aside
-    from paceline.loop.steps import Steps
+    from paceline.loop.context import LoopContext
+    from paceline.loop.rounds import StepRound
+    from paceline.machines import Machine
 
 
 class Step:
@@ -43,6 +46,7 @@ class Step:
             did anything.
         record (StepRecord | None): after the round, what happened in this step, on every worker; None before.
         turn (Turn): what the loop and the round's thread share of this step; the library's own.
+        work (StepRound): where this step's micro-batches go; the library's own.
         began (float): when the step began, by ``time.perf_counter()``; the library's own.
 
     Example:
@@ -55,17 +59,18 @@ class Step:
         ```
     """
 
-    def __init__(self, steps: Steps, turn: Turn, *, share: int, began: float) -> None:
+    def __init__(
+        self, loop: LoopContext, combine: Combine, turn: Turn, work: StepRound, *, share: int, began: float
+    ) -> None:
         self.index = turn.index
         self.epoch = turn.epoch
         self.share = share
         self.ends_epoch = turn.ends_epoch
         self.applied = False
         self.record: StepRecord | None = None
-        self.round = steps.rounds
-        self.turn = turn
-        self._steps = steps
-        self._gradients = steps.gradients
+        self.round = combine.rounds
+        self.turn, self.work = turn, work
+        self._loop, self._combine_with, self._gradients = loop, combine, loop.gradients
         self._iterated = self._combined = self._committed = False
         self._open: MicroBatch | None = None
         self._opened = 0.0
@@ -75,18 +80,14 @@ class Step:
         self.began = began
         self._work_began = 0.0
         self._idle_s = 0.0
-        self._finished: Work | None = None
         self._own_numbers: TorchGenerators | None = None
         self._update_seeded = False
-        self._aside: Aside | None = None
-        """Under a deadline: a micro-batch whose backward is done, and its gradients, until the loop comes back for
-        more. Where it may have to come again (``micro_batch="auto"``): the gradients of its parts so far."""
         self._parts = Parts(self.index)
         self._part: Work | None = None
         """The micro-batch, when some models have had their backward and others may have theirs."""
 
     def __repr__(self) -> str:
-        return f"<Step {self.index} of epoch {self.epoch}: {self.share} {self._steps.dealing.unit} here>"
+        return f"<Step {self.index} of epoch {self.epoch}: {self.share} {self._loop.dealing.unit} here>"
 
     # -- work ------------------------------------------------------------------------------------------------------
 
@@ -98,42 +99,41 @@ class Step:
         self._work_began = time.perf_counter()
         rates: list[Any] | None = None
         while (taken := self._take()) is not None:
-            seed_micro_batch(self._steps.seed, taken.epoch, taken.position, self._steps.device)
+            seed_micro_batch(self._loop.seed, taken.epoch, taken.position, self._loop.device)
             self._open = taken
             yield taken.batch
-            rates = self._steps.rates() if rates is None else rates
+            rates = self._loop.tracking.rates() if rates is None else rates
         if rates is not None:
-            self._steps.check_rates_held(rates)
+            self._check_rates_held(rates)
         self._seed_update()
+
+    def _check_rates_held(self, after_first: list[Any]) -> None:
+        """Raise MisuseError when learning rates have changed since this worker's first micro-batch of the step: a step
+        has one update, and another worker has another number of micro-batches."""
+        if (now := self._loop.tracking.rates()) != after_first:
+            groups = [name for name, _ in self._loop.tracking.hyperparameters()]
+            raise MisuseError(changed_rate(groups, after_first, now, step=self.index))
 
     def _keep_generators(self) -> None:
         """The user's own random numbers go on after the step as if it had drawn none."""
         if self._own_numbers is None:
-            self._own_numbers = TorchGenerators(self._steps.device)
+            self._own_numbers = TorchGenerators(self._loop.device)
 
     def _seed_update(self) -> None:
         """From here to the end of the commit every worker draws the same."""
         if not self._update_seeded:
             self._update_seeded = True
             self._keep_generators()
-            seed_update(self._steps.seed, self.index, self._steps.device)
+            seed_update(self._loop.seed, self.index, self._loop.device)
 
     def _take(self) -> MicroBatch | None:
         self._close_micro_batch()
-        self._opened = time.perf_counter()
-        if self._steps.leaving:
+        opened = self._opened = time.perf_counter()
+        if self._loop.leaving:
             return None
-        if not self.turn.bounded:
-            return self._steps.dealing.take()
-        while True:
-            if not self._steps.taking(self.turn, self._opened):
-                return None
-            room = self._steps.room(self.turn) if not self.turn.out else 0
-            taken = self._steps.dealing.take(room) if room != 0 else None
-            if taken is not None or not self._steps.more(self.turn):
-                return taken
-            self._idle_s += time.perf_counter() - self._opened
-            self._opened = time.perf_counter()
+        taken, self._opened = self.work.take(opened)
+        self._idle_s += self._opened - opened
+        return taken
 
     def _close_micro_batch(self) -> None:
         """The loop comes back for more: the micro-batch it had must have been used."""
@@ -143,13 +143,7 @@ class Step:
                 f"a micro-batch of step {self.index} had no step.backward(loss): its samples would be counted without "
                 "a gradient; call step.skip() to leave it out on purpose"
             )
-        figures = {} if self._void else self._pending
-        if self._finished is None:
-            self._steps.add_figures(self.turn, figures)
-        else:
-            self._finished.added = figures
-            self._steps.finished_one(self.turn, self._finished, self._aside, self._opened)
-        self._finished = self._aside = None
+        self.work.next({} if self._void else self._pending, self._opened)
         self._pending = {}
         self._void = False
 
@@ -197,28 +191,20 @@ class Step:
         self._parts.close(
             self._gradients.buckets.parameters, counts=isinstance(done.weight, torch.Tensor) or done.weight > 0
         )
-        if self._aside is not None and not self.turn.bounded:
-            self._gradients.join_whole(self._aside)
-            self._aside = None
+        self.work.end_backward()
         self._done(micro, done)
 
     def _try_backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> bool:
         """False when memory ran out: then the micro-batch comes again, in halves."""
         try:
-            if self.turn.bounded:
-                if self._steps.check(self.turn):
-                    self._aside = _both(self._aside, self._gradients.backward_aside(loss, weight, among=among, **graph))
-            elif among is not None and self._gradients.whole:  # the part before may be for nothing
-                self._gradients.begin_whole()
-                self._aside = _both(self._aside, self._gradients.backward_aside(loss, weight, among=among, **graph))
-            else:
-                self._gradients.backward(loss, weight, last=micro.last, among=among, **graph)
+            self.work.backward(loss, weight, micro, among=among, **graph)
         except OutOfMemory:
-            if not self._steps.auto or not self._steps.shrink(micro.samples, again=True):
+            if not self._loop.auto or not shrink(self._loop, micro.samples, again=True):
                 raise
         else:
             return True
-        self._open = self._part = self._aside = None
+        self._open = self._part = None
+        self.work.drop()
         self._parts.drop()
         self._void = True
         return False
@@ -240,24 +226,30 @@ class Step:
 
     def _done(self, micro: MicroBatch, done: Work) -> None:
         self._open = None
-        if self._steps.machine is not None:
-            done.shortfall_s = self._steps.pad(self.index, micro.rows, self._opened)
+        if self._loop.machine is not None:
+            done.shortfall_s = self._pad(self._loop.machine, micro.rows)
         now = time.perf_counter()
         done.slowest_s = now - self._opened
         done.seconds = now - self._work_began - self._idle_s - self.turn.work.seconds
-        if not self.turn.bounded or not self.device_works_on:
-            self._steps.paces.append(done.slowest_s / micro.samples)
-        if self.turn.bounded:
-            self._finished = done
-        else:
-            self.turn.work.add(done)
+        self.work.done(done)
+
+    def _pad(self, machine: Machine, samples: int) -> float:
+        """Take as long as the emulated machine would; returns the seconds by which the host was too slow."""
+        if self._loop.device.type == "cuda":
+            torch.cuda.current_stream(self._loop.device).synchronize()
+        return machine.pad(self.index, samples, self._opened)
 
     def _require_open(self, call: str) -> MicroBatch:
-        self._steps.require_current(self)
+        self._require_current()
         if self._open is None:
             why = f"it was used already; {ADVICE}" if self._iterated else "none was taken"
             raise MisuseError(f"{call} without a micro-batch in step {self.index}: {why}")
         return self._open
+
+    def _require_current(self) -> None:
+        """A step of a loop that was left must not go on: its samples are no longer its own."""
+        if self._loop.closed or self._loop.step is not self:
+            raise MisuseError(f"step {self.index} is over: its loop was left, or a later step has begun")
 
     # -- round and commit ------------------------------------------------------------------------------------------
 
@@ -274,7 +266,8 @@ class Step:
             raise ValueError(f"clip_norm must be positive, got {clip_norm}")
         if not optimizers and not self._combined:
             raise ValueError("step.commit needs the optimizer: step.commit(optimizer)")
-        self._steps.check_optimizers(optimizers)
+        self._loop.optimizer_checks.check(optimizers)
+        self._loop.optimizers = optimizers
         combined_before = self._combined
         if not combined_before:
             self._parts.check_commit(optimizers)
@@ -288,41 +281,33 @@ class Step:
                 for optimizer in optimizers:
                     second_order.step(optimizer) if second_order.needs_graph(optimizer) else optimizer.step()
         self._committed = True
-        self._steps.commit(self, updated)
+        self._combine_with.commit(self, updated)
         if self._own_numbers is not None:
             self._own_numbers.restore()
 
     def _combine(self, clip_norm: float | None, *, own: bool) -> None:
         if self._committed or self._combined:
             raise MisuseError(f"step {self.index} has had its round: one a step")
-        self._steps.require_current(self)
+        self._require_current()
         self._end_parts()
         self._check_finished()
         self._seed_update()
         self._close_micro_batch()
-        work = self.turn.work
-        if self.device_works_on and work.micro_batches and not self.turn.bounded:
-            torch.cuda.current_stream(self._steps.device).synchronize()  # once a step: the round needs the true time
-            work.seconds = time.perf_counter() - self._work_began
+        self.work.end_work(self._work_began)
         self._combined = True
-        self.applied = self._steps.exchange(self, clip_norm, own=own)
-        if self.applied and self._parts.partial and float(work.weight) > 0:
+        self.applied = self._combine_with.exchange(self, clip_norm, own=own)
+        if self.applied and self._parts.partial and float(self.turn.work.weight) > 0:
             assert self.turn.header is not None
             self._parts.check_round(self._gradients.buckets.parameters, self.turn.header.used.tolist())
 
-    @property
-    def device_works_on(self) -> bool:
-        """Whether backward returns before the device is done."""
-        return self._steps.device.type == "cuda"
-
     def _check_finished(self) -> None:
-        if self.turn.bounded and (self._open is None or not self.turn.open):
+        if self.work.may_be_left(self._open is not None):
             self._open = None
-            return  # what is left stays in this worker's queue
-        left = 0 if self._steps.leaving else self._steps.dealing.left
+            return
+        left = 0 if self._loop.leaving else self._loop.dealing.left
         if self._open is not None or left:
             left += self._open.samples if self._open else 0
-            unit = self._steps.dealing.unit
+            unit = self._loop.dealing.unit
             raise MisuseError(
                 f"step {self.index} was left half done: {left} of this worker's {self.share} {unit} had no "
                 "step.backward; finish the loop over the step, or call step.skip() for each micro-batch you leave out"
@@ -348,13 +333,17 @@ class Step:
     @property
     def grad_norm(self) -> float:
         """Norm of the mean gradient before clipping. After the round, until the next step begins."""
-        return self._steps.grad_norm(self)
+        if self._loop.step is not self or self.record is None:
+            raise MisuseError(
+                f"the gradients of step {self.index} are no longer there: ask before the next step begins"
+            )
+        return self._gradients.norm() if self.applied else float("nan")
 
     @property
     def progress(self) -> float:
         """The part of the whole training that was done when this step began or, after its commit, ended, in [0, 1];
         exact and the same on every worker, so schedules can follow it."""
-        return self._steps.progress
+        return self._loop.progress
 
     def _after(self) -> StepRecord:
         if self.record is None:
@@ -401,13 +390,6 @@ def _weighted(loss: torch.Tensor, weight: Any) -> torch.Tensor:
         loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
     product: torch.Tensor = loss * weight
     return product
-
-
-def _both(first: Aside | None, second: Aside) -> Aside:
-    """The gradients of two parts of a micro-batch, and the statistics after both."""
-    if first is None:
-        return second
-    return [other if grad is None else grad for grad, other in zip(first[0], second[0], strict=True)], second[1]
 
 
 def _check_loss(loss: Any) -> None:

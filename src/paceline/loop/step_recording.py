@@ -1,15 +1,50 @@
-"""What a summed header says of a step, in a record's words."""
+"""What a worker says of its step in the round's header, and what the summed header says of it, in a record's words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline.combine import Header
-from paceline.loop.step_state import Turn
+from paceline.combine.gradients.scaling import is_active
+from paceline.loop.step_state import Turn, Work
 from paceline.records import StepRecord
+
+if TYPE_CHECKING:
+    from paceline.loop.context import LoopContext
+
+
+def write_header(
+    loop: LoopContext, turn: Turn, more: Mapping[str, float], *, finite: bool, counts: bool = True
+) -> Header:
+    """This worker's part in the round of a step. ``finite``: whether its gradients are; ``counts``: whether its work
+    does. ``more``: facts that only some rounds have."""
+    gradients, rank = loop.gradients, loop.transport.rank
+    header, work = Header(gradients.layout), turn.work if counts else Work()
+    overflow = not finite and is_active(gradients.scaler)
+    header.write(
+        rank,
+        samples=work.samples,
+        weight=float(work.weight),
+        loss=float(work.loss_sum),
+        squares=gradients.squares(float(work.weight)) if counts else 0.0,
+        seconds=turn.work.seconds,
+        micro_batches=work.micro_batches,
+        slowest_s=work.slowest_s,
+        shortfall_s=work.shortfall_s,
+        overflow=overflow,
+        nonfinite=not finite and not overflow,
+        ended=loop.dealing.ended or turn.shares[rank] == 0,
+        fingerprint=turn.fingerprint,
+        rates=turn.rates,
+        **more,
+    )
+    loop.add_figures(header, work.added)
+    if turn.next_plan is not None:
+        header.write_plan(turn.next_plan)
+    return header
 
 
 def said(header: Header, name: Callable[[int], str]) -> dict[str, Any]:
@@ -25,15 +60,22 @@ def said(header: Header, name: Callable[[int], str]) -> dict[str, Any]:
     }
 
 
-def record_of(turn: Turn, header: Header, name: Callable[[int], str], *, round_s: float, emulated: bool) -> StepRecord:
-    """The record of a step whose round is over."""
-    bounded = turn.bounded
+def record_of(
+    turn: Turn,
+    header: Header,
+    name: Callable[[int], str],
+    *,
+    round_s: float,
+    emulated: bool,
+    by_deadline: bool = False,
+) -> StepRecord:
+    """The record of a step whose round is over. ``by_deadline``: it closed without waiting for everybody."""
     return StepRecord(
         **_dealt(turn),
         **said(header, name),
         slowest_s=tuple(header.column("slowest_s").tolist()),
-        unfinished_s=tuple(header.column("unfinished_s").tolist()) if bounded else (),
-        behind=_ints(header.column("behind")) if bounded else (),
+        unfinished_s=tuple(header.column("unfinished_s").tolist()) if by_deadline else (),
+        behind=_ints(header.column("behind")) if by_deadline else (),
         late_s=tuple(header.column("late_s").tolist()),
         forecast_s=turn.plan.forecast_s,
         deadline_s=turn.plan.deadline_s,

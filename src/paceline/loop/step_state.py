@@ -1,7 +1,8 @@
-"""One step as a worker lives it: what was dealt, what it has finished, and what the round gave.
+"""The state of one step on one worker: what was dealt, what is finished, and what the round gave.
 
-Under a deadline two threads share a turn: the user's loop works on it, and the proxy closes it. Everything they share
-changes while the books' lock is held.
+Under a deadline two threads share it: the user's loop works on the step, and the proxy closes its round. Everything
+they share changes while the lock of the training's state is held. Each thread's part has a phase of its own, and the
+phases change by the transitions below alone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from paceline.feed import total as samples_in
@@ -17,6 +19,41 @@ from paceline.records import Plan, Range, StepRecord
 if TYPE_CHECKING:
     from paceline.combine import Header
     from paceline.combine.gradients.gradients import Sum
+
+
+class LoopPhase(Enum):
+    """Where the user's loop is in a step."""
+
+    NOT_BEGUN = "not begun"
+    WORKING = "working on micro-batches"
+    DONE = "has nothing more to do, until another lap deals more"
+    WAITING = "has left the micro-batches, and waits for the round: no further lap can give it more"
+    CUT_OFF = "busy with a micro-batch that does not count, because a lap ended meanwhile"
+
+
+class RoundPhase(Enum):
+    """How far a step's round is, on this worker."""
+
+    OPEN = "work can still join"
+    CLOSED = "nothing can join any more"
+    OVER = "everybody has the result"
+    VOID = "the fleet went on without this worker: nothing of the step counts"
+
+
+_L, _R = LoopPhase, RoundPhase
+TRANSITIONS: dict[LoopPhase | RoundPhase, tuple[LoopPhase | RoundPhase, ...]] = {
+    _L.NOT_BEGUN: (_L.WORKING, _L.DONE, _L.WAITING, _L.CUT_OFF),
+    _L.WORKING: (_L.DONE, _L.WAITING, _L.CUT_OFF),
+    _L.DONE: (_L.DONE, _L.WORKING, _L.WAITING),
+    _L.WAITING: (_L.WAITING,),
+    _L.CUT_OFF: (_L.CUT_OFF, _L.DONE, _L.WAITING),
+    _R.OPEN: (_R.CLOSED, _R.VOID),
+    _R.CLOSED: (_R.CLOSED, _R.OVER, _R.VOID),
+    _R.OVER: (),
+    _R.VOID: (),
+}
+"""To which phases each may change. A round that members were lost in is closed again; the loop of a worker that
+waits may be told so again."""
 
 
 @dataclass
@@ -83,12 +120,7 @@ class Turn:
     """A digest of its optimisers' settings as the step began."""
     busy_since: float | None = None
     """When it took the micro-batch it is in."""
-    idle: bool = False
-    """It has nothing more to do here, for now."""
-    gone: bool = False
-    """It has left the step's micro-batches and waits for the round: no further lap can give it more."""
-    out: bool = False
-    """A lap ended while it was busy: what it is busy with does not count."""
+    loop_phase: LoopPhase = LoopPhase.NOT_BEGUN
     extra: int = 0
     """A further lap's share."""
     patience: float = 1.0
@@ -97,12 +129,7 @@ class Turn:
     # -- the round --------------------------------------------------------------------------------------------------
     hurried: bool = False
     """Members changed: it waits for no number of workers to be done."""
-    closed: bool = False
-    """Nothing can join any more."""
-    over: bool = False
-    """The round is over, or has failed."""
-    void: bool = False
-    """The fleet went on without this worker: nothing of it counts."""
+    round_phase: RoundPhase = RoundPhase.OPEN
     header: Header | None = None
     total: Sum | None = None
     """None after a round: this worker fell too far behind to keep it, and takes over a peer's state instead."""
@@ -113,10 +140,21 @@ class Turn:
     finishes: bool = False
     """Nothing is left of the whole training."""
     before: dict[str, Any] | None = None
-    """The books' state before this step, for a loop that has yet to take it over."""
+    """The training's state before this step, for a loop that has yet to take it over."""
+
+    def enter(self, phase: LoopPhase | RoundPhase) -> None:
+        """Change the phase of the loop or of the round; AssertionError for a change that cannot be."""
+        now = self.loop_phase if isinstance(phase, LoopPhase) else self.round_phase
+        assert phase in TRANSITIONS[now], f"step {self.index}: from {now} to {phase}"
+        if isinstance(phase, LoopPhase):
+            self.loop_phase = phase
+        else:
+            self.round_phase = phase
 
     def start(self, began: float) -> None:
         """This worker's loop begins it, or begins it anew after it was left half done."""
+        if self.loop_phase is LoopPhase.NOT_BEGUN:
+            self.enter(LoopPhase.WORKING)
         self.began, self.work = began, Work()
         self.run(began)
 
@@ -151,11 +189,20 @@ class Turn:
         return tuple(samples_in(ranges) for ranges in self.ranges) or (0,) * len(self.shares)
 
     @property
-    def bounded(self) -> bool:
-        """Whether the round closes without everybody."""
-        return self.plan.deadline_s is not None or self.plan.wait_for is not None
+    def idle(self) -> bool:
+        """Whether the loop has nothing more to do in it, for now."""
+        return self.loop_phase in (LoopPhase.DONE, LoopPhase.WAITING)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can join any more."""
+        return self.round_phase is not RoundPhase.OPEN
+
+    @property
+    def over(self) -> bool:
+        return self.round_phase is RoundPhase.OVER
 
     @property
     def open(self) -> bool:
         """Whether this worker's work can still join."""
-        return not self.closed and not self.out
+        return not self.closed and self.loop_phase is not LoopPhase.CUT_OFF

@@ -58,7 +58,8 @@ class Books:
         """Hears of every record: a forecast that learns while the run goes on."""
         self._transport, self._history, self._observe = transport, history, observe
         self._unit, self._avoid_singles = unit, avoid_singles
-        self._compare = False
+        self._for_all_next = False
+        """The next step waits for everybody, and compares the replicas."""
         self._newest: StepRecord | None = None
         """The newest record, as the pacer sees it."""
         self.promised: int | None = None
@@ -70,7 +71,7 @@ class Books:
         """Deal the next step."""
         expected, last = self._goal(self.epoch_step, self.dealing.remaining, self.dealing.length)
         plan = made_for(plan, expected)
-        if self._compare:
+        if self._for_all_next:
             plan = replace(for_all(plan, expected), deadline_s=None, wait_for=None)
         if last:
             plan = for_all(plan, expected)
@@ -87,7 +88,7 @@ class Books:
             dealt=sum(shares),
             expected=min(expected, sum(shares)),
             last=last and left is not None and sum(shares) == left,
-            compare=self._compare,
+            compare=self._for_all_next,
             opened=time.perf_counter(),
             workers=self._transport.workers,
             generation=self._transport.generation,
@@ -183,9 +184,10 @@ class Books:
         turn.shares = tuple(before + more for before, more in zip(turn.shares, dealt, strict=True))
         turn.extra = dealt[self._transport.rank]
 
-    def close(self, turn: Turn, header: Header, record: StepRecord) -> StepRecord:
-        """The round is over: count what it says. Returns the record, completed."""
-        if turn.bounded:  # the user's loop may be anywhere, and save
+    def close(self, turn: Turn, header: Header, record: StepRecord, *, by_deadline: bool = False) -> StepRecord:
+        """The round is over: count what it says. Returns the record, completed. ``by_deadline``: it did not wait for
+        everybody, so the user's loop may be anywhere, and save."""
+        if by_deadline:
             turn.before = self.state_dict()
         rest = tuple(all_ - before for all_, before in zip(record.samples, turn.counted, strict=True))
         ranges = joined(turn.ranges, self.dealing.commit(rest, bool(header.column("ended").all())))
@@ -197,7 +199,7 @@ class Books:
         if self.plan is None and len(self._history) > 1 and not self._transport.elastic:
             self.plan = replace(turn.plan, step=self.index)  # the leader thought that this was the last step
         # A step for everybody: to compare replicas that differed, or because workers enter or leave after it.
-        self._compare = turn.bounded and (differ(header) or changes(header))
+        self._for_all_next = by_deadline and (differ(header) or changes(header))
         turn.ends_epoch = self.dealing.remaining == 0
         if turn.ends_epoch:
             self._open_epoch(self.dealing.epoch + 1)

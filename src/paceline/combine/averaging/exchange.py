@@ -1,0 +1,155 @@
+"""The exchange of a round of parameters: what this worker writes into it, its sums, and going on when some are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from paceline.combine import Header
+from paceline.combine.averaging.merging import Averages, Merging, momentum_of
+from paceline.combine.averaging.period import Period
+from paceline.combine.averaging.rounds import Round
+from paceline.combine.flats import Flats
+from paceline.combine.gradients.gradients import broken_off
+from paceline.combine.gradients.statistics import RunningStatistics
+from paceline.combine.header import Layout
+from paceline.errors import GenerationOver
+from paceline.loop.context import LoopContext
+from paceline.transport.base import Pending
+from paceline.transport.elastic.transport import Elastic
+
+Written = TypeVar("Written")
+
+
+class RoundExchange:
+    """Writes rounds and runs them."""
+
+    def __init__(
+        self, loop: LoopContext, merging: Merging, models: Sequence[torch.nn.Module], *, overlaps: bool
+    ) -> None:
+        self._loop, self.merging, self._overlaps = loop, merging, overlaps
+        self.statistics = RunningStatistics(models)
+        self.layout = Layout(loop.transport.size, 0, len(self.statistics))
+
+    # -- written -----------------------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        period: Period,
+        *,
+        number: int,
+        call: float,
+        present: bool,
+        optimizers: Sequence[torch.optim.Optimizer],
+        first_member: bool,
+    ) -> Round:
+        """What this worker brings to the round of this ``number``. ``call``: what it waits to do together with the
+        others; ``present``: whether its update counts."""
+        transport = self._loop.transport
+        self.statistics.note()
+        table = torch.zeros(transport.size, self.merging.columns + 2, dtype=torch.float64)
+        row = self.merging.row(
+            steps=period.steps,
+            samples=period.samples,
+            contraction=period.contraction,
+            momentum=momentum_of(optimizers),
+            present=present,
+        )
+        table[transport.rank] = torch.tensor([call, period.wall_s, *row])
+        header = self._write_period(period, number, first_member)
+        statistics, total = self.statistics.payload(period.samples), Flats(self._loop.gradients.everything)
+        return Round(period, header=header, table=table, statistics=statistics, total=total)
+
+    def _write_period(self, period: Period, number: int, first_member: bool) -> Header:
+        loop, header = self._loop, Header(self.layout)
+        header.write(
+            loop.transport.rank,
+            samples=period.samples,
+            weight=period.weight,
+            loss=period.loss,
+            seconds=period.seconds,
+            micro_batches=period.micro_batches,
+            slowest_s=period.slowest_s,
+            ended=False,
+            **(loop.members.intentions() if loop.members is not None else {}),
+        )
+        loop.add_figures(header, period.added)
+        if loop.transport.rank == 0:
+            header.write_plan(loop.books.plan_for(number + 1))
+        if first_member:  # batch norm's layers have counted the whole group's micro-batches on each member
+            header.counters[:] = self.statistics.moved
+        return header
+
+    def persistently(self, write: Callable[[], Written]) -> Written:
+        """What ``write`` gives. It may ask the store, which names figures and may be away for a while."""
+        while True:
+            try:
+                return write()
+            except GenerationOver as over:
+                transport = self._loop.transport
+                assert isinstance(transport, Elastic)
+                transport.recover(over)
+                transport.follow()
+
+    # -- run ---------------------------------------------------------------------------------------------------------
+
+    def run(self, round: Round, number: int) -> Round | None:
+        """The sums of a round; on any thread. They stand in ``round``, or in another one that others had to hand over.
+        None: members changed under it, and nothing came of it."""
+        facts = round.wired()
+        label, sums = f"the round after {number} rounds", list[Pending]()
+        try:
+            with self._loop.transport.round(label, aside=self._overlaps, keeps=[*facts, *round.total.flats]):
+                self._sum(facts, sums)
+                round.total.fill(self._part(round))
+                self._sum(round.total.flats, sums)
+                if self._overlaps:
+                    self.finish_kernels()
+        except GenerationOver as over:
+            return self._recover(over, sums, round)
+        return round
+
+    def _recover(self, over: GenerationOver, sums: Sequence[Pending], round: Round) -> Round | None:
+        """Go on among those who live. The round, when some of them had finished it and gave its result."""
+        transport = self._loop.transport
+        assert isinstance(transport, Elastic)
+        if not broken_off(transport, over, sums):
+            round = round.emptied(self.layout)  # something may still write into the other one
+        transport.recover(over)
+        return round if transport.given([*round.wired(), *round.total.flats]) else None
+
+    def _sum(self, parts: Sequence[torch.Tensor], sums: list[Pending]) -> None:
+        """Sum over the fleet, and note the sums in ``sums`` as they are begun."""
+        begun = [self._loop.transport.sum(part) for part in parts]
+        sums += begun
+        for pending in begun:
+            pending.wait()
+
+    def _part(self, round: Round) -> list[torch.Tensor]:
+        if isinstance(self.merging, Averages):
+            return self.merging.part(round.facts, round.update)
+        return self.merging.part(round.facts)
+
+    def finish_kernels(self) -> None:
+        """What this thread has asked of the device is done: another thread goes on with it."""
+        if self._loop.device.type == "cuda":
+            torch.cuda.current_stream(self._loop.device).synchronize()
+
+    # -- over --------------------------------------------------------------------------------------------------------
+
+    def merge_statistics(self, round: Round) -> None:
+        """Batch norm's running statistics: their mean by samples, as in every round."""
+        if len(self.statistics):
+            samples = float(round.header.column("samples").sum())
+            self.statistics.merge(round.statistics, samples, round.header.counters.tolist())
+            self._loop.gradients.statistics_were_set()
+
+    def members_changed(self, kept: Sequence[int | None]) -> None:
+        self.fit()
+        self.merging.follow(kept)
+
+    def fit(self) -> None:
+        """The header has room for those who are there."""
+        self.layout = Layout(self._loop.transport.size, 0, len(self.statistics))

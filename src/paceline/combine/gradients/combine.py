@@ -1,0 +1,286 @@
+"""``combine="gradients"`` as the loop uses it: a round of gradients in every step.
+
+A step is opened when it is dealt: on the user's thread, or, after a round with a deadline, on the proxy's. Whether its
+round waits for everybody or has a deadline is the plan's choice, and is asked for here alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from paceline.combine import Header
+from paceline.deadline.rounds import Deadlines, ProxyRound
+from paceline.errors import Dropped, MisuseError, NonFiniteGradients
+from paceline.loop.context import LoopContext
+from paceline.loop.handover import place_of, take_place
+from paceline.loop.rounds import InlineRound, ReplicaComparison, StepRound
+from paceline.loop.step import Step
+from paceline.loop.step_recording import has_gradient, void_record
+from paceline.loop.step_state import RoundPhase, Turn
+from paceline.loop.tracking import unlike_settings
+from paceline.pace import may_set_deadlines
+from paceline.records import Plan
+from paceline.settings import must_agree
+
+
+class GradientCombine:
+    """One mean gradient every step."""
+
+    counts_steps = True
+
+    def __init__(self, loop: LoopContext) -> None:
+        self.loop = loop
+        self._turns: dict[int, Turn] = {}
+        """Steps that are open, or over and not taken over yet."""
+        self._agreed_epoch = -1
+        self._replicas = ReplicaComparison(loop)
+        others = loop.transport.size > 1 or loop.transport.elastic
+        self._deadlines = Deadlines(loop, self._register) if others and may_set_deadlines(loop.books.pacer) else None
+
+    @property
+    def rounds(self) -> int:
+        return self.loop.next
+
+    @property
+    def hands_over_state(self) -> bool:
+        return self.loop.transport.elastic or self._deadlines is not None
+
+    # -- a step begins -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> Step | None:
+        loop = self.loop
+        if loop.members is not None:
+            loop.members.at_boundary()
+            if loop.members.still_outside:
+                return None
+        if self._deadlines is not None and (copied := self._deadlines.between_steps()) is not None:
+            self._forget_up_to(copied, self._deadlines)
+        loop.at_boundary()
+        began = time.perf_counter()
+        loop.transport.doing(f"step {loop.next}", begun=loop.next + 1)
+        turn = self._turns.get(loop.next) or self._open_here()
+        own_print, own_rates = self._replicas.fingerprint(turn), loop.tracking.digest()
+        with loop.books.changed:
+            if turn.dealt >= loop.settings.global_batch and turn.generation == loop.transport.generation:
+                loop.full_shares = turn.plan.samples
+            missed = turn.closed
+            share = 0 if missed else turn.shares[loop.transport.rank]
+            loop.dealing.take_up(share)
+            if not missed:
+                turn.start(began)
+                turn.fingerprint, turn.rates = own_print, own_rates
+            loop.gradients.begin(turn.dealt)
+            if self._deadlines is not None:
+                self._deadlines.begin()
+        return Step(loop, self, turn, self._round_of(turn, missed), share=share, began=began)
+
+    def _round_of(self, turn: Turn, missed: bool) -> StepRound:
+        """The one place where a step's round is chosen."""
+        if not turn.plan.bounded:
+            return InlineRound(self.loop, turn, self._replicas)
+        assert self._deadlines is not None
+        if not missed:
+            self._deadlines.proxy.begun(turn)
+        return ProxyRound(self.loop, turn, self._deadlines)
+
+    def _forget_up_to(self, index: int, deadlines: Deadlines) -> None:
+        """A peer's state after that step was taken over."""
+        with self.loop.books.changed:
+            for old in [number for number in self._turns if number <= index]:
+                deadlines.promises.note(self._turns.pop(old))
+        deadlines.promises.decline()
+
+    def _open_here(self) -> Turn:
+        """Open a turn on this thread: the first, or one after a round that waited for everybody."""
+        self._check_order()  # first: the plan is for those who are there after it
+        plan = self.loop.books.plan or self._hand_round_plan()
+        turn = self.loop.books.open(plan)
+        self._register(turn)
+        if self._deadlines is not None:
+            self._deadlines.proxy.watch(turn)
+        return turn
+
+    def _register(self, turn: Turn) -> None:
+        self._turns[turn.index] = turn
+
+    def _hand_round_plan(self) -> Plan:
+        """The leader hands a plan round: for the first step and, since then there is something to know about the
+        machines and equal shares may be very wrong for them, for the second too."""
+        transport, books = self.loop.transport, self.loop.books
+
+        def mine() -> dict[str, Any] | None:
+            return books.first_plan().to_json() if transport.rank == 0 else None
+
+        return Plan.from_json(transport.gather("the plan of the first steps", mine)[0])
+
+    def _check_order(self) -> None:
+        """A custom order must be the same on every worker, or samples would be lost and doubled in silence."""
+        dealing = self.loop.dealing
+        if self._agreed_epoch == dealing.epoch:
+            return
+        self._agreed_epoch = dealing.epoch
+        if (digest := dealing.order_digest()) is not None:
+            must_agree(self.loop.transport, f"order({dealing.epoch})", {"the order's digest": digest})
+
+    # -- its round -----------------------------------------------------------------------------------------------------
+
+    def exchange(self, step: Step, clip_norm: float | None, *, own: bool) -> bool:
+        turn = step.turn
+        try:
+            here = step.work.run()
+        except Dropped as dropped:
+            self._give_up(step, dropped)
+            return False
+        header = turn.header
+        assert header is not None
+        self._compare_rates(turn, header)
+        apply = may_apply(self.loop, step, header) and here
+        if apply:
+            self.loop.gradients.mean(header, clip_norm, own=own)
+        step.record = step.work.record(header, apply)
+        return apply
+
+    def _give_up(self, step: Step, dropped: Dropped) -> None:
+        """The fleet went on without this worker: its step does not count, and the next begins with a peer's state."""
+        turn = step.turn
+        turn.enter(RoundPhase.VOID)
+        step.record = turn.record = void_record(turn)
+        text = f"step {turn.index}: {dropped}; it enters anew"
+        self.loop.observe("note", {"level": "warning", "text": text})
+
+    def _compare_rates(self, turn: Turn, header: Header) -> None:
+        """Every worker must update with the same learning rates and other settings of its optimisers."""
+        tracking, said = self.loop.tracking, header.column("rates")
+        if len(set(said[said > 0].tolist())) > 1:
+            everybody = self.loop.transport.gather("comparing learning rates", tracking.hyperparameters)
+            if said_so := unlike_settings(everybody, step=turn.index, missing=tracking.missing()):
+                raise MisuseError(said_so)
+
+    # -- its commit ----------------------------------------------------------------------------------------------------
+
+    def commit(self, step: Step, updated: float) -> None:
+        loop, turn, header = self.loop, step.turn, step.turn.header
+        if turn.round_phase is RoundPhase.VOID:
+            loop.gradients.clear(overflow=False)
+            self._turns.clear()
+            return
+        assert header is not None
+        loop.gradients.clear(overflow=bool(header.column("overflow").any()))
+        loop.next += 1
+        step.work.commit(header, step.began)
+        self._turns.pop(turn.index, None)
+        step.record, step.ends_epoch = turn.record, turn.ends_epoch  # a stream's end shows only now
+        loop.finished, loop.progress = turn.finishes, turn.progress
+        if self._deadlines is not None:
+            self._deadlines.commit_s = time.perf_counter() - updated
+        step.work.compare(header)
+        loop.transport.doing(f"its own code after step {step.index}")
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def meet(self, label: str) -> AbstractContextManager[Any]:
+        """A step's commit has seen to it that parameters are equal."""
+        if self._deadlines is not None:
+            self._deadlines.promises.decline()  # who waits for a copy must come here too, on its own way
+        return nullcontext()
+
+    def shown(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def models_were_set(self) -> None:
+        self.loop.gradients.statistics_were_set()
+
+    def ended(self) -> None:
+        if self.loop.finished and self._deadlines is not None:
+            self._deadlines.end()
+
+    def close(self, *, orderly: bool) -> None:
+        if self._deadlines is not None:
+            self._deadlines.close(orderly=orderly)
+
+    def wait_for_threads(self) -> None:
+        if self._deadlines is not None:
+            self._deadlines.proxy.join()
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def open_turn(self) -> Turn | None:
+        """The step under way, unless its books are closed."""
+        return self._turns.get(self.loop.books.index)
+
+    def members_changed(self, kept: Sequence[int | None]) -> None:
+        if self._deadlines is not None:
+            self._deadlines.members_changed()
+
+    def whole_state(self) -> dict[str, Any]:
+        loop = self.loop
+        with loop.books.changed:
+            order = loop.dealing.order_digest()
+            books = loop.books.whole_state()
+        return {
+            **place_of(loop),
+            "books": books,
+            "agreed_epoch": self._agreed_epoch,
+            "order": order,
+            "seed": loop.seed,
+            "proxy": self._deadlines.proxy.place if self._deadlines is not None else None,
+        }
+
+    def take_over(self, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
+        loop = self.loop
+        take_place(loop, state)
+        with loop.books.changed:
+            loop.books.take_over(state["books"], ahead=ahead)
+            if loop.dealing.order_digest() != state["order"]:
+                raise ValueError(f"this worker's order({loop.dealing.epoch}) is not the fleet's")
+            self._turns.clear()
+            if self._deadlines is not None:
+                self._deadlines.restart(state["proxy"])
+            self._agreed_epoch, loop.seed = state["agreed_epoch"], state["seed"]
+
+    def state_dict(self) -> dict[str, Any]:
+        with self.loop.books.changed:
+            turn = self._turns.get(self.loop.next)
+            books = turn.before if turn is not None and turn.before is not None else self.loop.books.state_dict()
+            return {**books, "gradients": self.loop.gradients.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        loop = self.loop
+        loop.gradients.load_state_dict(state["gradients"])
+        loop.books.load_state_dict(state)
+        loop.next, loop.finished, loop.progress = loop.books.index, loop.books.finished, loop.books.progress
+
+
+def may_apply(loop: LoopContext, step: Step, header: Header, *, ranks: Sequence[int] | None = None) -> bool:
+    """Whether the round gave a gradient to apply; NonFiniteGradients when it gave a bad one and the run is to stop.
+    ``ranks``: of the header's workers, where they are not the whole fleet."""
+    bad = np.flatnonzero(header.column("nonfinite"))
+    if bad.size:
+        text = nonfinite_text(step.index, header, bad.tolist(), ranks=ranks, skip=loop.nonfinite == "skip")
+        if loop.nonfinite == "stop":
+            raise NonFiniteGradients(text)
+        if ranks is None:
+            loop.warn_all(text)
+        elif loop.transport.rank == ranks[0]:  # a warning that the whole group has: its first member's is enough
+            loop.observe("note", {"level": "warning", "text": text})
+    return has_gradient(header)
+
+
+def nonfinite_text(
+    step: int, header: Header, workers: Sequence[int], *, ranks: Sequence[int] | None, skip: bool
+) -> str:
+    """Who had bad gradients in which step, and what to do about them."""
+    losses = header.column("loss")[list(workers)]
+    who = " and ".join(f"worker {worker if ranks is None else ranks[worker]}" for worker in workers)
+    loss = "its loss was finite" if np.isfinite(losses).all() else "the loss itself was NaN or infinite"
+    said = f"{who} had NaN or infinite gradients in step {step} ({loss})"
+    if skip:
+        return f"{said}: the update was skipped"
+    leave_out = 'paceline.join(nonfinite="skip") leaves such steps out'
+    return f"{said}: stopped before the update. {leave_out}; a GradScaler must be tracked with fleet.track(scaler=...)"

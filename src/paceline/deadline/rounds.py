@@ -1,0 +1,268 @@
+"""Rounds with a deadline, as the user's loop sees them: the proxy runs them, and the loop takes over what they gave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paceline.checkpoint import content as checkpoint
+from paceline.combine import Header
+from paceline.combine.gradients.buckets import Among
+from paceline.combine.gradients.gradients import Aside
+from paceline.deadline.catch_up import Backlog, Promises
+from paceline.deadline.in_flight import Flights
+from paceline.deadline.proxy import Proxy
+from paceline.deadline.side_stream import Beside
+from paceline.errors import Dropped
+from paceline.feed.dealing import MicroBatch
+from paceline.loop.context import LoopContext
+from paceline.loop.handover import place_of, take_place
+from paceline.loop.rounds import both
+from paceline.loop.step_recording import record_of, write_header
+from paceline.loop.step_state import LoopPhase, Turn, Work
+from paceline.pace.fitting import fit, ladder, recent_pace
+from paceline.records import StepRecord
+
+
+class Deadlines:
+    """What a loop has for rounds that wait for nobody: a proxy, work in flight on the device, and catching up."""
+
+    def __init__(self, loop: LoopContext, opened: Callable[[Turn], None]) -> None:
+        """``opened`` is told of every turn that the proxy opens."""
+        if loop.dealing.length is None:
+            raise ValueError(
+                "rounds with a deadline (pace joint or cutoff) need a dataset with a length: an iterable one cannot "
+                "give again what a deadline cut off; use pace adaptive"
+            )
+        self._loop, self._opened = loop, opened
+        self.beside = Beside(loop.device)
+        self.flights = Flights(
+            loop.device, beside=self.beside, gradients=loop.gradients, changed=loop.books.changed, paces=loop.paces
+        )
+        self.promises = Promises(loop.transport)
+        self.commit_s = 0.0
+        """Seconds of the last update."""
+        self.proxy = self._make_proxy()
+
+    def _make_proxy(self) -> Proxy:
+        loop = self._loop
+        copyable = lambda: loop.copyable and not loop.tracking.stepped_untracked()  # noqa: E731
+        return Proxy(
+            beside=self.beside,
+            landed=self.flights.count_landed,
+            transport=loop.transport,
+            books=loop.books,
+            gradients=loop.gradients,
+            header=self._write_header,
+            record=self._record,
+            opened=self._opened,
+            backlog=Backlog(loop.transport, loop.books.changed, copyable),
+        )
+
+    def _write_header(self, turn: Turn, counts: bool, finite: bool) -> Header:
+        loop, members = self._loop, self._loop.members
+        busy = 0.0 if turn.idle else time.perf_counter() - (turn.busy_since or turn.opened)
+        more = {"unfinished_s": busy, "behind": max(0, turn.index - loop.next), "late_s": self.flights.late_s()}
+        intentions = members.intentions() if members is not None else {}
+        return write_header(loop, turn, {**more, **intentions}, finite=finite, counts=counts)
+
+    def _record(self, turn: Turn, header: Header, entered: float) -> StepRecord:
+        """The record of a round that the proxy ran: it is over now, and this worker entered it then."""
+        wall_s = time.perf_counter() - turn.opened
+        busy = float((header.column("seconds") + header.column("unfinished_s")).max())
+        latest = max(entered - turn.opened, min(busy, turn.plan.deadline_s or busy))
+        record = record_of(
+            turn,
+            header,
+            self._loop.transport.slot_name,
+            round_s=max(0.0, wall_s - latest),
+            emulated=self._loop.machine is not None,
+            by_deadline=True,
+        )
+        return replace(record, wall_s=wall_s + self.commit_s)
+
+    # -- the loop's course -------------------------------------------------------------------------------------------
+
+    def between_steps(self) -> int | None:
+        """Send copies that were promised, and take one over that has come. Returns the step that it follows."""
+        self.promises.give(self._packed)
+        return self._take_copy()
+
+    def begin(self) -> None:
+        """Another step begins, here."""
+        self.flights.clear()
+        self.beside.follow()
+
+    def end(self) -> None:
+        """The loop has come to its end."""
+        self.promises.give(self._packed)
+
+    def _packed(self) -> torch.Tensor:
+        return checkpoint.pack(place_of(self._loop))
+
+    def _take_copy(self) -> int | None:
+        """Take over a peer's state where one was promised, and with it the peer's place in the training."""
+        loop, proxy, backlog = self._loop, self.proxy, self.proxy.backlog
+        with loop.books.changed:
+            loop.books.changed.wait_for(lambda: proxy.error or backlog.copied is None or backlog.copied.here)
+            copy, backlog.copied = backlog.copied, None
+        error = proxy.error or (copy.error if copy is not None else None)
+        if error is not None:
+            raise error
+        if copy is None:
+            return None
+        skipped = copy.index + 1 - loop.next
+        take_place(loop, checkpoint.unpack(copy.data, device=loop.device))
+        assert loop.next == copy.index + 1
+        text = f"worker {loop.transport.rank} was {skipped} steps behind and took over a peer's state"
+        loop.observe("note", {"level": "warning", "text": text})
+        return copy.index
+
+    # -- newcomers and the end ---------------------------------------------------------------------------------------
+
+    def restart(self, place: Any) -> None:
+        """A newcomer has taken over a peer's state: be where the peer's proxy is."""
+        self.proxy.stop()
+        self.proxy = self._make_proxy()
+        self.proxy.take_place(place)
+
+    def members_changed(self) -> None:
+        self.promises.members_changed()
+        self.proxy.backlog.forget_copy()
+
+    def close(self, *, orderly: bool) -> None:
+        if orderly:
+            self.promises.give(self._packed)
+            self.promises.join()
+        self.proxy.stop_together() if orderly and not self._loop.finished else self.proxy.stop()
+        if orderly:
+            self.proxy.join()
+
+
+class ProxyRound:
+    """A round that closes at its deadline, or with the first so many shares, whoever is late."""
+
+    def __init__(self, loop: LoopContext, turn: Turn, deadlines: Deadlines) -> None:
+        self._loop, self._turn, self._gradients, self._deadlines = loop, turn, loop.gradients, deadlines
+        self._changed = loop.books.changed
+        self._finished: Work | None = None
+        self._aside: Aside | None = None
+        """A micro-batch whose backward is done, and its gradients, until the loop comes back for more."""
+
+    # -- micro-batches -----------------------------------------------------------------------------------------------
+
+    def take(self, opened: float) -> tuple[MicroBatch | None, float]:
+        while self._still_open(opened):
+            room = 0 if self._turn.loop_phase is LoopPhase.CUT_OFF else self._room()
+            taken = self._loop.dealing.take(room) if room != 0 else None
+            if taken is not None or not self._another_lap():
+                return taken, opened
+            opened = time.perf_counter()
+        return None, opened
+
+    def _still_open(self, now: float) -> bool:
+        """The loop wants a micro-batch: False when the round closed without it."""
+        with self._changed:
+            self._turn.busy_since = now if self._turn.open else None
+            return not self._turn.closed
+
+    def _room(self) -> int | None:
+        """The samples that the time left allows; 0: none. None: there is no deadline."""
+        turn, dealing = self._turn, self._loop.dealing
+        if turn.until is None:
+            return None
+        whole, smallest = dealing.micro_batch, dealing.smallest
+        sizes = [size for size in ladder(whole) if size >= smallest] if not self._loop.whole else [whole]
+        fits = fit(turn.until - time.perf_counter(), recent_pace(list(self._loop.paces)), sizes)
+        return fits or (0 if turn.work.samples else sizes[-1])  # try, or a slow worker would never be seen to recover
+
+    def _another_lap(self) -> bool:
+        """The share is done: whether another lap has more."""
+        turn = self._turn
+        if turn.closed or not turn.last:
+            return False
+        self._deadlines.flights.land(turn)  # else what is dealt again might still come in
+        try:
+            return self._deadlines.proxy.idle(turn, gone=False)
+        except Dropped:  # the commit says so
+            return False
+
+    def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
+        if self._check():
+            self._aside = both(self._aside, self._gradients.backward_aside(loss, weight, among=among, **graph))
+
+    def _check(self) -> bool:
+        """Before a backward, and before it joins: False when it would be for nothing."""
+        with self._changed:
+            if self._turn.open:
+                self._gradients.check_aside()
+            return self._turn.open
+
+    def drop(self) -> None:
+        self._aside = None
+
+    def end_backward(self) -> None:
+        pass
+
+    def done(self, work: Work) -> None:
+        if self._loop.device.type != "cuda":
+            self._loop.paces.append(work.slowest_s / work.samples)
+        self._finished = work
+
+    def next(self, figures: dict[str, Any], opened: float) -> None:
+        finished, aside = self._finished, self._aside
+        self._finished = self._aside = None
+        if finished is None:
+            with self._changed:
+                self._turn.work.add(Work(added=figures))
+            return
+        finished.added = figures
+        self._check()
+        self._deadlines.flights.start(self._turn, finished, aside or self._gradients.no_gradient(), opened)
+        with self._changed:
+            self._gradients.show()
+
+    def may_be_left(self, busy: bool) -> bool:
+        return not busy or not self._turn.open  # what is left stays in this worker's queue
+
+    def end_work(self, began: float) -> None:
+        pass
+
+    # -- the round ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        """It may be over long since."""
+        turn, deadlines, proxy = self._turn, self._deadlines, self._deadlines.proxy
+        deadlines.flights.land(turn)
+        if turn.open and turn.began is not None:
+            self._check()
+        if not turn.over:
+            proxy.idle(turn, gone=True)
+        with self._changed:
+            self._changed.wait_for(lambda: turn.over or proxy.error)
+        if not turn.over and proxy.error is not None:
+            raise proxy.error
+        assert turn.header is not None
+        self._gradients.show()
+        deadlines.beside.rejoin()
+        deadlines.promises.note(turn)
+        total = turn.total
+        if total is None:
+            deadlines.promises.decline()
+            return False
+        deadlines.beside.lend([*total.flats, total.statistics])
+        self._gradients.adopt(total, turn.header)
+        return True
+
+    def record(self, header: Header, applied: bool) -> StepRecord | None:
+        return self._turn.record
+
+    def commit(self, header: Header, began: float) -> None:
+        self._deadlines.proxy.backlog.taken_over(self._turn)
+
+    def compare(self, header: Header) -> None:
+        """Where they differ, the next step waits for everybody, and looks again."""

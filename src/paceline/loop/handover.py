@@ -1,0 +1,38 @@
+"""A worker's replica and its place in the training, for a peer that takes them over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.feed import Generators
+from paceline.loop.context import LoopContext
+
+
+def place_of(loop: LoopContext) -> dict[str, Any]:
+    """This worker's replica and its place in the training, at a step boundary."""
+    return {
+        **loop.snapshot(),
+        "gradients": loop.gradients.state_dict(),
+        "calls": loop.transport.calls,
+        "next": loop.next,
+        "finished": loop.finished,
+        "progress": loop.progress,
+        "full_shares": list(loop.full_shares),
+        "trained": loop.gradients.trained,
+        "random": Generators().state_dict(),
+    }
+
+
+def take_place(loop: LoopContext, state: Mapping[str, Any]) -> None:
+    """Take over a peer's replica and its place in the training."""
+    loop.restore(state)
+    loop.gradients.train_only(state["trained"])
+    loop.gradients.load_state_dict(state["gradients"])
+    loop.gradients.statistics_were_set()
+    loop.transport.calls = state["calls"]
+    loop.next, loop.finished, loop.progress = state["next"], state["finished"], state["progress"]
+    loop.full_shares = tuple(state["full_shares"])
+    numbers = Generators()
+    numbers.load_state_dict(state["random"])
+    numbers.restore()

@@ -1,0 +1,205 @@
+"""A step's round as the user's loop sees it: micro-batches go in, and it is run.
+
+`StepRound` is the interface. Here is the round that waits for everybody: it runs on the user's thread, and its sums
+overlap with the last backward. Rounds with a deadline are in deadline/rounds.py.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from paceline.combine import Header
+from paceline.combine.gradients.buckets import Among
+from paceline.combine.gradients.gradients import Aside
+from paceline.errors import GenerationOver, MisuseError
+from paceline.feed.dealing import MicroBatch
+from paceline.loop.context import LoopContext
+from paceline.loop.replicas import fingerprint
+from paceline.loop.step_recording import record_of, write_header
+from paceline.loop.step_state import RoundPhase, Turn, Work
+from paceline.loop.training_state import differ
+from paceline.records import StepRecord
+
+COMPARE_EVERY = 100
+"""Steps between two comparisons of the replicas' parameters, and how long a repair must hold."""
+COMPARE_EARLY = (1, 2, 4, 8, 16, 32, 64)
+"""Steps at which replicas are compared too: what parts them mostly does so from the beginning."""
+
+
+class StepRound(Protocol):
+    """One step's round on one worker."""
+
+    def take(self, opened: float) -> tuple[MicroBatch | None, float]:
+        """The next micro-batch, asked for at ``opened``, and when it was really taken. None: there is no more."""
+
+    def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
+        """Add a loss of the open micro-batch."""
+
+    def drop(self) -> None:
+        """The open micro-batch comes again: what it has had so far is for nothing."""
+
+    def end_backward(self) -> None:
+        """The open micro-batch has had all its losses."""
+
+    def done(self, work: Work) -> None:
+        """The open micro-batch is used."""
+
+    def next(self, figures: dict[str, Any], opened: float) -> None:
+        """The loop comes back for more. ``figures`` were added meanwhile; the micro-batch was taken at ``opened``."""
+
+    def may_be_left(self, busy: bool) -> bool:
+        """Whether the loop may go on to the round though it has not done its share. ``busy``: in a micro-batch."""
+
+    def end_work(self, began: float) -> None:
+        """All micro-batches, the first of them taken at ``began``, are used."""
+
+    def run(self) -> bool:
+        """Run the round, or wait for it. False: a peer's state is taken over instead of what it gave."""
+
+    def record(self, header: Header, applied: bool) -> StepRecord | None:
+        """What happened, as the script is told."""
+
+    def commit(self, header: Header, began: float) -> None:
+        """The update was made: this worker is done with the step, which it began at ``began``."""
+
+    def compare(self, header: Header) -> None:
+        """Look whether the replicas are still equal, where this is the place for it."""
+
+
+class InlineRound:
+    """A round that waits for everybody."""
+
+    def __init__(self, loop: LoopContext, turn: Turn, replicas: ReplicaComparison | None = None) -> None:
+        self._loop, self._turn, self._gradients, self._replicas = loop, turn, loop.gradients, replicas
+        self._aside: Aside | None = None
+        """Where a micro-batch may have to come again (``micro_batch="auto"``): the gradients of its parts so far."""
+        self._round_s = 0.0
+
+    # -- micro-batches -----------------------------------------------------------------------------------------------
+
+    def take(self, opened: float) -> tuple[MicroBatch | None, float]:
+        return self._loop.dealing.take(), opened
+
+    def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
+        if among is not None and self._gradients.whole:  # the part before may be for nothing
+            self._gradients.begin_whole()
+            self._aside = both(self._aside, self._gradients.backward_aside(loss, weight, among=among, **graph))
+        else:
+            self._gradients.backward(loss, weight, last=micro.last, among=among, **graph)
+
+    def drop(self) -> None:
+        self._aside = None
+
+    def end_backward(self) -> None:
+        if self._aside is not None:
+            self._gradients.join_whole(self._aside)
+            self._aside = None
+
+    def done(self, work: Work) -> None:
+        self._loop.paces.append(work.slowest_s / work.samples)
+        self._turn.work.add(work)
+
+    def next(self, figures: dict[str, Any], opened: float) -> None:
+        self._turn.work.add(Work(added=figures))
+
+    def may_be_left(self, busy: bool) -> bool:
+        return False
+
+    def end_work(self, began: float) -> None:
+        work, device = self._turn.work, self._loop.device
+        if device.type == "cuda" and work.micro_batches:
+            torch.cuda.current_stream(device).synchronize()  # once a step: the round needs the true time
+            work.seconds = time.perf_counter() - began
+
+    # -- the round ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        turn = self._turn
+        if self._loop.members is not None:
+            self._loop.members.keep_up()
+        finite = self._gradients.finish()
+        entered = time.perf_counter()
+        while True:
+            try:
+                header = self._write_header(finite)
+            except GenerationOver as over:  # the store that names figures is away
+                self._gradients.recover(over)
+                continue
+            if self._gradients.exchange(header, turn.work.samples, f"the round of step {turn.index}"):
+                break
+        waited = time.perf_counter() - entered
+        self._round_s = max(0.0, waited - float(header.column("seconds").max() - turn.work.seconds))
+        turn.header = header
+        return True
+
+    def _write_header(self, finite: bool) -> Header:
+        members = self._loop.members
+        return write_header(self._loop, self._turn, members.intentions() if members is not None else {}, finite=finite)
+
+    def record(self, header: Header, applied: bool) -> StepRecord | None:
+        loop, turn = self._loop, self._turn
+        record = record_of(
+            turn, header, loop.transport.slot_name, round_s=self._round_s, emulated=loop.machine is not None
+        )
+        turn.record = replace(record, grad_norm=self._gradients.known_norm if applied else None)
+        return loop.dealing.told(turn.record)
+
+    def commit(self, header: Header, began: float) -> None:
+        loop, turn = self._loop, self._turn
+        assert turn.record is not None
+        if loop.members is not None:
+            loop.members.heard(header, workers=turn.workers, generation=turn.generation)
+        with loop.books.changed:
+            record = loop.books.close(turn, header, replace(turn.record, wall_s=time.perf_counter() - began))
+            turn.enter(RoundPhase.CLOSED)
+            turn.enter(RoundPhase.OVER)
+            loop.books.changed.notify_all()
+        loop.books.note(record)
+
+    def compare(self, header: Header) -> None:
+        if self._replicas is not None:
+            self._replicas.compare(self._turn.index, header)
+
+
+class ReplicaComparison:
+    """Replicas are compared now and then. Where they differ they are made equal, and the run is stopped where that does
+    not hold."""
+
+    def __init__(self, loop: LoopContext) -> None:
+        self._loop = loop
+        self._last: int | None = None
+        """The step after which replicas were made equal last."""
+
+    def fingerprint(self, turn: Turn) -> float:
+        """Of this worker's parameters, in steps in which replicas are compared; else 0."""
+        early = self._loop.alike and turn.index in COMPARE_EARLY
+        regular = turn.index % COMPARE_EVERY == 0 or early
+        due = self._loop.transport.size > 1 and (regular or turn.compare)
+        return 1.0 + fingerprint(self._loop.gradients.everything) if due else 0.0
+
+    def compare(self, step: int, header: Header) -> None:
+        """All workers' fingerprints are in the header of a round that all have waited for."""
+        if not differ(header):
+            return
+        found, again = self._loop.repair(), self._last
+        self._loop.gradients.statistics_were_set()
+        self._last = step
+        within = again is not None and step - again <= COMPARE_EVERY
+        text = found.text(step, missing=self._loop.tracking.missing())
+        if within and not found.harmless:
+            raise MisuseError(
+                f"{text}. It is the second time within {COMPARE_EVERY} steps, so making them equal does not help: "
+                "stopped"
+            )
+        self._loop.warn_all(f"{text}. Parameters and everything tracked were set to worker 0's")
+
+
+def both(first: Aside | None, second: Aside) -> Aside:
+    """The gradients of two parts of a micro-batch, and the statistics after both."""
+    if first is None:
+        return second
+    return [other if grad is None else grad for grad, other in zip(first[0], second[0], strict=True)], second[1]
