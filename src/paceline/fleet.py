@@ -18,8 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import devices, machines
 from paceline.checkpoint import content as checkpoint
-from paceline.checkpoint import file as sealing
+from paceline.checkpoint import file as checkpoint_file
 from paceline.checkpoint.autosave import Autosaver, Schedule
+from paceline.checkpoint.load import Found, fetch
 from paceline.combine import Gradients
 from paceline.combine.averaging.local import LocalSteps
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
@@ -931,7 +932,7 @@ class Fleet:
         if not self.is_leader:  # neither is one that waits to enter
             return None
         try:
-            sealing.write(path, self._content(extra))
+            checkpoint_file.write(path, self._content(extra))
         except OSError as error:
             return ["OSError", f"cannot write {path}: {error.strerror or error}"]
         except ValueError as error:
@@ -1004,7 +1005,7 @@ class Fleet:
         if over is not None:
             over.meet("fleet.load()")
         self._tracking.must_agree(self._transport, "fleet.load()")
-        found = checkpoint.fetch(
+        found = fetch(
             self._transport, Path(path), device=self.device, missing_ok=missing_ok, warn=self._warn_everywhere
         )
         if found is None:
@@ -1025,7 +1026,7 @@ class Fleet:
             raise MisuseError(f"{said}: {advice}")
         self._warn_everywhere(f"{said}, which stays as it is now: {advice}, if the training is to go on from there")
 
-    def _refuse_averages(self, found: checkpoint.Found) -> None:
+    def _refuse_averages(self, found: Found) -> None:
         """An average of the weights that the checkpoint should hold and does not: it would begin anew. Which of those
         alive are of this training shows in their updates alone, and there may be none after loading."""
         lacks = any(name.startswith("ema=") for name in found.content.get("untracked", ()))
@@ -1050,7 +1051,7 @@ class Fleet:
     def _load_outside(self, path: Path, loops: str | None) -> Any:
         """A worker that waits to enter gets a peer's state: of the file it needs what is the script's own, if that."""
         try:
-            found = checkpoint.fetch(
+            found = fetch(
                 Alone(), path, device=self.device, missing_ok=True, warn=lambda text: logger.warning("%s", text)
             )
             return None if found is None else self._take_over(*found, loops=loops)

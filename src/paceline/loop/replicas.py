@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint import content as checkpoint
+from paceline.checkpoint import load
 from paceline.errors import FleetError
 from paceline.settings import must_agree
 from paceline.transport import Transport
@@ -103,7 +104,7 @@ def distance(models: Sequence[torch.nn.Module], states: Sequence[Mapping[str, to
 
 def hand_round(transport: Transport, content: Mapping[str, Any], *, device: torch.device) -> dict[str, Any]:
     """The leader's ``content`` (plain values and tensors) on every worker."""
-    for _ in range(checkpoint.ATTEMPTS):
+    for _ in range(load.ATTEMPTS):
         data = checkpoint.pack(content) if transport.rank == 0 else torch.empty(0, dtype=torch.uint8)
         size = transport.gather("the leader's state", len(data))[0]
         data = data if len(data) == size else torch.zeros(size, dtype=torch.uint8)
