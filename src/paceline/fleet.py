@@ -36,13 +36,13 @@ from paceline.feed.overlap import overlapped
 from paceline.loop import evaluate as evaluating
 from paceline.loop import gather as gathering
 from paceline.loop import replicas, schedules
-from paceline.loop.hooks import hooks_text
 from paceline.loop.membership import Members
 from paceline.loop.memory import Guard
 from paceline.loop.passes import Passes, Place, told_from_json
 from paceline.loop.resume import LOOPS, Resume, told_again
 from paceline.loop.steps import Steps
-from paceline.loop.tracking import Tracked
+from paceline.loop.tracking import Living, Tracked
+from paceline.loop.user_code import hooks_text
 from paceline.loop.values import Values
 from paceline.observe.exports.trackers import Trackers
 from paceline.pace import Pacer, may_set_deadlines
@@ -614,26 +614,29 @@ class Fleet:
             if isinstance(thing, LRScheduler) and steps.dataset_length is not None:
                 schedules.check_length(name, thing, steps=steps.most, micro_batches=steps.micro_batches)
         if steps.hands_over_state or len(self._passes.lengths) < 2:
-            self._tracking.note_averages()
+            self._tracking.note_averages(living := Living())
         if steps.hands_over_state:
-            self._check_tracked(steps)
+            self._check_tracked(steps, living)
 
-    def _refuse_begun_anew(self, steps: Steps) -> None:
+    def _refuse_begun_anew(self, steps: Steps, living: Living | None = None) -> None:
         """A checkpoint was loaded, and by now it shows what the script uses and does not track. What a later loop makes
         for itself may be new; an average of the weights seldom is."""
         if self._loaded is None:
             return
         path, first = self._loaded[0], steps.place.loop if self._loaded[1] is None else self._loaded[1]
         self._loaded = path, first
-        missing = [name for name in self._tracking.missing() if first == steps.place.loop or name.startswith("ema=")]
+        missing = [
+            name for name in self._tracking.missing(living) if first == steps.place.loop or name.startswith("ema=")
+        ]
         if missing:
             raise _begun_anew(path, missing)
 
-    def _check_tracked(self, steps: Steps) -> None:
-        self._refuse_begun_anew(steps)
+    def _check_tracked(self, steps: Steps, living: Living | None = None) -> None:
+        living = living or Living()
+        self._refuse_begun_anew(steps, living)
         if not steps.hands_over_state:
             return
-        missing = self._tracking.missing(optimizers=self._elastic is None)
+        missing = self._tracking.missing(living, optimizers=self._elastic is None)
         # Of an optimiser that has not stepped yet nobody knows whether it will: then a copy is not safe.
         steps.copyable = not missing
         if missing and self._elastic is not None:
@@ -1016,8 +1019,9 @@ class Fleet:
 
     def _refuse_untracked(self, path: str | Path) -> None:
         """Whatever the checkpoint has for them, they would begin anew."""
-        self._tracking.note_averages()  # whether one of those alive is of this training, its first update will tell
-        missing = self._tracking.missing(optimizers=True)
+        # Whether an average that is alive is of this training, its first update will tell.
+        self._tracking.note_averages(living := Living())
+        missing = self._tracking.missing(living, optimizers=True)
         if not missing:
             return
         said = f"fleet.load({str(path)!r}) does not give back the state of what is not tracked"

@@ -28,15 +28,16 @@ from paceline.deadline.side_stream import Beside
 from paceline.errors import Dropped, GenerationOver, MisuseError, NonFiniteGradients
 from paceline.feed import Generators
 from paceline.feed.dealing import Dealing
-from paceline.loop.closures import refuse_closures
+from paceline.loop.hyperparameters import changed_rate, unlike_settings
 from paceline.loop.passes import Place
 from paceline.loop.replicas import Repair, fingerprint
 from paceline.loop.schedules import held_at_their_end
 from paceline.loop.step import Step
 from paceline.loop.step_recording import has_gradient, record_of, said, void_record
 from paceline.loop.step_state import Turn, Work
-from paceline.loop.tracking import Tracked, changed_rate, unlike_settings
+from paceline.loop.tracking import Tracked
 from paceline.loop.training_state import Books, differ
+from paceline.loop.user_code import refuse_closures
 from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace.fitting import RECENT, fit, ladder, recent_pace
 from paceline.records import History, Plan, StepRecord
@@ -745,7 +746,7 @@ class Steps:
     def _refuse_untracked(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """``optimizers`` of this commit; those that the script stepped itself were seen doing so."""
         for optimizer in (*optimizers, *self._tracking.stepped_untracked()):
-            if not self._tracking.holds(optimizer):
+            if not self._tracking.is_tracked(optimizer):
                 raise MisuseError(
                     f"the optimizer ({type(optimizer).__name__}) is not tracked, so a worker that joins could not take "
                     "over its state: call fleet.track(optimizer=optimizer) before the first step"
