@@ -336,8 +336,8 @@ def simple(fleet: paceline.Fleet) -> tuple[nn.Module, torch.optim.Optimizer]:
 def settled(fleet: paceline.Fleet, steps: Iterator[paceline.Step]) -> Iterator[paceline.Step]:
     """So that every save has time to be written: a step here takes microseconds."""
     for step in steps:
-        assert fleet._autosaver is not None
-        fleet._autosaver._finish()
+        assert fleet._saving._autosaver is not None
+        fleet._saving._autosaver._finish()
         yield step
 
 

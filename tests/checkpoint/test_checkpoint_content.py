@@ -197,7 +197,7 @@ def assert_refused(fleet: paceline.Fleet, path: Path, said: str) -> str:
 
 
 def states(fleet: paceline.Fleet) -> list[Any]:
-    return [thing.state_dict() for thing in (*fleet._models, *fleet._tracking.things.values())]
+    return [thing.state_dict() for thing in (*fleet._context.models, *fleet._context.tracking.things.values())]
 
 
 def same(one: Any, other: Any) -> bool:

@@ -197,7 +197,7 @@ with paceline.join(quiet=True, run_dir=sys.argv[2]) as fleet:
         for (x,) in step:
             step.backward(model(x).square().mean())
         step.commit(optimizer)
-        fleet._autosaver._finish()
+        fleet._saving._autosaver._finish()
     print(len(fleet.history))
 """
 

@@ -29,7 +29,7 @@ from paceline.errors import Dropped, GenerationOver, MisuseError, NonFiniteGradi
 from paceline.feed import Generators
 from paceline.feed.dealing import Dealing
 from paceline.loop.hyperparameters import changed_rate, unlike_settings
-from paceline.loop.passes import Place
+from paceline.loop.passes import LoopPlace
 from paceline.loop.replicas import Repair, fingerprint
 from paceline.loop.schedules import held_at_their_end
 from paceline.loop.step import Step
@@ -76,7 +76,7 @@ class Steps:
         nonfinite: str,
         history: History,
         first_index: int,
-        place: Place,
+        place: LoopPlace,
         observe: Callable[[str, Mapping[str, Any]], None],
         repair: Callable[[], Repair],
         tracking: Tracked,
