@@ -22,8 +22,8 @@ import paceline
 from lone import deep, flat, join, linear, numbers, sgd, training
 from paceline.checkpoint import autosave
 from paceline.checkpoint import content as checkpoint
-from paceline.checkpoint import file as sealing
-from paceline.checkpoint import folder as shelf
+from paceline.checkpoint import file as checkpoint_file
+from paceline.checkpoint import folder as checkpoint_folder
 from paceline.checkpoint.autosave import Autosaver, Mark, Schedule
 
 # -- when ----------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Rig:
 
 
 def steps_in(folder: Path) -> list[int | None]:
-    return sorted(shelf.step_of(file) for file in folder.iterdir())
+    return sorted(checkpoint_folder.step_of(file) for file in folder.iterdir())
 
 
 def test_the_last_few_are_kept_and_each_belongs_to_its_step(tmp_path: Path) -> None:
@@ -122,9 +122,9 @@ def test_the_last_few_are_kept_and_each_belongs_to_its_step(tmp_path: Path) -> N
     assert rig.saved == [10, 20, 30, 40]
     assert steps_in(tmp_path) == [30, 40]
     for step in (30, 40):
-        data = shelf.place(tmp_path, step).read_bytes()
-        assert sealing.sealed_version(memoryview(data), tmp_path) == 2
-        assert torch.load(shelf.place(tmp_path, step), weights_only=True)["weight"].eq(step).all()
+        data = checkpoint_folder.path_of(tmp_path, step).read_bytes()
+        assert checkpoint_file.checked_version(memoryview(data), tmp_path) == 2
+        assert torch.load(checkpoint_folder.path_of(tmp_path, step), weights_only=True)["weight"].eq(step).all()
     assert all(fields["automatic"] for event, fields in rig.events if event == "save")
 
 
@@ -155,8 +155,8 @@ def test_only_the_leader_writes_and_a_new_one_goes_on_with_the_schedule(tmp_path
 
 
 def test_what_is_due_during_a_write_is_put_off_and_not_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, write = threading.Event(), sealing.write
-    monkeypatch.setattr(sealing, "write", lambda path, content: (go.wait(30), write(path, content)))
+    go, write = threading.Event(), checkpoint_file.write
+    monkeypatch.setattr(checkpoint_file, "write", lambda path, content: (go.wait(30), write(path, content)))
     rig = Rig(tmp_path, every_steps=2)
     rig.train(0, 1, 2, 3, 4, 5, 6, 7, settle=False)
     assert [thread.name for thread in threading.enumerate()].count("paceline-autosave") <= 1
@@ -165,7 +165,7 @@ def test_what_is_due_during_a_write_is_put_off_and_not_queued(tmp_path: Path, mo
     rig.train(9, 10)
     rig.saver.close()
     assert rig.saved == [2, 9, 10]
-    assert torch.load(shelf.place(tmp_path, 2), weights_only=True)["weight"].eq(2).all()
+    assert torch.load(checkpoint_folder.path_of(tmp_path, 2), weights_only=True)["weight"].eq(2).all()
 
 
 def test_the_end_of_a_loop_is_saved_too_even_while_the_one_before_is_being_written(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_the_end_of_a_loop_is_saved_too_even_while_the_one_before_is_being_writt
 
 def test_leaving_waits_for_a_write_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    monkeypatch.setattr(sealing, "write", lambda path, content: go.wait(30))
+    monkeypatch.setattr(checkpoint_file, "write", lambda path, content: go.wait(30))
     monkeypatch.setattr(autosave, "FINISH_S", 0.1)
     rig = Rig(tmp_path, every_steps=1)
     rig.train(0, 1, settle=False)
@@ -225,7 +225,7 @@ def test_each_kind_of_trouble_is_told_once(tmp_path: Path, monkeypatch: pytest.M
     def fail(path: Path, content: Any) -> None:
         raise next(errors)
 
-    monkeypatch.setattr(sealing, "write", fail)
+    monkeypatch.setattr(checkpoint_file, "write", fail)
     rig = Rig(tmp_path, every_steps=1)
     rig.train(*range(6))
     rig.saver.close()
@@ -271,7 +271,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_told_of_once_and_saving_goes
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Path, missing_ok: bool = False) -> None:
-        if shelf.step_of(self) is not None:
+        if checkpoint_folder.step_of(self) is not None:
             raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(Path, "unlink", refuse)
@@ -301,7 +301,7 @@ def test_what_can_never_be_saved_is_refused_at_the_first_step_and_later_trouble_
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_start(tmp_path: Path) -> None:
-    shelf.place(tmp_path, 5).with_name(".step-00000005.paceline.1.tmp").write_text("half")
+    checkpoint_folder.path_of(tmp_path, 5).with_name(".step-00000005.paceline.1.tmp").write_text("half")
     rig = Rig(tmp_path, every_steps=10)
     rig.train(9, 10)
     rig.saver.close()
@@ -336,8 +336,8 @@ def simple(fleet: paceline.Fleet) -> tuple[nn.Module, torch.optim.Optimizer]:
 def settled(fleet: paceline.Fleet, steps: Iterator[paceline.Step]) -> Iterator[paceline.Step]:
     """So that every save has time to be written: a step here takes microseconds."""
     for step in steps:
-        assert fleet._autosaver is not None
-        fleet._autosaver._finish()
+        assert fleet._saving._autosaver is not None
+        fleet._saving._autosaver._finish()
         yield step
 
 
@@ -361,7 +361,7 @@ def test_two_lines_at_the_top_resume_as_if_nothing_had_happened(tmp_path: Path, 
     assert seen[: stop + 1] == list(range(stop + 1))
     assert seen[stop + 1 :] == list(range(stop - stop % 2, 15))
     assert torch.equal(flat(model), expected)
-    assert shelf.newest_first(tmp_path / "kept")[0] == shelf.place(tmp_path / "kept", 15)
+    assert checkpoint_folder.newest_first(tmp_path / "kept")[0] == checkpoint_folder.path_of(tmp_path / "kept", 15)
 
 
 def test_the_users_code_after_the_commit_is_part_of_the_step(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_the_users_code_after_the_commit_is_part_of_the_step(tmp_path: Path) -> 
             scheduler.step()
             best["index"] = step.index
     for number in range(1, 6):
-        content = torch.load(shelf.place(tmp_path / "kept", number), weights_only=True)
+        content = torch.load(checkpoint_folder.path_of(tmp_path / "kept", number), weights_only=True)
         assert content["extra"] == {"index": number - 1}
         assert content["tracked"]["scheduler"]["last_epoch"] == content["steps"]["step"] == number
 
@@ -399,8 +399,8 @@ def test_automatic_saves_are_in_the_log_and_nothing_is_left_running(tmp_path: Pa
 def test_an_error_of_the_users_still_lets_the_write_under_way_finish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, write = threading.Event(), sealing.write
-    monkeypatch.setattr(sealing, "write", lambda path, content: (go.wait(30), write(path, content)))
+    go, write = threading.Event(), checkpoint_file.write
+    monkeypatch.setattr(checkpoint_file, "write", lambda path, content: (go.wait(30), write(path, content)))
     with join(tmp_path) as fleet:
         model, optimizer = simple(fleet)
         fleet.autosave(tmp_path / "kept", every_steps=2)

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from lone import deep, flat, join, linear, mse, numbers, sgd, training
 from paceline import MisuseError
-from paceline.checkpoint import content as checkpoint
-from paceline.checkpoint import folder as shelf
+from paceline.checkpoint import folder as checkpoint_folder
+from paceline.checkpoint import load
 
 
 class Run:
@@ -197,7 +197,7 @@ def assert_refused(fleet: paceline.Fleet, path: Path, said: str) -> str:
 
 
 def states(fleet: paceline.Fleet) -> list[Any]:
-    return [thing.state_dict() for thing in (*fleet._models, *fleet._tracking.things.values())]
+    return [thing.state_dict() for thing in (*fleet._context.models, *fleet._context.tracking.things.values())]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(fleet: paceline.Fle
 @given(data=st.binary(max_size=60) | st.binary(max_size=60).map(lambda tail: b"\x80\x02" + tail + b"."))
 def test_any_bytes_at_all_are_refused_with_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"c\.pt"):
-        checkpoint.parse(data, path=Path("c.pt"), device=torch.device("cpu"))
+        load.parse(data, path=Path("c.pt"), device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_checkpoint_of_version_1_is_still_read(fleet: paceline.Fleet, saved: P
 
 def test_a_checkpoint_whose_checksum_was_cut_off_is_refused(fleet: paceline.Fleet, saved: Path) -> None:
     simple(fleet)
-    torch.save(torch.load(saved, weights_only=True), saved)  # whole for torch, and without a seal
+    torch.save(torch.load(saved, weights_only=True), saved)  # whole for torch, and without a checksum
     assert_refused(fleet, saved, "its end, with the checksum, is missing")
 
 
@@ -349,9 +349,9 @@ def test_a_leader_lost_while_it_hands_the_checkpoint_round_is_followed_by_anothe
     options: Any = {"device": torch.device("cpu"), "missing_ok": True, "warn": print}
     if lost == 100:
         with pytest.raises(ValueError, match="did not reach every worker"):
-            checkpoint.fetch(transport, saved, **options)
+            load.fetch(transport, saved, **options)
         return
-    found = checkpoint.fetch(transport, saved, **options)
+    found = load.fetch(transport, saved, **options)
     assert found is not None
     assert found.content["extra"] == {"best": 0.5}
     assert transport.broadcasts == lost + 1
@@ -365,7 +365,7 @@ def fill(folder: Path, *steps: int) -> None:
     with join(folder.parent) as fleet:
         simple(fleet)
         for step in steps:
-            fleet.save(shelf.place(folder, step), extra=step)
+            fleet.save(checkpoint_folder.path_of(folder, step), extra=step)
 
 
 def test_a_folder_stands_for_its_newest_checkpoint(fleet: paceline.Fleet, tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_damaged_checkpoints_of_a_folder_are_named_and_the_one_before_is_taken(
 ) -> None:
     simple(fleet)
     fill(tmp_path / "kept", 10, 20, 30)
-    newest, middle = shelf.newest_first(tmp_path / "kept")[:2]
+    newest, middle = checkpoint_folder.newest_first(tmp_path / "kept")[:2]
     newest.write_bytes(newest.read_bytes()[:-1])
     middle.write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
     assert fleet.load(tmp_path / "kept") == 10
@@ -398,7 +398,7 @@ def test_a_folder_of_damaged_checkpoints_alone_never_starts_anew_in_silence(
 ) -> None:
     simple(fleet)
     fill(tmp_path / "kept", 10, 20)
-    for file in shelf.newest_first(tmp_path / "kept"):
+    for file in checkpoint_folder.newest_first(tmp_path / "kept"):
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"no checkpoint in .*kept is whole: .*00000020.*; .*00000010"):
         fleet.load(tmp_path / "kept", missing_ok=True)
@@ -407,7 +407,7 @@ def test_a_folder_of_damaged_checkpoints_alone_never_starts_anew_in_silence(
 def test_a_newer_versions_checkpoint_in_a_folder_is_not_passed_over(fleet: paceline.Fleet, tmp_path: Path) -> None:
     simple(fleet)
     fill(tmp_path / "kept", 10, 20)
-    newest = shelf.place(tmp_path / "kept", 20)
+    newest = checkpoint_folder.path_of(tmp_path / "kept", 20)
     newest.write_bytes(newest.read_bytes().replace(b"paceline checkpoint 2 ", b"paceline checkpoint 3 "))
     with pytest.raises(ValueError, match=r"step-00000020\.paceline was written by a newer version"):
         fleet.load(tmp_path / "kept")

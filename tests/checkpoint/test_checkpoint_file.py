@@ -1,4 +1,4 @@
-"""The checkpoint's file: what torch wrote, with a seal on it that no damage survives."""
+"""The checkpoint's file: what torch wrote, with a checksum that no damage survives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint import file as sealing
+from paceline.checkpoint import file as checkpoint_file
 
 CONTENT = {"weights": torch.arange(3000.0), "nested": [{"a": (1, "b", None)}, torch.zeros(0)], "text": "x" * 100}
 HERE = Path("c.paceline")
@@ -23,8 +23,8 @@ HERE = Path("c.paceline")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("sealed") / "c.paceline"
-    sealing.write(path, CONTENT)
+    path = tmp_path_factory.mktemp("whole") / "c.paceline"
+    checkpoint_file.write(path, CONTENT)
     return path.read_bytes()
 
 
@@ -32,7 +32,7 @@ def test_the_file_is_a_zip_archive_that_torch_reads_without_paceline(whole: byte
     content = torch.load(io.BytesIO(whole), weights_only=True)
     assert torch.equal(content["weights"], CONTENT["weights"])
     assert content["nested"][0] == {"a": (1, "b", None)}
-    assert content["paceline_checkpoint"] == sealing.VERSION
+    assert content["paceline_checkpoint"] == checkpoint_file.VERSION
     with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         assert archive.testzip() is None
         assert archive.comment.startswith(b"paceline checkpoint 2 blake2b ")
@@ -43,14 +43,14 @@ def test_torch_maps_the_file_into_memory(whole: bytes, tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "c", weights_only=True, mmap=True)["weights"], CONTENT["weights"])
 
 
-def test_an_unbroken_seal_tells_the_version(whole: bytes) -> None:
-    assert sealing.sealed_version(memoryview(whole), HERE) == 2
-    assert sealing.sealed_version(memoryview(b"anything else"), HERE) is None
-    assert sealing.sealed_version(memoryview(b""), HERE) is None
+def test_the_checksum_line_tells_the_version(whole: bytes) -> None:
+    assert checkpoint_file.checked_version(memoryview(whole), HERE) == 2
+    assert checkpoint_file.checked_version(memoryview(b"anything else"), HERE) is None
+    assert checkpoint_file.checked_version(memoryview(b""), HERE) is None
 
 
 @given(data=st.data())
-def test_a_flipped_bit_breaks_the_seal(whole: bytes, data: st.DataObject) -> None:
+def test_a_flipped_bit_breaks_the_checksum(whole: bytes, data: st.DataObject) -> None:
     bit = data.draw(st.integers(0, len(whole) * 8 - 1))
     damaged = bytearray(whole)
     damaged[bit // 8] ^= 1 << bit % 8
@@ -58,47 +58,47 @@ def test_a_flipped_bit_breaks_the_seal(whole: bytes, data: st.DataObject) -> Non
 
 
 @given(data=st.data())
-def test_a_file_that_was_cut_off_has_no_seal(whole: bytes, data: st.DataObject) -> None:
+def test_a_file_that_was_cut_off_has_no_checksum(whole: bytes, data: st.DataObject) -> None:
     assert not passes(whole[: data.draw(st.integers(0, len(whole) - 1))])
 
 
 @given(tail=st.binary(min_size=1, max_size=50))
-def test_a_file_with_something_behind_it_has_no_seal(whole: bytes, tail: bytes) -> None:
+def test_a_file_with_something_behind_it_has_no_checksum(whole: bytes, tail: bytes) -> None:
     assert not passes(whole + tail)
 
 
 def passes(data: bytes) -> bool:
     try:
-        return sealing.sealed_version(memoryview(data), HERE) == 2
+        return checkpoint_file.checked_version(memoryview(data), HERE) == 2
     except ValueError:
         return False
 
 
 @given(chunks=st.lists(st.binary(max_size=60), min_size=1, max_size=20))
-def test_the_seal_does_not_depend_on_how_the_bytes_come(chunks: list[bytes]) -> None:
+def test_the_checksum_does_not_depend_on_how_the_bytes_come(chunks: list[bytes]) -> None:
     end = b"PK\x05\x06" + bytes(18)
     files = []
     for parts in ([*chunks, end], [b"".join(chunks) + end], [bytes([byte]) for byte in b"".join(chunks) + end]):
         file = io.BytesIO()
-        sealer = sealing.Sealer(file)
-        assert sum(sealer.write(part) for part in parts) == len(b"".join(chunks)) + len(end)
-        sealer.close()
+        writer = checkpoint_file.ChecksumWriter(file)
+        assert sum(writer.write(part) for part in parts) == len(b"".join(chunks)) + len(end)
+        writer.close()
         files.append(file.getvalue())
     assert files[0] == files[1] == files[2]
     assert passes(files[0])
 
 
-def test_a_newer_versions_seal_is_told_from_damage(whole: bytes) -> None:
+def test_a_newer_versions_checksum_line_is_told_from_damage(whole: bytes) -> None:
     for newer in (b"paceline checkpoint 3 blake2b ", b"paceline checkpoint 12 something else entirely "):
-        with pytest.raises(sealing.NewerVersion, match=r"c\.paceline was written by a newer version"):
-            sealing.sealed_version(memoryview(whole.replace(b"paceline checkpoint 2 blake2b ", newer)), HERE)
+        with pytest.raises(checkpoint_file.NewerVersion, match=r"c\.paceline was written by a newer version"):
+            checkpoint_file.checked_version(memoryview(whole.replace(b"paceline checkpoint 2 blake2b ", newer)), HERE)
 
 
 def test_what_is_read_is_what_was_written(whole: bytes, tmp_path: Path) -> None:
     (tmp_path / "c").write_bytes(whole)
-    assert bytes(sealing.view(sealing.read(tmp_path / "c"))) == whole
+    assert bytes(checkpoint_file.view(checkpoint_file.read(tmp_path / "c"))) == whole
     (tmp_path / "empty").write_bytes(b"")
-    assert len(sealing.read(tmp_path / "empty")) == 0
+    assert len(checkpoint_file.read(tmp_path / "empty")) == 0
 
 
 def test_file_and_folder_reach_the_disk_before_the_writer_says_so(
@@ -117,7 +117,7 @@ def test_file_and_folder_reach_the_disk_before_the_writer_says_so(
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "replace", noted_replace)
-    sealing.write(tmp_path / "kept" / "c", CONTENT)
+    checkpoint_file.write(tmp_path / "kept" / "c", CONTENT)
     assert done == [f"fsync .c.{os.getpid()}.tmp", "replace", "fsync kept"]
 
 
@@ -127,12 +127,12 @@ def test_writing_holds_no_copy_of_the_whole(tmp_path: Path) -> None:
     script = """
 import resource, sys, torch
 from pathlib import Path
-from paceline.checkpoint import file as sealing
+from paceline.checkpoint import file as checkpoint_file
 content = {"weights": torch.zeros(1 << 24)}
 content["weights"][:] = 1
-sealing.write(Path(sys.argv[1]) / "small", {"weights": torch.ones(10)})
+checkpoint_file.write(Path(sys.argv[1]) / "small", {"weights": torch.ones(10)})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-sealing.write(Path(sys.argv[1]) / "large", content)
+checkpoint_file.write(Path(sys.argv[1]) / "large", content)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     told = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
@@ -149,11 +149,11 @@ def test_sweeping_removes_what_a_dead_writer_left_and_spares_a_living_ones(tmp_p
         """Swept in mid-write."""
 
         def __reduce__(self) -> Any:
-            sealing.sweep(tmp_path, "step-*.paceline")
+            checkpoint_file.remove_abandoned(tmp_path, "step-*.paceline")
             seen.extend(sorted(file.name for file in tmp_path.iterdir()))
             return (list, ())
 
-    sealing.write(tmp_path / "step-2.paceline", {"extra": Watched()})
+    checkpoint_file.write(tmp_path / "step-2.paceline", {"extra": Watched()})
     mine = f".step-2.paceline.{os.getpid()}.tmp"
     assert seen == sorted([".other.tmp", mine, "step-1.paceline"])
     assert sorted(file.name for file in tmp_path.iterdir()) == [".other.tmp", "step-1.paceline", "step-2.paceline"]

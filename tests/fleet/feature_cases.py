@@ -260,7 +260,7 @@ def precisions(args: Args) -> dict[str, Any]:
             def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, autocast: bool = autocast) -> torch.Tensor:
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast and RANK == 0):
                     value = nn.functional.mse_loss(model(x).to(y.dtype), y)
-                return value * (float("inf") if RANK == 1 and fleet._steps.index in (2, 3) else 1.0)
+                return value * (float("inf") if RANK == 1 and fleet._context.steps.index in (2, 3) else 1.0)
 
             applied, scales = [], []
             dtype = torch.float32 if autocast else torch.float64

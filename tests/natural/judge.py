@@ -192,7 +192,7 @@ REPLAY = """
 import json
 from pathlib import Path
 import paceline.feed.dealing
-import paceline.fleet
+import paceline.loop.joining
 from paceline.feed.ranges import Ranges, positions
 from paceline.records import Plan
 
@@ -220,7 +220,7 @@ def deal(self, samples):
     return (feed._queues[0].total,)
 
 paceline.feed.dealing.FromFeed.deal = deal
-paceline.fleet.make_pacer = lambda pace: Recorded()
+paceline.loop.joining.make_pacer = lambda pace: Recorded()
 """
 """What makes one process train on the batches of a log, step by step, instead of its own."""
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from paceline.checkpoint import file as sealing
-from paceline.checkpoint import folder as shelf
+from paceline.checkpoint import file as checkpoint_file
+from paceline.checkpoint import folder as checkpoint_folder
 from paceline.checkpoint.snapshot import Snapshot
 from paceline.settings import whole_number
 
@@ -96,18 +96,18 @@ class Autosaver:
         self._leads, self._content, self._observe, self._clock = leads, content, observe, clock
         self._since: Mark | None = None
         self._thread: threading.Thread | None = None
-        self._told: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        """What the writer has to say, for the training thread to pass on."""
-        self._troubles: set[str] = set()
-        """Kinds of trouble that were told and are not over."""
-        self._looked = False
+        self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        """What the writer's thread reports, for the training thread to deliver."""
+        self._reported: set[str] = set()
+        """Kinds of trouble that were reported and are not over."""
+        self._tidied = False
         """Whether this worker has tidied the folder."""
 
     # -- the training thread ---------------------------------------------------------------------------------------
 
     def boundary(self, step: int, *, last: bool = False) -> None:
         """Between two steps: ``step`` is the next. ``last``: there is none, and the end is saved in any case."""
-        self._pass_on()
+        self._deliver_reports()
         now = self._clock()
         if self._since is None:
             self._begin(Mark(step, now))
@@ -136,7 +136,7 @@ class Autosaver:
             with self._content() as content:
                 taken = Snapshot(content)
         except Exception as error:  # the user's own extra, or no memory for a copy
-            self._complain(f"state: {type(error).__name__}", f"the state could not be copied: {_words(error)}")
+            self._warn(f"state: {type(error).__name__}", f"the state could not be copied: {_words(error)}")
             return
         args = (taken, step)
         self._thread = threading.Thread(target=self._write, args=args, name="paceline-autosave", daemon=True)
@@ -148,28 +148,28 @@ class Autosaver:
 
     def _finish(self) -> None:
         """Wait for what is being written; a writer that was too slow once is not waited for again."""
-        if self._thread is None or SLOW in self._troubles:
+        if self._thread is None or SLOW in self._reported:
             return
         self._thread.join(timeout=FINISH_S)
         if self._busy:
-            self._complain(SLOW, f"a checkpoint was not written within {FINISH_S:.0f} s: the one before it is whole")
+            self._warn(SLOW, f"a checkpoint was not written within {FINISH_S:.0f} s: the one before it is whole")
 
     def close(self) -> None:
         """Wait for what is being written, for `FINISH_S` at most."""
         self._finish()
-        self._pass_on()
+        self._deliver_reports()
 
-    def _pass_on(self) -> None:
+    def _deliver_reports(self) -> None:
         while True:
             try:
-                self._told.get_nowait()()
+                self._reports.get_nowait()()
             except Empty:
                 return
 
-    def _complain(self, kind: str, text: str) -> None:
-        if kind in self._troubles:
+    def _warn(self, kind: str, text: str) -> None:
+        if kind in self._reported:
             return
-        self._troubles.add(kind)
+        self._reported.add(kind)
         self._observe("note", {"level": "warning", "text": f"automatic saving in {self._folder}: {text}"})
 
     def _saved(self, step: int, path: Path) -> None:
@@ -178,36 +178,36 @@ class Autosaver:
     # -- the writer's thread ---------------------------------------------------------------------------------------
 
     def _write(self, taken: Snapshot, step: int) -> None:
-        path = shelf.place(self._folder, step)
+        path = checkpoint_folder.path_of(self._folder, step)
         try:
             taken.wait()
             self._tidy(step)
-            sealing.write(path, taken.content)
+            checkpoint_file.write(path, taken.content)
         except Exception as error:
-            self._tell_trouble(error, f"cannot write {path.name}, the training goes on without")
+            self._report_trouble(error, f"cannot write {path.name}, the training goes on without")
             return
-        self._told.put(lambda: self._saved(step, path))
+        self._reports.put(lambda: self._saved(step, path))
         try:
-            shelf.prune(self._folder, keep=self._keep)
+            checkpoint_folder.prune(self._folder, keep=self._keep)
         except OSError as error:
-            self._tell_trouble(error, "cannot remove old checkpoints")
+            self._report_trouble(error, "cannot remove old checkpoints")
             return
-        self._told.put(self._troubles.clear)
+        self._reports.put(self._reported.clear)
 
     def _tidy(self, step: int) -> None:
         """Once: remove what a killed writer left, and put what is not of this training out of its way."""
-        if self._looked:
+        if self._tidied:
             return
-        shelf.sweep(self._folder)
-        if aside := shelf.set_aside(self._folder, beyond=step):
+        checkpoint_folder.remove_abandoned(self._folder)
+        if aside := checkpoint_folder.set_aside(self._folder, beyond=step):
             names = ", ".join(path.name for path in aside)
             text = f"checkpoints of later steps than this training's were there; they are now called {names}"
-            self._told.put(lambda: self._complain("aside", text))
-        self._looked = True
+            self._reports.put(lambda: self._warn("aside", text))
+        self._tidied = True
 
-    def _tell_trouble(self, error: Exception, text: str) -> None:
+    def _report_trouble(self, error: Exception, text: str) -> None:
         kind = f"{type(error).__name__} {getattr(error, 'errno', None)}"
-        self._told.put(lambda: self._complain(kind, f"{text}: {_words(error)}"))
+        self._reports.put(lambda: self._warn(kind, f"{text}: {_words(error)}"))
 
 
 def _words(error: Exception) -> str:

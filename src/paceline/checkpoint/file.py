@@ -1,9 +1,9 @@
-"""A checkpoint's bytes on the disk: sealed with a checksum, and there whole or not at all.
+"""A checkpoint's bytes on the disk: with a checksum, and there whole or not at all.
 
-The file is what ``torch.save`` writes, a zip archive, so ``torch.load`` reads it without Paceline. Its seal is one line
-of text in the place that zip has for a comment, at the very end: a file that was cut off has no seal, and in one that
-was damaged the checksum (BLAKE2b, 256 bits, over everything before it) is another. It guards against accidents, not
-against forgery.
+The file is what ``torch.save`` writes, a zip archive, so ``torch.load`` reads it without Paceline. Its checksum
+stands in one line of text, in the place that zip has for a comment, at the very end: a file that was cut off lacks the
+line, and in one that was damaged the checksum (BLAKE2b, 256 bits, over everything before the line) is another. The
+checksum guards against accidents, not against forgery.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import IO, Any
 import torch
 
 VERSION = 2
-"""Of the format; files of version 1 have no seal."""
-_SEAL = "paceline checkpoint {version} blake2b {digest}\n"
-_SEAL_SIZE = len(_SEAL.format(version=VERSION, digest="0" * 64))
-_ANY_SEAL = re.compile(rb"paceline checkpoint (\d{1,6}) ([ -~]*)\n\Z")
+"""Of the format; files of version 1 have no checksum."""
+_CHECKSUM_LINE = "paceline checkpoint {version} blake2b {digest}\n"
+_LINE_SIZE = len(_CHECKSUM_LINE.format(version=VERSION, digest="0" * 64))
+_ANY_CHECKSUM_LINE = re.compile(rb"paceline checkpoint (\d{1,6}) ([ -~]*)\n\Z")
 _LONGEST = 1024
-"""Bytes at the end in which a seal, of this version or a later one, is looked for."""
+"""Bytes at the end in which a checksum line, of this version or a later one, is looked for."""
 _ZIP_END = 22
 """Bytes of the record that ends a zip archive; its last two say how long the comment after it is."""
 
@@ -34,8 +34,8 @@ class NewerVersion(ValueError):
     """A whole file, which this Paceline is too old to read."""
 
 
-class Sealer:
-    """A file to write to that adds up the checksum on the way; `close` puts the seal on it."""
+class ChecksumWriter:
+    """A file to write to that adds up the checksum on the way; `close` writes the line with it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._digest, self._end = file, blake2b(digest_size=32), b""
@@ -43,7 +43,7 @@ class Sealer:
         """The disk's first refusal; what torch's writer makes of it says less."""
 
     def write(self, data: Any) -> int:
-        """Write all but what may be the archive's last record, which is to know of the seal."""
+        """Write all but what may be the archive's last record, which is to know the length of the line."""
         view = memoryview(data)
         if len(view) >= _ZIP_END:
             self._put(self._end)
@@ -60,8 +60,8 @@ class Sealer:
 
     def close(self) -> None:
         assert self._end[:4] == b"PK\x05\x06", "torch.save ended with something else than a zip archive's last record"
-        self._put(self._end[:-2] + _SEAL_SIZE.to_bytes(2, "little"))
-        self._file.write(_SEAL.format(version=VERSION, digest=self._digest.hexdigest()).encode())
+        self._put(self._end[:-2] + _LINE_SIZE.to_bytes(2, "little"))
+        self._file.write(_CHECKSUM_LINE.format(version=VERSION, digest=self._digest.hexdigest()).encode())
 
     def _put(self, data: bytes | memoryview) -> None:
         self._digest.update(data)
@@ -78,7 +78,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            with suppress(OSError):  # some network disks have no locks: `sweep` then leaves the file alone
+            with suppress(OSError):  # some network disks have no locks: `remove_abandoned` then leaves the file alone
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _save({"paceline_checkpoint": VERSION, **content}, file)
             file.flush()
@@ -90,12 +90,12 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _save(content: Mapping[str, Any], file: IO[bytes]) -> None:
-    sealer: Any = Sealer(file)
+    writer: Any = ChecksumWriter(file)
     try:
-        torch.save(content, sealer)
-        sealer.close()
+        torch.save(content, writer)
+        writer.close()
     except RuntimeError as error:
-        raise sealer.error or OSError(str(error).splitlines()[0]) from error
+        raise writer.error or OSError(str(error).splitlines()[0]) from error
 
 
 def _flush_folder(folder: Path) -> None:
@@ -107,16 +107,16 @@ def _flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def sealed_version(data: memoryview, path: Path) -> int | None:
-    """The version on an unbroken seal; None: there is no seal. ValueError when the checksum is not the file's."""
-    seal = _ANY_SEAL.search(data[-_LONGEST:])
-    if seal is None:
+def checked_version(data: memoryview, path: Path) -> int | None:
+    """The version in the checksum line; None: there is no such line. ValueError when the checksum is not the file's."""
+    line = _ANY_CHECKSUM_LINE.search(data[-_LONGEST:])
+    if line is None:
         return None
-    version = int(seal[1])
+    version = int(line[1])
     if version > VERSION:
         raise NewerVersion(f"{path} was written by a newer version of Paceline: update this one to read it")
-    body = data[: len(data) - len(seal[0])]
-    if seal[0] != _SEAL.format(version=VERSION, digest=blake2b(body, digest_size=32).hexdigest()).encode():
+    body = data[: len(data) - len(line[0])]
+    if line[0] != _CHECKSUM_LINE.format(version=VERSION, digest=blake2b(body, digest_size=32).hexdigest()).encode():
         raise ValueError(f"{path} is not a whole checkpoint: it is damaged, its checksum is not that of its content")
     return version
 
@@ -135,7 +135,7 @@ def view(data: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def sweep(folder: Path, pattern: str) -> None:
+def remove_abandoned(folder: Path, pattern: str) -> None:
     """Remove temporary files of names like ``pattern`` that nobody writes any more: a living writer holds a lock."""
     for temporary in folder.glob(f".{pattern}.*.tmp"):
         with suppress(OSError), temporary.open("rb") as file:

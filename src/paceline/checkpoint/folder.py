@@ -10,15 +10,15 @@ import re
 from itertools import count
 from pathlib import Path
 
-from paceline.checkpoint import file as sealing
+from paceline.checkpoint import file as checkpoint_file
 
 _NAME = re.compile(r"step-(\d{8,18})\.paceline")
 
 
-def place(folder: Path, step: int) -> Path:
+def path_of(folder: Path, step: int) -> Path:
     """Where the checkpoint before step ``step`` (counted from 0) lies.
 
-    >>> place(Path("saved"), 120).name
+    >>> path_of(Path("saved"), 120).name
     'step-00000120.paceline'
     """
     return folder / f"step-{step:08d}.paceline"
@@ -31,7 +31,7 @@ def step_of(path: Path) -> int | None:
     (120, None)
     """
     name = _NAME.fullmatch(path.name)
-    return int(name[1]) if name is not None and path.name == place(path.parent, int(name[1])).name else None
+    return int(name[1]) if name is not None and path.name == path_of(path.parent, int(name[1])).name else None
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -49,9 +49,9 @@ def prune(folder: Path, *, keep: int) -> None:
         file.unlink(missing_ok=True)
 
 
-def sweep(folder: Path) -> None:
+def remove_abandoned(folder: Path) -> None:
     """Remove what a writer that was killed left half written."""
-    sealing.sweep(folder, "step-*.paceline")
+    checkpoint_file.remove_abandoned(folder, "step-*.paceline")
 
 
 def set_aside(folder: Path, *, beyond: int) -> list[Path]:

@@ -8,11 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from paceline.machines.failures import Failures
 
 if TYPE_CHECKING:
     from paceline.loop.step import Step
     from paceline.loop.step_state import Turn
+
+
+@dataclass(frozen=True)
+class CombineParts:
+    """What a combine may be made of, beside what the parts of the loop share."""
+
+    models: Sequence[torch.nn.Module]
+    failures: Failures | None = None
+    """Those to emulate."""
+    lengths: Sequence[int] = ()
+    """How much of an epoch each worker claims when it opens; empty: it is dealt as it goes."""
+    first_round: int = 0
+    """Rounds of the run's loops before this one."""
 
 
 class Combine(Protocol):

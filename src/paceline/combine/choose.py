@@ -1,47 +1,91 @@
-"""Which ``combine`` was asked for, and which paces make sense with it."""
+"""Which combines there are, by name; which one was asked for; and which paces make sense with it.
+
+A new combine is a class (base.py says what it must do) and a line: ``register("name", Class)``.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from paceline.combine import NAMES
+from paceline.combine.averaging.combine import AveragingCombine
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
+from paceline.combine.base import Combine, CombineParts
+from paceline.combine.gradients.combine import GradientCombine
+from paceline.loop.loop_context import LoopContext
 from paceline.machines.failures import Failures, parse_failures
 from paceline.pace import Pacer, may_set_deadlines
 
-Combine = str | Averaging | ElasticAverage
-"""``"gradients"``, or the settings of an average."""
+Choice = str | Averaging | ElasticAverage
+"""A name, or the settings of an average."""
 
 
-def make_combine(asked: Combine) -> Combine:
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a combine before a loop has one."""
+
+    make: Callable[[LoopContext, Any, CombineParts], Combine]
+    """From what the parts of the loop share, the settings, and what it is made of."""
+    settings: Callable[[], Any] | None = None
+    """Gives the usual ones; None: there are none, the name says all."""
+    local: bool = False
+    """Every worker steps with a gradient of its own, and rounds have no deadline."""
+
+
+_KINDS: dict[str, Kind] = {}
+
+
+def register(
+    name: str,
+    make: Callable[[LoopContext, Any, CombineParts], Combine],
+    *,
+    settings: Callable[[], Any] | None = None,
+    local: bool = False,
+) -> None:
+    """Make a combine known: from here on ``paceline.join(combine=name)`` finds it."""
+    _KINDS[name] = Kind(make, settings, local)
+
+
+register("gradients", GradientCombine)
+register("average", AveragingCombine, settings=Averaging, local=True)
+register("elastic-average", AveragingCombine, settings=ElasticAverage, local=True)
+
+
+def make_combine(asked: Choice) -> Choice:
     """``"gradients"`` stays a name; the averages by name get their usual settings.
 
     >>> make_combine("average").period_s
     2.0
     """
-    if isinstance(asked, (Averaging, ElasticAverage)):
+    if not isinstance(asked, str):
         return asked
-    if asked == "average":
-        return Averaging()
-    if asked == "elastic-average":
-        return ElasticAverage()
-    if asked != "gradients":
-        raise ValueError(f"unknown combine {asked!r}; known: {', '.join(NAMES)}")
-    return "gradients"
+    if asked not in _KINDS:
+        raise ValueError(f"unknown combine {asked!r}; known: {', '.join(_KINDS)}")
+    settings = _KINDS[asked].settings
+    return asked if settings is None else settings()
 
 
-def check_combine(combine: Combine, pacer: Pacer, workers: int, *, elastic: bool = False) -> None:
+def name_of(combine: Choice) -> str:
+    return combine if isinstance(combine, str) else combine.name
+
+
+def kind_of(combine: Choice) -> Kind:
+    return _KINDS[name_of(combine)]
+
+
+def check_combine(combine: Choice, pacer: Pacer, workers: int, *, elastic: bool = False) -> None:
     """Raise ValueError when the combine makes no sense for so many workers, who may come and go (``elastic``), or with
     this pace."""
-    if isinstance(combine, str):
-        return
-    if elastic:
-        combine.check_elastic()
-    combine.check(workers)
-    if may_set_deadlines(pacer):
+    if not isinstance(combine, str):
+        if elastic:
+            combine.check_elastic()
+        combine.check(workers)
+    if kind_of(combine).local and may_set_deadlines(pacer):
         raise ValueError(
-            f"pace {pacer.name!r} sets deadlines for rounds of gradients, and combine {combine.name!r} has none: take "
-            "pace adaptive or equal"
+            f"pace {pacer.name!r} sets deadlines for rounds of gradients, and combine {name_of(combine)!r} has none: "
+            "take pace adaptive or equal"
         )
 
 

@@ -19,8 +19,8 @@ from paceline.deadline.proxy import Proxy
 from paceline.deadline.side_stream import Beside
 from paceline.errors import Dropped
 from paceline.feed.dealing import MicroBatch
-from paceline.loop.context import LoopContext
 from paceline.loop.handover import place_of, take_place
+from paceline.loop.loop_context import LoopContext
 from paceline.loop.rounds import both
 from paceline.loop.step_recording import record_of, write_header
 from paceline.loop.step_state import LoopPhase, Turn, Work

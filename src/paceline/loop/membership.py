@@ -15,7 +15,6 @@ import torch
 
 from paceline.checkpoint import content as checkpoint
 from paceline.errors import FleetError
-from paceline.loop.passes import told_to_json
 from paceline.loop.training_state import changes
 from paceline.signals import Leave
 from paceline.transport.elastic.changes import Change
@@ -56,7 +55,7 @@ class Members:
         """Of the last round: whether everybody has said so."""
         self._led = transport.rank == 0
         transport.settler, transport.intact = self, steps.gradients.intact
-        transport.begin_loop(steps.place.loop + 1, told_to_json(passes.told))
+        transport.begin_loop(steps.place.loop + 1, passes.call_results.to_json())
         self._loop = transport.loop
 
     # -- at step boundaries ----------------------------------------------------------------------------------------

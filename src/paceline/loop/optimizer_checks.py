@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.errors import MisuseError
-from paceline.loop.closures import refuse_closures
+from paceline.loop.user_code import refuse_closures
 
 if TYPE_CHECKING:
-    from paceline.loop.context import LoopContext
+    from paceline.loop.loop_context import LoopContext
 
 
 class OptimizerChecks:
@@ -45,7 +45,7 @@ class OptimizerChecks:
         """``optimizers`` of this commit; those that the script stepped itself were seen doing so."""
         tracking = self._loop.tracking
         for optimizer in (*optimizers, *tracking.stepped_untracked()):
-            if not tracking.holds(optimizer):
+            if not tracking.is_tracked(optimizer):
                 raise MisuseError(
                     f"the optimizer ({type(optimizer).__name__}) is not tracked, so a worker that joins could not take "
                     "over its state: call fleet.track(optimizer=optimizer) before the first step"

@@ -15,15 +15,13 @@ Where the checkpoint and the data tell which one it is, nothing need be said.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import content as checkpoint
+from paceline.loop.call_results import CallResults
 
 LOOPS = ("all", "rest")
-LARGE = "too large to be remembered"
-"""Stands for a result that is not kept."""
 
 
 class Resume:
@@ -33,12 +31,13 @@ class Resume:
         steps = content["steps"]
         self.path, self.content, self.saved = path, content, steps
         self.loop: int = steps.get("loop", 0)
-        """In which it was saved."""
+        """The number of the loop that the checkpoint was saved in."""
         self.over: bool = steps["dealing"] is None
         """Whether that loop was over."""
         self.passes: Mapping[str, Any] = steps.get("passes") or _of_one_loop(steps)
         """Passes over each dataset until then, and what the script had done."""
         self.lengths: Sequence[int | None] = self.passes["lengths"]
+        self.call_results = CallResults(self.passes["told"])
         self.loops = loops if loops is not None or self._beyond_first else "all"
         self.before: dict[str, Any] = {}
         """What the script had made of everything tracked, and of its values, before it loaded."""
@@ -56,12 +55,12 @@ class Resume:
 
     @property
     def replays(self) -> bool:
-        """Whether it comes by whole loops before the one where the checkpoint was saved."""
+        """Whether the script makes whole loops again before the one where the checkpoint was saved."""
         return self.passing and self.loop > 0
 
     @property
     def data(self) -> int:
-        """The number of the dataset of the loop it was saved in."""
+        """The number of the dataset of the loop that the checkpoint was saved in."""
         return int(self.saved.get("data", 0))
 
     def must_be_in(self, loop: int, length: int | None) -> None:
@@ -84,7 +83,7 @@ class Resume:
             return True
         return self.data < self.loop if self.loop else self.saved.get("epochs", 1) == 1
 
-    def settle(self, length: int | None, epochs: int) -> None:
+    def decide_loops(self, length: int | None, epochs: int) -> None:
         """The first loop after loading goes over a dataset of this length: find out which of the two ways it is."""
         if self.loops is not None:
             return
@@ -112,7 +111,7 @@ class Resume:
         if one_long_loop:  # it mostly was all, and any number may be in it
             skips = any(_counts(part, self.loop + 1) for part in parts)
         else:
-            skips = any(_holds(part, {self.loop, self.loop + 1}) for part in parts)
+            skips = any(_contains(part, {self.loop, self.loop + 1}) for part in parts)
         if skips:
             self._refuse("holds a number from which the script may count its loops")
 
@@ -126,14 +125,14 @@ class Resume:
         )
 
     @property
-    def first(self) -> int:
+    def first_loop(self) -> int:
         """The number of the script's first loop from now on."""
         if self.loops != "rest":
             return 0
         if not self.over or self._saves:
             return self.loop + self.over
         inside, behind = (
-            any(_holds(self.content.get(part), {number}) for part in ("extra", "state"))
+            any(_contains(self.content.get(part), {number}) for part in ("extra", "state"))
             for number in (self.loop, self.loop + 1)
         )
         if inside == behind:
@@ -149,41 +148,24 @@ class Resume:
         """Whether that loop has nothing left to do."""
         return loop < self.loop
 
-    def saved_here(self) -> bool:
-        """The script comes to ``fleet.save`` after the loop it was saved in: whether it is the very call."""
+    def is_saving_call(self) -> bool:
+        """The script calls ``fleet.save`` after the loop that the checkpoint was saved in: whether that very call wrote
+        the checkpoint."""
         self._saves -= 1
         return self._saves == 0
 
     @property
     def saved_in_the_loop(self) -> bool:
-        """In its steps, not between it and the next."""
+        """Whether the checkpoint was saved in the loop's steps, not between that loop and the next."""
         return self._saves == 0
 
-    def must_have_come_by_save(self) -> None:
+    def must_have_met_saving_call(self) -> None:
         """The script comes to the next loop: it should have come by the ``fleet.save`` that wrote the checkpoint."""
         if self._saves > 0:
             raise ValueError(
                 f"{self.path} was written by a fleet.save behind loop {self.loop + 1} which the script did not come by "
                 'this time, so it is not known what it had done by then: save behind every loop, or use loops="rest"'
             )
-
-    def told_again(self, kind: str, number: int) -> list[Any]:
-        """What the script's call of that number between its loops gave: one value, or none when nobody knows."""
-        return told_again(self.passes["told"], kind, number)
-
-
-def told_again(told: Sequence[Sequence[Any]], kind: str, number: int) -> list[Any]:
-    """The remembered result of a call, if it was made. ValueError when another call was made in its place."""
-    if number >= len(told):
-        return []
-    made, result = told[number]
-    if made != kind or result == LARGE:
-        why = "its result was too large to be remembered" if made == kind else f"fleet.{made} was called there before"
-        raise ValueError(
-            f"fleet.{kind} between loops that are passed over: {why}, so it cannot give what it gave; let the script "
-            'begin where the checkpoint was saved, with fleet.load(..., loops="rest")'
-        )
-    return [deepcopy(result)]
 
 
 def _of_one_loop(steps: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,21 +182,21 @@ def _counts(value: Any, number: int) -> bool:
     """
     if isinstance(value, Mapping):
         named = ((str(name).lower(), item) for name, item in value.items())
-        return any(_holds(item, {number}) for name, item in named if any(word in name for word in _COUNTED))
-    return _holds(value, {number})
+        return any(_contains(item, {number}) for name, item in named if any(word in name for word in _COUNTED))
+    return _contains(value, {number})
 
 
 _COUNTED = ("epoch", "phase", "stage", "loop", "round")
 
 
-def _holds(value: Any, numbers: set[int]) -> bool:
+def _contains(value: Any, numbers: set[int]) -> bool:
     """Whether plain data has one of these whole numbers in it.
 
-    >>> _holds({"epoch": 3, "best": 0.5}, {3}), _holds([0.5, True], {1})
+    >>> _contains({"epoch": 3, "best": 0.5}, {3}), _contains([0.5, True], {1})
     (True, False)
     """
     if isinstance(value, Mapping):
-        return any(_holds(item, numbers) for item in value.values())
+        return any(_contains(item, numbers) for item in value.values())
     if isinstance(value, (list, tuple, set)):
-        return any(_holds(item, numbers) for item in value)
+        return any(_contains(item, numbers) for item in value)
     return type(value) is int and value in numbers

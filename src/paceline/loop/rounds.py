@@ -17,7 +17,7 @@ from paceline.combine.gradients.buckets import Among
 from paceline.combine.gradients.gradients import Aside
 from paceline.errors import GenerationOver, MisuseError
 from paceline.feed.dealing import MicroBatch
-from paceline.loop.context import LoopContext
+from paceline.loop.loop_context import LoopContext
 from paceline.loop.replicas import fingerprint
 from paceline.loop.step_recording import record_of, write_header
 from paceline.loop.step_state import RoundPhase, Turn, Work

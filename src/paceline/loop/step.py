@@ -18,16 +18,16 @@ from paceline.combine.gradients import second_order
 from paceline.errors import MisuseError
 from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
 from paceline.feed.dealing import MicroBatch
+from paceline.loop.hyperparameters import changed_rate
 from paceline.loop.memory import OutOfMemory, shrink
 from paceline.loop.several_losses import ADVICE, Parts
 from paceline.loop.step_state import Turn, Work
-from paceline.loop.tracking import changed_rate
 from paceline.records import StepRecord
 
 if TYPE_CHECKING:
     from paceline.combine.base import Combine
     from paceline.combine.gradients.buckets import Among
-    from paceline.loop.context import LoopContext
+    from paceline.loop.loop_context import LoopContext
     from paceline.loop.rounds import StepRound
     from paceline.machines import Machine
 

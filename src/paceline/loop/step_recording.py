@@ -13,7 +13,7 @@ from paceline.loop.step_state import Turn, Work
 from paceline.records import StepRecord
 
 if TYPE_CHECKING:
-    from paceline.loop.context import LoopContext
+    from paceline.loop.loop_context import LoopContext
 
 
 def write_header(

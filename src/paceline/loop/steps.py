@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.combine import Gradients
 from paceline.errors import MisuseError
-from paceline.loop.context import LoopContext
+from paceline.loop.loop_context import LoopContext
 from paceline.loop.schedules import held_at_their_end
 from paceline.loop.step import Step
 

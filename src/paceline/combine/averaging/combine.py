@@ -22,22 +22,20 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import torch
-
 from paceline.combine import Header
 from paceline.combine.averaging.groups import check_fits, over_group, place_of
 from paceline.combine.averaging.merging import decay_of
 from paceline.combine.averaging.period import Period
 from paceline.combine.averaging.periods import Periods
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
+from paceline.combine.base import CombineParts
 from paceline.combine.gradients.combine import may_apply
 from paceline.combine.gradients.scaling import is_active
 from paceline.errors import MisuseError
-from paceline.loop.context import LoopContext
+from paceline.loop.loop_context import LoopContext
 from paceline.loop.rounds import InlineRound
 from paceline.loop.step import Step
 from paceline.loop.step_state import Turn
-from paceline.machines.failures import Failures
 from paceline.records import Plan, StepRecord
 
 OVER, LANDED = 1, 2
@@ -47,37 +45,18 @@ OVER, LANDED = 1, 2
 class AveragingCombine:
     """Local steps, and a weighted average of parameters now and then."""
 
-    def __init__(
-        self,
-        loop: LoopContext,
-        settings: Averaging | ElasticAverage,
-        *,
-        models: Sequence[torch.nn.Module],
-        failures: Failures | None,
-        lengths: Sequence[int],
-        first_round: int = 0,
-    ) -> None:
-        """``lengths``: how much of an epoch each worker claims when it opens; empty: it is dealt as it goes.
-        ``first_round``: rounds of the run's loops before this one."""
+    def __init__(self, loop: LoopContext, settings: Averaging | ElasticAverage, parts: CombineParts) -> None:
         transport = loop.transport
         if transport.elastic:
             settings.check_elastic()
         overlaps = isinstance(settings, Averaging) and settings.overlap and transport.size > 1
         place = place_of(settings, rank=transport.rank, size=transport.size)
         grouped = len(place.groups) < transport.size
-        check_fits(transport, loop.dealing, failures, grouped=grouped, overlaps=overlaps)
+        check_fits(transport, loop.dealing, parts.failures, grouped=grouped, overlaps=overlaps)
         if grouped:
-            loop.gradients = over_group(loop.gradients, transport, place.members, models)
+            loop.gradients = over_group(loop.gradients, transport, place.members, parts.models)
         self.loop, self._settings = loop, settings
-        self.periods = Periods(
-            loop,
-            settings,
-            models=models,
-            failures=failures,
-            lengths=lengths,
-            first_round=first_round,
-            overlaps=overlaps,
-        )
+        self.periods = Periods(loop, settings, parts, overlaps=overlaps)
         self._word = 0
         """What the group's first member said in the last local step."""
         self._waited_s = 0.0

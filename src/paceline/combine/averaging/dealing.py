@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from paceline.combine.averaging.groups import Place, place_of
 from paceline.combine.averaging.period import Ints, Period, above, by_the_clock, followed
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
-from paceline.loop.context import LoopContext
+from paceline.loop.loop_context import LoopContext
 from paceline.records import Plan
 
 AHEAD = 2

@@ -16,7 +16,7 @@ from paceline.combine.gradients.gradients import broken_off
 from paceline.combine.gradients.statistics import RunningStatistics
 from paceline.combine.header import Layout
 from paceline.errors import GenerationOver
-from paceline.loop.context import LoopContext
+from paceline.loop.loop_context import LoopContext
 from paceline.transport.base import Pending
 from paceline.transport.elastic.transport import Elastic
 

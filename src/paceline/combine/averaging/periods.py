@@ -11,7 +11,6 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-import torch
 
 from paceline.combine.averaging.dealing import PeriodDealer
 from paceline.combine.averaging.exchange import RoundExchange
@@ -20,10 +19,11 @@ from paceline.combine.averaging.outages import Outages
 from paceline.combine.averaging.period import Ints, Period
 from paceline.combine.averaging.rounds import Round
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
+from paceline.combine.base import CombineParts
 from paceline.errors import Dropped, FleetError, MisuseError
-from paceline.loop.context import LoopContext
 from paceline.loop.handover import place_of, take_place
-from paceline.machines.failures import Failures, Trouble
+from paceline.loop.loop_context import LoopContext
+from paceline.machines.failures import Trouble
 from paceline.records import Range, StepRecord
 from paceline.transport.elastic.transport import Elastic
 
@@ -38,27 +38,24 @@ class Periods:
         self,
         loop: LoopContext,
         settings: Averaging | ElasticAverage,
+        parts: CombineParts,
         *,
-        models: Sequence[torch.nn.Module],
-        failures: Failures | None,
-        lengths: Sequence[int],
-        first_round: int,
         overlaps: bool,
     ) -> None:
         self._loop, self._settings, self.overlaps = loop, settings, overlaps
         self.merging = make_merging(settings, loop.gradients.everything, loop.transport)
-        self.dealer = PeriodDealer(loop, settings, overlaps=overlaps, lengths=lengths)
-        self.exchange = RoundExchange(loop, self.merging, models, overlaps=overlaps)
+        self.dealer = PeriodDealer(loop, settings, overlaps=overlaps, lengths=parts.lengths)
+        self.exchange = RoundExchange(loop, self.merging, parts.models, overlaps=overlaps)
         self.open: Period | None = None
         self.under_way: Round | None = None
         """A round that runs beside the local steps."""
-        self.number = loop.books.index = first_round
+        self.number = loop.books.index = parts.first_round
         """Rounds so far, as the records count them."""
         self._landed = 0.0
         """When the last round was over, for this worker."""
         self._call = 0.0
         """What this worker waits to do together with the others, as a number; 0: nothing."""
-        self._outages = Outages(failures, loop.gradients.everything)
+        self._outages = Outages(parts.failures, loop.gradients.everything)
 
     # -- periods -------------------------------------------------------------------------------------------------------
 

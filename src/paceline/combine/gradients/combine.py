@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 
 from paceline.combine import Header
+from paceline.combine.base import CombineParts
 from paceline.deadline.rounds import Deadlines, ProxyRound
 from paceline.errors import Dropped, MisuseError, NonFiniteGradients
-from paceline.loop.context import LoopContext
 from paceline.loop.handover import place_of, take_place
+from paceline.loop.hyperparameters import unlike_settings
+from paceline.loop.loop_context import LoopContext
 from paceline.loop.rounds import InlineRound, ReplicaComparison, StepRound
 from paceline.loop.step import Step
 from paceline.loop.step_recording import has_gradient, void_record
 from paceline.loop.step_state import RoundPhase, Turn
-from paceline.loop.tracking import unlike_settings
 from paceline.pace import may_set_deadlines
 from paceline.records import Plan
 from paceline.settings import must_agree
@@ -33,7 +34,7 @@ class GradientCombine:
 
     counts_steps = True
 
-    def __init__(self, loop: LoopContext) -> None:
+    def __init__(self, loop: LoopContext, settings: None = None, parts: CombineParts | None = None) -> None:
         self.loop = loop
         self._turns: dict[int, Turn] = {}
         """Steps that are open, or over and not taken over yet."""

@@ -1,0 +1,164 @@
+"""Finding a checkpoint, reading it, and handing it to every worker: only the leader needs to reach the disk."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.checkpoint import file as checkpoint_file
+from paceline.checkpoint import folder as checkpoint_folder
+from paceline.transport import Transport
+
+_PARTS: dict[str, type] = {"models": list, "tracked": dict, "pace": dict, "seed": int}
+"""What every checkpoint holds, of any version."""
+ATTEMPTS = 10
+"""Leaders that may be lost while they hand a checkpoint round."""
+
+
+class Found(NamedTuple):
+    """A checkpoint, and where it lay."""
+
+    path: Path
+    content: dict[str, Any]
+
+
+class Lookup(NamedTuple):
+    """What the leader found at a path. Either there is a checkpoint, or a problem, or neither: nothing was there."""
+
+    found: Found | None = None
+    data: torch.Tensor = torch.empty(0, dtype=torch.uint8)
+    problem: str | None = None
+    warnings: tuple[str, ...] = ()
+    """Checkpoints that were passed over, and why."""
+
+
+def fetch(
+    transport: Transport, path: Path, *, device: torch.device, missing_ok: bool, warn: Callable[[str], None]
+) -> Found | None:
+    """The checkpoint at ``path`` (a file, or a folder's newest whole one) on every worker; only the leader needs to
+    reach it. None when nothing is there and that is ``missing_ok``; else ValueError says what is wrong."""
+    for _ in range(ATTEMPTS):
+        look = Lookup()
+
+        def tell() -> list[Any]:
+            nonlocal look
+            look = look_up(path, device=device, missing_ok=missing_ok) if transport.rank == 0 else Lookup()
+            return [str(look.found.path) if look.found else None, len(look.data), look.problem, look.warnings]
+
+        where, size, problem, warnings = transport.gather("fleet.load()", tell)[0]
+        for text in warnings:
+            warn(text)
+        if problem:
+            raise ValueError(problem)
+        if where is None:
+            return None
+        found = _receive(transport, look, Path(where), size, device)
+        if all(transport.gather("the checkpoint that was read", found is not None)):
+            return found
+    raise ValueError(f"{path} did not reach every worker: the workers that read it were lost, one after another")
+
+
+def _receive(transport: Transport, look: Lookup, path: Path, size: int, device: torch.device) -> Found | None:
+    """The leader's bytes; None when the leader was lost on the way."""
+    data = look.data if look.found else torch.zeros(size, dtype=torch.uint8)
+    transport.broadcast([data])
+    try:
+        return look.found or Found(path, parse(checkpoint_file.view(data), path=path, device=device))
+    except ValueError:  # the leader has read it, so these are other bytes
+        return None
+
+
+def look_up(path: Path, *, device: torch.device, missing_ok: bool) -> Lookup:
+    """Read the file, or the newest whole one of a folder's automatic checkpoints."""
+    if path.is_dir():
+        return _newest_whole(path, device=device, missing_ok=missing_ok)
+    if missing_ok and not path.exists():
+        return Lookup()
+    try:
+        return _open(path, device)
+    except ValueError as error:
+        return Lookup(problem=str(error))
+
+
+def _open(path: Path, device: torch.device) -> Lookup:
+    try:
+        data = checkpoint_file.read(path)
+    except OSError as error:
+        raise ValueError(f"cannot read the checkpoint {path}: {error.strerror or error}") from None
+    return Lookup(Found(path, parse(checkpoint_file.view(data), path=path, device=device)), data)
+
+
+def _newest_whole(folder: Path, *, device: torch.device, missing_ok: bool) -> Lookup:
+    damaged: list[str] = []
+    for path in checkpoint_folder.newest_first(folder):
+        try:
+            return _open(path, device)._replace(warnings=tuple(f"{text}: passed over" for text in damaged))
+        except checkpoint_file.NewerVersion as error:  # it is whole: going back behind it would lose what it holds
+            return Lookup(problem=str(error))
+        except ValueError as error:
+            damaged.append(str(error))
+    if damaged:
+        return Lookup(problem=f"no checkpoint in {folder} is whole: {'; '.join(damaged)}")
+    said = f"{folder} holds no checkpoint of fleet.autosave; fleet.load(..., missing_ok=True) then starts anew"
+    return Lookup(problem=None if missing_ok else said)
+
+
+class _Reader(io.RawIOBase):
+    """Bytes in memory as a file, without another copy of them."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        room = memoryview(buffer).cast("B")
+        part = self._data[self._at : self._at + len(room)]
+        room[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+
+def parse(data: bytes | memoryview, *, path: Path, device: torch.device) -> dict[str, Any]:
+    """The content of a checkpoint, or a ValueError that says what is wrong with it."""
+    view = memoryview(data)
+    checked = checkpoint_file.checked_version(view, path)
+    content = _unpickled(view, path, device)
+    version = content.get("paceline_checkpoint") if isinstance(content, dict) else None
+    if not isinstance(version, int):
+        raise ValueError(f"{path} was not written by fleet.save")
+    if version > checkpoint_file.VERSION:
+        raise checkpoint_file.NewerVersion(
+            f"{path} was written by a newer version of Paceline: update this one to read it"
+        )
+    if version > 1 and checked is None:
+        raise ValueError(f"{path} is not a whole checkpoint: its end, with the checksum, is missing or damaged")
+    if any(not isinstance(content.get(key), kind) for key, kind in _PARTS.items()):
+        raise ValueError(f"{path} was not written by fleet.save: parts of it are missing")
+    return dict(content)
+
+
+def _unpickled(data: memoryview, path: Path, device: torch.device) -> Any:
+    try:
+        if bytes(data[:4]) != b"PK\x03\x04":  # torch has older readers too, for files that we never wrote
+            raise EOFError
+        file: Any = _Reader(data)
+        return torch.load(file, map_location=device, weights_only=True)
+    except Exception as error:  # whatever garbage makes the reader do
+        raise ValueError(f"{path} is not a whole checkpoint: it cannot be read ({type(error).__name__})") from None

@@ -1,0 +1,199 @@
+"""From the arguments of ``fleet.steps`` to a loop: read the data and settings, agree with the others, make steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.combine.gradients.varying import VaryingCount
+from paceline.errors import MisuseError
+from paceline.feed import Order, Source, unit_said
+from paceline.feed.dealing import FromBatches
+from paceline.loop import schedules
+from paceline.loop.construct import LoopPlan, StepsConstructor
+from paceline.loop.passes import LoopPlace
+from paceline.settings import LoopSettings, check_sync_batch_norm, must_agree, read_settings
+
+if TYPE_CHECKING:
+    from paceline.loop.context import Context
+    from paceline.loop.loading import Loading
+    from paceline.loop.replicas import Replica
+    from paceline.loop.steps import Steps
+    from paceline.loop.untracked import UntrackedChecks
+
+
+class LoopBuilder:
+    """Makes the script's loops, one after another."""
+
+    def __init__(
+        self,
+        context: Context,
+        replica: Replica,
+        untracked: UntrackedChecks,
+        loading: Loading,
+        constructor: StepsConstructor,
+    ) -> None:
+        self._context, self._replica, self._untracked = context, replica, untracked
+        self._loading, self._constructor = loading, constructor
+        self._warned_of: set[str] = set()
+        """Streams that do not say whether they divide themselves, and batch samplers, by their class."""
+
+    def build(
+        self,
+        data: Any,
+        *,
+        global_batch: int,
+        micro_batch: int | str | Sequence[int] | None,
+        epochs: int,
+        shuffle: bool | None,
+        drop_last: bool | None,
+        order: Order | None,
+        split: bool | None,
+        whole: bool | None,
+        varying_count: str,
+    ) -> Steps:
+        """``fleet.steps``."""
+        context = self._context
+        if not context.models:
+            raise MisuseError("fleet.steps before fleet.model: bring the model first")
+        if context.elastic is not None and isinstance(micro_batch, Sequence) and not isinstance(micro_batch, str):
+            raise ValueError('micro_batch is a list, and workers come and go: give one number, or "auto"')
+        source = self._source(data, context.seed, split)
+        try:
+            self._check_split(source, split)
+            settings = read_settings(
+                source,
+                global_batch=global_batch,
+                micro_batch=micro_batch,
+                epochs=epochs,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                rank=context.transport.rank,
+                size=context.transport.size,
+            )
+            varying = VaryingCount(varying_count, settings.global_batch)
+            place = self._next_place(source, settings.epochs)
+            if (seed := place.seed(context.seed)) != context.seed:
+                source.close()
+                source = self._source(data, seed, split)
+            order = _one_order(source, order, shuffle)
+            context.steps = self._build(source, settings, order, whole, varying, place)
+        except BaseException:
+            source.close()
+            raise
+        context.tracking.state.loop_begins()
+        context.passes.begin(place, source.dataset, source.length)
+        return context.steps
+
+    def _source(self, data: Any, seed: int, split: bool | None) -> Source:
+        context = self._context
+        return Source(data, device=context.device, seed=seed, rank=context.identity, split=bool(split))
+
+    def _check_split(self, source: Source, split: bool | None) -> None:
+        """Whether a stream is divided must be said where there are several to draw from it."""
+        if source.length is not None and split is not None:
+            raise ValueError("split= divides an IterableDataset: a dataset with a length is dealt anyway, leave it out")
+        several = self._context.transport.size > 1 or self._context.elastic is not None
+        if source.length is None and split is None and several and source.name not in self._warned_of:
+            self._warned_of.add(source.name)
+            self._context.warn(
+                f"{source.name} is an IterableDataset and every worker draws all that it gives: unless it divides "
+                "itself by worker and loader process, each sample is trained on once by every worker; "
+                "fleet.steps(..., split=True) divides it, and split=False says that it is as you mean it"
+            )
+
+    def _next_place(self, source: Source, epochs: int) -> LoopPlace:
+        """Which of the script's loops this is."""
+        context = self._context
+        if context.steps is not None:
+            context.steps.close()
+            context.passes.note(context.steps.place, context.steps.books.passes)
+        self._loading.before_loop(source, epochs)
+        return context.passes.place(source.dataset)
+
+    def _build(
+        self,
+        source: Source,
+        settings: LoopSettings,
+        order: Order | None,
+        whole: bool | None,
+        varying: VaryingCount,
+        place: LoopPlace,
+    ) -> Steps:
+        context, transport = self._context, self._context.transport
+        self._replica.spread_new_parameters()
+        agreed = {key: value for key, value in vars(settings).items() if key != "micro_batch"}
+        facts = {"dataset length": source.length, **agreed, "order": order is not None, "varying_count": varying.rule}
+        facts |= {"split": source.split, "batch_sampler": source.batched}
+        must_agree(transport, "fleet.steps()", {**facts, "the loop": list(vars(place).values())})
+        own = [source.ahead * settings.micro_batch, settings.micro_batch, context.device.type]
+        everybody = transport.gather("loading ahead", own)
+        ahead, sizes, kinds = ([row[column] for row in everybody] for column in range(3))
+        length = None if source.batched else source.length
+        check_sync_batch_norm(context.models, pace=context.pacer.name, settings=settings, sizes=sizes, length=length)
+        alike = len(set(kinds)) == 1
+        plan = LoopPlan(source, settings, order, whole, varying, place, ahead, sizes, alike, facts)
+        steps = self._constructor.make(plan)
+        try:
+            self._say_unit(steps, plan)
+            self._loading.continue_in(steps)
+        except BaseException:
+            steps.gradients.detach()
+            raise
+        self._constructor.guard(steps)
+        self._announce(steps, plan)
+        return steps
+
+    def _say_unit(self, steps: Steps, plan: LoopPlan) -> None:
+        """What ``global_batch`` counts is said once for each kind of batch sampler."""
+        if not isinstance(steps.dealing, FromBatches):
+            return
+        assert plan.source.order is not None
+        name = plan.source.order.name
+        if name not in self._warned_of:
+            self._warned_of.add(name)
+            workers, batch = self._context.transport.size, plan.settings.global_batch
+            level, text = unit_said(name, steps.dealing.batches, global_batch=batch, workers=workers)
+            self._context.recorder.event("note", {"level": level, "text": text, "everywhere": True})
+
+    def _announce(self, steps: Steps, plan: LoopPlan) -> None:
+        batched, settings = plan.source.batched, plan.settings
+        self._context.recorder.event(
+            "steps",
+            {
+                "length": plan.source.length,
+                "global_batch": None if batched else settings.global_batch,
+                "micro_batch": None if batched else plan.sizes,
+                **({"batches": settings.global_batch} if batched else {}),
+                "epochs": steps.books.end_epoch,
+                "first_epoch": steps.books.first_epoch,
+                "steps": steps.most,
+                "first_step": steps.rounds,
+                "dealt": None if plan.order is not None else steps.books.dealing.length,
+            },
+        )
+
+    def check_end(self) -> None:
+        """The script leaves the fleet without an error: MisuseError where it has not done what it seems to have done,
+        and a warning of schedules that are not at their end."""
+        if (unreached := self._loading.unreached()) is not None:
+            raise unreached
+        steps = self._context.steps
+        if steps is None or not steps.begun:
+            return
+        for name, thing in self._context.tracking.things.items() if steps.finished else ():
+            if isinstance(thing, LRScheduler) and (text := schedules.unfinished(name, thing)):
+                self._context.warn(text)
+        self._untracked.at_the_end(steps)
+
+
+def _one_order(source: Source, order: Order | None, shuffle: bool | None) -> Order | None:
+    """A custom order, given by the script or by the DataLoader's sampler."""
+    if source.order is None:
+        return order
+    if order is not None or shuffle is not None:
+        given = "batch_sampler" if source.batched else "sampler"
+        raise ValueError(f"the DataLoader's {given} gives the order: leave order= and shuffle= out, or the {given}")
+    return source.order

@@ -1,0 +1,143 @@
+"""Calls that all workers make between steps: evaluating, gathering predictions, agreeing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from paceline.checkpoint.content import plain
+from paceline.errors import MisuseError
+from paceline.feed import Source
+from paceline.loop import evaluate as evaluating
+from paceline.loop import gather as gathering
+from paceline.loop.call_results import CallResults
+from paceline.pace.shares import proportional
+from paceline.settings import must_agree, whole_number
+from paceline.transport import Alone
+
+if TYPE_CHECKING:
+    from paceline.loop.context import Context
+
+USUAL_BATCH = 64
+"""Samples that go through at once where nobody says how many."""
+
+
+class CollectiveCalls:
+    """Deals a dataset over the fleet once, outside the steps, and hands every worker the same result."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def evaluate(
+        self, score: Callable[..., Any], data: Any, *, batch_size: int | None, tables: str | Sequence[str]
+    ) -> dict[str, Any]:
+        """``fleet.evaluate``."""
+        with self._context.meet("fleet.evaluate()"):
+            names = evaluating.table_names(tables)
+            return dict(self._remembered("evaluate", lambda: self._evaluate(score, data, batch_size, names)))
+
+    def gather(self, predict: Callable[..., Any], data: Any, *, batch_size: int | None, to: str) -> Any:
+        """``fleet.gather``."""
+        if to not in ("all", "leader"):
+            raise ValueError(f'fleet.gather(to=...) is "all" or "leader", got {to!r}')
+        steps, passing = self._context.steps, self._context.passing
+        if steps is not None and passing is not None and passing.passes_over(steps.place.loop):
+            raise MisuseError(
+                f"fleet.gather behind loop {steps.place.loop + 1} of the script, which is passed over: the predictions "
+                f"would be those of {passing.path}, not of that time, and no checkpoint holds them; call fleet.gather "
+                'in the loop (if step.ends_epoch:), or go on with fleet.load(..., loops="rest")'
+            )
+        with self._context.meet("fleet.gather()"):
+            return self._gather(predict, data, batch_size, to)
+
+    def agree(self, flag: bool) -> bool:
+        """``fleet.agree``."""
+        transport = self._context.transport
+        with self._context.meet("fleet.agree()"):
+            call = lambda: any(transport.gather("fleet.agree()", bool(flag)))  # noqa: E731
+            return bool(self._remembered("agree", call))
+
+    def _remembered(self, name: str, call: Callable[[], Any]) -> Any:
+        """The call's result, remembered where it lies between two loops: a run that goes on from a checkpoint and makes
+        it again, with parameters that are already further on, gets it from there."""
+        context = self._context
+        if not (context.steps is None or context.steps.left):
+            return call()
+        known = self._known_results().find(name, len(context.passes.call_results))
+        result = known[0] if known else call()
+        context.passes.call_results.add(name, plain(result, f"the result of fleet.{name}"))
+        return result
+
+    def _known_results(self) -> CallResults:
+        """Of calls that were made before: by the fleet, or by the run that this one goes on from."""
+        context = self._context
+        if context.outside and context.elastic is not None:
+            return CallResults.from_json(context.elastic.fleets_told())
+        return context.passing.call_results if context.passing is not None else CallResults()
+
+    # -- over a whole dataset ----------------------------------------------------------------------------------------
+
+    def _evaluate(
+        self, score: Callable[..., Any], data: Any, batch_size: int | None, tables: tuple[str, ...]
+    ) -> dict[str, Any]:
+        context, transport = self._context, self._context.transport
+        with self._whole_of(data, batch_size, "fleet.evaluate", tables=tables) as (source, size):
+
+            def mine() -> dict[str, Any]:
+                """This worker's part among those who are there; once more when some are lost meanwhile."""
+                with self._evaluation_mode():
+                    return evaluating.own_sums(
+                        score, source, shares=self._parts(source), rank=transport.rank, batch_size=size, tables=tables
+                    )
+
+            sums = transport.gather("the sums of fleet.evaluate()", mine)
+        result = evaluating.total(sums[:1] if context.outside else sums, tables=tables)
+        context.recorder.event("evaluate", {"step": context.step, "result": result})
+        return result
+
+    def _gather(self, predict: Callable[..., Any], data: Any, batch_size: int | None, to: str) -> Any:
+        context, transport = self._context, self._context.transport
+        with self._whole_of(data, batch_size, "fleet.gather", to=to) as (source, size):
+
+            def mine() -> gathering.Part:
+                with self._evaluation_mode():
+                    return gathering.own_part(
+                        predict, source, shares=self._parts(source), rank=transport.rank, batch_size=size
+                    )
+
+            length = evaluating.length_of(source)
+            whole = gathering.gathered(Alone() if context.outside else transport, mine, length)
+        return whole if to == "all" or context.is_leader else None
+
+    @contextmanager
+    def _whole_of(self, data: Any, batch_size: int | None, call: str, **facts: Any) -> Iterator[tuple[Source, int]]:
+        """A dataset to be gone through once by all, and how many samples at once. ``facts`` are the same everywhere."""
+        context = self._context
+        source = Source(data, device=context.device, seed=context.seed)
+        try:
+            if source.length is None:
+                raise ValueError(f"{call} needs a dataset with a length, so that every sample counts once")
+            must_agree(context.transport, f"{call}()", {**evaluating.facts_of(source), **facts})
+            own = context.steps.dealing.at_once if context.steps is not None else USUAL_BATCH
+            yield source, whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
+        finally:
+            source.close()
+
+    def _evaluation_mode(self) -> AbstractContextManager[None]:
+        tracked = [thing for thing in self._context.tracking.things.values() if isinstance(thing, torch.nn.Module)]
+        return evaluating.evaluation_mode([*self._context.models, *tracked])
+
+    def _parts(self, source: Source) -> list[int]:
+        """How many samples of the whole each of those who are there takes."""
+        speeds = (0, 1) if self._context.outside else self._speeds()
+        parts: list[int] = proportional(np.asarray(speeds, dtype=float), evaluating.length_of(source)).tolist()
+        return parts
+
+    def _speeds(self) -> tuple[int, ...]:
+        """In proportion to which work is dealt outside the steps: the last full shares, or equal parts."""
+        shares = self._context.steps.loop.full_shares if self._context.steps is not None else ()
+        return shares if any(shares) else (1,) * self._context.transport.size

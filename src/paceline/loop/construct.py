@@ -1,0 +1,236 @@
+"""The construction of one loop's `Steps`: its gradients, its dealing, who follows its members, and what guards it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.combine import Gradients
+from paceline.combine.averaging.settings import ElasticAverage
+from paceline.combine.base import CombineParts
+from paceline.combine.choose import kind_of, name_of
+from paceline.combine.gradients.second_order import needs_graph
+from paceline.combine.gradients.varying import VaryingCount
+from paceline.feed import Order, Source
+from paceline.feed.dealing import Dealing, FromBatches, make_dealing
+from paceline.feed.overlap import overlapped
+from paceline.loop import schedules
+from paceline.loop.loop_context import LoopContext
+from paceline.loop.membership import Members
+from paceline.loop.memory import Guard, shrink
+from paceline.loop.passes import LoopPlace
+from paceline.loop.steps import Steps
+from paceline.loop.training_state import Books
+from paceline.loop.user_code import hooks_text
+from paceline.settings import LoopSettings, has_batch_norm, is_compiled
+from paceline.transport import Alone
+
+if TYPE_CHECKING:
+    from paceline.loop.context import Context
+    from paceline.loop.replicas import Replica
+    from paceline.loop.saving import Saving
+    from paceline.loop.untracked import UntrackedChecks
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """What a loop goes over, and how: read and agreed upon before its steps are made."""
+
+    source: Source
+    settings: LoopSettings
+    order: Order | None
+    whole: bool | None
+    varying: VaryingCount
+    place: LoopPlace
+    ahead: list[int]
+    """Samples that each worker's loader likes to hold."""
+    sizes: list[int]
+    """Each worker's micro-batch."""
+    alike: bool
+    """Whether all workers have the same kind of device."""
+    agreed: Mapping[str, Any]
+    """Facts that are the same on every worker, and must be on one that joins."""
+
+
+class StepsConstructor:
+    """Makes a loop's steps out of a plan, and holds what lives as long as the fleet does: learner and memory guards."""
+
+    def __init__(self, context: Context, replica: Replica, untracked: UntrackedChecks, saving: Saving) -> None:
+        self._context, self._replica, self._untracked, self._saving = context, replica, untracked, saving
+        self._guards: list[Guard] = []
+        self._learner = self._make_learner()
+
+    def make(self, plan: LoopPlan) -> Steps:
+        gradients = self._gradients(plan.settings.auto)
+        gradients.varying = plan.varying
+        try:
+            steps = self._new_steps(plan, gradients)
+            self._follow_members(steps, plan)
+        except BaseException:
+            gradients.detach()
+            raise
+        return steps
+
+    def _gradients(self, auto: bool) -> Gradients:
+        context = self._context
+        transport = Alone() if kind_of(context.combine).local else context.transport
+        if text := hooks_text(context.models):
+            context.warn(text)
+        gradients = Gradients(transport, context.models, overlap=self._replica.overlap and not auto)
+        gradients.next_scaler = context.tracking.scaler
+        optimizers = context.tracking.optimizers.values()
+        gradients.keep_graph = transport.size == 1 and any(needs_graph(optimizer) for optimizer in optimizers)
+        gradients.whole = auto
+        return gradients
+
+    def _new_steps(self, plan: LoopPlan, gradients: Gradients) -> Steps:
+        context, source, settings, place, order = self._context, plan.source, plan.settings, plan.place, plan.order
+        combine, transport = context.combine, context.transport
+        kind, lengths = kind_of(combine), ()
+        if kind.local and source.batched:
+            raise ValueError(
+                f'combine="{name_of(combine)}" weighs workers by samples, and a batch_sampler deals batches: '
+                'use combine="gradients", or a DataLoader with batch_size'
+            )
+        part = combine.overlap if isinstance(combine, ElasticAverage) else 0.0
+        if part:
+            if order is not None or source.length is None:
+                raise ValueError("an overlap deals the dataset in an order of its own: leave order= out")
+            mixed: Any = overlapped(source.length, workers=transport.size, part=part, seed=place.seed(context.seed))
+            order, lengths = mixed
+        dealing = make_dealing(
+            source,
+            settings,
+            order=order,
+            seed=place.seed(context.seed),
+            rank=transport.rank,
+            size=transport.size,
+            ahead=plan.ahead,
+            identity=context.identity,
+            epoch=place.first_epoch,
+        )
+        loop = self._loop_context(plan, gradients, dealing)
+        parts = CombineParts(context.models, context.failures, lengths, self._done_before("round"))
+        steps = Steps(loop, kind.make(loop, combine, parts))
+        self._learn(steps)
+        steps.dataset_length, loop.at_boundary = source.length, lambda: self._saving.at_boundary(steps)
+        if source.length is not None and source.batch_size is not None:
+            steps.micro_batches = settings.epochs * -(-source.length // source.batch_size)
+        if isinstance(steps.dealing, FromBatches):
+            steps.micro_batches = settings.epochs * len(steps.dealing.batches)
+        steps.before_first, steps.after_first = self._before_first_step, self._untracked.after_first_step
+        return steps
+
+    def _loop_context(self, plan: LoopPlan, gradients: Gradients, dealing: Dealing) -> LoopContext:
+        context, place, models = self._context, plan.place, self._context.models
+        compiled = any(is_compiled(model) for model in models)
+        unit = max(plan.sizes) if (compiled if plan.whole is None else plan.whole) else 1
+        avoid_singles = not plan.source.batched and any(has_batch_norm(model) for model in models)
+        dealing.smallest = 2 if avoid_singles else 1
+        first = self._done_before("step")
+        books = Books(
+            transport=context.transport,
+            pacer=context.pacer,
+            dealing=dealing,
+            settings=plan.settings,
+            unit=unit,
+            avoid_singles=avoid_singles,
+            history=context.history,
+            first_index=first,
+            first_epoch=place.first_epoch,
+            observe=context.recorder.event,
+        )
+        return LoopContext(
+            transport=context.transport,
+            books=books,
+            gradients=gradients,
+            dealing=dealing,
+            settings=plan.settings,
+            place=place,
+            device=context.device,
+            machine=context.machine,
+            seed=place.seed(context.seed),
+            nonfinite=context.nonfinite,
+            tracking=context.tracking,
+            observe=context.recorder.event,
+            repair=self._replica.make_equal,
+            snapshot=self._replica.state,
+            restore=self._replica.restore_peers,
+            whole=unit > 1,
+            alike=plan.alike,
+            first=first,
+        )
+
+    def _before_first_step(self, steps: Steps) -> None:
+        """What a loop needs is there by now: everybody tracks the same, and schedules are of the loop's length."""
+        tracking = self._context.tracking
+        tracking.must_agree(self._context.transport, "the first step")
+        for name, thing in tracking.things.items():
+            if isinstance(thing, LRScheduler) and steps.dataset_length is not None:
+                schedules.check_length(name, thing, steps=steps.most, micro_batches=steps.micro_batches)
+        self._untracked.before_first_step(steps)
+
+    def _done_before(self, what: str) -> int:
+        """Steps, or rounds, of the loops before a new one."""
+        steps, resume = self._context.steps, self._context.resume
+        if steps is not None:
+            return steps.index if what == "step" else steps.rounds
+        return int(resume.saved.get(what, 0)) if resume is not None and resume.loops == "rest" else 0
+
+    def _follow_members(self, steps: Steps, plan: LoopPlan) -> None:
+        context = self._context
+        if context.elastic is None:
+            return
+        own = {
+            "pace": context.pacer.name,
+            "combine": repr(context.combine),
+            "the models' shapes": self._replica.shapes_digest(),
+        }
+        steps.loop.members = Members(
+            context.elastic,
+            steps,
+            ahead=plan.source.ahead * plan.settings.micro_batch,
+            agreed=lambda: {**plan.agreed, **own, **context.tracking.facts()},
+            witness=context.recorder,
+            passes=context.passes,
+            leads=lambda: self._learn(steps),
+            before_leaving=lambda: self._saving.before_leaving(steps),
+        )
+
+    # -- what lives as long as the fleet -------------------------------------------------------------------------------
+
+    def guard(self, steps: Steps) -> None:
+        """Guard models that may run out of memory, for real ("auto") or on an emulated machine."""
+        for guard in self._guards:
+            guard.remove()
+        machine = self._context.machine
+        emulated = machine.check_memory if machine and machine.memory_samples else None
+        if not steps.settings.auto and emulated is None:
+            self._guards = []
+            return
+        halve = (lambda samples: shrink(steps.loop, samples, again=False)) if steps.settings.auto else None
+        enter = emulated or (lambda samples: None)
+        self._guards = [Guard(model, enter=enter, shrink=halve) for model in self._context.models]
+
+    def _make_learner(self) -> Any:
+        """The leader's, when the pacer's forecast learns while the run goes on."""
+        pacer = self._context.pacer
+        if not self._context.is_leader or not getattr(getattr(pacer, "forecast", None), "learns", False):
+            return None
+        from paceline.deep.learning.background import Learner  # takes a while to import, and few runs need it
+
+        return Learner.for_pacer(pacer)
+
+    def _learn(self, steps: Steps) -> None:
+        """Where the pacer's forecast learns, the leader of the moment lets it."""
+        self._learner = self._learner or self._make_learner()
+        steps.books.learn = self._learner.after if self._learner is not None else None
+
+    def close(self) -> None:
+        for guard in self._guards:
+            guard.remove()
+        if self._learner is not None:
+            self._learner.close()

@@ -1,0 +1,201 @@
+"""Going on from a checkpoint: ``fleet.load``, and what follows until the script is where the checkpoint was saved.
+
+A script with several loops may make those again that were over (loop/resume.py says which): they are passed over, and
+where the checkpoint was saved, everything is restored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.checkpoint import content as checkpoint
+from paceline.checkpoint.load import fetch
+from paceline.errors import MisuseError
+from paceline.loop.resume import LOOPS, Resume
+from paceline.transport import Alone
+
+if TYPE_CHECKING:
+    from paceline.feed import Source
+    from paceline.loop.context import Context
+    from paceline.loop.replicas import Replica
+    from paceline.loop.steps import Steps
+    from paceline.loop.untracked import UntrackedChecks
+
+logger = logging.getLogger("paceline")
+
+
+class Loading:
+    """Loads checkpoints, and brings the script's loops to where they were saved."""
+
+    def __init__(self, context: Context, replica: Replica, untracked: UntrackedChecks) -> None:
+        self._context, self._replica, self._untracked = context, replica, untracked
+
+    def load(self, path: str | Path, *, missing_ok: bool, loops: str | None) -> Any:
+        """``fleet.load``."""
+        context = self._context
+        over = context.steps if context.steps is not None and context.steps.begun else None
+        if over is not None and not (over.finished or over.left):
+            raise MisuseError("fleet.load in the middle of a loop: call it before the first step, or behind the loop")
+        if loops not in (None, *LOOPS):
+            raise ValueError(f'loops must be "all" or "rest", got {loops!r}')
+        self._untracked.before_load(path)
+        if context.outside:
+            return self._load_outside(Path(path), loops)
+        if over is not None:
+            over.meet("fleet.load()")
+        context.tracking.must_agree(context.transport, "fleet.load()")
+        found = fetch(context.transport, Path(path), device=context.device, missing_ok=missing_ok, warn=context.warn)
+        if found is None:
+            return None
+        self._untracked.after_fetch(path, found)
+        return self._restore_all(*found, loops=loops)
+
+    def _load_outside(self, path: Path, loops: str | None) -> Any:
+        """A worker that waits to enter gets a peer's state: of the file it needs what is the script's own, if that."""
+        try:
+            found = fetch(
+                Alone(),
+                path,
+                device=self._context.device,
+                missing_ok=True,
+                warn=lambda text: logger.warning("%s", text),
+            )
+            return None if found is None else self._restore_all(*found, loops=loops)
+        except ValueError as error:
+            logger.warning("%s: a peer's state comes instead", error)
+            return None
+
+    # -- restoring ---------------------------------------------------------------------------------------------------
+
+    def _restore_all(self, path: Path, content: dict[str, Any], *, loops: str | None) -> Any:
+        context, steps = self._context, self._context.steps
+        if context.passing is not None and steps is not None:
+            context.inform(f"fleet.load({str(path)!r}): nothing is loaded, because its loop is passed over")
+            return content["extra"]
+        fresh = steps is None or not (steps.begun or steps.finished)  # else it only goes back to what was
+        resume = Resume(path, content, loops=loops) if fresh and content["steps"] is not None else None
+        if resume is not None and steps is not None:
+            resume.must_be_in(steps.place.loop, steps.dataset_length)
+        self._take_seed(path, content["seed"])
+        if resume is not None:
+            state = self._replica.state()
+            resume.before = deepcopy({key: state[key] for key in ("tracked", "state")})
+        self._restore_replica(path, content, later=loops == "all" and resume is not None and resume.passing)
+        if content["pace"]["name"] == context.pacer.name:
+            context.pacer.load_state_dict(content["pace"]["state"])
+        context.resume = resume
+        if resume is not None and steps is not None:
+            self.continue_in(steps)
+        if steps is not None and steps.begun:
+            steps.combine.models_were_set()
+        context.recorder.event("load", {"step": (content["steps"] or {}).get("step", 0), "path": str(path)})
+        return content["extra"]
+
+    def _restore_replica(self, path: Path, content: Mapping[str, Any], *, later: bool) -> None:
+        """``later``: what does not fit yet may do so once the script is where the checkpoint was saved."""
+        context = self._context
+        try:
+            checkpoint.must_match(path, content, context.tracking.things, context.models)
+        except ValueError as misfit:
+            if not later:
+                raise ValueError(
+                    f'{misfit}. (If the script changes its model between loops, say fleet.load(..., loops="all"))'
+                ) from None
+            context.inform(f"{misfit}; it is looked at again where the checkpoint was saved")
+            return
+        self._replica.restore(path, content, guard=True)
+
+    def _take_seed(self, path: Path, seed: int) -> None:
+        """The epoch's order and every sample's noise depend on the seed: a resumed run keeps it."""
+        context = self._context
+        if seed == context.seed:
+            return
+        if context.steps is not None:
+            raise ValueError(f"{path} was made with seed {seed}: join with that seed, or load before fleet.steps")
+        context.inform(f"the seed is now {seed}, as in the checkpoint: the epoch's order depends on it")
+        context.seed = seed
+
+    # -- on the way to where the checkpoint was saved ------------------------------------------------------------------
+
+    def before_loop(self, source: Source, epochs: int) -> None:
+        """A loop is about to be made: the first one after loading shows which of the script's loops it is."""
+        context, resume = self._context, self._context.resume
+        if resume is None:
+            return
+        guessed = resume.loops is None
+        resume.decide_loops(source.length, epochs)
+        if context.steps is not None:
+            return
+        if resume.loops == "rest":
+            context.passes.continue_from(resume.passes, loop=resume.first_loop)
+            if source.length == resume.lengths[-1] and resume.same_data:
+                context.passes.recognise(source.dataset, resume.data)
+            if guessed:
+                context.warn(f"after {resume.path} the script goes on with its loop {resume.first_loop + 1}")
+        elif resume.replays:  # it begins again where it began
+            checkpoint.restore_tracked(resume.path, resume.before["tracked"], context.tracking.things)
+            context.tracking.state.replace(resume.before["state"])
+            text = f"{resume.path} was saved in the script's loop {resume.loop + 1}"
+            context.warn(f"{text}: those before it are passed over, they give no steps")
+
+    def continue_in(self, steps: Steps) -> None:
+        """A loop was made after loading: pass it over, go on in it, or find that everything is behind."""
+        resume, loop = self._context.resume, steps.place.loop
+        if resume is None:
+            return
+        if resume.passes_over(loop):
+            steps.pass_over(resume.saved["step"])
+            return
+        if loop == resume.loop:
+            checkpoint.check_length(resume.path, resume.saved, steps.dataset_length)
+            steps.load_state_dict(resume.saved)
+            steps.gradients.statistics_were_set()
+            if not steps.finished or resume.saved_in_the_loop:
+                self._finish(resume)
+            return
+        if resume.passing:
+            resume.must_have_met_saving_call()
+        self._finish(resume)
+
+    def passes_over_save(self, path: Path) -> bool:
+        """``fleet.save`` while loops are passed over: everything is further on than the script, so nothing is written.
+        In the very call that wrote the checkpoint, the script is where it was saved."""
+        context, steps = self._context, self._context.steps
+        if steps is None:
+            return False
+        context.passes.saves += steps.left
+        if (resume := context.passing) is None:
+            return False
+        if steps.place.loop == resume.loop and resume.is_saving_call():
+            self._finish(resume)
+        else:
+            context.inform(f"fleet.save({str(path)!r}): not written, because its loop is passed over")
+        return True
+
+    def _finish(self, resume: Resume) -> None:
+        """The script is where the checkpoint was saved: undo what it did to tracked things on its way."""
+        context = self._context
+        context.resume = None
+        if resume.passing:
+            # What was tracked only after loading was meant to begin anew.
+            saved, things = resume.content["tracked"], context.tracking.things
+            known = {name: thing for name, thing in things.items() if name in saved}
+            checkpoint.must_match(resume.path, resume.content, known, context.models)
+            self._replica.restore(resume.path, resume.content)
+            if context.steps is not None:
+                context.steps.gradients.statistics_were_set()
+        context.passes.load_state_dict(resume.passes)
+
+    def unreached(self) -> MisuseError | None:
+        """What to raise where the script ends before it came to where the checkpoint was saved."""
+        resume = self._context.passing
+        if resume is None or not resume.replays or self._context.steps is None:
+            return None
+        return MisuseError(
+            f"the script ended before it came to where {resume.path} was saved (loop {resume.loop + 1}), so nothing "
+            'was trained: if it begins with a later loop by itself, load with fleet.load(..., loops="rest")'
+        )

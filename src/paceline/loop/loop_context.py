@@ -1,0 +1,111 @@
+"""What the parts of one loop share: who is there, what is trained and dealt, and how far this worker's loop is."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.combine import Gradients, Header
+from paceline.feed.dealing import Dealing
+from paceline.loop.optimizer_checks import OptimizerChecks
+from paceline.loop.passes import LoopPlace
+from paceline.loop.replicas import Repair
+from paceline.loop.step_recording import said
+from paceline.loop.tracking import Tracked
+from paceline.loop.training_state import Books
+from paceline.pace.fitting import RECENT
+from paceline.settings import LoopSettings
+from paceline.transport import Transport
+
+if TYPE_CHECKING:
+    from paceline.loop.membership import Members
+    from paceline.loop.step import Step
+    from paceline.machines import Machine
+
+
+@dataclass
+class LoopContext:
+    """Of one call of ``fleet.steps``."""
+
+    transport: Transport
+    books: Books
+    gradients: Gradients
+    dealing: Dealing
+    settings: LoopSettings
+    place: LoopPlace
+    device: torch.device
+    machine: Machine | None
+    seed: int
+    nonfinite: str
+    tracking: Tracked
+    observe: Callable[[str, Mapping[str, Any]], None]
+    repair: Callable[[], Repair]
+    """Makes the replicas equal."""
+    snapshot: Callable[[], dict[str, Any]]
+    restore: Callable[[Mapping[str, Any]], None]
+    """This worker's models and everything tracked: their state, and setting it."""
+    whole: bool = False
+    """Micro-batches are not cut."""
+    alike: bool = True
+    """Whether all workers have the same kind of device; others round differently, and are compared less often."""
+    members: Members | None = None
+    """Follows who is there, where workers come and go."""
+    copyable: bool = True
+    """Whether a copy of a peer's state would hold everything that has state."""
+    at_boundary: Callable[[], None] = lambda: None
+    """Called between two steps, and after the last: the state is whole then."""
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    """What the last commit was given."""
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Seconds a sample of this worker's last micro-batches."""
+
+    # -- how far this worker's loop is -----------------------------------------------------------------------------
+    step: Step | None = None
+    """The last one that was given out."""
+    closed: bool = False
+    """A later loop took its place, or the fleet was left."""
+    first: int = 0
+    """The loop's first step."""
+    next: int = 0
+    """The step that comes next, or is under way."""
+    finished: bool = False
+    progress: float = 0.0
+    """The part of the whole training that is done."""
+    full_shares: tuple[int, ...] = ()
+    """The shares of the last step of a whole global batch that this worker's loop began; empty before the first."""
+
+    def __post_init__(self) -> None:
+        self.next = self.first
+        self.optimizer_checks = OptimizerChecks(self)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the first step has been given out."""
+        return self.step is not None
+
+    @property
+    def auto(self) -> bool:
+        """Whether micro-batches are halved when they do not fit into memory."""
+        return self.settings.auto
+
+    @property
+    def leaving(self) -> bool:
+        """This worker was asked to leave: it takes no further micro-batch, and what it has left is dealt to others."""
+        return self.members is not None and self.members.leaving
+
+    def warn_all(self, text: str) -> None:
+        """A warning that every worker has: the leader's is enough."""
+        self.observe("note", {"level": "warning", "text": text, "everywhere": True})
+
+    def add_figures(self, header: Header, added: Mapping[str, Any]) -> None:
+        """Figures of ``step.add``, under the numbers that the fleet knows their names by."""
+        for name, value in added.items():
+            header.add(self.transport.slot(name), float(value))
+
+    def said(self, header: Header) -> dict[str, Any]:
+        """Everybody's work, as a record has it."""
+        return said(header, self.transport.slot_name)
