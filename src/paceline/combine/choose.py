@@ -59,11 +59,11 @@ def make_combine(asked: Choice) -> Choice:
     >>> make_combine("average").period_s
     2.0
     """
-    if not isinstance(asked, str):
+    if not isinstance(asked, str) and getattr(asked, "name", None) in _KINDS:
         return asked
-    if asked not in _KINDS:
+    if not isinstance(asked, str) or asked not in _KINDS:
         raise ValueError(f"unknown combine {asked!r}; known: {', '.join(_KINDS)}")
-    settings = _KINDS[asked].settings
+    settings = _KINDS[name_of(asked)].settings
     return asked if settings is None else settings()
 
 
