@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
 from paceline.feed import Batches, Feed, Source, unit_said
+from paceline.feed.batch_dealing import BatchDealing
 from paceline.feed.batches import BatchOrder, once_each
-from paceline.feed.dealing import FromBatches
 from paceline.records import StepRecord
 
 N = 40
@@ -159,7 +159,7 @@ def test_a_record_of_batches_is_told_in_samples(committed: bool) -> None:
     given = [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 13, 14]]
     source = Source(DataLoader(TensorDataset(torch.arange(N)), batch_sampler=given), device=torch.device("cpu"), seed=0)
     feed = Feed(N, workers=2, order=source.order)
-    dealing = FromBatches(feed, source, rank=0, micro_batch=1, ahead=[0, 0])
+    dealing = BatchDealing(feed, source, rank=0, micro_batch=1, ahead=[0, 0])
     planned = dealing.deal([3, 2])
     done = (2, 2)
     ranges = dealing.commit(done, False) if committed else ()
@@ -172,7 +172,7 @@ def test_a_record_of_batches_is_told_in_samples(committed: bool) -> None:
 def test_a_batch_counts_as_one_and_weighs_its_samples() -> None:
     given = [[5, 5, 6], [7]]
     source = Source(DataLoader(TensorDataset(torch.arange(N)), batch_sampler=given), device=torch.device("cpu"), seed=0)
-    dealing = FromBatches(Feed(N, workers=1, order=source.order), source, rank=0, micro_batch=1, ahead=[0])
+    dealing = BatchDealing(Feed(N, workers=1, order=source.order), source, rank=0, micro_batch=1, ahead=[0])
     dealing.deal([2])
     dealing.take_up(2)
     first, second, none = (dealing.take(1) for _ in range(3))

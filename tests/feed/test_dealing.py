@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
 from paceline.feed import Feed, Source, total
-from paceline.feed.dealing import FromFeed, FromStream, even_pieces
+from paceline.feed.micro_batches import even_pieces
+from paceline.feed.sample_dealing import SampleDealing
+from paceline.feed.stream_dealing import StreamDealing
 
 CPU = torch.device("cpu")
 
@@ -35,10 +37,10 @@ def test_pieces_are_as_few_as_fit_differ_by_one_at_most_and_lose_nothing(ranges:
     assert flat == [position for start, stop in ranges for position in range(start, stop)]
 
 
-def from_feed(length: int, *, workers: int = 1, rank: int = 0, micro_batch: int = 8) -> FromFeed:
+def sample_dealing(length: int, *, workers: int = 1, rank: int = 0, micro_batch: int = 8) -> SampleDealing:
     source = Source(TensorDataset(torch.arange(length)), device=CPU, seed=0)
     feed = Feed(length, workers=workers, shuffle=False)
-    return FromFeed(feed, source, rank=rank, micro_batch=micro_batch, ahead=[0] * workers)
+    return SampleDealing(feed, source, rank=rank, micro_batch=micro_batch, ahead=[0] * workers)
 
 
 def values(micro: Any) -> list[int]:
@@ -46,7 +48,7 @@ def values(micro: Any) -> list[int]:
 
 
 def test_only_the_last_micro_batch_of_a_share_is_marked_as_the_last() -> None:
-    dealing = from_feed(20, micro_batch=3)
+    dealing = sample_dealing(20, micro_batch=3)
     dealing.deal([8])
     dealing.take_up(8)
     taken = [dealing.take() for _ in range(4)]
@@ -58,7 +60,7 @@ def test_only_the_last_micro_batch_of_a_share_is_marked_as_the_last() -> None:
 def test_halving_at_any_moment_keeps_every_sample_exactly_once(
     data: st.DataObject, length: int, micro_batch: int
 ) -> None:
-    dealing = from_feed(length, micro_batch=micro_batch)
+    dealing = sample_dealing(length, micro_batch=micro_batch)
     dealing.deal([length])
     dealing.take_up(length)
     done: list[int] = []
@@ -80,7 +82,7 @@ def test_halving_at_any_moment_keeps_every_sample_exactly_once(
 
 def test_workers_that_make_the_same_calls_share_the_data_without_a_word() -> None:
     shares = [(5, 0), (1, 9), (4, 4), (3, 0), (0, 9)]
-    workers = [from_feed(30, workers=2, rank=rank, micro_batch=2) for rank in (0, 1)]
+    workers = [sample_dealing(30, workers=2, rank=rank, micro_batch=2) for rank in (0, 1)]
     seen: Counter[int] = Counter()
     for share in shares:
         dealt = [dealing.deal(share) for dealing in workers]
@@ -96,10 +98,10 @@ def test_workers_that_make_the_same_calls_share_the_data_without_a_word() -> Non
 
 
 def test_the_state_resumes_between_steps() -> None:
-    dealing = from_feed(20)
+    dealing = sample_dealing(20)
     dealing.deal([8])
     dealing.commit([8], ended=False)
-    again = from_feed(20)
+    again = sample_dealing(20)
     again.load_state_dict(dealing.state_dict())
     again.take_up(*again.deal([20]))
     micro = again.take()
@@ -116,13 +118,13 @@ class Count(IterableDataset[torch.Tensor]):
         yield from (torch.tensor(number) for number in range(self.length))
 
 
-def from_stream(length: int, micro_batch: int) -> FromStream:
-    return FromStream(Source(Count(length), device=CPU, seed=0), identity=0, micro_batch=micro_batch)
+def stream_dealing(length: int, micro_batch: int) -> StreamDealing:
+    return StreamDealing(Source(Count(length), device=CPU, seed=0), identity=0, micro_batch=micro_batch)
 
 
 @given(length=st.integers(0, 30), share=st.integers(1, 12), micro_batch=st.integers(1, 12))
 def test_a_stream_is_drawn_in_shares_until_it_ends(length: int, share: int, micro_batch: int) -> None:
-    dealing, seen = from_stream(length, micro_batch), []
+    dealing, seen = stream_dealing(length, micro_batch), []
     while not dealing.ended:
         assert dealing.deal([share]) == (share,)
         dealing.take_up(share)
@@ -143,7 +145,7 @@ def test_a_stream_is_drawn_in_shares_until_it_ends(length: int, share: int, micr
 
 
 def test_a_share_of_a_stream_that_is_not_drawn_is_left() -> None:
-    dealing = from_stream(10, 4)
+    dealing = stream_dealing(10, 4)
     dealing.take_up(*dealing.deal([6]))
     assert dealing.left == 6
     dealing.take()
@@ -151,7 +153,7 @@ def test_a_share_of_a_stream_that_is_not_drawn_is_left() -> None:
 
 
 def test_a_worker_with_no_share_does_not_end_its_stream() -> None:
-    dealing = from_stream(10, 4)
+    dealing = stream_dealing(10, 4)
     dealing.take_up(*dealing.deal([0]))
     assert dealing.take() is None
     assert not dealing.ended
@@ -159,7 +161,7 @@ def test_a_worker_with_no_share_does_not_end_its_stream() -> None:
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_stream_can_draw_less_from_now_on_but_gives_nothing_back(again: bool) -> None:
-    dealing = from_stream(10, 4)
+    dealing = stream_dealing(10, 4)
     dealing.take_up(*dealing.deal([8]))
     dealing.take()
     assert dealing.shrink(2, again=again) is not again
@@ -176,7 +178,7 @@ def taken(dealing: Any) -> list[int]:
 
 
 def test_a_worker_lost_in_mid_step_costs_the_others_nothing_they_did_and_its_samples_come_again() -> None:
-    workers = [from_feed(30, workers=3, rank=rank, micro_batch=2) for rank in range(3)]
+    workers = [sample_dealing(30, workers=3, rank=rank, micro_batch=2) for rank in range(3)]
     for rank, dealing in enumerate(workers):
         dealing.take_up(dealing.deal([4, 4, 4])[rank])
     survivors = [workers[0], workers[2]]
@@ -193,11 +195,11 @@ def test_a_worker_lost_in_mid_step_costs_the_others_nothing_they_did_and_its_sam
 
 
 def test_a_newcomer_takes_over_a_peers_dealing_and_deals_as_it_does() -> None:
-    peer = from_feed(20, workers=2, rank=1, micro_batch=4)
+    peer = sample_dealing(20, workers=2, rank=1, micro_batch=4)
     peer.commit(peer.deal([3, 4]), ended=False)
     peer.deal([2, 2])
     peer.reform([1, None, None], rank=0, ahead=[0, 4, 0])
-    newcomer = from_feed(20, workers=1, micro_batch=4)
+    newcomer = sample_dealing(20, workers=1, micro_batch=4)
     newcomer.take_up(*newcomer.deal([5]))
     newcomer.take_over(peer.state_dict(), rank=1, ahead=[0, 4, 0])
     assert newcomer.left == 0
@@ -208,7 +210,7 @@ def test_a_newcomer_takes_over_a_peers_dealing_and_deals_as_it_does() -> None:
 
 
 def test_a_stream_goes_on_as_it_was_when_members_change_and_a_newcomer_opens_the_same_epoch() -> None:
-    dealing = from_stream(10, 4)
+    dealing = stream_dealing(10, 4)
     dealing.open(3)
     dealing.take_up(*dealing.deal([6]))
     before = dealing.take()
@@ -217,6 +219,6 @@ def test_a_stream_goes_on_as_it_was_when_members_change_and_a_newcomer_opens_the
     assert before is not None
     assert after is not None
     assert before.batch.tolist() + after.batch.tolist() == list(range(6))
-    newcomer = from_stream(10, 4)
+    newcomer = stream_dealing(10, 4)
     newcomer.take_over(dealing.state_dict(), rank=1, ahead=[0, 0])
     assert newcomer.epoch == 3

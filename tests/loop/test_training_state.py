@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from paceline.combine.header import Header, Layout
 from paceline.feed import Feed
-from paceline.feed.dealing import FromFeed
+from paceline.feed.sample_dealing import SampleDealing
 from paceline.loop.step_state import Turn
 from paceline.loop.training_state import Books, differ
 from paceline.pace import Ask, make
@@ -86,7 +86,7 @@ def books_of(
     return Books(
         transport=transport,  # type: ignore[arg-type]
         pacer=pacer,
-        dealing=FromFeed(feed, source, rank=rank, micro_batch=MICRO_BATCH, ahead=[ahead] * size),
+        dealing=SampleDealing(feed, source, rank=rank, micro_batch=MICRO_BATCH, ahead=[ahead] * size),
         settings=wanted,
         unit=1,
         avoid_singles=avoid_singles,

@@ -191,7 +191,7 @@ def _right(habits: Habits, folder: Path, runs: list[Path], ended: list[Outcome],
 REPLAY = """
 import json
 from pathlib import Path
-import paceline.feed.dealing
+import paceline.feed.sample_dealing
 import paceline.loop.joining
 from paceline.feed.ranges import Ranges, positions
 from paceline.records import Plan
@@ -219,7 +219,7 @@ def deal(self, samples):
     feed._pool, feed._queues = Ranges((p, p + 1) for p in sorted(left)), [Ranges(sorted(map(tuple, ranges)))]
     return (feed._queues[0].total,)
 
-paceline.feed.dealing.FromFeed.deal = deal
+paceline.feed.sample_dealing.SampleDealing.deal = deal
 paceline.loop.joining.make_pacer = lambda pace: Recorded()
 """
 """What makes one process train on the batches of a log, step by step, instead of its own."""

@@ -18,7 +18,7 @@ from paceline.deadline.in_flight import Flights
 from paceline.deadline.proxy import Proxy
 from paceline.deadline.side_stream import Beside
 from paceline.errors import Dropped
-from paceline.feed.dealing import MicroBatch
+from paceline.feed.micro_batches import MicroBatch
 from paceline.loop.handover import place_of, take_place
 from paceline.loop.loop_context import LoopContext
 from paceline.loop.rounds import both

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.combine.gradients.varying import VaryingCount
 from paceline.errors import MisuseError
 from paceline.feed import Order, Source, unit_said
-from paceline.feed.dealing import FromBatches
+from paceline.feed.batch_dealing import BatchDealing
 from paceline.loop import schedules
 from paceline.loop.construct import LoopPlan, StepsConstructor
 from paceline.loop.passes import LoopPlace
@@ -148,7 +148,7 @@ class LoopBuilder:
 
     def _say_unit(self, steps: Steps, plan: LoopPlan) -> None:
         """What ``global_batch`` counts is said once for each kind of batch sampler."""
-        if not isinstance(steps.dealing, FromBatches):
+        if not isinstance(steps.dealing, BatchDealing):
             return
         assert plan.source.order is not None
         name = plan.source.order.name

@@ -15,7 +15,8 @@ from paceline.combine.choose import kind_of, name_of
 from paceline.combine.gradients.second_order import needs_graph
 from paceline.combine.gradients.varying import VaryingCount
 from paceline.feed import Order, Source
-from paceline.feed.dealing import Dealing, FromBatches, make_dealing
+from paceline.feed.batch_dealing import BatchDealing
+from paceline.feed.dealing import Dealing, make_dealing
 from paceline.feed.overlap import overlapped
 from paceline.loop import schedules
 from paceline.loop.loop_context import LoopContext
@@ -119,7 +120,7 @@ class StepsConstructor:
         steps.dataset_length, loop.at_boundary = source.length, lambda: self._saving.at_boundary(steps)
         if source.length is not None and source.batch_size is not None:
             steps.micro_batches = settings.epochs * -(-source.length // source.batch_size)
-        if isinstance(steps.dealing, FromBatches):
+        if isinstance(steps.dealing, BatchDealing):
             steps.micro_batches = settings.epochs * len(steps.dealing.batches)
         steps.before_first, steps.after_first = self._before_first_step, self._untracked.after_first_step
         return steps

@@ -16,7 +16,7 @@ from paceline.combine import Header
 from paceline.combine.gradients.buckets import Among
 from paceline.combine.gradients.gradients import Aside
 from paceline.errors import GenerationOver, MisuseError
-from paceline.feed.dealing import MicroBatch
+from paceline.feed.micro_batches import MicroBatch
 from paceline.loop.loop_context import LoopContext
 from paceline.loop.replicas import fingerprint
 from paceline.loop.step_recording import record_of, write_header

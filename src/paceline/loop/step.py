@@ -17,7 +17,7 @@ import torch
 from paceline.combine.gradients import second_order
 from paceline.errors import MisuseError
 from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
-from paceline.feed.dealing import MicroBatch
+from paceline.feed.micro_batches import MicroBatch
 from paceline.loop.hyperparameters import changed_rate
 from paceline.loop.memory import OutOfMemory, shrink
 from paceline.loop.several_losses import ADVICE, Parts

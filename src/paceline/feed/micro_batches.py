@@ -1,0 +1,66 @@
+"""How a worker's share is cut into micro-batches: as few as fit in memory, and of even size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.feed.ranges import Ranges
+from paceline.records import Range
+
+Piece = tuple[tuple[Range, ...], NDArray[np.int64]]
+"""Positions of the epoch's order, and the dataset indices there."""
+
+
+class MicroBatch(NamedTuple):
+    """Samples that go through the model at once."""
+
+    batch: Any
+    samples: int
+    epoch: int
+    position: int
+    """Of the first sample in the epoch's order: the key of the micro-batch's random numbers."""
+    last: bool
+    """No more micro-batches come in this step."""
+    given: int = 0
+    """Samples in a batch that a batch sampler gave, which counts as one; 0: the micro-batch counts its samples."""
+
+    @property
+    def rows(self) -> int:
+        """Samples in the micro-batch, however it counts."""
+        return self.given or self.samples
+
+
+def even_pieces(ranges: Iterable[Range], largest: int) -> list[tuple[Range, ...]]:
+    """Cut a share into as few micro-batches as fit ``largest``, of sizes that differ by one at most.
+
+    A last micro-batch of a single sample would cost nearly as much as a whole one, and batch norm cannot train on it.
+
+    >>> from paceline.feed.ranges import total
+    >>> [total(piece) for piece in even_pieces([(0, 13)], 4)]
+    [4, 3, 3, 3]
+    """
+    rest = Ranges(ranges)
+    count = -(-rest.total // largest)
+    return [rest.take_front(-(-rest.total // left)) for left in range(count, 0, -1)]
+
+
+def front_of(batch: Any, *, samples: int, keep: int) -> Any:
+    """The first ``keep`` of a batch's samples where every tensor in it has one row a sample; else None.
+
+    >>> front_of([torch.arange(4), torch.zeros(4, 2)], samples=4, keep=3)[0]
+    tensor([0, 1, 2])
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch[:keep] if batch.dim() and len(batch) == samples else None
+    if type(batch) is dict:
+        parts = {name: front_of(part, samples=samples, keep=keep) for name, part in batch.items()}
+        return None if any(part is None for part in parts.values()) else parts
+    if type(batch) in (list, tuple):
+        fronts = [front_of(part, samples=samples, keep=keep) for part in batch]
+        return None if any(part is None for part in fronts) else type(batch)(fronts)
+    return None

@@ -1,0 +1,174 @@
+"""Dealing from a dataset with a length: a share is a number of samples of the feed, cut into micro-batches and loaded a
+little ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.feed.feed import Feed
+from paceline.feed.loading import Source
+from paceline.feed.micro_batches import MicroBatch, Piece, even_pieces, front_of
+from paceline.feed.ranges import Ranges, total
+from paceline.records import Range, StepRecord
+
+
+class SampleDealing:
+    """Micro-batches of a dataset with a length: every sample of the epoch once."""
+
+    ended = False
+    unit = "samples"
+
+    def __init__(self, feed: Feed, source: Source, *, rank: int, micro_batch: int, ahead: Sequence[int]) -> None:
+        self.micro_batch = micro_batch
+        self.smallest = 1
+        """Where a micro-batch is cut in two, each part has at least so many samples."""
+        self._feed, self._source, self._rank = feed, source, rank
+        self._ahead = ahead
+        self._pieces: deque[Piece] = deque()
+        self._taken: Piece = ((), np.empty(0, dtype=np.int64))
+        self._pieces_epoch = self._loaded_epoch = 0
+
+    @property
+    def epoch(self) -> int:
+        return self._feed.epoch
+
+    @property
+    def at_once(self) -> int:
+        return self.micro_batch
+
+    def told(self, record: StepRecord) -> StepRecord:
+        return record
+
+    @property
+    def length(self) -> int:
+        return self._feed.length
+
+    @property
+    def next_length(self) -> int | None:
+        return None if self._feed.ordered else self._feed.length
+
+    @property
+    def remaining(self) -> int:
+        return self._feed.remaining
+
+    @property
+    def progress(self) -> float:
+        return self._feed.consumed / self._feed.length
+
+    def order_digest(self) -> str | None:
+        return self._feed.order_digest()
+
+    def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
+        # Room to load ahead along the queue: what the loader likes to hold, and the next share behind this one.
+        ahead = [more + share if more else 0 for more, share in zip(self._ahead, samples, strict=True)]
+        return self._feed.deal(samples, ahead=ahead)
+
+    def take_up(self, share: int, *, done: int = 0) -> None:
+        queue = Ranges(self._feed.queue(self._rank))
+        queue.take_front(done)
+        self._pieces_epoch = self._feed.epoch
+        if share and self._loaded_epoch != self._feed.epoch:
+            # On the script's thread, which has seen the last epoch end.
+            self._loaded_epoch = self._feed.epoch
+            self._source.new_epoch(self._feed.epoch)
+        self._pieces = deque(self._cut(queue.take_front(share)))
+        if self._source.ahead and share:
+            self._expect(queue, share)
+
+    def _expect(self, queue: Ranges, share: int) -> None:
+        """Load this step's pieces and, supposing that the share stays as it is, the next steps' pieces."""
+        pieces = list(self._pieces)
+        while share and queue.total and len(pieces) < len(self._pieces) + self._source.ahead:
+            pieces += self._cut(queue.take_front(share))
+        self._source.expect(self._feed.epoch, pieces)
+
+    def _cut(self, ranges: Sequence[Range]) -> list[Piece]:
+        """Micro-batches with their dataset indices, all looked up in one call."""
+        return self._in_pieces(ranges, self._feed.indices(ranges)) if ranges else []
+
+    def _in_pieces(self, ranges: Sequence[Range], indices: NDArray[np.int64]) -> list[Piece]:
+        pieces = even_pieces(ranges, self.micro_batch)
+        ends = np.cumsum([total(piece) for piece in pieces])[:-1]
+        return list(zip(pieces, np.split(indices, ends), strict=True)) if pieces else []
+
+    def take(self, largest: int | None = None) -> MicroBatch | None:
+        if not self._pieces:
+            return None
+        piece = self._pieces.popleft()
+        samples = len(piece[1])
+        keep = samples if largest is None else self._largest_cut(samples, largest)
+        if keep < samples and not self._source.ahead:
+            piece = self._cut_front(piece, keep)
+        batch = self._source.take(self._pieces_epoch, *piece)
+        if keep < samples and self._source.ahead:  # the batch was loaded whole by another process, and is cut here
+            shorter = front_of(batch, samples=samples, keep=keep)
+            if shorter is not None:
+                batch, piece = shorter, self._cut_front(piece, keep)
+        self._taken = piece
+        ranges, indices = piece
+        return MicroBatch(batch, len(indices), self._pieces_epoch, ranges[0][0], last=not self._pieces)
+
+    def _largest_cut(self, samples: int, largest: int) -> int:
+        """How many of a piece's samples to take so that neither part is too small; all where there is no such cut."""
+        keep = min(largest, samples - self.smallest)
+        return samples if largest >= samples or keep < self.smallest else keep
+
+    def _cut_front(self, piece: Piece, keep: int) -> Piece:
+        """The first ``keep`` samples of a piece; the others come next."""
+        rest, indices = Ranges(piece[0]), piece[1]
+        front = rest.take_front(keep)
+        self._pieces.appendleft((rest.ranges, indices[keep:]))
+        return front, indices[:keep]
+
+    @property
+    def left(self) -> int:
+        return sum(len(indices) for _, indices in self._pieces)
+
+    def shrink(self, size: int, *, again: bool) -> bool:
+        if size < 1:
+            return False
+        self.micro_batch = min(self.micro_batch, size)
+        undone = ([self._taken] if again else []) + list(self._pieces)
+        if undone:
+            ranges = [part for ranges, _ in undone for part in ranges]
+            self._pieces = deque(self._in_pieces(ranges, np.concatenate([indices for _, indices in undone])))
+        return True
+
+    def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:
+        return self._feed.consume(done)
+
+    def open(self, epoch: int) -> None:
+        self._feed.open(epoch)
+
+    def renew(self) -> None:
+        self._source.renew()
+
+    def close(self) -> None:
+        self._source.close()
+
+    def reform(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
+        self._feed.reform(kept)
+        self._place(rank, ahead)
+
+    def give_back(self, ranges: Sequence[Range]) -> None:
+        self._feed.give_back(ranges)
+
+    def take_over(self, state: Mapping[str, Any], *, rank: int, ahead: Sequence[int]) -> None:
+        self._feed.load_state_dict(state, workers=len(state["queues"]))
+        self._place(rank, ahead)
+        self._pieces.clear()
+
+    def _place(self, rank: int, ahead: Sequence[int]) -> None:
+        assert 0 <= rank < self._feed.workers == len(ahead), (rank, self._feed.workers, ahead)
+        self._rank, self._ahead = rank, ahead
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._feed.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._feed.load_state_dict(state, workers=self._feed.workers)

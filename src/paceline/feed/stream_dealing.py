@@ -1,0 +1,123 @@
+"""Dealing from a stream: a worker draws as many samples as its share says, until the stream ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.feed.loading import Source
+from paceline.feed.micro_batches import MicroBatch
+from paceline.records import Range, StepRecord
+
+
+class StreamDealing:
+    """Micro-batches of an iterable dataset: each worker draws from its own stream, and the epoch ends with the last.
+
+    Exactly-once is not promised here: nobody knows what the streams hold. ``identity`` keys the random numbers of this
+    worker's micro-batches; unlike a rank, no other worker ever has the same.
+
+    A stream that the source divides is divided when a pass begins, among the members of that moment. A worker that
+    enters later has no part in that pass, and what a lost worker had not read of its part is not read in it: no sample
+    is read twice.
+    """
+
+    length = None
+    next_length = None
+    unit = "samples"
+
+    def __init__(
+        self, source: Source, *, identity: int, micro_batch: int, rank: int = 0, size: int = 1, epoch: int = 0
+    ) -> None:
+        self.micro_batch, self.smallest = micro_batch, 1
+        self.epoch = epoch
+        self.ended = False
+        self._part = (rank, size)
+        """Of the next pass."""
+        self._pass: tuple[int, tuple[int, int]] | None = (epoch, self._part)
+        """Opened and not begun: a pass begins with its first sample, when the script has seen the last pass end."""
+        self._source, self._identity = source, identity
+        self._share = self._drawn = 0
+        self._all_ended = False
+
+    @property
+    def at_once(self) -> int:
+        return self.micro_batch
+
+    def told(self, record: StepRecord) -> StepRecord:
+        return record
+
+    @property
+    def remaining(self) -> int | None:
+        return 0 if self._all_ended else None
+
+    @property
+    def progress(self) -> float:
+        return float(self._all_ended)
+
+    def order_digest(self) -> None:
+        return None
+
+    def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
+        """Where the stream is divided every worker has a share: nobody else would read its part."""
+        fewest = self.smallest if self._source.split else 0
+        return tuple(max(share, fewest) for share in samples)
+
+    def take_up(self, share: int, *, done: int = 0) -> None:
+        self._share = share
+
+    def take(self, largest: int | None = None) -> MicroBatch | None:
+        size = min(self.micro_batch, self._share)
+        if size and self._pass is not None and not self.ended:
+            self._source.restart(*self._pass)
+            self._pass = None
+        drawn = None if self.ended or not size else self._source.draw(size)
+        if drawn is None:
+            self.ended = self.ended or size > 0
+            return None
+        batch, samples = drawn
+        position, self._drawn = self._drawn, self._drawn + samples
+        self._share -= samples
+        key = (self._identity << 40) + position  # of random numbers that no other worker draws
+        return MicroBatch(batch, samples, self.epoch, key, last=False)
+
+    @property
+    def left(self) -> int:
+        return 0 if self.ended else self._share
+
+    def shrink(self, size: int, *, again: bool) -> bool:
+        if size < 1 or again:  # a stream cannot give its samples again
+            return False
+        self.micro_batch = min(self.micro_batch, size)
+        return True
+
+    def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:
+        self._all_ended = ended
+        return ()
+
+    def open(self, epoch: int) -> None:
+        self.epoch, self.ended, self._all_ended, self._drawn = epoch, False, False, 0
+        self._pass = (epoch, self._part)
+
+    def renew(self) -> None:
+        self._source.renew()
+
+    def close(self) -> None:
+        self._source.close()
+
+    def reform(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
+        """A stream is its worker's own, whatever the others do, until the next pass."""
+        self._part = (rank, len(kept))
+
+    def give_back(self, ranges: Sequence[Range]) -> None:
+        """A stream has no positions."""
+
+    def take_over(self, state: Mapping[str, Any], *, rank: int, ahead: Sequence[int]) -> None:
+        self._part = (rank, len(ahead))
+        self.load_state_dict(state)
+        self.ended = self._source.split  # the pass under way was divided before this worker came
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.open(state["epoch"])
