@@ -31,7 +31,7 @@ def half_finish(steps: Any, *, at: int) -> None:
     gradients, waited = steps.gradients, star.StarSum.wait
     exchange, exchange_aside = gradients.exchange, gradients.exchange_aside
     left = {"waits": 0}
-    sums = len(gradients.buckets.buckets) + bool(gradients._counters) + 1  # the header comes last
+    sums = len(gradients.buckets.buckets) + bool(gradients.accumulation.counters) + 1  # the header comes last
 
     def arm(label: str) -> None:
         left["waits"] = sums if ME == "0" and label == f"the round of step {at}" else 0

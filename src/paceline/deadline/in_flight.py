@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.combine import Gradients
-from paceline.combine.gradients.gradients import Aside
+from paceline.combine.gradients.accumulation import Aside
 from paceline.deadline.side_stream import Beside, Mark
 from paceline.loop.step_state import Turn, Work
 
@@ -97,5 +97,5 @@ class Flights:
             self._late_s = max(self._late_s, now - (turn.until or turn.opened))
             return
         with self._beside.work():
-            self._gradients.join(aside)
+            self._gradients.accumulation.join(aside)
             turn.work.add(done)

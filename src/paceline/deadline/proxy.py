@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from paceline.combine import Gradients, Header
-from paceline.combine.gradients.gradients import Sum, recovered, sum_aside
+from paceline.combine.gradients.exchange import Sum, recovered, sum_aside
 from paceline.deadline.catch_up import Backlog
 from paceline.deadline.side_stream import Beside
 from paceline.errors import Dropped, FleetError, GenerationOver

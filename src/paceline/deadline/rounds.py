@@ -11,8 +11,8 @@ import torch
 
 from paceline.checkpoint import content as checkpoint
 from paceline.combine import Header
+from paceline.combine.gradients.accumulation import Aside
 from paceline.combine.gradients.buckets import Among
-from paceline.combine.gradients.gradients import Aside
 from paceline.deadline.catch_up import Backlog, Promises
 from paceline.deadline.in_flight import Flights
 from paceline.deadline.proxy import Proxy
@@ -199,7 +199,7 @@ class ProxyRound:
         """Before a backward, and before it joins: False when it would be for nothing."""
         with self._changed:
             if self._turn.open:
-                self._gradients.check_aside()
+                self._gradients.accumulation.check_aside()
             return self._turn.open
 
     def drop(self) -> None:
@@ -222,9 +222,9 @@ class ProxyRound:
             return
         finished.added = figures
         self._check()
-        self._deadlines.flights.start(self._turn, finished, aside or self._gradients.no_gradient(), opened)
+        self._deadlines.flights.start(self._turn, finished, aside or self._gradients.accumulation.no_gradient(), opened)
         with self._changed:
-            self._gradients.show()
+            self._gradients.accumulation.show()
 
     def may_be_left(self, busy: bool) -> bool:
         return not busy or not self._turn.open  # what is left stays in this worker's queue
@@ -247,7 +247,7 @@ class ProxyRound:
         if not turn.over and proxy.error is not None:
             raise proxy.error
         assert turn.header is not None
-        self._gradients.show()
+        self._gradients.accumulation.show()
         deadlines.beside.rejoin()
         deadlines.promises.note(turn)
         total = turn.total

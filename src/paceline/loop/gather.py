@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.combine.gradients.gradients import broken_off
+from paceline.combine.gradients.exchange import broken_off
 from paceline.errors import FleetError, GenerationOver
 from paceline.feed import Source, total
 from paceline.loop.evaluate import called, each_batch

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from paceline.combine import Header
+from paceline.combine.gradients.accumulation import Aside
 from paceline.combine.gradients.buckets import Among
-from paceline.combine.gradients.gradients import Aside
 from paceline.errors import GenerationOver, MisuseError
 from paceline.feed.micro_batches import MicroBatch
 from paceline.loop.loop_context import LoopContext
@@ -86,7 +86,7 @@ class InlineRound:
 
     def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
         if among is not None and self._gradients.whole:  # the part before may be for nothing
-            self._gradients.begin_whole()
+            self._gradients.accumulation.begin_whole()
             self._aside = both(self._aside, self._gradients.backward_aside(loss, weight, among=among, **graph))
         else:
             self._gradients.backward(loss, weight, last=micro.last, among=among, **graph)
@@ -96,7 +96,7 @@ class InlineRound:
 
     def end_backward(self) -> None:
         if self._aside is not None:
-            self._gradients.join_whole(self._aside)
+            self._gradients.accumulation.join_whole(self._aside)
             self._aside = None
 
     def done(self, work: Work) -> None:

@@ -18,7 +18,7 @@ from paceline.records import Plan, Range, StepRecord
 
 if TYPE_CHECKING:
     from paceline.combine import Header
-    from paceline.combine.gradients.gradients import Sum
+    from paceline.combine.gradients.exchange import Sum
 
 
 class LoopPhase(Enum):

@@ -12,7 +12,7 @@ from paceline.combine.averaging.merging import Averages, Merging, momentum_of
 from paceline.combine.averaging.period import Period
 from paceline.combine.averaging.rounds import Round
 from paceline.combine.flats import Flats
-from paceline.combine.gradients.gradients import broken_off
+from paceline.combine.gradients.exchange import broken_off
 from paceline.combine.gradients.statistics import RunningStatistics
 from paceline.combine.header import Layout
 from paceline.errors import GenerationOver

@@ -1,0 +1,218 @@
+"""One worker's gradient of a step, micro-batch by micro-batch, in the flat buckets that the round sums.
+
+Each micro-batch's mean loss enters scaled by its weight over the planned total, so that when everything planned was
+done the fleet's sum already is the mean, and half-precision gradients stay in range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.combine.gradients.buckets import REACHED_NO_MODEL, Among, Buckets
+from paceline.combine.gradients.scaling import is_active, scale_in
+from paceline.combine.gradients.scaling import scaled as scale_loss
+from paceline.combine.gradients.statistics import Look, RunningStatistics
+from paceline.errors import MisuseError
+from paceline.transport import Transport
+
+_REACHED_NOTHING = (
+    "the losses of this step reached no parameter of the fleet's model: compute them with the module that fleet.model "
+    "returned"
+)
+
+Aside = tuple[list[torch.Tensor | None], Look]
+"""What one micro-batch left, by parameter, and the running statistics after it."""
+
+
+class Accumulation:
+    """The sum of one worker's micro-batch gradients, over the trained parameters of a fleet's models.
+
+    ``start(flat)`` begins the fleet's sum of a bucket.
+    """
+
+    def __init__(
+        self, transport: Transport, models: Sequence[torch.nn.Module], start: Callable[[torch.Tensor], None]
+    ) -> None:
+        self._transport = transport
+        self._start = None if transport.solitary else start
+        self.everything = _unique(p for model in models for p in model.parameters())
+        self.trained = self._trained_now()
+        """Which parameters are trained, the others being frozen."""
+        self.statistics = RunningStatistics(models)
+        self.counters = 0 if transport.solitary else len(self.statistics)
+        """Layers whose running statistics the round merges."""
+        self.buckets = self._make_buckets()
+        self.planned = 1.0
+        """The weight that the whole fleet plans for this step."""
+        self.unscale = 1.0
+        """Divides the loss scale out of this worker's gradients."""
+        self._scaler: Any = None
+        self._begun = False
+        self._versions: list[int] = []
+        self._looked = False
+        """Whether a whole step's losses were looked at for a scale that was left in."""
+
+    def _make_buckets(self) -> Buckets:
+        parameters = [p for p, trained in zip(self.everything, self.trained, strict=True) if trained]
+        return Buckets(parameters, self._start, keeps=self._transport.elastic)
+
+    # -- which parameters are trained ------------------------------------------------------------------------------
+
+    def _trained_now(self) -> list[bool]:
+        return [p.requires_grad for p in self.everything]
+
+    def train_only(self, trained: Sequence[bool]) -> None:
+        """Freeze and unfreeze as a peer has."""
+        for parameter, wanted in zip(self.everything, trained, strict=True):
+            parameter.requires_grad_(wanted)
+        if list(trained) != self.trained:
+            self._rebuild(list(trained))
+
+    def _rebuild(self, trained: list[bool]) -> None:
+        self.buckets.detach()
+        self.trained = trained
+        self.buckets = self._make_buckets()
+
+    def _notice_freezing(self) -> None:
+        """Parameters may have been frozen or unfrozen before the step's first backward, on every worker alike."""
+        trained = self._trained_now()
+        if trained == self.trained:
+            return
+        if self._begun:
+            raise MisuseError(
+                "parameters were frozen or unfrozen in the middle of a step: do it before its first backward"
+            )
+        if any(other != trained for other in self._transport.gather("freezing or unfreezing parameters", trained)):
+            raise ValueError("workers disagree on which parameters are frozen (requires_grad)")
+        self._rebuild(trained)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def begin(self, planned: float, scaler: Any) -> None:
+        """A step begins in which the whole fleet plans to do so much weight."""
+        if self._begun:  # the last step was left half done
+            self.buckets.clear()
+        self._begun, self._versions = False, []
+        self.planned, self._scaler = planned, scaler
+        self.statistics.begin()
+        self.unscale = 1.0 / scaler.get_scale() if is_active(scaler) else 1.0
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        weight: Any,
+        *,
+        last: bool,
+        whole: bool,
+        keep_graph: bool,
+        retain_graph: bool,
+        among: Among,
+    ) -> None:
+        """Add the gradient of a micro-batch's mean loss with this weight; the other arguments as in `Buckets`."""
+        if not self._begun:
+            self._notice_freezing()
+            self._begin_work()
+        self.buckets.backward(
+            self._scaled(loss, weight),
+            last=last,
+            whole=whole,
+            keep_graph=keep_graph,
+            retain_graph=retain_graph,
+            among=among,
+        )
+
+    def _begin_work(self) -> None:
+        self._begun = True
+        self._versions = self._versions_now()
+
+    def _scaled(self, loss: torch.Tensor, weight: Any) -> torch.Tensor:
+        if not self._looked and (scale := scale_in(loss)) is not None:
+            raise MisuseError(
+                f"the loss was multiplied by a GradScaler's scale, {scale:g}, which nothing would divide out: call "
+                "fleet.track(scaler=scaler) before the first step, and write step.backward(loss) without scaler.scale"
+            )
+        scaled: torch.Tensor = loss * (weight / self.planned)
+        return scale_loss(self._scaler, scaled) if is_active(self._scaler) else scaled
+
+    def finish(self) -> None:
+        """This worker has done its share: start what is left to sum."""
+        self._notice_freezing()
+        self.buckets.check_untouched()
+        self._check_unchanged()
+        if self._begun and not any(self.buckets.used()):
+            raise MisuseError(_REACHED_NOTHING)
+        self.buckets.finish()
+
+    def _check_unchanged(self) -> None:
+        if self._begun and self._versions_now() != self._versions:
+            raise MisuseError(
+                "parameters changed in the middle of a step (an optimizer.step() left in?): replicas would "
+                "drift apart; step.commit(optimizer) makes the update"
+            )
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self.everything]
+
+    def clear(self) -> None:
+        """The step is over: forget its gradients."""
+        self.buckets.clear()
+        self._looked = self._looked or self._begun
+        self._begun = False
+
+    # -- beside the sum: a micro-batch joins it whole or not at all --------------------------------------------------
+
+    def backward_aside(
+        self, loss: torch.Tensor, weight: Any, *, retain_graph: bool = False, among: Among = None
+    ) -> Aside:
+        """The gradient of a micro-batch's mean loss, beside the sum until `join`."""
+        if not self._begun:
+            self._begin_work()
+        grads = self.buckets.backward_aside(self._scaled(loss, weight), retain_graph=retain_graph, among=among)
+        if all(grad is None for grad in grads):
+            raise MisuseError(_REACHED_NOTHING if among is None else REACHED_NO_MODEL)
+        return grads, self.statistics.look()
+
+    def no_gradient(self) -> Aside:
+        """Of a micro-batch that was left out."""
+        return [None] * len(self.buckets.slots), self.statistics.look()
+
+    def begin_whole(self) -> None:
+        """Before a micro-batch's first part is computed beside the sum in a step without a deadline."""
+        if not self._begun:
+            self._notice_freezing()
+        self.buckets.check_untouched()
+
+    def join_whole(self, aside: Aside) -> None:
+        """All parts of a micro-batch are there, in a step without a deadline."""
+        self.buckets.join(aside[0])
+        self.buckets.show()
+
+    def check_aside(self) -> None:
+        """Raise MisuseError when the script changed parameters or gradients since the last micro-batch of a step with a
+        deadline."""
+        if self._trained_now() != self.trained:
+            raise MisuseError(
+                "parameters were frozen or unfrozen between steps, which rounds with a deadline cannot follow: make "
+                "new steps with fleet.steps, or use another pace"
+            )
+        self.buckets.check_untouched()
+        self._check_unchanged()
+
+    def join(self, aside: Aside) -> None:
+        """A micro-batch of a step with a deadline is finished: its gradient and its statistics count. Any thread may
+        call this."""
+        grads, look = aside
+        self.buckets.join(grads)
+        self.statistics.note(look)
+
+    def show(self) -> None:
+        """The sum shows in ``p.grad``."""
+        self.buckets.show()
+
+
+def _unique(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Shared parameters once, in order."""
+    return list({id(p): p for p in parameters}.values())

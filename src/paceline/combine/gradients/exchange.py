@@ -1,0 +1,210 @@
+"""The round of a step: this worker's gradients, statistics and header are summed over the fleet.
+
+A bucket's sum starts as soon as the bucket is final; the round adds the rest and waits for all. When members are lost
+in the round, the workers that live either hand its result to those that lack it or, where none has it, run it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.combine.gradients.accumulation import Accumulation
+from paceline.combine.header import Header
+from paceline.errors import GenerationOver
+from paceline.transport import Pending, Transport
+
+
+@dataclass
+class Sum:
+    """What one worker brings to a round with a deadline and, after it, what the round gave."""
+
+    flats: list[torch.Tensor]
+    used: list[bool]
+    statistics: torch.Tensor
+    moved: list[int]
+    finite: bool = True
+
+    @property
+    def bytes(self) -> int:
+        return sum(flat.numel() * flat.element_size() for flat in self.flats)
+
+
+class GradientExchange:
+    """One step's sums over the fleet. ``squares`` in its calls: the norm of this worker's own gradient is measured."""
+
+    def __init__(self, transport: Transport, work: Accumulation) -> None:
+        self._transport, self._work = transport, work
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.release()
+        self._extremes: list[torch.Tensor] = []
+        self._squares: list[torch.Tensor] = []
+        self.is_mean = False
+        """The round's result was handed over by a worker that had the mean already."""
+        self.norm = torch.full((1,), math.nan, dtype=torch.float64)
+        """Of the mean before clipping, handed over with the mean; NaN where nobody measured it."""
+
+    def release(self) -> None:
+        """Forget the sums: a finished one keeps the transport's group alive."""
+        self._sums: list[Pending] = []
+
+    # -- what this worker brings -----------------------------------------------------------------------------------
+
+    def start_sum(self, flat: torch.Tensor, *, squares: bool) -> None:
+        """A bucket is final: unscale and measure it, and start its sum."""
+        if self._work.unscale != 1.0:
+            flat.mul_(self._work.unscale)
+        self._extremes += _extremes([flat])
+        if squares:
+            self._note_squares([flat])
+        self._sums.append(self._transport.sum(flat))
+
+    def finite(self) -> bool:
+        """Whether this worker's own gradients hold neither NaN nor infinities."""
+        return not self._extremes or bool(torch.stack(self._extremes).isfinite().all())
+
+    def _note_squares(self, flats: Sequence[torch.Tensor]) -> None:
+        self._squares += [norm.to(torch.float64).square() for norm in torch._foreach_norm(list(flats))]
+
+    def squares(self, weight: float) -> float:
+        """``n_i |g_i|^2`` of this worker's own gradient, from its sum over n_i; 0 where nobody asks."""
+        if not self._squares or not weight:
+            return 0.0
+        return float(torch.stack(self._squares).sum()) * self._work.planned**2 / weight
+
+    # -- a round that waits for everybody --------------------------------------------------------------------------
+
+    def run(self, header: Header, samples: int, label: str) -> bool:
+        """When it returns, ``header`` and the gradients hold the fleet's sums. False: the members changed in the round,
+        which is to be run again with a new header."""
+        work = self._work
+        header.used[:] = work.buckets.used()
+        if work.counters:
+            work.statistics.note()
+            header.counters[:] = work.statistics.moved
+        parts = [work.statistics.payload(samples)] if work.counters else []
+        parts.append(header.tensor())
+        try:
+            with self._transport.round(label, keeps=[*work.buckets.tensors(), *parts, self.norm]):
+                self._sums += [self._transport.sum(part) for part in parts]
+                for pending in self._sums:
+                    pending.wait()
+        except GenerationOver as over:
+            given = self.recover(over, parts)
+            if given is None:
+                return False
+            parts = given
+            header.vector[:] = parts[-1].numpy()
+        if work.counters:
+            self._merge(parts[0], header)
+        return True
+
+    def recover(self, over: GenerationOver, parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor] | None:
+        """Re-form the group among the workers that live. What ``parts`` should have held, when some of these workers
+        had finished the round and gave its result; None: all sums are started again."""
+        transport: Any = self._transport
+        buckets = self._work.buckets
+        if not broken_off(transport, over, self._sums):
+            parts = [torch.empty_like(part) for part in parts]
+            for bucket in buckets.buckets:
+                bucket.renew()
+        transport.recover(over)
+        self.is_mean = transport.given([*buckets.tensors(), *parts, self.norm])
+        self.release()
+        if self.is_mean:
+            return list(parts)
+        self._extremes, self._squares = [], []
+        buckets.restart()
+        return None
+
+    def _merge(self, statistics: torch.Tensor, header: Header) -> None:
+        self._work.statistics.merge(statistics, float(header.column("samples").sum()), header.counters.tolist())
+
+    # -- a round with a deadline, which any thread may close -------------------------------------------------------
+
+    def close(self, samples: int, *, squares: bool) -> Sum:
+        """What this worker has finished, ready to be summed."""
+        flats, self._squares = self._work.buckets.seal(), []
+        if self._work.unscale != 1.0 and flats:
+            torch._foreach_mul_(flats, self._work.unscale)
+        extremes = _extremes(flats)
+        finite = not extremes or bool(torch.stack(extremes).isfinite().all())
+        if squares:
+            self._note_squares(flats)
+        if self._transport.elastic:  # the round may have to be run again
+            flats = [flat.clone() for flat in flats]
+        statistics = self._work.statistics
+        return Sum(flats, self._work.buckets.used(), statistics.payload(samples), list(statistics.moved), finite)
+
+    def nothing(self) -> Sum:
+        """The same of a worker that has finished nothing, in tensors of its own."""
+        buckets, statistics = self._work.buckets, self._work.statistics
+        flats = [torch.zeros_like(bucket.flat) for bucket in buckets.buckets]
+        return Sum(flats, [False] * len(buckets.slots), torch.zeros_like(statistics.payload(0)), [0] * len(statistics))
+
+    def run_aside(self, mine: Sum, header: Header, label: str) -> bool:
+        """When it returns, ``header`` and ``mine`` hold the fleet's sums. False: the members changed in the round,
+        which is to be run again with new ones."""
+        header.used[:] = mine.used
+        header.counters[:] = mine.moved
+        parts = [*mine.flats, *([mine.statistics] if self._work.counters else []), header.tensor()]
+        summed = sum_aside(self._transport, label, parts)
+        if summed is None:
+            return False
+        mine.flats = summed[: len(mine.flats)]
+        if self._work.counters:
+            mine.statistics = summed[-2]
+        header.vector[:] = summed[-1].numpy()
+        return True
+
+    def adopt(self, total: Sum, header: Header) -> None:
+        """Copy a round's sums to where the mean is made."""
+        for bucket, flat in zip(self._work.buckets.buckets, total.flats, strict=True):
+            if flat is not bucket.flat:
+                bucket.flat.copy_(flat)
+        if self._work.counters:
+            self._merge(total.statistics, header)
+
+
+def _extremes(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One read of memory finds NaN and infinities, so that the worker behind them can be named."""
+    return [extreme.to(torch.float64) for flat in flats for extreme in torch.aminmax(flat)]
+
+
+def sum_aside(transport: Transport, label: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The fleet's sums, in these tensors or others like them, on the thread of rounds with a deadline. None: the
+    members changed, and nothing came of the round."""
+    sums: list[Pending] = []
+    try:
+        with transport.round(label, aside=True, keeps=tensors):
+            sums += [transport.sum(tensor) for tensor in tensors]
+            for pending in sums:
+                pending.wait()
+    except GenerationOver as over:
+        return recovered(transport, over, sums, tensors)
+    return list(tensors)
+
+
+def recovered(
+    transport: Any, over: GenerationOver, sums: Sequence[Pending] = (), tensors: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor] | None:
+    """Re-form the group among the workers that live, on the thread of rounds with a deadline. What ``tensors`` should
+    have held, when some of these workers had finished the round and gave its result; else None."""
+    if not broken_off(transport, over, sums):
+        tensors = [torch.empty_like(tensor) for tensor in tensors]
+    transport.recover(over)
+    return list(tensors) if transport.given(tensors, aside=True) else None
+
+
+def broken_off(transport: Any, over: GenerationOver, sums: Sequence[Pending]) -> bool:
+    """End the sums under way. False: some may still write into their tensors, which are then not to be used again."""
+    transport.cut(over)
+    ended = [pending.abandon() for pending in sums]
+    return all(ended)

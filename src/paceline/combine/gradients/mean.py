@@ -1,0 +1,118 @@
+"""The mean gradient of a step: the fleet's sum over the true count, its norm, clipped, in ``p.grad``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from paceline.combine.gradients.accumulation import Accumulation
+from paceline.combine.gradients.exchange import GradientExchange
+from paceline.combine.gradients.varying import VaryingCount
+from paceline.combine.header import Header
+from paceline.errors import MisuseError
+from paceline.transport import Transport
+
+
+class MeanGradient:
+    """Makes the mean of what the round summed, and knows its norm."""
+
+    def __init__(self, transport: Transport, work: Accumulation, exchange: GradientExchange) -> None:
+        self._alone, self._elastic = transport.solitary, transport.elastic
+        self._work, self._exchange = work, exchange
+        self.weight_per_sample = 1.0
+        """In the last round: turns a planned count into a planned weight."""
+        self.known_norm: float | None = None
+        """Of this step's mean before clipping, where it had to be measured anyway."""
+        self._norm_wanted = True  # the first step's is measured in any case, so that asking for it works from there on
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._changed_in_place = False
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.known_norm = None
+
+    def measure_alone(self) -> bool:
+        """Unscale and measure the gradients of a worker alone, whose sum is its own. True if they are finite."""
+        tensors = self._work.buckets.tensors()
+        if self._work.unscale != 1.0 and tensors:
+            torch._foreach_mul_(tensors, self._work.unscale)
+        self.known_norm = _norm(tensors)
+        return math.isfinite(self.known_norm) or all(bool(t.isfinite().all()) for t in self._work.buckets.tensors())
+
+    def make(self, header: Header, clip_norm: float | None, *, own: bool, varying: VaryingCount | None) -> None:
+        """Leave the mean, clipped, in ``p.grad``; in a copy where the script or an optimiser may change it there
+        (``own``), for it may have to be handed to a worker that missed the round's end."""
+        used, copies = (header.used > 0).tolist(), self._elastic and (own or self._changed_in_place)
+        self._work.buckets.expose(used)
+        total = float(header.column("weight").sum())
+        learner = varying if varying is not None and varying.wants_norms else None
+        if self._exchange.is_mean:
+            norm = float(self._exchange.norm)
+            self.known_norm = None if math.isnan(norm) else norm
+        else:
+            self._divide(total, clip_norm, measure=self._norm_wanted or learner is not None)
+        if learner is not None and self.known_norm is not None:
+            _learn(learner, header, total, self.known_norm)
+        self._note(header, total)
+        if copies:
+            self._work.buckets.expose(used, copies=True)
+
+    def _divide(self, total: float, clip_norm: float | None, *, measure: bool) -> None:
+        """By the true count, and by what clipping asks."""
+        factor, tensors = self._work.planned / total, self._work.buckets.tensors()
+        wanted = measure or clip_norm is not None
+        known = self.known_norm if self._alone else _norm(tensors) if wanted else None
+        self.known_norm = None if known is None else known * factor
+        if clip_norm is not None and self.known_norm is not None:
+            factor *= min(1.0, clip_norm / (self.known_norm + 1e-6))
+        if factor != 1.0 and tensors:
+            torch._foreach_mul_(tensors, factor)
+        self._exchange.norm.fill_(math.nan if self.known_norm is None else self.known_norm)
+
+    def _note(self, header: Header, total: float) -> None:
+        self._norm_wanted = False
+        self._tensors = [] if self._alone else self._work.buckets.tensors()
+        self._versions = self._versions_now()
+        samples = float(header.column("samples").sum())
+        self.weight_per_sample = total / samples if samples else self.weight_per_sample
+
+    def _versions_now(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors]
+
+    def intact(self) -> bool:
+        """Whether the last mean is as the round gave it: some optimisers change gradients in place. Those that were
+        seen to do so get copies from then on."""
+        untouched = self._versions_now() == self._versions
+        self._changed_in_place = self._changed_in_place or not untouched
+        return untouched
+
+    def norm(self) -> float:
+        """The norm of the step's mean gradient before clipping. Once asked for, it is measured in every step."""
+        self._norm_wanted = True
+        if self.known_norm is None:
+            if self._versions_now() != self._versions:
+                raise MisuseError(
+                    "the gradients were changed since the round (some optimisers do), so their norm is lost for this "
+                    "step; from the next step on it is measured in time"
+                )
+            self.known_norm = _norm(self._tensors)
+        return self.known_norm
+
+
+def _learn(varying: VaryingCount, header: Header, total: float, norm: float) -> None:
+    varying.observe(
+        weighted_squares=float(header.column("squares").sum()),
+        squared_norm=norm**2,
+        weight=total,
+        workers=int((header.column("weight") > 0).sum()),
+    )
+
+
+@torch.no_grad()
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
+    if not tensors:
+        return 0.0
+    return float(torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(list(tensors))]).norm())
