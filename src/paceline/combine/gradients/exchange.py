@@ -97,7 +97,7 @@ class GradientExchange:
                 for pending in self._sums:
                     pending.wait()
         except GenerationOver as over:
-            given = self.recover(over, parts)
+            given = self.re_form(over, parts)
             if given is None:
                 return False
             parts = given
@@ -106,7 +106,7 @@ class GradientExchange:
             self._merge(parts[0], header)
         return True
 
-    def recover(self, over: GenerationOver, parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor] | None:
+    def re_form(self, over: GenerationOver, parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor] | None:
         """Re-form the group among the workers that live. What ``parts`` should have held, when some of these workers
         had finished the round and gave its result; None: all sums are started again."""
         transport: Any = self._transport

@@ -135,7 +135,7 @@ class Gradients:
 
     def recover(self, over: GenerationOver) -> None:
         """Re-form the group among the workers that live, and start all sums again."""
-        self._exchange.recover(over)
+        self._exchange.re_form(over)
 
     def close(self, samples: int) -> Sum:
         """What this worker has finished when a deadline is there, ready to be summed."""
