@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 
 from paceline.cli import app
-from paceline.observe.log import sane
+from paceline.observe.log import sanitise
 from paceline.observe.log.reader import parse_line
 from paceline.observe.page import comparison, html
 from paceline.observe.page.live import LiveRun, encode
@@ -114,7 +114,7 @@ def shown(folder: Path) -> None:
     live, view = LiveRun(folder), PlainView(StringIO())
     for line in (folder / "events.jsonl").read_bytes().splitlines():
         if (event := parse_line(line)) is not None:
-            live.take(event)
+            live.add(event)
             view.show(event)
     for message in (live.quick(), live.full()):
         encode(message)
@@ -142,8 +142,10 @@ def survives(events: list[dict[str, Any]]) -> str:
         return said
 
 
-EDGE_COUNTS = st.sampled_from([0, 0, 1, 8, sane.MOST])
-EDGES = st.sampled_from([None, 0.0, sane.SHORTEST_S, 0.1, 1.0, sane.LONGEST_S, -1.0, float("nan"), float("inf")])
+EDGE_COUNTS = st.sampled_from([0, 0, 1, 8, sanitise.MOST])
+EDGES = st.sampled_from(
+    [None, 0.0, sanitise.SHORTEST_S, 0.1, 1.0, sanitise.LONGEST_S, -1.0, float("nan"), float("inf")]
+)
 
 
 def pair(each: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
@@ -154,16 +156,18 @@ AT_THE_EDGES = st.builds(
     lambda step, more: STEP | more | {"step": step},
     st.integers(0, 20),
     st.fixed_dictionaries(
-        {"t": st.sampled_from([None, 0.0, 1e9, 1e9 + 1, sane.LATEST])},
+        {"t": st.sampled_from([None, 0.0, 1e9, 1e9 + 1, sanitise.LATEST])},
         optional={
             **{name: pair(EDGE_COUNTS) for name in ("planned", "samples", "micro_batches", "behind")},
             **{name: pair(EDGES) for name in ("seconds", "slowest_s", "unfinished_s", "late_s", "shortfall_s")},
             **dict.fromkeys(("deadline_s", "wall_s", "round_s", "weight", "grad_norm"), EDGES),
             "forecast_s": pair(EDGES),
-            "wait_for": st.sampled_from([None, 0, 1, 2, sane.MOST]),
-            "loss": st.sampled_from([None, 0.0, -1.0, sane.LARGEST, -sane.LARGEST, 1e-300]),
-            "sums": st.dictionaries(st.sampled_from("ab"), st.sampled_from([0.0, sane.LARGEST, -sane.LARGEST, 1e-300])),
-            "ranges": st.just([[[0, sane.MOST]], [[3, 3]]]),
+            "wait_for": st.sampled_from([None, 0, 1, 2, sanitise.MOST]),
+            "loss": st.sampled_from([None, 0.0, -1.0, sanitise.LARGEST, -sanitise.LARGEST, 1e-300]),
+            "sums": st.dictionaries(
+                st.sampled_from("ab"), st.sampled_from([0.0, sanitise.LARGEST, -sanitise.LARGEST, 1e-300])
+            ),
+            "ranges": st.just([[[0, sanitise.MOST]], [[3, 3]]]),
         },
     ),
 )

@@ -49,7 +49,7 @@ TRICKS = (
 def taken(events, path="."):
     live = LiveRun(path)
     for event in events:
-        live.take(event)
+        live.add(event)
     return live
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.observe import RunLog, Verdict, latest, read_log, verdict
-from paceline.observe.log import sane
+from paceline.observe.log import sanitise
 from paceline.observe.words.run import run_words
 from paceline.observe.words.verdict import steps_text
 from paceline.observe.words.worker_table import WorkerTable, worker_table
@@ -140,7 +140,7 @@ def _fail(text: str) -> typer.Exit:
 
 def _header(log: RunLog, judged: Verdict) -> Text:
     lines = [": ".join(run_words(log.run, judged.figures)), f"log {log.path}"]
-    if (started := sane.stamp(log.run.get("started", log.run.get("t")))) == started:
+    if (started := sanitise.timestamp(log.run.get("started", log.run.get("t")))) == started:
         lines.append(f"started {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(started))}, {_ending(log)}")
     if log.records:
         steps = f"{steps_text(len(log.records))}, {sum(record.total for record in log.records):,} samples"

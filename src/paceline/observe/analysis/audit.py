@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.observe.log import sane
+from paceline.observe.log import sanitise
 from paceline.observe.log.reader import RunLog
 from paceline.records import StepRecord
 
@@ -71,9 +71,9 @@ def _samples(count: int) -> str:
 def audit(log: RunLog) -> list[EpochAudit]:
     """Every epoch of every loop in the log, in order."""
     finished = log.end is not None and log.end.get("reason") == "finished"
-    starts = [sane.count_or(loop.get("first_step"), 0) for loop in log.loops]
-    dealt = [sane.count_or(loop.get("dealt"), 0) for loop in log.loops]
-    left = {sane.count_or(event.get("step"), -1) for event in log.others if event.get("event") == "left"}
+    starts = [sanitise.count_or(loop.get("first_step"), 0) for loop in log.loops]
+    dealt = [sanitise.count_or(loop.get("dealt"), 0) for loop in log.loops]
+    left = {sanitise.count_or(event.get("step"), -1) for event in log.others if event.get("event") == "left"}
     parts = _epochs(log.records, starts)
     return [
         _audit(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.observe.log import sane
+from paceline.observe.log import sanitise
 
 MEANS = {"correct": "accuracy"}
 """What the mean of a sum over samples is called, where it has a name."""
@@ -26,9 +26,9 @@ def evaluations(events: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
     """The evaluations among a log's events, in order; results that are no numbers are left out."""
     found = []
     for event in events:
-        result, step = event.get("result"), sane.count_or(event.get("step"), -1)
+        result, step = event.get("result"), sanitise.count_or(event.get("step"), -1)
         if event.get("event") == "evaluate" and isinstance(result, Mapping) and step >= 0:
-            found.append(Evaluation(step, sane.stamp(event.get("t")), _means(result)))
+            found.append(Evaluation(step, sanitise.timestamp(event.get("t")), _means(result)))
     return found
 
 
@@ -40,6 +40,6 @@ def _means(result: Mapping[str, Any]) -> dict[str, float]:
 
 def _number(value: Any) -> float | None:
     try:
-        return sane.figure(value) if sane.is_number(value) else None
+        return sanitise.figure(value) if sanitise.is_number(value) else None
     except OverflowError:  # a whole number beyond every float
         return None

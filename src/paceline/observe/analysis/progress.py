@@ -1,4 +1,4 @@
-"""A run in progress, as both views see it: events go in, a `Snapshot` of the last few steps comes out."""
+"""A run in progress, as both views see it: events go in, a `ProgressSnapshot` of the last few steps comes out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.observe.analysis.figures import Figures, own_speeds, summarise
-from paceline.observe.analysis.membership import Change, Departure, Standing, Timed, change_text, parse_change
+from paceline.observe.analysis.membership import (
+    Departure,
+    GenerationEvent,
+    RecordFilter,
+    Timed,
+    change_text,
+    parse_generation,
+)
 from paceline.observe.analysis.stretches import missed
-from paceline.observe.log import sane
+from paceline.observe.log import sanitise
 from paceline.observe.log.reader import parse_step
 from paceline.observe.words.numbers import duration, machines, number
 from paceline.records import StepRecord
@@ -25,7 +32,7 @@ SHOWN_S = 20.0
 
 
 @dataclass(frozen=True)
-class Row:
+class WorkerRow:
     """One worker in the window."""
 
     worker: int
@@ -46,7 +53,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ProgressSnapshot:
     """Where the run stands. Numbers that are not known are None."""
 
     name: str
@@ -60,7 +67,7 @@ class Snapshot:
     of_limit: float = 0.0
     loss: float | None = None
     left_s: float | None = None
-    rows: tuple[Row, ...] = ()
+    rows: tuple[WorkerRow, ...] = ()
     """By identity; those who left a moment ago among them."""
     deadlines: bool = False
     """Whether any of the last steps could close without everybody."""
@@ -71,11 +78,11 @@ class Snapshot:
     global_batch: int | None = None
 
     @property
-    def late(self) -> tuple[Row, ...]:
+    def late(self) -> tuple[WorkerRow, ...]:
         return tuple(row for row in self.rows if row.late)
 
     @property
-    def present(self) -> tuple[Row, ...]:
+    def present(self) -> tuple[WorkerRow, ...]:
         return tuple(row for row in self.rows if not row.left)
 
 
@@ -91,17 +98,17 @@ class Progress:
         self._new: deque[Mapping[str, Any]] = deque(maxlen=BACKLOG)
         self._window: deque[Timed] = deque(maxlen=WINDOW)
         self._known: dict[int, float] = {}
-        self._standing = Standing()
-        self._newest_change: Change | None = None
+        self._filter = RecordFilter()
+        self._newest_change: GenerationEvent | None = None
         self._moved: dict[int, tuple[float, Departure | None]] = {}
         """When each worker left (and why) or joined last."""
         self._machines = machines(run)
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def add(self, event: Mapping[str, Any]) -> None:
         kind = event.get("event")
         if kind == "step":
             self._new.append(event)
-        elif kind == "generation" and (change := parse_change(event)) is not None:
+        elif kind == "generation" and (change := parse_generation(event)) is not None:
             self._absorb()  # it is about what came before
             self._change(change)
         elif kind == "run":
@@ -109,15 +116,15 @@ class Progress:
         elif kind == "steps":
             self._loop = event
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> ProgressSnapshot:
         self._absorb()
         name, pace = str(self._run.get("name") or "run"), str(self._run.get("pace") or "")
         if not self._window:
-            return Snapshot(name=name, pace=pace)
+            return ProgressSnapshot(name=name, pace=pace)
         newest = self._window[-1][0]
         figures = summarise([record for record, _ in self._window], known=self._known)
         steps = self._last_step(newest.step)
-        return Snapshot(
+        return ProgressSnapshot(
             name=name,
             pace=pace,
             step=newest.step + 1,
@@ -142,22 +149,22 @@ class Progress:
             if (record := parse_step(event)) is not None and self._stands(record):
                 if len(self._window) == WINDOW:  # what leaves the window is remembered as a speed
                     self._known = own_speeds((self._window[0][0],), self._known)
-                self._window.append((record, sane.stamp(event.get("t"))))
+                self._window.append((record, sanitise.timestamp(event.get("t"))))
 
     def _stands(self, record: StepRecord) -> bool:
-        if not self._standing.late(record):
+        if not self._filter.is_late(record):
             return True
-        return not self._standing.void(record) and (not self._window or record.step > self._window[-1][0].step)
+        return not self._filter.is_void(record) and (not self._window or record.step > self._window[-1][0].step)
 
-    def _change(self, change: Change) -> None:
-        self._standing.begin(change, self._window)
+    def _change(self, change: GenerationEvent) -> None:
+        self._filter.begin_generation(change, self._window)
         self._newest_change = change
         self._machines |= machines({}, change.machines)
         if change.number > 1:  # the first generation is no news
             self._moved |= dict.fromkeys(change.joined, (change.t, None))
         self._moved |= {each.worker: (change.t, each) for each in change.left}
 
-    def _rows(self, newest: StepRecord, figures: Figures) -> tuple[Row, ...]:
+    def _rows(self, newest: StepRecord, figures: Figures) -> tuple[WorkerRow, ...]:
         """Those of the newest step, those who came after it, and those who left a moment ago."""
         now = max((t for t in (self._window[-1][1], *(t for t, _ in self._moved.values())) if t == t), default=0.0)
         recent = {worker: gone for worker, (t, gone) in self._moved.items() if now - t < SHOWN_S}
@@ -172,8 +179,8 @@ class Progress:
                 rows[worker] = replace(rows[worker], mark="joined")
         return tuple(rows[worker] for worker in sorted(rows))
 
-    def _row(self, worker: int, *, mark: str = "", left: bool = False) -> Row:
-        return Row(worker, self._machines.get(worker, ""), 0, 0.0, 0.0, mark, left=left)
+    def _row(self, worker: int, *, mark: str = "", left: bool = False) -> WorkerRow:
+        return WorkerRow(worker, self._machines.get(worker, ""), 0, 0.0, 0.0, mark, left=left)
 
     def _last_step(self, step: int) -> int | None:
         """One past the last step of the loop. A loop that starts where another ended counts on from there."""
@@ -192,11 +199,11 @@ class Progress:
         return steps * each if each > 0 else None
 
 
-def _rows(newest: StepRecord, figures: Figures, names: Mapping[int, str]) -> tuple[Row, ...]:
+def _rows(newest: StepRecord, figures: Figures, names: Mapping[int, str]) -> tuple[WorkerRow, ...]:
     by_worker = {worker.worker: worker for worker in figures.workers}
     marks = _marks(newest, figures)
     return tuple(
-        Row(
+        WorkerRow(
             worker=worker,
             machine=names.get(worker, ""),
             samples=samples,
@@ -251,7 +258,7 @@ def describe(event: Mapping[str, Any]) -> tuple[str, str] | None:
         )
         return "info", f"evaluated after step {event.get('step')}: {figures}"
     if kind == "generation":
-        change = parse_change(event)
+        change = parse_generation(event)
         moved = change is not None and change.number > 1 and (change.left or change.joined)
         return ("news", change_text(change)) if change is not None and moved else None
     if kind == "save":
@@ -271,7 +278,7 @@ def loss_text(loss: float) -> str:
     return f"{loss:.3g}"
 
 
-def left_text(snapshot: Snapshot) -> str:
+def left_text(snapshot: ProgressSnapshot) -> str:
     """``12 s left``, or nothing."""
     return "" if snapshot.left_s is None else f"{duration(math.ceil(snapshot.left_s))} left"
 
@@ -281,14 +288,14 @@ def rounds_behind(rounds: int) -> str:
     return f"{rounds} round{'' if rounds == 1 else 's'} behind"
 
 
-def count_text(snapshot: Snapshot) -> str:
+def count_text(snapshot: ProgressSnapshot) -> str:
     """``121 of 128 samples in the step``: the newest step's count against the batch. Nothing without deadlines: then
     the two are the same."""
     batch = "" if snapshot.global_batch is None else f" of {snapshot.global_batch:,}"
     return f"{snapshot.count:,}{batch} samples in the step" if snapshot.deadlines else ""
 
 
-def deadline_text(snapshot: Snapshot) -> str:
+def deadline_text(snapshot: ProgressSnapshot) -> str:
     """``deadline 106 ms``, or nothing."""
     seconds = snapshot.deadline_s
     return "" if seconds is None or not math.isfinite(seconds) else f"deadline {duration(seconds)}"
@@ -304,4 +311,4 @@ def _figure(value: Any) -> str:
 
 
 def _whole(value: Any) -> int | None:
-    return sane.count_or(value, 0) or None
+    return sanitise.count_or(value, 0) or None

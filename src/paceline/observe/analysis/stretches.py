@@ -28,7 +28,7 @@ def missed(record: StepRecord, rank: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class StepStretch:
     """Numbers that are missing or make no sense are 0."""
 
     workers: tuple[int, ...]
@@ -53,7 +53,7 @@ class Stretch:
         return mask
 
 
-def stretches(records: Sequence[StepRecord]) -> Iterator[Stretch]:
+def stretches(records: Sequence[StepRecord]) -> Iterator[StepStretch]:
     start = 0
     for stop in range(1, len(records) + 1):
         if stop == len(records) or stop - start == MOST_STEPS or records[stop].workers != records[start].workers:
@@ -61,7 +61,7 @@ def stretches(records: Sequence[StepRecord]) -> Iterator[Stretch]:
             start = stop
 
 
-def _stretch(records: Sequence[StepRecord]) -> Stretch:
+def _stretch(records: Sequence[StepRecord]) -> StepStretch:
     size = len(records[0].workers)
 
     def table(of: Callable[[StepRecord], Sequence[float]]) -> Floats:
@@ -75,7 +75,7 @@ def _stretch(records: Sequence[StepRecord]) -> Stretch:
     def column(of: Callable[[StepRecord], float | None]) -> Floats:
         return _sound(np.array([of(record) or 0.0 for record in records], dtype=np.float64))
 
-    return Stretch(
+    return StepStretch(
         workers=records[0].workers,
         planned=table(lambda r: r.planned),
         samples=table(lambda r: r.samples),

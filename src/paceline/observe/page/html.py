@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.observe.analysis.audit import EpochAudit, audit
-from paceline.observe.analysis.chronicle import Chronicle
+from paceline.observe.analysis.downsampling import DownsampledRun
 from paceline.observe.analysis.evaluations import evaluations
 from paceline.observe.analysis.figures import Figures
 from paceline.observe.analysis.progress import describe
@@ -19,9 +19,9 @@ from paceline.observe.log.reader import RunLog
 from paceline.observe.page.answers import Tile, tiles
 from paceline.observe.page.drawing import Picture
 from paceline.observe.page.moments import in_words, last_steps, timeline, what_if_picture
-from paceline.observe.page.pictures import Story, changes, pictures
+from paceline.observe.page.pictures import PictureData, membership_text, pictures
 from paceline.observe.page.whatif import what_if
-from paceline.observe.words.coming_and_going import moves_text
+from paceline.observe.words.membership import moves_text
 from paceline.observe.words.run import run_words
 from paceline.observe.words.verdict import Verdict, steps_text, verdict
 from paceline.observe.words.worker_table import worker_table
@@ -38,16 +38,16 @@ def report_page(log: RunLog) -> str:
     """The whole report of a run as one HTML file that needs nothing else. Raises ValueError without Plotly."""
     plotly = plotly_js()
     judged, tried = verdict(log), what_if(log.records)
-    story = tell(log, judged)
-    steps = last_steps(log.records, log.times, workers=len(story.workers))
-    drawn = [timeline(steps, judged.machines, _blamed(judged)), what_if_picture(tried, judged), *pictures(story)]
+    run_data = picture_data(log, judged)
+    steps = last_steps(log.records, log.times, workers=len(run_data.workers))
+    drawn = [timeline(steps, judged.machines, _blamed(judged)), what_if_picture(tried, judged), *pictures(run_data)]
     shown = [picture for picture in drawn if picture is not None]
     why_not = f"<section class='quiet'>What if? {escape(in_words(tried, judged))}</section>"
     asked = why_not if log.records and not tried.answers else ""
     body = "".join(
         (
             heading(log.run, judged.figures, state(log)),
-            verdict_part(judged, tiles(judged, tried, story.stuck()), moved=changes(story)),
+            verdict_part(judged, tiles(judged, tried, run_data.stuck()), moved=membership_text(run_data)),
             f"<main id='pictures'>{''.join(map(frame, shown))}</main>{asked}",
             f"<section id='workers'>{workers_table(judged)}</section>",
             f"<section>{audit_table(audit(log))}</section>",
@@ -67,9 +67,9 @@ def write_report(log: RunLog, path: Path | None = None) -> Path:
     return path
 
 
-def tell(log: RunLog, judged: Verdict) -> Story:
-    chronicle = Chronicle.of(log.records, log.times)
-    return Story(chronicle.buckets(), chronicle.workers, judged.machines, evaluations(log.others), moves=judged.moves)
+def picture_data(log: RunLog, judged: Verdict) -> PictureData:
+    run = DownsampledRun.of(log.records, log.times)
+    return PictureData(run.buckets(), run.workers, judged.machines, evaluations(log.others), moves=judged.moves)
 
 
 def _blamed(judged: Verdict) -> dict[int, float]:

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from paceline.observe.analysis.progress import (
     Progress,
-    Snapshot,
+    ProgressSnapshot,
     count_text,
     deadline_text,
     describe,
@@ -36,7 +36,7 @@ class PlainView:
         self._unprinted = False
 
     def show(self, event: Mapping[str, Any]) -> None:
-        self._progress.take(event)
+        self._progress.add(event)
         kind = event.get("event")
         if kind == "run":
             self._print(run_line(event))
@@ -91,7 +91,7 @@ def run_line(event: Mapping[str, Any]) -> str:
     return f"{event.get('name') or 'run'}: {', '.join(said)}"
 
 
-def step_line(now: Snapshot) -> str:
+def step_line(now: ProgressSnapshot) -> str:
     """``step 40/113  epoch 2/3  1,204 samples/s (93 % of limit)  shares 93 93 47 23  loss 0.412  12 s left``.
 
     With deadlines also ``121 of 128 samples  deadline 106 ms  worker 2 late, 3 rounds behind``.
@@ -108,7 +108,7 @@ def step_line(now: Snapshot) -> str:
     return "  ".join(said)
 
 
-def late_text(now: Snapshot) -> str:
+def late_text(now: ProgressSnapshot) -> str:
     """Who is late; of many, how many and who is furthest behind."""
     if not now.late:
         return ""

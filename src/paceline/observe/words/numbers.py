@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
-from paceline.observe.log import sane
+from paceline.observe.log import sanitise
 
 
 def number(value: float) -> str:
@@ -75,7 +75,7 @@ def machines(run: Mapping[str, Any], joined: Iterable[Mapping[str, Any]] = ()) -
     """Every worker's machine, by identity: from the ``run`` event, and of those who ``joined`` later."""
     entries = run.get("workers")
     known = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, (list, tuple)) else []
-    told = [sane.count_or(entry.get("id", entry.get("rank")), rank) for rank, entry in enumerate(known)]
+    told = [sanitise.count_or(entry.get("id", entry.get("rank")), rank) for rank, entry in enumerate(known)]
     named = {worker: machine(entry) for worker, entry in zip(told, known)}
     return named | {int(entry["id"]): machine(entry) for entry in joined}
 

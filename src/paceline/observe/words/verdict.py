@@ -11,8 +11,8 @@ from typing import Any
 from paceline.observe.analysis.audit import audit, once
 from paceline.observe.analysis.figures import Figures, WorkerFigures, own_speeds, summarise
 from paceline.observe.log.reader import RunLog
-from paceline.observe.words.coming_and_going import Move, moves, moves_text
 from paceline.observe.words.deadlines import SAME, deadline_sentences, with_deadlines
+from paceline.observe.words.membership import Move, moves, moves_text
 from paceline.observe.words.numbers import duration, machines, number, percent, size, times
 from paceline.records import StepRecord
 

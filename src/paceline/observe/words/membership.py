@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.observe.analysis.membership import Change, Departure, pause_s
+from paceline.observe.analysis.membership import Departure, GenerationEvent, pause_s
 from paceline.observe.words.numbers import duration
 from paceline.records import StepRecord
 
@@ -42,7 +42,9 @@ class Move:
         return {"step": self.step, "left": left, "joined": list(self.joined), "pause_s": pause}
 
 
-def moves(changes: Sequence[Change], records: Sequence[StepRecord], times: Sequence[float]) -> tuple[Move, ...]:
+def moves(
+    changes: Sequence[GenerationEvent], records: Sequence[StepRecord], times: Sequence[float]
+) -> tuple[Move, ...]:
     return tuple(Move(c.step, c.t, c.left, c.joined, pause_s(c, records, times)) for c in changes)
 
 
