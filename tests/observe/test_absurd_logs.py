@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from summary_writers import stand_in
 from typer.testing import CliRunner
 
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
@@ -72,11 +73,14 @@ LOOPS = st.fixed_dictionaries(
 )
 OTHERS = st.one_of(
     st.fixed_dictionaries(
-        {"event": st.sampled_from(["note", "evaluate", "save", "load", "end", "left", "generation", "new"])},
+        {"event": st.sampled_from(["note", "evaluate", "log", "save", "load", "end", "left", "generation", "new"])},
         optional={
             **dict.fromkeys(("t", "step", "path", "text", "level", "reason", "number", "workers", "joined"), ODD),
             "left": st.one_of(ODD, st.lists(st.dictionaries(st.sampled_from(["id", "text"]), ODD), max_size=2)),
-            "result": st.one_of(ODD, st.dictionaries(st.sampled_from(["count", "loss"]), ODD, max_size=2)),
+            **{
+                name: st.one_of(ODD, st.dictionaries(st.sampled_from(["count", "loss"]), ODD, max_size=2))
+                for name in ("result", "figures")
+            },
         },
     ),
     st.fixed_dictionaries(
@@ -126,7 +130,7 @@ def shown(folder: Path) -> None:
 
 
 def survives(events: list[dict[str, Any]]) -> str:
-    with TemporaryDirectory() as temporary, warnings.catch_warnings():
+    with TemporaryDirectory() as temporary, warnings.catch_warnings(), stand_in():
         warnings.simplefilter("error")  # a division that numpy only warns of is as wrong
         here = Path(temporary)
         run, calm = write(here / "run", events), write(here / "calm", [STEP | {"step": n} for n in range(8)])

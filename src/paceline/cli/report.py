@@ -38,7 +38,10 @@ Html = Annotated[
 ]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --html: write it here.")]
 Perfetto = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")]
-TensorBoard = Annotated[Path | None, typer.Option("--tensorboard", metavar="DIR", help="Write TensorBoard's files.")]
+TensorBoard = Annotated[
+    Path | None,
+    typer.Option("--tensorboard", metavar="DIR", help="Write TensorBoard's files (needs the extra 'tensorboard')."),
+]
 Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a table, a line a step and worker.")]
 
 
