@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,10 @@ class StepBucket:
     """those whose round closed without anything from it, as in `paceline.observe.analysis.figures`."""
     stuck_s: Floats
     """Seconds it had spent on micro-batches that were unfinished when a round closed."""
+
+
+PER_WORKER = [field.name for field in fields(StepBucket) if field.type == "Floats"]
+ADDED = ["steps", "samples", "wall_s", "ideal_s", "losses", "expected_s", "took_s", "undone", *PER_WORKER]
 
 
 @dataclass
@@ -161,36 +165,18 @@ def merge(a: StepBucket, b: StepBucket) -> StepBucket:
     """Two neighbours as one: sums are added, extremes kept."""
     a, losses = _widened(a, len(b.done)), a.losses + b.losses
     means = [bucket.loss[1] * bucket.losses for bucket in (a, b) if bucket.losses]
+    added = {name: getattr(a, name) + getattr(b, name) for name in ADDED}
+    # fmin and fmax pass over the NaN of a bucket without a loss
+    lowest, highest = float(np.fmin(a.loss[0], b.loss[0])), float(np.fmax(a.loss[2], b.loss[2]))
     return StepBucket(
         first=a.first,
         last=b.last,
-        steps=a.steps + b.steps,
         t=b.t,
-        samples=a.samples + b.samples,
-        wall_s=a.wall_s + b.wall_s,
-        ideal_s=a.ideal_s + b.ideal_s,
         speed=(min(a.speed[0], b.speed[0]), max(a.speed[1], b.speed[1])),
-        # fmin and fmax pass over the NaN of a bucket without a loss
-        loss=(
-            float(np.fmin(a.loss[0], b.loss[0])),
-            sum(means) / losses if losses else math.nan,
-            float(np.fmax(a.loss[2], b.loss[2])),
-        ),
-        losses=losses,
-        expected_s=a.expected_s + b.expected_s,
-        took_s=a.took_s + b.took_s,
-        undone=a.undone + b.undone,
+        loss=(lowest, sum(means) / losses if losses else math.nan, highest),
         sums=_summed((a.sums, b.sums)),
-        done=a.done + b.done,
-        busy_s=a.busy_s + b.busy_s,
-        present=a.present + b.present,
-        idle=a.idle + b.idle,
-        missed=a.missed + b.missed,
-        stuck_s=a.stuck_s + b.stuck_s,
+        **added,
     )
-
-
-PER_WORKER = ("done", "busy_s", "present", "idle", "missed", "stuck_s")
 
 
 def _widened(bucket: StepBucket, size: int) -> StepBucket:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from paceline.observe.analysis.membership import (
 )
 from paceline.observe.log import sanitise
 from paceline.observe.log.folders import log_file
+from paceline.observe.log.record_fields import sanitised
 from paceline.observe.words.numbers import machines
 from paceline.records import LOG_VERSION, StepRecord
 
@@ -119,54 +119,16 @@ def parse_line(line: bytes) -> Event | None:
 
 
 def parse_step(event: Mapping[str, Any]) -> StepRecord | None:
-    """The record in a ``step`` event; None when it lacks what makes it a record. Figures that no training can have
-    count as not told: seconds as NaN, others as None."""
+    """The record in a ``step`` event, `sanitised`; None when it lacks what makes it a record."""
     try:
-        record = StepRecord.from_json(event)
+        record = sanitised(StepRecord.from_json(event))
         size = len(record.workers)
-        record = replace(
-            record,
-            planned=_counts(record.planned),
-            samples=_counts(record.samples),
-            seconds=_seconds(record.seconds),
-            micro_batches=_counts(record.micro_batches),
-            slowest_s=_seconds(record.slowest_s),
-            unfinished_s=_seconds(record.unfinished_s),
-            behind=_counts(record.behind),
-            late_s=_seconds(record.late_s),
-            shortfall_s=_seconds(record.shortfall_s),
-            forecast_s=None if record.forecast_s is None else _seconds(record.forecast_s),
-            deadline_s=_told(sanitise.seconds(record.deadline_s)),
-            wait_for=None if record.wait_for is None else sanitise.count(record.wait_for),
-            wall_s=_told(sanitise.seconds(record.wall_s)) or 0.0,
-            round_s=_told(sanitise.seconds(record.round_s)) or 0.0,
-            weight=sanitise.figure(record.weight) or 0.0,
-            loss=sanitise.figure(record.loss),
-            grad_norm=sanitise.figure(record.grad_norm),
-            sums={
-                str(k): v
-                for k, v in dict(record.sums).items()
-                if sanitise.is_number(v) and sanitise.figure(v) is not None
-            },
-        )
     except (TypeError, ValueError, OverflowError):
         return None
     complete = size > 0 and len(record.planned) == len(record.samples) == len(record.seconds) == size
     numbers = (record.step, record.epoch, record.generation, *record.workers)
     numbered = all(sanitise.count_or(number, -1) >= 0 for number in numbers) and len({*record.workers}) == size
     return record if complete and numbered and isinstance(record.ranges, tuple) else None
-
-
-def _counts(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(map(sanitise.count, values))
-
-
-def _seconds(values: Iterable[Any]) -> tuple[float, ...]:
-    return tuple(map(sanitise.seconds, values))
-
-
-def _told(seconds: float) -> float | None:
-    return None if math.isnan(seconds) else seconds
 
 
 def _read_on(file: Path, position: int) -> tuple[bytes, int, bool]:

@@ -38,10 +38,7 @@ class Picture:
         return int(self.layout.get("height", 300))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name, "title": self.title, "caption": self.caption,
-            "data": self.data, "layout": self.layout, "wide": self.wide,
-        }  # fmt: skip
+        return dict(vars(self))
 
 
 def layout(*, y: str = "", x: str = "step", height: int = 300, **more: Any) -> dict[str, Any]:
