@@ -22,10 +22,11 @@ from paceline.cli import app
 from paceline.observe.log import sanitise
 from paceline.observe.log.reader import parse_line
 from paceline.observe.page import comparison, html
-from paceline.observe.page.live import LiveRun, encode
+from paceline.observe.page.live import LiveRun, server_sent_event
 from paceline.observe.serve.metrics import metrics
 from paceline.observe.views.live import table
-from paceline.observe.views.plain import PlainView, step_line
+from paceline.observe.views.plain import PlainView
+from paceline.observe.words.progress import step_line
 
 HUGE = (1e300, -1e300, 1.8e308, 5e-324, 1e-310, float("nan"), float("inf"), -float("inf"))
 FIGURES = st.one_of(
@@ -121,7 +122,7 @@ def shown(folder: Path) -> None:
             live.add(event)
             view.show(event)
     for message in (live.quick(), live.full()):
-        encode(message)
+        server_sent_event(message)
     metrics(live)
     console = Console(file=StringIO())
     console.print(table(live.snapshot(), console=console))

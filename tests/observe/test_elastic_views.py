@@ -30,7 +30,7 @@ from paceline.observe.analysis.downsampling import DownsampledRun
 from paceline.observe.analysis.progress import Progress
 from paceline.observe.exports import write_csv, write_perfetto
 from paceline.observe.page.html import picture_data
-from paceline.observe.page.live import LiveRun, encode
+from paceline.observe.page.live import LiveRun, server_sent_event
 from paceline.observe.page.moments import in_words
 from paceline.observe.page.pictures import membership_text, presence, shares, speed
 from paceline.observe.page.whatif import what_if
@@ -177,7 +177,7 @@ def test_the_live_page_counts_each_step_once_and_knows_who_is_there(live, log):
     assert live.samples == sum(record.total for record in log.records)
     assert {row.worker for row in live.snapshot().present} == {2, 3, 4}
     message = live.full()
-    encode(message)
+    server_sent_event(message)
     assert f"Worker 1 {KILLED} at step 20; the others went on after" in message["parts"]["verdict"]
     assert message["parts"]["verdict"].count("joined at step 60") == 1
     assert "Audit" not in message["parts"]["verdict"]  # it holds the last steps only
@@ -283,5 +283,5 @@ def test_a_log_with_a_generation_and_no_steps_is_read_by_all(tmp_path):
     live = LiveRun(tmp_path)
     for event in events:
         live.add(event)
-    encode(live.full())
+    server_sent_event(live.full())
     assert progress_of(events).snapshot().step is None

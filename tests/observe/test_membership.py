@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from page_runs import calm_run, run_event, write
 
 from paceline.observe import EventLog, follow, read_log, verdict
-from paceline.observe.analysis.membership import Departure, change_text, parse_generation
-from paceline.observe.analysis.progress import describe
+from paceline.observe.analysis.membership import Departure, parse_generation
+from paceline.observe.words.membership import change_text
+from paceline.observe.words.progress import describe
 
 
 @pytest.fixture

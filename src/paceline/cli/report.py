@@ -18,7 +18,7 @@ from rich.text import Text
 
 from paceline.observe import RunLog, Verdict, latest, read_log, verdict
 from paceline.observe.log import sanitise
-from paceline.observe.words.run import run_words
+from paceline.observe.words.progress import run_words
 from paceline.observe.words.verdict import steps_text
 from paceline.observe.words.worker_table import WorkerTable, worker_table
 

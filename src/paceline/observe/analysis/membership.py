@@ -1,4 +1,4 @@
-"""Who comes and goes: the ``generation`` events of a log, which step records they void, and how they are told.
+"""Who comes and goes: the ``generation`` events of a log, and which step records they void.
 
 A generation is one membership of an elastic fleet. Its event says from which step on it holds, who joined and who
 left, and why. A leader may die after it wrote a step that the others could not keep, or wake up and write it late. So
@@ -121,6 +121,11 @@ class RecordFilter:
         """Whether a later generation began at its step or before."""
         return self.is_late(record) and any(g > record.generation and s <= record.step for g, s in self._starts)
 
+    def stands(self, record: StepRecord, steps: Sequence[Timed]) -> bool:
+        """Whether it counts behind these steps: a late one does where it fills a gap."""
+        newest = steps[-1][0].step if steps else -1
+        return not self.is_late(record) or (record.step > newest and not self.is_void(record))
+
 
 def insert_late(steps: list[Timed], new: Timed) -> None:
     """Put a late record where it belongs; the one that is there already stays."""
@@ -131,31 +136,8 @@ def insert_late(steps: list[Timed], new: Timed) -> None:
         steps.insert(place, new)
 
 
-def change_text(change: GenerationEvent) -> str:
-    """In a line, as it happens.
-
-    >>> change_text(GenerationEvent(2, 20, (0, 2, 3), left=(Departure(1, "was killed by signal 9 (SIGKILL)"),)))
-    'worker 1 was killed by signal 9 (SIGKILL); 3 workers go on from step 20'
-    >>> change_text(GenerationEvent(3, 60, (0, 2, 3, 4), joined=(4,)))
-    'worker 4 joined at step 60: 4 workers'
-    """
-    size = f"{len(change.workers)} worker{'' if len(change.workers) == 1 else 's'}"
-    gone = [f"worker {each.worker} {each.text}" for each in change.left]
-    came = [f"{_named(change.joined)} joined"] if change.joined else []
-    if came and not gone:
-        return f"{came[0]} at step {change.step}: {size}"
-    goes = "goes" if len(change.workers) == 1 else "go"
-    return "; ".join([*gone, *came, f"{size} {goes} on from step {change.step}"])
-
-
 def pause_s(change: GenerationEvent, records: Sequence[StepRecord], times: Sequence[float]) -> float:
     """Seconds from the last step that was logged before the change to the first one after; NaN when not known."""
     after = bisect_left(records, change.number, key=lambda record: record.generation)
     gap = times[after] - times[after - 1] if 0 < after < min(len(records), len(times)) else math.nan
     return gap if gap >= 0 else math.nan
-
-
-def _named(workers: Sequence[int]) -> str:
-    if len(workers) == 1:
-        return f"worker {workers[0]}"
-    return "workers " + ", ".join(map(str, workers[:-1])) + f" and {workers[-1]}"

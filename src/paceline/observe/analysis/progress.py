@@ -14,13 +14,12 @@ from paceline.observe.analysis.membership import (
     GenerationEvent,
     RecordFilter,
     Timed,
-    change_text,
     parse_generation,
 )
 from paceline.observe.analysis.stretches import missed
 from paceline.observe.log import sanitise
 from paceline.observe.log.reader import parse_step
-from paceline.observe.words.numbers import duration, machines, number
+from paceline.observe.words.numbers import machines, rounds_behind
 from paceline.records import StepRecord
 
 WINDOW = 20
@@ -146,15 +145,10 @@ class Progress:
     def _absorb(self) -> None:
         while self._new:
             event = self._new.popleft()
-            if (record := parse_step(event)) is not None and self._stands(record):
+            if (record := parse_step(event)) is not None and self._filter.stands(record, self._window):
                 if len(self._window) == WINDOW:  # what leaves the window is remembered as a speed
                     self._known = own_speeds((self._window[0][0],), self._known)
                 self._window.append((record, sanitise.timestamp(event.get("t"))))
-
-    def _stands(self, record: StepRecord) -> bool:
-        if not self._filter.is_late(record):
-            return True
-        return not self._filter.is_void(record) and (not self._window or record.step > self._window[-1][0].step)
 
     def _change(self, change: GenerationEvent) -> None:
         self._filter.begin_generation(change, self._window)
@@ -241,73 +235,6 @@ def _absent(newest: StepRecord, rank: int) -> str:
 
 def _behind(newest: StepRecord, rank: int) -> int:
     return newest.behind[rank] if rank < len(newest.behind) else 0
-
-
-def describe(event: Mapping[str, Any]) -> tuple[str, str] | None:
-    """An event worth a line of its own, as (level, text); None for those that only move the figures.
-
-    Levels are ``info``, ``news`` (who left, who joined), ``warning`` and whatever a note says.
-    """
-    kind = event.get("event")
-    if kind == "note":
-        return str(event.get("level") or "info"), str(event.get("text") or "")
-    if kind == "evaluate":
-        result = event.get("result")
-        figures = (
-            ", ".join(f"{key} {_figure(value)}" for key, value in result.items()) if isinstance(result, Mapping) else ""
-        )
-        return "info", f"evaluated after step {event.get('step')}: {figures}"
-    if kind == "generation":
-        change = parse_generation(event)
-        moved = change is not None and change.number > 1 and (change.left or change.joined)
-        return ("news", change_text(change)) if change is not None and moved else None
-    if kind == "save":
-        if event.get("automatic"):  # every minute or so: no news
-            return None
-        return "info", f"saved step {event.get('step')} to {event.get('path')}"
-    if kind == "load":
-        return "info", f"loaded step {event.get('step')} from {event.get('path')}"
-    if kind == "end" and event.get("reason") != "finished":
-        text = str(event.get("text") or "")
-        return "warning", f"the run ended ({event.get('reason')})" + (f": {text}" if text else "")
-    return None
-
-
-def loss_text(loss: float) -> str:
-    """Three digits that matter: ``0.412``, ``2.31``, ``1.2e-05``."""
-    return f"{loss:.3g}"
-
-
-def left_text(snapshot: ProgressSnapshot) -> str:
-    """``12 s left``, or nothing."""
-    return "" if snapshot.left_s is None else f"{duration(math.ceil(snapshot.left_s))} left"
-
-
-def rounds_behind(rounds: int) -> str:
-    """``3 rounds behind``."""
-    return f"{rounds} round{'' if rounds == 1 else 's'} behind"
-
-
-def count_text(snapshot: ProgressSnapshot) -> str:
-    """``121 of 128 samples in the step``: the newest step's count against the batch. Nothing without deadlines: then
-    the two are the same."""
-    batch = "" if snapshot.global_batch is None else f" of {snapshot.global_batch:,}"
-    return f"{snapshot.count:,}{batch} samples in the step" if snapshot.deadlines else ""
-
-
-def deadline_text(snapshot: ProgressSnapshot) -> str:
-    """``deadline 106 ms``, or nothing."""
-    seconds = snapshot.deadline_s
-    return "" if seconds is None or not math.isfinite(seconds) else f"deadline {duration(seconds)}"
-
-
-def of(part: int | None, whole: int | None) -> str:
-    """``40/113``, or ``40`` when the whole is not known."""
-    return f"{part}" if whole is None else f"{part}/{whole}"
-
-
-def _figure(value: Any) -> str:
-    return number(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
 
 
 def _whole(value: Any) -> int | None:

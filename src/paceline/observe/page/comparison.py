@@ -11,7 +11,7 @@ import numpy as np
 from paceline.observe.analysis.compare import ComparedRun, Comparison
 from paceline.observe.analysis.downsampling import CAPACITY
 from paceline.observe.page.drawing import Picture, layout, line, small, text, worker_colours
-from paceline.observe.page.html import asset, data_script, document, escape, frame, plotly_js, table
+from paceline.observe.page.html import escape, frame, plotly_js, table, whole_page
 from paceline.observe.words.numbers import duration, number, percent_cell, size, times
 
 
@@ -28,9 +28,7 @@ def comparison_page(compared: Comparison) -> str:
             f"<main id='pictures'>{''.join(map(frame, shown))}</main>",
         )
     )
-    data = data_script("figures", [picture.to_json() for picture in shown])
-    scripts = f"<script>{plotly}</script>{data}<script>{asset('page.js')}</script>"
-    return document(title="Runs compared", body=body, style=asset("page.css"), scripts=scripts)
+    return whole_page("Runs compared", body, shown, plotly)
 
 
 def in_words(compared: Comparison) -> str:

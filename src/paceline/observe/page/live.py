@@ -17,7 +17,7 @@ from typing import Any
 from paceline.observe.analysis.downsampling import DownsampledRun
 from paceline.observe.analysis.evaluations import Evaluation, evaluations
 from paceline.observe.analysis.membership import RecordFilter, Timed, parse_generation
-from paceline.observe.analysis.progress import Progress, ProgressSnapshot, left_text, loss_text, of
+from paceline.observe.analysis.progress import Progress, ProgressSnapshot
 from paceline.observe.log import sanitise
 from paceline.observe.log.reader import RunLog, parse_step
 from paceline.observe.page.answers import tiles
@@ -36,7 +36,8 @@ from paceline.observe.page.html import (
 from paceline.observe.page.moments import last_steps, timeline
 from paceline.observe.page.pictures import PictureData, membership_text, pictures
 from paceline.observe.page.whatif import WhatIf
-from paceline.observe.words.numbers import machines, number, percent
+from paceline.observe.words.numbers import machines
+from paceline.observe.words.progress import now_line
 from paceline.observe.words.verdict import verdict
 from paceline.records import StepRecord
 
@@ -103,7 +104,7 @@ class LiveRun:
 
     def _add_step(self, event: Mapping[str, Any]) -> None:
         record = parse_step(event)
-        if record is None or (self._filter.is_late(record) and not self._stands(record)):
+        if record is None or not self._filter.stands(record, self._recent):
             return
         t = sanitise.timestamp(event.get("t"))
         self.last_t = t if t == t else time.time()
@@ -112,11 +113,6 @@ class LiveRun:
         self.samples += record.total
         self._downsampled.add(record, self.last_t)
         self._recent.append((record, self.last_t))
-
-    def _stands(self, record: StepRecord) -> bool:
-        """A record of an earlier generation, which comes late: it stands where it fills a gap."""
-        newest = self._recent[-1][0].step if self._recent else -1
-        return record.step > newest and not self._filter.is_void(record)
 
     def _add_generation(self, event: Mapping[str, Any]) -> None:
         self._notes.append(event)
@@ -139,7 +135,7 @@ class LiveRun:
         """Where the run stands: a line of figures, the last steps, the notes."""
         with self._lock:
             picture = self._timeline()
-            parts = {"now": now_line(self._progress.snapshot()), "notes": notes(self._notes, self.end)}
+            parts = {"now": escape(now_line(self._progress.snapshot())), "notes": notes(self._notes, self.end)}
             return self._message(parts, [picture] if picture else [])
 
     def full(self) -> dict[str, Any]:
@@ -155,7 +151,7 @@ class LiveRun:
                 moves=judged.moves,
             )
             parts = {
-                "now": now_line(self._progress.snapshot()),
+                "now": escape(now_line(self._progress.snapshot())),
                 "notes": notes(self._notes, self.end),
                 "heading": heading(self.run, judged.figures, state(log) if self.end else ("live", "running")),
                 "verdict": verdict_part(judged, tiles(judged, tried, data.stuck()), moved=membership_text(data)),
@@ -188,19 +184,7 @@ class LiveRun:
         return RunLog(path=self.path, run=self.run, records=records, times=stamps, others=others, end=self.end)
 
 
-def now_line(now: ProgressSnapshot) -> str:
-    """``step 40/113 · epoch 2/3 · 1,204 samples/s · 93 % of the limit · loss 0.412 · 12 s left``."""
-    if now.step is None:
-        return "waiting for the first step"
-    said = [f"step {of(now.step, now.steps)}", f"epoch {of(now.epoch, now.epochs)}"]
-    said.append(f"{number(now.samples_per_s)} samples/s")
-    said += [f"{percent(now.of_limit)} of the limit"] if now.limit else []
-    said += [f"loss {loss_text(now.loss)}"] if now.loss is not None else []
-    said += [left_text(now)] if now.left_s else []
-    return escape(" · ".join(said))
-
-
-def encode(message: Mapping[str, Any]) -> bytes:
+def server_sent_event(message: Mapping[str, Any]) -> bytes:
     """A server-sent event: one line of JSON."""
     return b"data: " + json.dumps(message, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
 

@@ -32,7 +32,7 @@ from paceline.observe.page.drawing import (
     worker_colours,
 )
 from paceline.observe.words.membership import Move, moves_text
-from paceline.observe.words.numbers import percent
+from paceline.observe.words.numbers import percent, worker_name
 
 STATES = {1: ("sat out", SKY), 2: ("at work", BLUE), 3: ("missed the round", RED)}
 """Who was there, by number: the highest in a bucket is drawn, but for a worker that was away, 0, which is a gap."""
@@ -75,8 +75,7 @@ class PictureData:
         return np.array([of(bucket) for bucket in self.buckets])
 
     def name(self, worker: int) -> str:
-        known = self.machines.get(worker)
-        return f"worker {worker}" + (f" ({known})" if known else "")
+        return worker_name(worker, self.machines.get(worker))
 
 
 def pictures(run: PictureData) -> list[Picture]:

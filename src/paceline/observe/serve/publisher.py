@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from paceline.observe.page.live import LiveRun, encode
+from paceline.observe.page.live import LiveRun, server_sent_event
 
 logger = logging.getLogger("paceline.observe")
 
@@ -60,7 +60,7 @@ class Publisher:
     def _encoded(self, make: Callable[[], Mapping[str, Any]]) -> bytes | None:
         """The message, or None when the log holds something that cannot be shown: the page waits for better."""
         try:
-            return encode(make())
+            return server_sent_event(make())
         except (TypeError, ValueError, KeyError, IndexError) as error:
             logger.warning("the live page could not be drawn (%s: %s)", type(error).__name__, error)
             return None

@@ -16,19 +16,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.observe.analysis.grouping import TableLine, group_rows
-from paceline.observe.analysis.progress import (
-    Progress,
-    ProgressSnapshot,
+from paceline.observe.analysis.progress import Progress, ProgressSnapshot
+from paceline.observe.views import is_terminal
+from paceline.observe.words.numbers import duration, number, percent, percent_cell
+from paceline.observe.words.progress import (
     count_text,
     deadline_text,
     describe,
     left_text,
+    line_of,
     loss_text,
-    of,
+    place_texts,
+    run_line,
 )
-from paceline.observe.views.plain import line_of, run_line
-from paceline.observe.views.view import is_terminal
-from paceline.observe.words.numbers import duration, number, percent, percent_cell
 
 if TYPE_CHECKING:  # rich belongs to the command line: training works without it
     from rich.console import Console, RenderableType
@@ -149,18 +149,15 @@ def table(now: ProgressSnapshot, *, console: Console, silence_s: float = 0.0) ->
 
 
 def _header(now: ProgressSnapshot, *, ascii_only: bool) -> Text:
-    said = [(now.name, "bold"), (now.pace, ""), (f"step {of(now.step, now.steps)}", "")]
-    said += [(f"epoch {of(now.epoch, now.epochs)}", ""), (left_text(now), "")]
-    return _joined(said, ascii_only=ascii_only)
+    said = [(text, "") for text in (now.pace, *place_texts(now), left_text(now))]
+    return _joined([(now.name, "bold"), *said], ascii_only=ascii_only)
 
 
 def _speeds(now: ProgressSnapshot, silence: list[str], *, ascii_only: bool) -> Text:
     said = [(f"{number(now.samples_per_s)} samples/s", "bold green")]
     if now.limit:
         said.append((f"{percent(now.of_limit)} of the limit ({number(now.limit)})", ""))
-    if now.loss is not None:
-        said.append((f"loss {loss_text(now.loss)}", ""))
-    said += [(text, "bold yellow") for text in silence]
+    said += [(loss_text(now), ""), *((text, "bold yellow") for text in silence)]
     return _joined(said, ascii_only=ascii_only)
 
 

@@ -42,6 +42,11 @@ def size(fewest: int, most: int) -> str:
     return f"{most}" if fewest == most else f"{fewest} to {most}"
 
 
+def rounds_behind(rounds: int) -> str:
+    """``3 rounds behind``."""
+    return f"{rounds} round{'' if rounds == 1 else 's'} behind"
+
+
 def duration(seconds: float) -> str:
     """Seconds as people say them.
 
@@ -69,6 +74,11 @@ def machine(info: Mapping[str, Any] | None) -> str:
     if emulated and "emulated" not in emulated:
         emulated = f"emulated {emulated}"
     return ", ".join(part for part in (str(info.get("device") or ""), emulated) if part)
+
+
+def worker_name(worker: int, machine: str | None = None) -> str:
+    """``worker 3 (cpu)``, or ``worker 3`` when its machine is not known."""
+    return f"worker {worker}" + (f" ({machine})" if machine else "")
 
 
 def machines(run: Mapping[str, Any], joined: Iterable[Mapping[str, Any]] = ()) -> dict[int, str]:
