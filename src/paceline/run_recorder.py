@@ -95,11 +95,11 @@ class RunRecorder:
 
     @property
     def _fleet(self) -> str | None:
-        """What all workers of an elastic fleet know it by."""
+        """The roster's address, by which all workers of an elastic fleet know it."""
         return os.environ.get("PACELINE_ROSTER") if self._transport.elastic else None
 
     def _open_log(self, *, goes_on: bool) -> None:
-        """Begin the log or, when a leader is gone, go on with it."""
+        """Begin the log or, when the leader before is gone, continue it."""
         begun = goes_on and log_file(self.run_dir).exists()
         if self._lock is None:  # a predecessor that is cut off may hold it: the run goes on all the same
             with suppress(FolderInUse):
@@ -109,14 +109,14 @@ class RunRecorder:
             self._view.show(self._log.write("run", **self._run))
 
     def go_on_in(self, folder: Path) -> None:
-        """A newcomer: the run has its folder, if that can be reached from here."""
+        """For a worker that joins a run: take the run's folder, where it can be reached from here."""
         if log_file(folder).exists():
             self.run_dir, self.run_id = folder, folder.name
 
     def event(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Note that something happened."""
+        """Write an event into the log, on the leader; warnings that no view shows go to ``logging``."""
         warning = event == "note" and fields["level"] == "warning"
-        if self._log is not None and not self._leads:  # another one has gone on with it
+        if self._log is not None and not self._leads:  # another worker leads and writes the log now
             self._close_log()
         elif self._log is None and not self._closed and self._leads:
             self._open_log(goes_on=True)
