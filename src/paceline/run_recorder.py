@@ -17,7 +17,7 @@ import torch
 
 from paceline import __version__
 from paceline.observe import EventLog, make_view, new_run_dir, read_log, verdict
-from paceline.observe.log.claim import Claim, InUse, claim
+from paceline.observe.log.folder_lock import FolderInUse, FolderLock, lock_folder
 from paceline.observe.log.folders import log_file
 from paceline.observe.words.numbers import wrapped
 from paceline.transport import Transport
@@ -25,7 +25,7 @@ from paceline.transport import Transport
 logger = logging.getLogger("paceline")
 
 
-class Witness:
+class RunRecorder:
     """Writes the log and feeds the view on the leader; on the others it passes warnings to ``logging``."""
 
     def __init__(
@@ -41,15 +41,15 @@ class Witness:
     ) -> None:
         self._transport = transport
         self._log: EventLog | None = None
-        self._over = False
+        self._closed = False
         name = os.environ.get("PACELINE_NAME") or name or Path(sys.argv[0]).stem or "run"
         # Where workers come and go, anybody may have to go on with the log.
-        folder, problem = _folder(run_dir, name) if self._leads or transport.elastic else (None, None)
-        self._claim: Claim | None = None
+        folder, problem = _make_folder(run_dir, name) if self._leads or transport.elastic else (None, None)
+        self._lock: FolderLock | None = None
         if self._leads and folder is not None:
             try:
-                self._claim = claim(folder, fleet=self._fleet)
-            except InUse as error:
+                self._lock = lock_folder(folder, fleet=self._fleet)
+            except FolderInUse as error:
                 problem = str(error)
         mine = {
             "rank": transport.rank,
@@ -68,7 +68,7 @@ class Witness:
         self.run_id = self.run_dir.name
         self._quiet, self._under_launcher = quiet, bool(os.environ.get("PACELINE_LAUNCHER"))
         self._view = make_view(quiet=quiet or not self._leads or self._under_launcher)
-        self._unseen = quiet and not self._under_launcher
+        self._logs_warnings = quiet and not self._under_launcher
         keys = ("rank", "id", "host", "pid", "device", "emulated")
         self._run = {
             "run_id": self.run_id,
@@ -90,45 +90,45 @@ class Witness:
         return self._transport.rank == 0 and not getattr(self._transport, "outside", False)
 
     @property
-    def _says_verdict(self) -> bool:
+    def _prints_verdict(self) -> bool:
         return self._leads and not self._quiet and not self._under_launcher
 
     @property
     def _fleet(self) -> str | None:
-        """What all workers of an elastic fleet know it by."""
+        """The roster's address, by which all workers of an elastic fleet know it."""
         return os.environ.get("PACELINE_ROSTER") if self._transport.elastic else None
 
     def _open_log(self, *, goes_on: bool) -> None:
-        """Begin the log or, when a leader is gone, go on with it."""
+        """Begin the log or, when the leader before is gone, continue it."""
         begun = goes_on and log_file(self.run_dir).exists()
-        if self._claim is None:  # a predecessor that is cut off may hold it: the run goes on all the same
-            with suppress(InUse):
-                self._claim = claim(self.run_dir, fleet=self._fleet, patience_s=0.0)
+        if self._lock is None:  # a predecessor that is cut off may hold it: the run goes on all the same
+            with suppress(FolderInUse):
+                self._lock = lock_folder(self.run_dir, fleet=self._fleet, patience_s=0.0)
         self._log = EventLog(self.run_dir)
         if not begun:
             self._view.show(self._log.write("run", **self._run))
 
     def go_on_in(self, folder: Path) -> None:
-        """A newcomer: the run has its folder, if that can be reached from here."""
+        """For a worker that joins a run: take the run's folder, where it can be reached from here."""
         if log_file(folder).exists():
             self.run_dir, self.run_id = folder, folder.name
 
     def event(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Note that something happened."""
+        """Write an event into the log, on the leader; warnings that no view shows go to ``logging``."""
         warning = event == "note" and fields["level"] == "warning"
-        if self._log is not None and not self._leads:  # another one has gone on with it
+        if self._log is not None and not self._leads:  # another worker leads and writes the log now
             self._close_log()
-        elif self._log is None and not self._over and self._leads:
+        elif self._log is None and not self._closed and self._leads:
             self._open_log(goes_on=True)
         if self._log is not None:
             self._view.show(self._log.write(event, **fields))
-            if warning and self._unseen:
+            if warning and self._logs_warnings:
                 logger.warning("%s", fields["text"])
         elif warning and not fields.get("everywhere"):
             logger.warning("%s", fields["text"])
 
     def close(self, error: BaseException | None) -> None:
-        self._over = True
+        self._closed = True
         if self._log is None:
             return
         if self._transport.elastic and (error is not None or not self._leads):  # the others go on without this worker
@@ -142,18 +142,18 @@ class Witness:
         self.event("end", {"reason": reason, "text": str(error) if error else ""})
         self._close_log()
         self._view.close()
-        if self._says_verdict and error is None:
-            self._say_verdict()
+        if self._prints_verdict and error is None:
+            self._print_verdict()
 
     def _close_log(self) -> None:
         assert self._log is not None
         self._log.close()
         self._log = None
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
-    def _say_verdict(self) -> None:
+    def _print_verdict(self) -> None:
         try:
             run = read_log(self.run_dir)
         except ValueError:  # the disk took no log: it was warned of
@@ -163,7 +163,7 @@ class Witness:
             print(f"\n{said}\nThe run's log: {self.run_dir}", file=sys.stderr, flush=True)
 
 
-def _folder(run_dir: str | Path | None, name: str) -> tuple[Path | None, str | None]:
+def _make_folder(run_dir: str | Path | None, name: str) -> tuple[Path | None, str | None]:
     """The run's folder, made and writable, or what is wrong."""
     asked = os.environ.get("PACELINE_RUN_DIR") or run_dir
     try:

@@ -40,10 +40,15 @@ def test_the_help_of_what_draws_pages_names_the_extra(command: str) -> None:
 def test_a_page_without_what_draws_it_names_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("plotly", "plotly.offline", "starlette", "starlette.applications"):
+    for module in ("plotly", "plotly.offline", "starlette", "starlette.applications", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / "events.jsonl").write_text('{"event": "run", "t": 0.0, "version": 1, "run_id": "r", "size": 1}\n')
-    for command in (["report", str(tmp_path), "--html"], ["watch", str(tmp_path)]):
+    for extra, command in (
+        ("view", ["report", str(tmp_path), "--html"]),
+        ("view", ["watch", str(tmp_path)]),
+        ("tensorboard", ["report", str(tmp_path), "--tensorboard", str(tmp_path / "board")]),
+    ):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 2, done.output
-        assert "pip install 'paceline[view]'" in done.stderr
+        assert f"pip install 'paceline[{extra}]'" in done.stderr
+        assert done.stderr.count("\n") == 1

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from summary_writers import stand_in
 
 from paceline.records import StepRecord
 
@@ -34,6 +35,12 @@ def make_record() -> MakeRecord:
         return StepRecord(**(fields | more))
 
     return make
+
+
+@pytest.fixture
+def summary_writer() -> Iterator[None]:
+    with stand_in():
+        yield
 
 
 @pytest.fixture

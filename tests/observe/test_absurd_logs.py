@@ -13,18 +13,20 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from summary_writers import stand_in
 from typer.testing import CliRunner
 
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 
 from paceline.cli import app
-from paceline.observe.log import sane
+from paceline.observe.log import sanitise
 from paceline.observe.log.reader import parse_line
 from paceline.observe.page import comparison, html
-from paceline.observe.page.live import LiveRun, encode
+from paceline.observe.page.live import LiveRun, server_sent_event
 from paceline.observe.serve.metrics import metrics
 from paceline.observe.views.live import table
-from paceline.observe.views.plain import PlainView, step_line
+from paceline.observe.views.plain import PlainView
+from paceline.observe.words.progress import step_line
 
 HUGE = (1e300, -1e300, 1.8e308, 5e-324, 1e-310, float("nan"), float("inf"), -float("inf"))
 FIGURES = st.one_of(
@@ -72,11 +74,14 @@ LOOPS = st.fixed_dictionaries(
 )
 OTHERS = st.one_of(
     st.fixed_dictionaries(
-        {"event": st.sampled_from(["note", "evaluate", "save", "load", "end", "left", "generation", "new"])},
+        {"event": st.sampled_from(["note", "evaluate", "log", "save", "load", "end", "left", "generation", "new"])},
         optional={
             **dict.fromkeys(("t", "step", "path", "text", "level", "reason", "number", "workers", "joined"), ODD),
             "left": st.one_of(ODD, st.lists(st.dictionaries(st.sampled_from(["id", "text"]), ODD), max_size=2)),
-            "result": st.one_of(ODD, st.dictionaries(st.sampled_from(["count", "loss"]), ODD, max_size=2)),
+            **{
+                name: st.one_of(ODD, st.dictionaries(st.sampled_from(["count", "loss"]), ODD, max_size=2))
+                for name in ("result", "figures")
+            },
         },
     ),
     st.fixed_dictionaries(
@@ -114,10 +119,10 @@ def shown(folder: Path) -> None:
     live, view = LiveRun(folder), PlainView(StringIO())
     for line in (folder / "events.jsonl").read_bytes().splitlines():
         if (event := parse_line(line)) is not None:
-            live.take(event)
+            live.add(event)
             view.show(event)
     for message in (live.quick(), live.full()):
-        encode(message)
+        server_sent_event(message)
     metrics(live)
     console = Console(file=StringIO())
     console.print(table(live.snapshot(), console=console))
@@ -126,7 +131,7 @@ def shown(folder: Path) -> None:
 
 
 def survives(events: list[dict[str, Any]]) -> str:
-    with TemporaryDirectory() as temporary, warnings.catch_warnings():
+    with TemporaryDirectory() as temporary, warnings.catch_warnings(), stand_in():
         warnings.simplefilter("error")  # a division that numpy only warns of is as wrong
         here = Path(temporary)
         run, calm = write(here / "run", events), write(here / "calm", [STEP | {"step": n} for n in range(8)])
@@ -142,8 +147,10 @@ def survives(events: list[dict[str, Any]]) -> str:
         return said
 
 
-EDGE_COUNTS = st.sampled_from([0, 0, 1, 8, sane.MOST])
-EDGES = st.sampled_from([None, 0.0, sane.SHORTEST_S, 0.1, 1.0, sane.LONGEST_S, -1.0, float("nan"), float("inf")])
+EDGE_COUNTS = st.sampled_from([0, 0, 1, 8, sanitise.MOST])
+EDGES = st.sampled_from(
+    [None, 0.0, sanitise.SHORTEST_S, 0.1, 1.0, sanitise.LONGEST_S, -1.0, float("nan"), float("inf")]
+)
 
 
 def pair(each: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
@@ -154,16 +161,18 @@ AT_THE_EDGES = st.builds(
     lambda step, more: STEP | more | {"step": step},
     st.integers(0, 20),
     st.fixed_dictionaries(
-        {"t": st.sampled_from([None, 0.0, 1e9, 1e9 + 1, sane.LATEST])},
+        {"t": st.sampled_from([None, 0.0, 1e9, 1e9 + 1, sanitise.LATEST])},
         optional={
             **{name: pair(EDGE_COUNTS) for name in ("planned", "samples", "micro_batches", "behind")},
             **{name: pair(EDGES) for name in ("seconds", "slowest_s", "unfinished_s", "late_s", "shortfall_s")},
             **dict.fromkeys(("deadline_s", "wall_s", "round_s", "weight", "grad_norm"), EDGES),
             "forecast_s": pair(EDGES),
-            "wait_for": st.sampled_from([None, 0, 1, 2, sane.MOST]),
-            "loss": st.sampled_from([None, 0.0, -1.0, sane.LARGEST, -sane.LARGEST, 1e-300]),
-            "sums": st.dictionaries(st.sampled_from("ab"), st.sampled_from([0.0, sane.LARGEST, -sane.LARGEST, 1e-300])),
-            "ranges": st.just([[[0, sane.MOST]], [[3, 3]]]),
+            "wait_for": st.sampled_from([None, 0, 1, 2, sanitise.MOST]),
+            "loss": st.sampled_from([None, 0.0, -1.0, sanitise.LARGEST, -sanitise.LARGEST, 1e-300]),
+            "sums": st.dictionaries(
+                st.sampled_from("ab"), st.sampled_from([0.0, sanitise.LARGEST, -sanitise.LARGEST, 1e-300])
+            ),
+            "ranges": st.just([[[0, sanitise.MOST]], [[3, 3]]]),
         },
     ),
 )

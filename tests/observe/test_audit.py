@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_runs import record
 
-from paceline.observe.analysis.audit import audit, once
+from paceline.observe.analysis.audit import audit
 from paceline.observe.log.reader import RunLog
+from paceline.observe.words.audit import audit_verdict
 
 FINISHED = {"event": "end", "reason": "finished"}
 
@@ -70,7 +71,7 @@ def test_a_run_that_went_on_from_a_checkpoint_may_have_begun_in_the_middle_of_an
         (True, True, False),
     ]
     rest = "in 2 epochs." if whole else "in 1 epoch; of the epoch that was resumed, none twice."
-    assert once(found) == f"Audit: every sample counted once, {rest}"
+    assert audit_verdict(found) == f"Audit: every sample counted once, {rest}"
 
 
 @pytest.mark.parametrize(("ranges", "twice", "missing"), [([[[0, 5]], [[4, 9]]], 1, 0), ([[[0, 5]], [[7, 9]]], 0, 2)])

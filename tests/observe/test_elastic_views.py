@@ -26,13 +26,13 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.observe import read_log, verdict
-from paceline.observe.analysis.chronicle import Chronicle
+from paceline.observe.analysis.downsampling import DownsampledRun
 from paceline.observe.analysis.progress import Progress
 from paceline.observe.exports import write_csv, write_perfetto
-from paceline.observe.page.html import tell
-from paceline.observe.page.live import LiveRun, encode
+from paceline.observe.page.html import picture_data
+from paceline.observe.page.live import LiveRun, server_sent_event
 from paceline.observe.page.moments import in_words
-from paceline.observe.page.pictures import changes, presence, shares, speed
+from paceline.observe.page.pictures import membership_text, presence, shares, speed
 from paceline.observe.page.whatif import what_if
 from paceline.observe.serve.metrics import metrics
 from paceline.observe.views.live import table
@@ -50,7 +50,7 @@ def until_step(number):
 def progress_of(events):
     progress = Progress()
     for event in events:
-        progress.take(event)
+        progress.add(event)
     return progress
 
 
@@ -75,7 +75,7 @@ def log(tmp_path):
 def live(tmp_path):
     run = LiveRun(tmp_path)
     for event in ALL:
-        run.take(event)
+        run.add(event)
     return run
 
 
@@ -177,23 +177,23 @@ def test_the_live_page_counts_each_step_once_and_knows_who_is_there(live, log):
     assert live.samples == sum(record.total for record in log.records)
     assert {row.worker for row in live.snapshot().present} == {2, 3, 4}
     message = live.full()
-    encode(message)
+    server_sent_event(message)
     assert f"Worker 1 {KILLED} at step 20; the others went on after" in message["parts"]["verdict"]
     assert message["parts"]["verdict"].count("joined at step 60") == 1
     assert "Audit" not in message["parts"]["verdict"]  # it holds the last steps only
     assert "3 workers go on from step 80" in message["parts"]["notes"]
 
 
-def test_the_live_chronicle_is_the_reports(live, log):
-    report = Chronicle.of(log.records, log.times)
-    mine, theirs = live._chronicle.buckets(), report.buckets()
+def test_the_live_picture_is_the_reports(live, log):
+    report = DownsampledRun.of(log.records, log.times)
+    mine, theirs = live._downsampled.buckets(), report.buckets()
     assert [(b.first, b.last, b.samples) for b in mine] == [(b.first, b.last, b.samples) for b in theirs]
     assert [b.present.tolist() for b in mine] == [b.present.tolist() for b in theirs]
 
 
 def test_a_late_line_of_a_frozen_leader_is_not_counted_again_on_the_live_page(live):
-    live.take(member_step(79, FIRST, 3, 0, 2000.0))
-    live.take(member_step(85, FIRST, 3, 0, 2000.0))
+    live.add(member_step(79, FIRST, 3, 0, 2000.0))
+    live.add(member_step(85, FIRST, 3, 0, 2000.0))
     assert live.steps == STEPS
     assert live.snapshot().step == STEPS
 
@@ -208,13 +208,13 @@ def test_metrics_have_those_present_and_a_counter_of_generations(live):
 
 def test_metrics_of_a_fixed_fleet_know_no_generations(tmp_path):
     fixed = LiveRun(tmp_path)
-    fixed.take(run_event())
+    fixed.add(run_event())
     assert "generations" not in metrics(fixed)
 
 
 def test_the_strip_has_a_line_a_worker_and_gaps_where_it_was_away(log):
-    story = tell(log, verdict(log))
-    strip = presence(story)
+    run_data = picture_data(log, verdict(log))
+    strip = presence(run_data)
     assert [name.split()[1] for name in strip.layout["yaxis"]["ticktext"]] == ["0", "1", "2", "3", "4"]
     z = strip.data[0]["z"]
     assert [None in row for row in z] == [True, True, False, False, True]
@@ -222,15 +222,15 @@ def test_the_strip_has_a_line_a_worker_and_gaps_where_it_was_away(log):
     assert z[4][59:61] == [None, 2]
     assert z[0][79:81] == [2, None]
     assert "joined at step 60" in strip.caption
-    assert changes(story).count("joined") == 1
+    assert membership_text(run_data).count("joined") == 1
 
 
 def test_shares_and_the_limit_follow_the_members(log):
-    story = tell(log, verdict(log))
-    limit = speed(story).data[0]["y"]
+    run_data = picture_data(log, verdict(log))
+    limit = speed(run_data).data[0]["y"]
     assert [round(limit[k]) for k in (10, 40, 70, 90)] == [1375, 875, 1375, 875]
-    assert [shape["x0"] for shape in speed(story).layout["shapes"]] == [20, 60, 80]
-    parts = {trace["name"].split()[1]: trace["y"] for trace in shares(story).data}
+    assert [shape["x0"] for shape in speed(run_data).layout["shapes"]] == [20, 60, 80]
+    parts = {trace["name"].split()[1]: trace["y"] for trace in shares(run_data).data}
     assert parts["1"][19] > 0 == parts["1"][20]
     assert parts["4"][59] == 0 < parts["4"][60]
 
@@ -282,6 +282,6 @@ def test_a_log_with_a_generation_and_no_steps_is_read_by_all(tmp_path):
     assert verdict(log).text == "No steps were recorded, so there is nothing to judge."
     live = LiveRun(tmp_path)
     for event in events:
-        live.take(event)
-    encode(live.full())
+        live.add(event)
+    server_sent_event(live.full())
     assert progress_of(events).snapshot().step is None

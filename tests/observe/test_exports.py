@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import csv
 import json
-import struct
+import sys
 
 import pytest
 from page_runs import calm_run, record, run_event, run_with_a_death, run_with_deadlines, step, write
+from summary_writers import calls
 
 from paceline.observe import read_log
 from paceline.observe.exports import scalars, write_csv, write_perfetto, write_tensorboard
-from paceline.observe.exports import tensorboard as tb
 
 
 def log_of(tmp_path, events):
@@ -108,64 +108,59 @@ def test_a_machine_called_like_a_formula_stays_text_in_a_spreadsheet(tmp_path):
     assert row["machine"] == '\'=cmd()\n,"x"'
 
 
-def fields(data):
-    """Protocol buffers, just enough to read back what was written: (field, value) pairs."""
-    found, at = [], 0
-
-    def varint():
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    while at < len(data):
-        key = varint()
-        kind = key & 7
-        if kind == 0:
-            value = varint()
-        else:
-            size = {1: 8, 5: 4}.get(kind) or varint()
-            value, at = data[at : at + size], at + size
-        found.append((key >> 3, value))
-    return found
+EVALUATED = {"event": "evaluate", "t": 1500.0, "step": 4, "result": {"correct": 30, "count": 40}}
 
 
-def frames(data):
-    at = 0
-    while at < len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        assert struct.unpack_from("<I", data, at + 8)[0] == tb._masked(data[at : at + 8])
-        body = data[at + 12 : at + 12 + length]
-        assert struct.unpack_from("<I", data, at + 12 + length)[0] == tb._masked(body)
-        yield dict(fields(body)), body
-        at += 16 + length
-
-
-def test_tensorboard_reads_every_figure_at_its_step(tmp_path):
-    events = [*calm_run(5)[:-1], {"event": "evaluate", "t": 1500.0, "step": 4, "result": {"correct": 30, "count": 40}}]
-    file = write_tensorboard(log_of(tmp_path, events), tmp_path / "tb")
-    assert file.name.startswith("events.out.tfevents.")
-    first, *rest = [event for event, _ in frames(file.read_bytes())]
-    assert first[3] == b"brain.Event:2"
-    found = {}
-    for event in rest:
-        for _, value in fields(event[5]):
-            pair = dict(fields(value))
-            found[pair[1].decode(), event.get(2, 0)] = struct.unpack("<f", pair[2])[0]
+def check_figures(found):
+    """By name and step, what a calm run of five steps and one evaluation have."""
     assert found["loss", 3] == pytest.approx(0.5)
     assert found["share/worker 3", 0] == 23
     assert found["evaluate/accuracy", 4] == 0.75
     assert len([1 for name, _ in found if name == "loss"]) == 5
 
 
-def test_the_checksum_is_castagnolis():
-    assert tb.crc32c(b"123456789") == 0xE3069283
-    assert tb.crc32c(b"\x00" * 32) == 0x8A9136AA
+def test_tensorboard_gets_every_figure_at_its_step(tmp_path, summary_writer):
+    file = write_tensorboard(log_of(tmp_path, [*calm_run(5)[:-1], EVALUATED]), tmp_path / "tb")
+    assert file.parent == tmp_path / "tb"
+    assert file.name.startswith("events.out.tfevents.")
+    check_figures({(tag, step): value for tag, value, step, _ in calls(file)})
+    assert {t for tag, _, _, t in calls(file) if tag.startswith("evaluate/")} == {1500.0}
+
+
+def test_a_second_export_replaces_the_first_and_leaves_other_files_alone(tmp_path, summary_writer):
+    log, folder = log_of(tmp_path, calm_run(5)), tmp_path / "tb"
+    first, foreign = write_tensorboard(log, folder), folder / "events.out.tfevents.0000000001.there"
+    foreign.write_text("")
+    second = write_tensorboard(log, folder)
+    assert set(folder.iterdir()) == {foreign, second}
+    assert first != second
+
+
+def test_a_figure_beyond_a_small_float_and_a_step_without_a_time_are_written_all_the_same(tmp_path, summary_writer):
+    log = log_of(tmp_path, [run_event(1), step(0, (5,), loss=1e99, t=None)])
+    told = {tag: (value, t) for tag, value, _, t in calls(write_tensorboard(log, tmp_path / "tb"))}
+    assert told["loss"] == (3.4e38, 1000.0)
+
+
+def test_of_a_long_run_every_few_steps_are_written(tmp_path, summary_writer, monkeypatch):
+    monkeypatch.setattr("paceline.observe.exports.tensorboard.MOST_STEPS", 4)
+    file = write_tensorboard(log_of(tmp_path, calm_run(10)), tmp_path / "tb")
+    assert [step for tag, _, step, _ in calls(file) if tag == "loss"] == [0, 3, 6, 9]
+
+
+def test_without_tensorboard_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match=r"pip install 'paceline\[tensorboard\]'$"):
+        write_tensorboard(log_of(tmp_path, calm_run(5)), tmp_path / "tb")
+    assert not (tmp_path / "tb").exists()
+
+
+def test_the_real_tensorboard_reads_every_figure_at_its_step(tmp_path):
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    file = write_tensorboard(log_of(tmp_path, [*calm_run(5)[:-1], EVALUATED]), tmp_path / "tb")
+    read = reading.EventAccumulator(str(file)).Reload()
+    tags = read.Tags()["scalars"]
+    check_figures({(tag, event.step): event.value for tag in tags for event in read.Scalars(tag)})
 
 
 def test_scalars_are_finite_numbers_with_what_was_not_measured_left_out():

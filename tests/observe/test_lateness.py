@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.observe.analysis.lateness import lost_time, spells, usual_s
+from paceline.observe.analysis.lateness import late_micro_batches, lost_time, usual_s
 from paceline.observe.analysis.stretches import MOST_STEPS, stretches
 from paceline.records import StepRecord
 
@@ -29,23 +29,23 @@ def only(records):
 
 def test_a_spell_lasts_from_the_round_that_closed_without_it_to_its_end():
     records = steps((60, 0.4, 0, 0), (0, 1.0, 0, 1), (0, 1.0, 0, 2), (30, 0, 2.9, 0))
-    (spell,) = spells(only(records), 0)
+    (late,) = late_micro_batches(only(records), 0)
     # It ended 2.9 s after a deadline that lay 0.1 + 1.1 + 1.1 s before the last step's start.
-    assert spell.pieces == [(0, 0.4), (1, 1.0), (2, 1.0), (3, pytest.approx(0.6))]
-    assert spell.took_s == pytest.approx(0.4 + 2.9)
+    assert late.pieces == [(0, 0.4), (1, 1.0), (2, 1.0), (3, pytest.approx(0.6))]
+    assert late.took_s == pytest.approx(0.4 + 2.9)
 
 
 def test_a_worker_that_is_late_twice_in_a_row_has_two_spells():
     records = steps((60, 0.4, 0, 0), (0, 0.5, 0.6, 0), (0, 1.0, 0, 1), (80, 0, 1.2, 0))
-    first, second = spells(only(records), 0)
+    first, second = late_micro_batches(only(records), 0)
     assert first.pieces == [(0, 0.4), (1, pytest.approx(0.5))]
     assert [row for row, _ in second.pieces] == [1, 2, 3]
 
 
 def test_a_spell_that_the_records_begin_or_end_in_is_as_long_as_they_show():
-    (cut_short,) = spells(only(steps((60, 0.4, 0, 0), (0, 1.0, 0, 1))), 0)
+    (cut_short,) = late_micro_batches(only(steps((60, 0.4, 0, 0), (0, 1.0, 0, 1))), 0)
     assert (cut_short.pieces, cut_short.took_s) == ([(0, 0.4), (1, 1.0)], 0.0)
-    (begun_before,) = spells(only(steps((0, 1.0, 0, 1), (50, 0, 1.5, 0))), 0)
+    (begun_before,) = late_micro_batches(only(steps((0, 1.0, 0, 1), (50, 0, 1.5, 0))), 0)
     assert begun_before.took_s == 0.0
 
 

@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from page_runs import calm_run, run_event, write
 
 from paceline.observe import EventLog, follow, read_log, verdict
-from paceline.observe.analysis.membership import Departure, change_text, parse_change
-from paceline.observe.analysis.progress import describe
+from paceline.observe.analysis.membership import Departure, parse_generation
+from paceline.observe.words.membership import change_text
+from paceline.observe.words.progress import describe
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_a_generation_is_no_restart_and_a_second_run_event_is(tmp_path):
     ],
 )
 def test_a_generation_that_makes_no_sense_changes_nothing(tmp_path, event):
-    assert parse_change(event) is None
+    assert parse_generation(event) is None
     assert describe(event) is None
     read = read_log(write(tmp_path, [*calm_run(5)[:-1], event]))
     assert (len(read.records), read.changes) == (5, [])
@@ -136,7 +137,7 @@ def test_the_first_generation_is_no_news():
 
 
 def test_several_changes_at_once_are_one_line():
-    change = parse_change(generation(5, 33, (0, 4, 5), joined=(4, 5), left=(1,), t=0.0))
+    change = parse_generation(generation(5, 33, (0, 4, 5), joined=(4, 5), left=(1,), t=0.0))
     assert change is not None
     assert change_text(change) == f"worker 1 {KILLED}; workers 4 and 5 joined; 3 workers go on from step 33"
 

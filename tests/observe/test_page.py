@@ -14,10 +14,10 @@ from paceline.observe.page import html as page
 from paceline.observe.page import report_page
 from paceline.observe.page.answers import tiles
 from paceline.observe.page.drawing import RED, small
-from paceline.observe.page.html import tell, workers_table
+from paceline.observe.page.html import picture_data, workers_table
 from paceline.observe.page.live import LiveRun
 from paceline.observe.page.moments import in_words, last_steps, timeline
-from paceline.observe.page.pictures import changes, pictures, presence, shares, speed
+from paceline.observe.page.pictures import membership_text, pictures, presence, shares, speed
 from paceline.observe.page.whatif import Answer, WhatIf, instead, what_if
 from paceline.simulate.recorded import longest_stretch
 
@@ -127,8 +127,8 @@ def test_a_log_that_lacks_something_still_becomes_a_page(tmp_path, small_plotly,
 
 def test_a_death_is_shown_with_its_step_and_the_new_shares(tmp_path, small_plotly):
     log = log_of(tmp_path, run_with_a_death())
-    story = tell(log, verdict(log))
-    assert changes(story) == "Worker 2 left after step 29."
+    run_data = picture_data(log, verdict(log))
+    assert membership_text(run_data) == "Worker 2 left after step 29."
     text = report_page(log)
     assert text.index("<p class='moved'>Worker 2 left") < text.index("How fast?")
     assert "worker 2 was killed by signal 9 (SIGKILL)" in text
@@ -217,22 +217,22 @@ def test_the_heading_says_how_many_workers_there_were_where_they_came_and_went(t
 
 def test_speed_is_drawn_against_the_limit(tmp_path):
     log = log_of(tmp_path, calm_run())
-    limit, reached = speed(tell(log, verdict(log))).data
+    limit, reached = speed(picture_data(log, verdict(log))).data
     assert limit["y"][-1] == pytest.approx(1375, rel=1e-3)
     assert reached["y"][-1] == pytest.approx(256 / 0.198, rel=1e-3)
 
 
 def test_many_workers_are_stacked_by_speed_and_a_picture_holds_a_bounded_number_of_slices():
-    from paceline.observe.analysis.chronicle import Chronicle
-    from paceline.observe.page.pictures import Story
+    from paceline.observe.analysis.downsampling import DownsampledRun
+    from paceline.observe.page.pictures import PictureData
 
     fast = [1.0 + k % 3 for k in range(100)]
     records = [record(k, [8] * 100, speeds=fast) for k in range(40)]
-    chronicle = Chronicle.of(records, range(40))
-    story = Story(chronicle.buckets(), chronicle.workers, {})
-    order = [int(trace["name"].split()[1]) for trace in shares(story).data]
+    run = DownsampledRun.of(records, range(40))
+    run_data = PictureData(run.buckets(), run.workers, {})
+    order = [int(trace["name"].split()[1]) for trace in shares(run_data).data]
     assert [fast[worker] for worker in order] == sorted(fast)
-    assert len(presence(story).data[0]["z"]) == 64
+    assert len(presence(run_data).data[0]["z"]) == 64
     steps = last_steps(records, range(40), workers=100)
     picture = timeline(steps, {}, {99: 1.0})
     assert sum(len(trace["x"]) for trace in picture.data) < 8000
@@ -309,11 +309,11 @@ def test_the_live_page_does_not_say_that_nothing_would_help(tmp_path, monkeypatc
     monkeypatch.setattr("paceline.observe.page.answers.NEAR", 1.0)
     live = LiveRun(tmp_path)
     for event in calm_run()[:-1]:
-        live.take(event)
+        live.add(event)
     said = live.full()["parts"]["verdict"]
     assert "nothing" not in said
     assert "known when the run has ended: paceline report" in said
-    live.take(calm_run()[-1])
+    live.add(calm_run()[-1])
     said = live.full()["parts"]["verdict"]
     assert "known when the run has ended" not in said
     assert "a replay of the run tells, in the whole report: paceline report" in said
@@ -356,7 +356,7 @@ def test_the_four_questions_name_the_worker_that_held_the_fleet_back(tmp_path):
 
 def test_pictures_of_a_run_without_steps_are_none(tmp_path):
     log = log_of(tmp_path, [run_event()])
-    assert pictures(tell(log, verdict(log))) == []
+    assert pictures(picture_data(log, verdict(log))) == []
 
 
 def test_without_plotly_the_page_names_the_extra(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ def test_html_is_written_beside_the_log_and_its_path_is_said(folder):
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
 
 
-def test_every_export_is_written_where_asked_for_in_folders_that_are_made(folder, tmp_path):
+def test_every_export_is_written_where_asked_for_in_folders_that_are_made(folder, tmp_path, summary_writer):
     out = tmp_path / "new" / "place"
     result = call(
         folder, "-o", out / "a.html", "--perfetto", out / "t.json", "--tensorboard", out / "tb", "--csv", out / "a.csv"
@@ -47,7 +47,7 @@ def test_json_beside_an_export_is_still_one_line_of_numbers(folder, tmp_path):
     assert "a.csv" in result.stderr
 
 
-def test_a_place_that_cannot_be_written_is_one_line_and_exit_code_2(folder, tmp_path):
+def test_a_place_that_cannot_be_written_is_one_line_and_exit_code_2(folder, tmp_path, summary_writer):
     (tmp_path / "file").write_text("")
     for option in ("-o", "--perfetto", "--csv", "--tensorboard"):
         result = call(folder, option, tmp_path / "file" / "x")

@@ -13,9 +13,9 @@ import torch
 
 from lone import join, linear, numbers, sgd, training
 from paceline.observe import read_log
+from paceline.observe.analysis.evaluations import logged_figures
 from paceline.observe.exports import write_tensorboard
 from paceline.observe.exports.trackers import write_to
-from paceline.observe.log.logged import logged
 
 
 class SummaryWriter:
@@ -95,7 +95,9 @@ def test_every_kind_of_writer_gets_the_figures_of_the_step(tmp_path: Path) -> No
     assert board.told == [(name, value, step) for row, step in expected for name, value in row.items()]
     assert board.flushed
     assert not board.closed, "it is the user's own"
-    assert [(step, row) for step, _, row in logged(read_log(tmp_path / "run").others)] == [(s, r) for r, s in expected]
+    assert [(step, row) for step, _, row in logged_figures(read_log(tmp_path / "run").others)] == [
+        (s, r) for r, s in expected
+    ]
 
 
 def test_a_writer_is_made_when_first_needed_and_ended_with_the_fleet(tmp_path: Path) -> None:
@@ -114,7 +116,7 @@ def test_a_writer_is_made_when_first_needed_and_ended_with_the_fleet(tmp_path: P
     assert made[0].finished
 
 
-def test_logged_figures_are_in_the_tensorboard_export(tmp_path: Path) -> None:
+def test_logged_figures_are_in_the_tensorboard_export(tmp_path: Path, summary_writer: None) -> None:
     with join(tmp_path) as fleet:
         fleet.log({"train/loss_of_mine": 0.5})
     file = write_tensorboard(read_log(tmp_path / "run"), tmp_path / "board")

@@ -12,9 +12,9 @@ import pytest
 import paceline.observe
 from paceline.observe import make_view, verdict
 from paceline.observe.analysis.progress import Progress
+from paceline.observe.views import SilentView
 from paceline.observe.views.live import LiveView, table
 from paceline.observe.views.plain import PlainView
-from paceline.observe.views.view import SilentView
 from paceline.observe.words.numbers import duration, machines, number, percent
 
 SPEEDS = (500.0, 500.0, 250.0, 125.0)
@@ -117,7 +117,7 @@ def console(width, *, height=25, **more):
 def drawn(events, *, width=80, **more):
     progress = Progress()
     for event in events:
-        progress.take(event)
+        progress.add(event)
     screen = console(width, **more)
     screen.print(table(progress.snapshot(), console=screen))
     return screen.file.getvalue()
@@ -244,7 +244,7 @@ def test_a_terminal_without_unicode_gets_plain_characters(make_record, run_event
     screen.file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     progress = Progress()
     for event in feed(make_record, run_event):
-        progress.take(event)
+        progress.add(event)
     screen.print(table(progress.snapshot(), console=screen))
     screen.file.seek(0)
     lines = screen.file.read().splitlines()
@@ -255,7 +255,7 @@ def test_a_terminal_without_unicode_gets_plain_characters(make_record, run_event
 def test_a_stuck_fleet_does_not_look_alive(make_record, run_event):
     progress, screen = Progress(), console(100)
     for event in feed(make_record, run_event):
-        progress.take(event)
+        progress.add(event)
     screen.print(table(progress.snapshot(), console=screen, silence_s=12.0))
     assert "no step for 12 s" in screen.file.getvalue()
 
@@ -334,15 +334,15 @@ def test_a_resumed_loop_counts_on_and_an_endless_one_has_no_time_left(make_recor
     endless = [run_event, {"event": "steps", "steps": None, "epochs": None, "first_step": 0}, *events[2:]]
     assert "step 3 · epoch 1\n" in drawn(endless).replace(" \n", "\n")
     progress = Progress()
-    progress.take({"event": "steps", "steps": 113, "first_step": 113, "epochs": 1})
-    progress.take({"event": "step", "t": 1.0, **vars(make_record(120, SPEEDS, (1, 1, 1, 1)))})
+    progress.add({"event": "steps", "steps": 113, "first_step": 113, "epochs": 1})
+    progress.add({"event": "step", "t": 1.0, **vars(make_record(120, SPEEDS, (1, 1, 1, 1)))})
     assert (progress.snapshot().step, progress.snapshot().steps) == (121, 226)
 
 
 def test_a_broken_step_event_is_passed_over(run_event):
     progress = Progress()
     for event in (run_event, {"event": "step", "step": "x"}, {"event": "step"}):
-        progress.take(event)
+        progress.add(event)
     assert progress.snapshot().step is None
 
 
@@ -350,7 +350,7 @@ def test_speeds_follow_the_last_steps_only(make_record, run_event):
     progress = Progress()
     for k in range(60):
         speeds = (100.0, 100.0) if k < 30 else (50.0, 50.0)
-        progress.take({"event": "step", "t": float(k), **vars(make_record(k, speeds, (10, 10)))})
+        progress.add({"event": "step", "t": float(k), **vars(make_record(k, speeds, (10, 10)))})
     assert progress.snapshot().limit == pytest.approx(100)
     assert verdict([]).figures.limit == 0
 

@@ -21,7 +21,7 @@ pytest.importorskip("starlette", reason="the live page needs starlette (extra vi
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 
 from paceline.cli.watch import watch
-from paceline.observe.page.live import BUCKETS, LiveRun, encode
+from paceline.observe.page.live import BUCKETS, LiveRun, server_sent_event
 from paceline.observe.serve import publisher
 from paceline.observe.serve.metrics import metrics
 from paceline.observe.serve.remote import address, check, remote_events
@@ -49,7 +49,7 @@ TRICKS = (
 def taken(events, path="."):
     live = LiveRun(path)
     for event in events:
-        live.take(event)
+        live.add(event)
     return live
 
 
@@ -122,7 +122,7 @@ def test_a_long_run_is_held_in_a_bounded_number_of_points():
     drawn = {picture["name"]: picture for picture in live.full()["pictures"]}
     assert live.steps == 2000
     assert all(len(trace["x"]) <= BUCKETS for trace in drawn["speed"]["data"])
-    assert len(encode(live.full())) < 200_000
+    assert len(server_sent_event(live.full())) < 200_000
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_long_run_is_held_in_a_bounded_number_of_points():
 def test_whatever_the_log_holds_both_messages_can_be_sent(events):
     live = taken(events)
     for message in (live.quick(), live.full()):
-        sent = encode(message)
+        sent = server_sent_event(message)
         assert sent.count(b"\n") == 2
         assert json.loads(sent[6:])["revision"] == len(events)
 

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.observe import RunLog, Verdict, latest, read_log, verdict
-from paceline.observe.log import sane
-from paceline.observe.words.run import run_words
+from paceline.observe.log import sanitise
+from paceline.observe.words.progress import run_words
 from paceline.observe.words.verdict import steps_text
 from paceline.observe.words.worker_table import WorkerTable, worker_table
 
@@ -38,7 +38,10 @@ Html = Annotated[
 ]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --html: write it here.")]
 Perfetto = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")]
-TensorBoard = Annotated[Path | None, typer.Option("--tensorboard", metavar="DIR", help="Write TensorBoard's files.")]
+TensorBoard = Annotated[
+    Path | None,
+    typer.Option("--tensorboard", metavar="DIR", help="Write TensorBoard's files (needs the extra 'tensorboard')."),
+]
 Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a table, a line a step and worker.")]
 
 
@@ -140,7 +143,7 @@ def _fail(text: str) -> typer.Exit:
 
 def _header(log: RunLog, judged: Verdict) -> Text:
     lines = [": ".join(run_words(log.run, judged.figures)), f"log {log.path}"]
-    if (started := sane.stamp(log.run.get("started", log.run.get("t")))) == started:
+    if (started := sanitise.timestamp(log.run.get("started", log.run.get("t")))) == started:
         lines.append(f"started {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(started))}, {_ending(log)}")
     if log.records:
         steps = f"{steps_text(len(log.records))}, {sum(record.total for record in log.records):,} samples"

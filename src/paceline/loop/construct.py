@@ -195,7 +195,7 @@ class StepsConstructor:
             steps,
             ahead=plan.source.ahead * plan.settings.micro_batch,
             agreed=lambda: {**plan.agreed, **own, **context.tracking.facts()},
-            witness=context.recorder,
+            recorder=context.recorder,
             passes=context.passes,
             leads=lambda: self._learn(steps),
             before_leaving=lambda: self._saving.before_leaving(steps),

@@ -20,7 +20,7 @@ from paceline.transport.elastic.transport import Elastic
 
 if TYPE_CHECKING:
     from paceline.loop.steps import Steps
-    from paceline.run_recorder import Witness
+    from paceline.run_recorder import RunRecorder
 
 
 class Context:
@@ -31,7 +31,7 @@ class Context:
         self,
         *,
         transport: Transport,
-        recorder: Witness,
+        recorder: RunRecorder,
         pacer: Pacer,
         combine: Choice,
         device: torch.device,

@@ -17,7 +17,7 @@ from paceline.loop.context import Context
 from paceline.machines import Machine
 from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace import make as make_pacer
-from paceline.run_recorder import Witness
+from paceline.run_recorder import RunRecorder
 from paceline.settings import must_agree
 from paceline.signals import leave_on_sigterm
 from paceline.transport import Alone, Fixed, Transport, launched
@@ -59,7 +59,7 @@ def join_training(
         must_agree(transport, "paceline.join()", {**settings, "combine": repr(merge)})
         context = Context(
             transport=transport,
-            recorder=Witness(
+            recorder=RunRecorder(
                 transport,
                 name=name,
                 run_dir=run_dir,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.combine import Header
     from paceline.loop.passes import Passes
     from paceline.loop.steps import Steps
-    from paceline.run_recorder import Witness
+    from paceline.run_recorder import RunRecorder
 
 
 class Members:
@@ -37,7 +37,7 @@ class Members:
         *,
         ahead: int,
         agreed: Callable[[], Mapping[str, Any]],
-        witness: Witness,
+        recorder: RunRecorder,
         passes: Passes,
         leads: Callable[[], None],
         before_leaving: Callable[[], None],
@@ -45,7 +45,7 @@ class Members:
         """``ahead``: samples that this worker's loader likes to hold. ``agreed``: what must be the same in every
         worker's script. ``leads`` is called when this worker comes to lead, ``before_leaving`` when it was asked to
         leave, at a step boundary."""
-        self._transport, self._steps, self._witness = transport, steps, witness
+        self._transport, self._steps, self._recorder = transport, steps, recorder
         self._ahead, self._agreed, self._passes = ahead, agreed, passes
         self._leads, self._before_leaving = leads, before_leaving
         self._due = (0, False, False)
@@ -142,7 +142,7 @@ class Members:
 
     def _announce(self, change: Change) -> None:
         generation = change.generation
-        self._witness.event(
+        self._recorder.event(
             "generation",
             {
                 "number": generation.number,
@@ -155,13 +155,13 @@ class Members:
         if self._transport.rank == 0 and not self._led:
             self._leads()
             for record in self._steps.books.recent:  # the last leader may not have come to write them
-                self._witness.event("step", vars(record))
+                self._recorder.event("step", vars(record))
         self._led = self._transport.rank == 0
 
     def give(self) -> torch.Tensor:
         run = {
             "agreed": dict(self._agreed()),
-            "run_dir": str(self._witness.run_dir.absolute()),
+            "run_dir": str(self._recorder.run_dir.absolute()),
             "rounds": self._transport.rounds,
             "loop": self._loop,
             "passes": self._passes.state_dict(),
@@ -185,7 +185,7 @@ class Members:
         self._transport.rounds = state["rounds"]
         self._passes.load_state_dict(state["passes"])
         self._steps.combine.take_over(state, ahead=_ahead(change))
-        self._witness.go_on_in(Path(state["run_dir"]))
+        self._recorder.go_on_in(Path(state["run_dir"]))
         self._due = (0, False, False)
         return True
 

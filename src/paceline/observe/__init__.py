@@ -3,7 +3,7 @@
 from paceline.observe.log.folders import latest, new_run_dir
 from paceline.observe.log.reader import RunLog, follow, read_log
 from paceline.observe.log.writer import EventLog
-from paceline.observe.views.view import View, make_view
+from paceline.observe.views import View, make_view
 from paceline.observe.words.verdict import Verdict, verdict
 
 __all__ = [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.observe.log import sane
+from paceline.observe.log import sanitise
 from paceline.observe.log.reader import RunLog
 from paceline.records import StepRecord
 
@@ -43,37 +43,12 @@ class EpochAudit:
         return self.recorded and not self.twice and not self.missing
 
 
-def once(epochs: Sequence[EpochAudit]) -> str:
-    """The audit's outcome for the closing verdict; empty when there is nothing to audit."""
-    told = [epoch for epoch in epochs if epoch.recorded]
-    lost, doubled = sum(epoch.missing for epoch in told), sum(epoch.twice for epoch in told)
-    if lost or doubled:
-        return f"Audit: NOT exact: {_samples(lost)} lost, and {_samples(doubled)} counted more than once."
-    whole = sum(epoch.whole for epoch in told)
-    if whole and len(told) == len(epochs):
-        return f"Audit: every sample counted once, in {whole:,} epoch{'' if whole == 1 else 's'}{_rest(told)}."
-    if any(epoch.resumed for epoch in told):
-        return "Audit: no epoch is in this run from its beginning to its end; no sample counted twice."
-    return "Audit: no epoch was finished; no sample counted twice so far." if told else ""
-
-
-def _rest(epochs: Sequence[EpochAudit]) -> str:
-    """What is known of those that are not whole."""
-    rest = [epoch for epoch in epochs if not epoch.whole]
-    names = ["that was resumed" if epoch.resumed else "that was not finished" for epoch in rest]
-    return f"; of the epoch {' and of the one '.join(names)}, none twice" if names else ""
-
-
-def _samples(count: int) -> str:
-    return "1 sample was" if count == 1 else f"{count:,} samples were"
-
-
 def audit(log: RunLog) -> list[EpochAudit]:
     """Every epoch of every loop in the log, in order."""
     finished = log.end is not None and log.end.get("reason") == "finished"
-    starts = [sane.count_or(loop.get("first_step"), 0) for loop in log.loops]
-    dealt = [sane.count_or(loop.get("dealt"), 0) for loop in log.loops]
-    left = {sane.count_or(event.get("step"), -1) for event in log.others if event.get("event") == "left"}
+    starts = [sanitise.count_or(loop.get("first_step"), 0) for loop in log.loops]
+    dealt = [sanitise.count_or(loop.get("dealt"), 0) for loop in log.loops]
+    left = {sanitise.count_or(event.get("step"), -1) for event in log.others if event.get("event") == "left"}
     parts = _epochs(log.records, starts)
     return [
         _audit(

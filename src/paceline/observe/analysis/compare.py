@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedRun:
     """One run. Numbers that are not known are NaN."""
 
     name: str
@@ -52,7 +52,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    runs: tuple[Compared, ...]
+    runs: tuple[ComparedRun, ...]
     target: float
     """The loss of ``time_to_loss_s``: by default the lowest that every run reached; NaN when one has no loss."""
     asked: bool = False
@@ -72,12 +72,14 @@ def compare(logs: Sequence[RunLog], *, target: float | None = None) -> Compariso
     return Comparison(tuple(_timed(run, goal) for run in runs), goal, asked=target is not None)
 
 
-def _read(log: RunLog, name: str) -> Compared:
+def _read(log: RunLog, name: str) -> ComparedRun:
     steps = list(lay_out(log.records, log.times))
     zero = steps[0].start
     losses = np.array([math.nan if record.loss is None else record.loss for record in log.records])
     window = min(50, max(5, len(losses) // 20))
-    return Compared(name, log, verdict(log), np.array([step.stop - zero for step in steps]), smoothed(losses, window))
+    return ComparedRun(
+        name, log, verdict(log), np.array([step.stop - zero for step in steps]), smoothed(losses, window)
+    )
 
 
 def smoothed(values: Floats, window: int) -> Floats:
@@ -92,15 +94,15 @@ def smoothed(values: Floats, window: int) -> Floats:
     return means
 
 
-def _lowest(run: Compared) -> float:
+def _lowest(run: ComparedRun) -> float:
     good = run.loss[np.isfinite(run.loss)]
     return float(good.min()) if len(good) else math.nan
 
 
-def _timed(run: Compared, goal: float) -> Compared:
+def _timed(run: ComparedRun, goal: float) -> ComparedRun:
     there = np.flatnonzero(run.loss <= goal)
     when = float(run.clock_s[there[0]]) if len(there) else math.nan
-    return Compared(run.name, run.log, run.verdict, run.clock_s, run.loss, when)
+    return replace(run, time_to_loss_s=when)
 
 
 def _names(logs: Sequence[RunLog]) -> list[str]:

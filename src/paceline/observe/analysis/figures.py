@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from paceline.observe.analysis.lateness import Lost, lost_time, usual_s
-from paceline.observe.analysis.steptimes import Speeds, Times, step_times
-from paceline.observe.analysis.stretches import Floats, Mask, Stretch, bounded, stretches
+from paceline.observe.analysis.lateness import LostTime, lost_time, usual_s
+from paceline.observe.analysis.steptimes import Speeds, StepTimes, step_times
+from paceline.observe.analysis.stretches import Floats, Mask, StepStretch, bounded, stretches
 from paceline.records import StepRecord
 
 HELD = 0.10
@@ -110,7 +110,7 @@ class Figures:
 
 
 @dataclass
-class _Sums:
+class _WorkerSums:
     steps: int = 0
     samples: int = 0
     timed: int = 0
@@ -166,8 +166,8 @@ def summarise(records: Sequence[StepRecord], *, known: Mapping[int, float] | Non
     records = [r for r in records if any(map(_positive, (*r.seconds, *r.unfinished_s)))] or list(records)
     batch, usual = _mean([record.total for record in records if bounded(record)]), usual_s(records)
     speeds = Speeds({**_first_speeds(records), **(known or {})})
-    sums: dict[int, _Sums] = {}
-    whole = _Whole()
+    sums: dict[int, _WorkerSums] = {}
+    whole = _FleetSums()
     for stretch in stretches(records):
         lost = lost_time(stretch, usual)
         times = step_times(stretch, lost, speeds, batch=batch)
@@ -182,7 +182,7 @@ def _positive(value: float) -> bool:
 
 
 @dataclass
-class _Whole:
+class _FleetSums:
     """Seconds of all steps together."""
 
     wall: float = 0.0
@@ -198,7 +198,7 @@ class _Whole:
     closed_without: int = 0
     sizes: set[int] = field(default_factory=set)
 
-    def add(self, stretch: Stretch, times: Times) -> None:
+    def add(self, stretch: StepStretch, times: StepTimes) -> None:
         for name in ("wall", "round", "other", "ideal", "equal", "waited"):
             setattr(self, name, getattr(self, name) + float(getattr(times, name).sum()))
         self.work += times.mean(times.work)
@@ -209,7 +209,7 @@ class _Whole:
         self.sizes.add(len(stretch.workers))
 
 
-def _charge(stretch: Stretch, lost: Lost, times: Times, sums: dict[int, _Sums]) -> None:
+def _charge(stretch: StepStretch, lost: LostTime, times: StepTimes, sums: dict[int, _WorkerSums]) -> None:
     """Add the stretch to its workers' sums."""
     told = (stretch.samples > 0) & (stretch.seconds > 0)
     stalled = lost.stall_s > 0
@@ -232,7 +232,7 @@ def _charge(stretch: Stretch, lost: Lost, times: Times, sums: dict[int, _Sums]) 
     totals = {name: table.sum(axis=0).tolist() for name, table in columns.items()}
     short = _shortfalls(stretch)
     for rank, worker in enumerate(stretch.workers):
-        mine = sums.setdefault(worker, _Sums())
+        mine = sums.setdefault(worker, _WorkerSums())
         mine.steps += len(stretch.samples)
         mine.shortfalls.append(short[told[:, rank], rank])
         for name, column in totals.items():
@@ -240,13 +240,13 @@ def _charge(stretch: Stretch, lost: Lost, times: Times, sums: dict[int, _Sums]) 
             setattr(mine, name, getattr(mine, name) + kind(column[rank]))
 
 
-def _shortfalls(stretch: Stretch) -> Floats:
+def _shortfalls(stretch: StepStretch) -> Floats:
     """By step and worker: seconds the host was too slow by, over those that the machine should have taken."""
     asked = stretch.seconds - stretch.shortfall_s
     return np.divide(stretch.shortfall_s, asked, out=np.zeros_like(asked), where=asked > 0)
 
 
-def _blame(stretch: Stretch, times: Times, sums: Mapping[int, _Sums]) -> None:
+def _blame(stretch: StepStretch, times: StepTimes, sums: Mapping[int, _WorkerSums]) -> None:
     """The waiting goes to the account of the one who was last, in rounds that waited for everybody."""
     waiting, count = times.waiting, times.took_part.sum(axis=1)
     last = np.where(times.took_part, waiting, np.inf).argmin(axis=1)
@@ -263,7 +263,7 @@ def _blame(stretch: Stretch, times: Times, sums: Mapping[int, _Sums]) -> None:
 
 
 def _figures(
-    records: Sequence[StepRecord], whole: _Whole, sums: Mapping[int, _Sums], speeds: Mapping[int, float]
+    records: Sequence[StepRecord], whole: _FleetSums, sums: Mapping[int, _WorkerSums], speeds: Mapping[int, float]
 ) -> Figures:
     samples = sum(record.total for record in records)
     wall, other = whole.wall, whole.other
@@ -315,7 +315,7 @@ def _count(records: Sequence[StepRecord]) -> tuple[float, float]:
 
 
 def _worker(
-    worker: int, sums: _Sums, *, speed: float, samples: int, steps: int, wall: float, would_hold_s: float
+    worker: int, sums: _WorkerSums, *, speed: float, samples: int, steps: int, wall: float, would_hold_s: float
 ) -> WorkerFigures:
     return WorkerFigures(
         worker=worker,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.observe.analysis.progress import Row
+from paceline.observe.analysis.progress import WorkerRow
 
 MOST_WORKERS = 64
 """A larger fleet is shown in groups, however tall the screen."""
 
 
 @dataclass(frozen=True)
-class Line:
+class TableLine:
     """One worker, or the workers of a group together."""
 
     label: str
@@ -28,7 +28,7 @@ class Line:
     """What the mark is about: ``late``, ``left``, ``waited for``, ``slowest``, ``joined``, ``sits out`` or nothing."""
 
 
-def lines(rows: Sequence[Row], *, most: int) -> list[Line]:
+def group_rows(rows: Sequence[WorkerRow], *, most: int) -> list[TableLine]:
     """At most ``most`` lines. Groups are of a power of two, like the workers of a machine, and stay what they are while
     the fleet and the screen do."""
     size = 1 if len(rows) <= MOST_WORKERS else 2
@@ -37,12 +37,12 @@ def lines(rows: Sequence[Row], *, most: int) -> list[Line]:
     return [_line(rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
-def _line(rows: Sequence[Row]) -> Line:
+def _line(rows: Sequence[WorkerRow]) -> TableLine:
     first, last = rows[0], rows[-1]
     mark, kind = _mark(rows)
     names = {row.machine for row in rows}
     at_work = [row.waiting for row in rows if row.samples]
-    return Line(
+    return TableLine(
         label=str(first.worker) if len(rows) == 1 else f"{first.worker}-{last.worker}",
         machine=first.machine if len(names) == 1 else f"{len(names)} kinds of machine",
         samples=sum(row.samples for row in rows),
@@ -53,7 +53,7 @@ def _line(rows: Sequence[Row]) -> Line:
     )
 
 
-def _mark(rows: Sequence[Row]) -> tuple[str, str]:
+def _mark(rows: Sequence[WorkerRow]) -> tuple[str, str]:
     """A worker's own mark; of a group, the one that matters most."""
     if len(rows) == 1:
         return rows[0].mark, "late" if rows[0].late else "left" if rows[0].left else rows[0].mark

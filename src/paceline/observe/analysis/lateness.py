@@ -1,7 +1,7 @@
 """Seconds that gave no counted samples: stalls, and micro-batches that a deadline cut off.
 
 A record tells, for each worker, the seconds it had spent on an unfinished micro-batch when the round closed, and later,
-when that one ended, by how much it had overrun. Put together they are a *spell*: one micro-batch that came too late.
+when that one ended, by how much it had overrun. Put together they are one `LateMicroBatch`.
 One that took more than `STALL` times as long as usual was a stall: the usual time of it was work that was cut off, the
 rest the worker was stuck. A shorter one was merely cut off. Stalls in micro-batches that counted are found in the
 step's longest one.
@@ -15,7 +15,7 @@ from itertools import groupby
 
 import numpy as np
 
-from paceline.observe.analysis.stretches import Floats, Stretch
+from paceline.observe.analysis.stretches import Floats, StepStretch
 from paceline.records import StepRecord
 
 STALL = 4.0
@@ -25,7 +25,7 @@ MOST_READ = 2000
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostTime:
     """A stretch's lost seconds, by step and worker."""
 
     stuck_s: Floats
@@ -39,7 +39,7 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Spell:
+class LateMicroBatch:
     """A micro-batch that came too late for its round."""
 
     pieces: list[tuple[int, float]]
@@ -50,7 +50,7 @@ class Spell:
 
 def usual_s(records: Sequence[StepRecord]) -> dict[int, float]:
     """Each worker's usual seconds for a micro-batch: the lower quartile of its steps' longest, so that stalls in most
-    of the steps do not pass for usual; of their means, where the longest are not told."""
+    of the steps do not pass for usual; of their means, where the record does not say the longest."""
     read = [record for record in records[:: 1 + len(records) // MOST_READ] if record.micro_batches]
     longest: dict[int, list[float]] = {}
     for workers, steps in groupby(read, key=lambda record: record.workers):
@@ -70,7 +70,7 @@ def _lower_quartile(values: list[float]) -> float:
     return values[below] + (values[below + 1] - values[below]) * part / 4 if part else values[below]
 
 
-def lost_time(stretch: Stretch, usual: Mapping[int, float]) -> Lost:
+def lost_time(stretch: StepStretch, usual: Mapping[int, float]) -> LostTime:
     """What the workers lost; ``usual``: their usual seconds for a micro-batch."""
     each = np.array([usual.get(worker, 0.0) for worker in stretch.workers])
     inside = _inside(stretch, each)
@@ -78,20 +78,20 @@ def lost_time(stretch: Stretch, usual: Mapping[int, float]) -> Lost:
     cut = np.where(stretch.missed, stretch.seconds, 0.0)
     stuck, stall = np.zeros_like(inside), inside.copy()
     for rank in np.flatnonzero(stretch.unfinished_s.any(axis=0)):
-        for spell in spells(stretch, int(rank)):
-            _settle(spell, float(each[rank]), cut[:, rank], stuck[:, rank], stall[:, rank])
-    return Lost(stuck_s=stuck, inside_s=inside, cut_s=cut, stall_s=stall)
+        for late in late_micro_batches(stretch, int(rank)):
+            _charge_late(late, float(each[rank]), cut[:, rank], stuck[:, rank], stall[:, rank])
+    return LostTime(stuck_s=stuck, inside_s=inside, cut_s=cut, stall_s=stall)
 
 
-def _inside(stretch: Stretch, usual: Floats) -> Floats:
+def _inside(stretch: StepStretch, usual: Floats) -> Floats:
     """A stall in a micro-batch that counted: far longer than usual, and than the others of the step."""
     slowest, others = np.minimum(stretch.slowest_s, stretch.seconds), stretch.micro_batches - 1
     far_longer = (slowest > STALL * usual) & (usual > 0) & (slowest * others > STALL * (stretch.seconds - slowest))
     return np.where(far_longer & (others > 0) & (stretch.samples > 0), slowest - usual, 0.0)
 
 
-def spells(stretch: Stretch, rank: int) -> Iterator[Spell]:
-    """A worker's spells, each from the round that closed without it to its end."""
+def late_micro_batches(stretch: StepStretch, rank: int) -> Iterator[LateMicroBatch]:
+    """A worker's late micro-batches, each from the round that closed without it to its end."""
     unfinished, late = stretch.unfinished_s[:, rank], stretch.late_s[:, rank]
     began = np.concatenate(([0.0], np.cumsum(stretch.wall_s)))
     open_since, pieces = -1, list[tuple[int, float]]()
@@ -104,29 +104,29 @@ def spells(stretch: Stretch, rank: int) -> Iterator[Spell]:
             open_since = open_since if pieces else row
             pieces.append((row, float(unfinished[row])))
     if pieces:
-        yield Spell(pieces, 0.0)
+        yield LateMicroBatch(pieces, 0.0)
 
 
-def _ended(stretch: Stretch, rank: int, pieces: list[tuple[int, float]], row: int, ago_s: float) -> Spell:
-    """The spell is over by this row, which begins ``ago_s`` after its deadline."""
+def _ended(stretch: StepStretch, rank: int, pieces: list[tuple[int, float]], row: int, ago_s: float) -> LateMicroBatch:
+    """The late micro-batch is over by this row, which begins ``ago_s`` after its deadline."""
     late = float(stretch.late_s[row, rank])
     room = stretch.wall_s[row] - stretch.seconds[row, rank] - stretch.unfinished_s[row, rank]
     carried = float(min(max(0.0, late - ago_s), max(0.0, room)))
     first, seconds = pieces[0]
-    # Lateness counts from the deadline; not with P3's cut-off, nor when the records begin in the middle of a spell.
+    # Lateness counts from the deadline; not with P3's cut-off, nor when the records begin in its middle.
     whole = late > 0 and stretch.deadline_s[first] > 0 and not stretch.behind[first, rank]
-    return Spell([*pieces, (row, carried)], seconds + late if whole else 0.0)
+    return LateMicroBatch([*pieces, (row, carried)], seconds + late if whole else 0.0)
 
 
-def _settle(spell: Spell, usual: float, cut: Floats, stuck: Floats, stall: Floats) -> None:
-    """Book a spell: what of it was cut off, and what a standstill."""
-    whole = sum(seconds for _, seconds in spell.pieces)
+def _charge_late(late: LateMicroBatch, usual: float, cut: Floats, stuck: Floats, stall: Floats) -> None:
+    """Charge a late micro-batch: what of it was cut off, and what a standstill."""
+    whole = sum(seconds for _, seconds in late.pieces)
     stalled = whole > STALL * usual
     left = usual if stalled else whole
-    for row, seconds in spell.pieces:
+    for row, seconds in late.pieces:
         part = min(left, seconds)
         left -= part
         cut[row] += part
         stuck[row] += seconds - part
     if stalled:
-        stall[spell.pieces[0][0]] += max(whole, spell.took_s) - usual
+        stall[late.pieces[0][0]] += max(whole, late.took_s) - usual

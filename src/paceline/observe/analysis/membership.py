@@ -1,4 +1,4 @@
-"""Who comes and goes: the ``generation`` events of a log, which step records they void, and how they are told.
+"""Who comes and goes: the ``generation`` events of a log, and which step records they void.
 
 A generation is one membership of an elastic fleet. Its event says from which step on it holds, who joined and who
 left, and why. A leader may die after it wrote a step that the others could not keep, or wake up and write it late. So
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.observe.log import sane
+from paceline.observe.log import sanitise
 from paceline.records import StepRecord
 
 Timed = tuple[StepRecord, float]
@@ -43,7 +43,7 @@ class Departure:
 
 
 @dataclass(frozen=True)
-class Change:
+class GenerationEvent:
     """One ``generation`` event."""
 
     number: int
@@ -58,22 +58,22 @@ class Change:
     """What those who joined said of themselves."""
 
 
-def parse_change(event: Mapping[str, Any]) -> Change | None:
+def parse_generation(event: Mapping[str, Any]) -> GenerationEvent | None:
     """The change in a ``generation`` event; None when it lacks what makes it one."""
-    number, step = (sane.count_or(event.get(name), -1) for name in ("number", "step"))
+    number, step = (sanitise.count_or(event.get(name), -1) for name in ("number", "step"))
     workers = event.get("workers")
     if event.get("event") != "generation" or number < 0 or step < 0:
         return None
     if not isinstance(workers, (list, tuple)) or not all(map(_is_count, workers)):
         return None
     joined, left = _entries(event.get("joined")), _entries(event.get("left"))
-    return Change(
+    return GenerationEvent(
         number=number,
         step=step,
         workers=tuple(workers),
         joined=tuple(entry["id"] for entry in joined),
         left=tuple(Departure(entry["id"], str(entry.get("text") or "left")) for entry in left),
-        t=sane.stamp(event.get("t")),
+        t=sanitise.timestamp(event.get("t")),
         machines=tuple(joined),
     )
 
@@ -84,16 +84,16 @@ def _entries(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _is_count(value: Any) -> bool:
-    return sane.count_or(value, -1) >= 0
+    return sanitise.count_or(value, -1) >= 0
 
 
-def changes(events: Iterable[Mapping[str, Any]]) -> list[Change]:
+def changes(events: Iterable[Mapping[str, Any]]) -> list[GenerationEvent]:
     """Those of a log's events that tell of a change, in order. The first generation changes nothing."""
-    found = [change for event in events if (change := parse_change(event)) is not None]
+    found = [change for event in events if (change := parse_generation(event)) is not None]
     return [change for change in found if change.number > 1 and (change.joined or change.left)]
 
 
-class Standing:
+class RecordFilter:
     """Which records stand, as generations come in. Without ``generation`` events, all of them."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Standing:
         """The newest generation; 0: none was told of."""
         return self._starts[-1][0] if self._starts else 0
 
-    def begin(self, change: Change, steps: MutableSequence[Timed]) -> list[Timed]:
+    def begin_generation(self, change: GenerationEvent, steps: MutableSequence[Timed]) -> list[Timed]:
         """A generation begins: take the records that it voids from the end of ``steps``; they are returned."""
         self._starts.append((change.number, change.step))
         voided = []
@@ -113,16 +113,21 @@ class Standing:
             voided.append(steps.pop())
         return voided
 
-    def late(self, record: StepRecord) -> bool:
+    def is_late(self, record: StepRecord) -> bool:
         """Whether it is of an earlier generation than the newest."""
         return record.generation < self.number
 
-    def void(self, record: StepRecord) -> bool:
+    def is_void(self, record: StepRecord) -> bool:
         """Whether a later generation began at its step or before."""
-        return self.late(record) and any(g > record.generation and s <= record.step for g, s in self._starts)
+        return self.is_late(record) and any(g > record.generation and s <= record.step for g, s in self._starts)
+
+    def stands(self, record: StepRecord, steps: Sequence[Timed]) -> bool:
+        """Whether it counts behind these steps: a late one does where it fills a gap."""
+        newest = steps[-1][0].step if steps else -1
+        return not self.is_late(record) or (record.step > newest and not self.is_void(record))
 
 
-def insert(steps: list[Timed], new: Timed) -> None:
+def insert_late(steps: list[Timed], new: Timed) -> None:
     """Put a late record where it belongs; the one that is there already stays."""
     place = len(steps)
     while place and steps[place - 1][0].step > new[0].step:
@@ -131,31 +136,8 @@ def insert(steps: list[Timed], new: Timed) -> None:
         steps.insert(place, new)
 
 
-def change_text(change: Change) -> str:
-    """In a line, as it happens.
-
-    >>> change_text(Change(2, 20, (0, 2, 3), left=(Departure(1, "was killed by signal 9 (SIGKILL)"),)))
-    'worker 1 was killed by signal 9 (SIGKILL); 3 workers go on from step 20'
-    >>> change_text(Change(3, 60, (0, 2, 3, 4), joined=(4,)))
-    'worker 4 joined at step 60: 4 workers'
-    """
-    size = f"{len(change.workers)} worker{'' if len(change.workers) == 1 else 's'}"
-    gone = [f"worker {each.worker} {each.text}" for each in change.left]
-    came = [f"{_named(change.joined)} joined"] if change.joined else []
-    if came and not gone:
-        return f"{came[0]} at step {change.step}: {size}"
-    goes = "goes" if len(change.workers) == 1 else "go"
-    return "; ".join([*gone, *came, f"{size} {goes} on from step {change.step}"])
-
-
-def pause_s(change: Change, records: Sequence[StepRecord], times: Sequence[float]) -> float:
+def pause_s(change: GenerationEvent, records: Sequence[StepRecord], times: Sequence[float]) -> float:
     """Seconds from the last step that was logged before the change to the first one after; NaN when not known."""
     after = bisect_left(records, change.number, key=lambda record: record.generation)
     gap = times[after] - times[after - 1] if 0 < after < min(len(records), len(times)) else math.nan
     return gap if gap >= 0 else math.nan
-
-
-def _named(workers: Sequence[int]) -> str:
-    if len(workers) == 1:
-        return f"worker {workers[0]}"
-    return "workers " + ", ".join(map(str, workers[:-1])) + f" and {workers[-1]}"

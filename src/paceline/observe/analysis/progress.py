@@ -1,4 +1,4 @@
-"""A run in progress, as both views see it: events go in, a `Snapshot` of the last few steps comes out."""
+"""A run in progress, as both views see it: events go in, a `ProgressSnapshot` of the last few steps comes out."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.observe.analysis.figures import Figures, own_speeds, summarise
-from paceline.observe.analysis.membership import Change, Departure, Standing, Timed, change_text, parse_change
+from paceline.observe.analysis.membership import (
+    Departure,
+    GenerationEvent,
+    RecordFilter,
+    Timed,
+    parse_generation,
+)
 from paceline.observe.analysis.stretches import missed
-from paceline.observe.log import sane
+from paceline.observe.log import sanitise
 from paceline.observe.log.reader import parse_step
-from paceline.observe.words.numbers import duration, machines, number
+from paceline.observe.words.numbers import machines, rounds_behind
 from paceline.records import StepRecord
 
 WINDOW = 20
@@ -25,7 +31,7 @@ SHOWN_S = 20.0
 
 
 @dataclass(frozen=True)
-class Row:
+class WorkerRow:
     """One worker in the window."""
 
     worker: int
@@ -46,7 +52,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ProgressSnapshot:
     """Where the run stands. Numbers that are not known are None."""
 
     name: str
@@ -60,7 +66,7 @@ class Snapshot:
     of_limit: float = 0.0
     loss: float | None = None
     left_s: float | None = None
-    rows: tuple[Row, ...] = ()
+    rows: tuple[WorkerRow, ...] = ()
     """By identity; those who left a moment ago among them."""
     deadlines: bool = False
     """Whether any of the last steps could close without everybody."""
@@ -71,11 +77,11 @@ class Snapshot:
     global_batch: int | None = None
 
     @property
-    def late(self) -> tuple[Row, ...]:
+    def late(self) -> tuple[WorkerRow, ...]:
         return tuple(row for row in self.rows if row.late)
 
     @property
-    def present(self) -> tuple[Row, ...]:
+    def present(self) -> tuple[WorkerRow, ...]:
         return tuple(row for row in self.rows if not row.left)
 
 
@@ -91,17 +97,17 @@ class Progress:
         self._new: deque[Mapping[str, Any]] = deque(maxlen=BACKLOG)
         self._window: deque[Timed] = deque(maxlen=WINDOW)
         self._known: dict[int, float] = {}
-        self._standing = Standing()
-        self._newest_change: Change | None = None
+        self._filter = RecordFilter()
+        self._newest_change: GenerationEvent | None = None
         self._moved: dict[int, tuple[float, Departure | None]] = {}
         """When each worker left (and why) or joined last."""
         self._machines = machines(run)
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def add(self, event: Mapping[str, Any]) -> None:
         kind = event.get("event")
         if kind == "step":
             self._new.append(event)
-        elif kind == "generation" and (change := parse_change(event)) is not None:
+        elif kind == "generation" and (change := parse_generation(event)) is not None:
             self._absorb()  # it is about what came before
             self._change(change)
         elif kind == "run":
@@ -109,15 +115,15 @@ class Progress:
         elif kind == "steps":
             self._loop = event
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> ProgressSnapshot:
         self._absorb()
         name, pace = str(self._run.get("name") or "run"), str(self._run.get("pace") or "")
         if not self._window:
-            return Snapshot(name=name, pace=pace)
+            return ProgressSnapshot(name=name, pace=pace)
         newest = self._window[-1][0]
         figures = summarise([record for record, _ in self._window], known=self._known)
         steps = self._last_step(newest.step)
-        return Snapshot(
+        return ProgressSnapshot(
             name=name,
             pace=pace,
             step=newest.step + 1,
@@ -139,25 +145,20 @@ class Progress:
     def _absorb(self) -> None:
         while self._new:
             event = self._new.popleft()
-            if (record := parse_step(event)) is not None and self._stands(record):
+            if (record := parse_step(event)) is not None and self._filter.stands(record, self._window):
                 if len(self._window) == WINDOW:  # what leaves the window is remembered as a speed
                     self._known = own_speeds((self._window[0][0],), self._known)
-                self._window.append((record, sane.stamp(event.get("t"))))
+                self._window.append((record, sanitise.timestamp(event.get("t"))))
 
-    def _stands(self, record: StepRecord) -> bool:
-        if not self._standing.late(record):
-            return True
-        return not self._standing.void(record) and (not self._window or record.step > self._window[-1][0].step)
-
-    def _change(self, change: Change) -> None:
-        self._standing.begin(change, self._window)
+    def _change(self, change: GenerationEvent) -> None:
+        self._filter.begin_generation(change, self._window)
         self._newest_change = change
         self._machines |= machines({}, change.machines)
         if change.number > 1:  # the first generation is no news
             self._moved |= dict.fromkeys(change.joined, (change.t, None))
         self._moved |= {each.worker: (change.t, each) for each in change.left}
 
-    def _rows(self, newest: StepRecord, figures: Figures) -> tuple[Row, ...]:
+    def _rows(self, newest: StepRecord, figures: Figures) -> tuple[WorkerRow, ...]:
         """Those of the newest step, those who came after it, and those who left a moment ago."""
         now = max((t for t in (self._window[-1][1], *(t for t, _ in self._moved.values())) if t == t), default=0.0)
         recent = {worker: gone for worker, (t, gone) in self._moved.items() if now - t < SHOWN_S}
@@ -172,8 +173,8 @@ class Progress:
                 rows[worker] = replace(rows[worker], mark="joined")
         return tuple(rows[worker] for worker in sorted(rows))
 
-    def _row(self, worker: int, *, mark: str = "", left: bool = False) -> Row:
-        return Row(worker, self._machines.get(worker, ""), 0, 0.0, 0.0, mark, left=left)
+    def _row(self, worker: int, *, mark: str = "", left: bool = False) -> WorkerRow:
+        return WorkerRow(worker, self._machines.get(worker, ""), 0, 0.0, 0.0, mark, left=left)
 
     def _last_step(self, step: int) -> int | None:
         """One past the last step of the loop. A loop that starts where another ended counts on from there."""
@@ -192,11 +193,11 @@ class Progress:
         return steps * each if each > 0 else None
 
 
-def _rows(newest: StepRecord, figures: Figures, names: Mapping[int, str]) -> tuple[Row, ...]:
+def _rows(newest: StepRecord, figures: Figures, names: Mapping[int, str]) -> tuple[WorkerRow, ...]:
     by_worker = {worker.worker: worker for worker in figures.workers}
     marks = _marks(newest, figures)
     return tuple(
-        Row(
+        WorkerRow(
             worker=worker,
             machine=names.get(worker, ""),
             samples=samples,
@@ -236,72 +237,5 @@ def _behind(newest: StepRecord, rank: int) -> int:
     return newest.behind[rank] if rank < len(newest.behind) else 0
 
 
-def describe(event: Mapping[str, Any]) -> tuple[str, str] | None:
-    """An event worth a line of its own, as (level, text); None for those that only move the figures.
-
-    Levels are ``info``, ``news`` (who left, who joined), ``warning`` and whatever a note says.
-    """
-    kind = event.get("event")
-    if kind == "note":
-        return str(event.get("level") or "info"), str(event.get("text") or "")
-    if kind == "evaluate":
-        result = event.get("result")
-        figures = (
-            ", ".join(f"{key} {_figure(value)}" for key, value in result.items()) if isinstance(result, Mapping) else ""
-        )
-        return "info", f"evaluated after step {event.get('step')}: {figures}"
-    if kind == "generation":
-        change = parse_change(event)
-        moved = change is not None and change.number > 1 and (change.left or change.joined)
-        return ("news", change_text(change)) if change is not None and moved else None
-    if kind == "save":
-        if event.get("automatic"):  # every minute or so: no news
-            return None
-        return "info", f"saved step {event.get('step')} to {event.get('path')}"
-    if kind == "load":
-        return "info", f"loaded step {event.get('step')} from {event.get('path')}"
-    if kind == "end" and event.get("reason") != "finished":
-        text = str(event.get("text") or "")
-        return "warning", f"the run ended ({event.get('reason')})" + (f": {text}" if text else "")
-    return None
-
-
-def loss_text(loss: float) -> str:
-    """Three digits that matter: ``0.412``, ``2.31``, ``1.2e-05``."""
-    return f"{loss:.3g}"
-
-
-def left_text(snapshot: Snapshot) -> str:
-    """``12 s left``, or nothing."""
-    return "" if snapshot.left_s is None else f"{duration(math.ceil(snapshot.left_s))} left"
-
-
-def rounds_behind(rounds: int) -> str:
-    """``3 rounds behind``."""
-    return f"{rounds} round{'' if rounds == 1 else 's'} behind"
-
-
-def count_text(snapshot: Snapshot) -> str:
-    """``121 of 128 samples in the step``: the newest step's count against the batch. Nothing without deadlines: then
-    the two are the same."""
-    batch = "" if snapshot.global_batch is None else f" of {snapshot.global_batch:,}"
-    return f"{snapshot.count:,}{batch} samples in the step" if snapshot.deadlines else ""
-
-
-def deadline_text(snapshot: Snapshot) -> str:
-    """``deadline 106 ms``, or nothing."""
-    seconds = snapshot.deadline_s
-    return "" if seconds is None or not math.isfinite(seconds) else f"deadline {duration(seconds)}"
-
-
-def of(part: int | None, whole: int | None) -> str:
-    """``40/113``, or ``40`` when the whole is not known."""
-    return f"{part}" if whole is None else f"{part}/{whole}"
-
-
-def _figure(value: Any) -> str:
-    return number(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
-
-
 def _whole(value: Any) -> int | None:
-    return sane.count_or(value, 0) or None
+    return sanitise.count_or(value, 0) or None

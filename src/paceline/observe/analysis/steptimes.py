@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.observe.analysis.lateness import Lost
-from paceline.observe.analysis.stretches import Floats, Mask, Stretch
+from paceline.observe.analysis.lateness import LostTime
+from paceline.observe.analysis.stretches import Floats, Mask, StepStretch
 
 FOLLOWED = 0.3
 """How far the running mean of a worker's speed moves towards the newest."""
@@ -38,7 +38,7 @@ class Speeds:
     followed: dict[int, float] = field(default_factory=dict)
     """Running means: what shares would be dealt by."""
 
-    def shown(self, stretch: Stretch, lost: Lost) -> Floats:
+    def shown(self, stretch: StepStretch, lost: LostTime) -> Floats:
         """Each worker's speed in each step; NaN where it has shown none. Kept for the next stretch."""
         own_s = stretch.seconds - lost.inside_s
         told = (stretch.samples > 0) & (own_s > 0)
@@ -49,7 +49,7 @@ class Speeds:
         self.newest |= _told(stretch.workers, filled[-1])
         return filled[1:]
 
-    def expected(self, stretch: Stretch, speed: Floats) -> Floats:
+    def expected(self, stretch: StepStretch, speed: Floats) -> Floats:
         """Each worker's running mean before each step."""
         mean = _known(self.followed, stretch.workers)
         means = np.empty_like(speed)
@@ -69,7 +69,7 @@ def _told(workers: Sequence[int], speeds: Floats) -> dict[int, float]:
 
 
 @dataclass(frozen=True)
-class Times:
+class StepTimes:
     """Seconds of a stretch's steps; of each worker in them, where two-dimensional."""
 
     wall: Floats
@@ -104,7 +104,7 @@ class Times:
         )
 
 
-def step_times(stretch: Stretch, lost: Lost, speeds: Speeds, *, batch: float) -> Times:
+def step_times(stretch: StepStretch, lost: LostTime, speeds: Speeds, *, batch: float) -> StepTimes:
     """``batch``: samples that a step with a deadline would have had to wait for."""
     work = np.where(stretch.samples > 0, stretch.seconds, 0.0) - lost.inside_s
     stuck, cut = lost.inside_s + lost.stuck_s, lost.cut_s
@@ -122,7 +122,7 @@ def step_times(stretch: Stretch, lost: Lost, speeds: Speeds, *, batch: float) ->
         would = _had_it_waited(lost, speed, speeds.expected(stretch, speed), batch)
         waited, longer, last = (np.where(stretch.bounded, a, b) for a, b in zip(would, (waited, longer, last)))
     ideal, equal = _at_best(stretch, lost, speed)
-    return Times(
+    return StepTimes(
         wall=wall,
         closed=closed,
         round=np.minimum(stretch.round_s, np.maximum(0.0, wall - busy)),
@@ -139,7 +139,7 @@ def step_times(stretch: Stretch, lost: Lost, speeds: Speeds, *, batch: float) ->
     )
 
 
-def _at_best(stretch: Stretch, lost: Lost, speed: Floats) -> tuple[Floats, Floats]:
+def _at_best(stretch: StepStretch, lost: LostTime, speed: Floats) -> tuple[Floats, Floats]:
     """Seconds of each step at the limit, and with equal shares."""
     count, together = stretch.samples.sum(axis=1), np.nansum(speed, axis=1)
     idle = np.nansum(speed * (lost.stuck_s + lost.inside_s), axis=1)
@@ -148,7 +148,7 @@ def _at_best(stretch: Stretch, lost: Lost, speed: Floats) -> tuple[Floats, Float
     return ideal, np.where(np.isnan(each), 0.0, each).max(axis=1)
 
 
-def _had_it_waited(lost: Lost, speed: Floats, expected: Floats, batch: float) -> tuple[Floats, Floats, Floats]:
+def _had_it_waited(lost: LostTime, speed: Floats, expected: Floats, batch: float) -> tuple[Floats, Floats, Floats]:
     """Seconds, how many of them too many, and for whom, with shares by the speeds expected."""
     together = np.nansum(expected, axis=1, keepdims=True)
     share = batch * np.divide(expected, together, out=np.zeros_like(expected), where=together > 0)

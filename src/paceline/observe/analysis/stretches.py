@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.observe.log.record_fields import PER_WORKER
 from paceline.records import StepRecord
 
 Floats = NDArray[np.float64]
@@ -28,11 +29,14 @@ def missed(record: StepRecord, rank: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class StepStretch:
     """Numbers that are missing or make no sense are 0."""
 
     workers: tuple[int, ...]
+    bounded: Mask
+    """Of each step: whether its round could close without everybody."""
     planned: Floats
+    """By step and worker, as are those below."""
     samples: Floats
     seconds: Floats
     micro_batches: Floats
@@ -45,7 +49,6 @@ class Stretch:
     """A number a step, as are those below."""
     round_s: Floats
     deadline_s: Floats
-    bounded: Mask
 
     @property
     def missed(self) -> Mask:
@@ -53,7 +56,11 @@ class Stretch:
         return mask
 
 
-def stretches(records: Sequence[StepRecord]) -> Iterator[Stretch]:
+FIGURES = [field.name for field in fields(StepStretch) if field.name not in ("workers", "bounded")]
+"""Fields of a record that become an array."""
+
+
+def stretches(records: Sequence[StepRecord]) -> Iterator[StepStretch]:
     start = 0
     for stop in range(1, len(records) + 1):
         if stop == len(records) or stop - start == MOST_STEPS or records[stop].workers != records[start].workers:
@@ -61,36 +68,22 @@ def stretches(records: Sequence[StepRecord]) -> Iterator[Stretch]:
             start = stop
 
 
-def _stretch(records: Sequence[StepRecord]) -> Stretch:
+def _stretch(records: Sequence[StepRecord]) -> StepStretch:
     size = len(records[0].workers)
 
-    def table(of: Callable[[StepRecord], Sequence[float]]) -> Floats:
-        rows = [of(record) for record in records]
+    def table(name: str) -> Floats:
+        rows: list[Sequence[float]] = [getattr(record, name) for record in records]
         if not any(rows):  # most runs leave some of them out
             return np.zeros((len(rows), size))
         if any(len(row) != size for row in rows):
             rows = [[*row[:size], *([0.0] * (size - len(row)))] for row in rows]
         return _sound(np.array(rows, dtype=np.float64))
 
-    def column(of: Callable[[StepRecord], float | None]) -> Floats:
-        return _sound(np.array([of(record) or 0.0 for record in records], dtype=np.float64))
+    def column(name: str) -> Floats:
+        return _sound(np.array([getattr(record, name) or 0.0 for record in records], dtype=np.float64))
 
-    return Stretch(
-        workers=records[0].workers,
-        planned=table(lambda r: r.planned),
-        samples=table(lambda r: r.samples),
-        seconds=table(lambda r: r.seconds),
-        micro_batches=table(lambda r: r.micro_batches),
-        slowest_s=table(lambda r: r.slowest_s),
-        unfinished_s=table(lambda r: r.unfinished_s),
-        behind=table(lambda r: r.behind),
-        late_s=table(lambda r: r.late_s),
-        shortfall_s=table(lambda r: r.shortfall_s),
-        wall_s=column(lambda r: r.wall_s),
-        round_s=column(lambda r: r.round_s),
-        deadline_s=column(lambda r: r.deadline_s),
-        bounded=np.array([bounded(record) for record in records]),
-    )
+    figures = {name: table(name) if name in PER_WORKER else column(name) for name in FIGURES}
+    return StepStretch(records[0].workers, np.array([bounded(record) for record in records]), **figures)
 
 
 def _sound(values: Floats) -> Floats:

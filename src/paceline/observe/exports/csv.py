@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.observe.log.reader import RunLog
+from paceline.observe.log.record_fields import PER_STEP, PER_WORKER
 from paceline.records import StepRecord
 
+FIRST = ("planned", "samples", "seconds", "forecast_s", "slowest_s")
+LEFT_OUT = ("behind", "shortfall_s", "wait_for", "weight")
 OF_THE_STEP = ("step", "epoch", "generation")
-OF_THE_WORKER = ("planned", "samples", "seconds", "forecast_s", "slowest_s", "micro_batches", "unfinished_s", "late_s")
-OF_THE_FLEET = ("deadline_s", "wall_s", "round_s", "loss", "grad_norm", "applied")
+OF_THE_WORKER = [name for name in dict.fromkeys((*FIRST, *PER_WORKER)) if name not in LEFT_OUT]
+OF_THE_FLEET = [name for name in PER_STEP if name not in LEFT_OUT]
 COLUMNS = (*OF_THE_STEP, "t", "worker", "machine", *OF_THE_WORKER, *OF_THE_FLEET)
 
 

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.analysis.progress import describe
 from paceline.observe.analysis.timeline import KINDS, Slice, TimedStep, lay_out
 from paceline.observe.log.reader import RunLog
+from paceline.observe.words.numbers import worker_name
+from paceline.observe.words.progress import describe
 
 Event = dict[str, Any]
 
@@ -55,8 +56,7 @@ def _tracks(log: RunLog, workers: Iterable[int]) -> Iterator[Event]:
     named = log.machines
     yield _meta("process_name", 0, name=str(log.run.get("name") or "run"))
     for worker in workers:
-        known = named.get(worker)
-        yield _meta("thread_name", worker + 1, name=f"worker {worker}" + (f" ({known})" if known else ""))
+        yield _meta("thread_name", worker + 1, name=worker_name(worker, named.get(worker)))
         yield _meta("thread_sort_index", worker + 1, sort_index=worker)
 
 

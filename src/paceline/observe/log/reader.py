@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.analysis.membership import Change, Standing, Timed, changes, insert, parse_change
-from paceline.observe.log import sane
+from paceline.observe.analysis.membership import (
+    GenerationEvent,
+    RecordFilter,
+    Timed,
+    changes,
+    insert_late,
+    parse_generation,
+)
+from paceline.observe.log import sanitise
 from paceline.observe.log.folders import log_file
+from paceline.observe.log.record_fields import sanitised
 from paceline.observe.words.numbers import machines
 from paceline.records import LOG_VERSION, StepRecord
 
@@ -55,7 +62,7 @@ class RunLog:
         return self.run.get("transport") == "elastic"
 
     @property
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[GenerationEvent]:
         """Who came and who left, in order."""
         return changes(self.others)
 
@@ -68,15 +75,15 @@ class RunLog:
 def read_log(path: Path) -> RunLog:
     """Read a run's folder or its ``events.jsonl``. Raises ValueError when there is no such log."""
     file = log_file(path)
-    reader = _Reader()
+    parser = _LogParser()
     try:
         with file.open("rb") as lines:
             for line in lines:
-                reader.take(line)
+                parser.add(line)
     except OSError as error:
         advice = "give a run's folder or its events.jsonl"
         raise ValueError(f"no event log at {file} ({error.strerror or error}): {advice}") from error
-    log = reader.log(file)
+    log = parser.log(file)
     if isinstance(version := log.run.get("version"), int) and version > ELASTIC_VERSION:
         logger.warning("%s was written by a newer Paceline (log version %d, known %d)", file, version, ELASTIC_VERSION)
     return log
@@ -112,50 +119,16 @@ def parse_line(line: bytes) -> Event | None:
 
 
 def parse_step(event: Mapping[str, Any]) -> StepRecord | None:
-    """The record in a ``step`` event; None when it lacks what makes it a record. Figures that no training can have
-    count as not told: seconds as NaN, others as None."""
+    """The record in a ``step`` event, `sanitised`; None when it lacks what makes it a record."""
     try:
-        record = StepRecord.from_json(event)
+        record = sanitised(StepRecord.from_json(event))
         size = len(record.workers)
-        record = replace(
-            record,
-            planned=_counts(record.planned),
-            samples=_counts(record.samples),
-            seconds=_seconds(record.seconds),
-            micro_batches=_counts(record.micro_batches),
-            slowest_s=_seconds(record.slowest_s),
-            unfinished_s=_seconds(record.unfinished_s),
-            behind=_counts(record.behind),
-            late_s=_seconds(record.late_s),
-            shortfall_s=_seconds(record.shortfall_s),
-            forecast_s=None if record.forecast_s is None else _seconds(record.forecast_s),
-            deadline_s=_told(sane.seconds(record.deadline_s)),
-            wait_for=None if record.wait_for is None else sane.count(record.wait_for),
-            wall_s=_told(sane.seconds(record.wall_s)) or 0.0,
-            round_s=_told(sane.seconds(record.round_s)) or 0.0,
-            weight=sane.figure(record.weight) or 0.0,
-            loss=sane.figure(record.loss),
-            grad_norm=sane.figure(record.grad_norm),
-            sums={str(k): v for k, v in dict(record.sums).items() if sane.is_number(v) and sane.figure(v) is not None},
-        )
     except (TypeError, ValueError, OverflowError):
         return None
     complete = size > 0 and len(record.planned) == len(record.samples) == len(record.seconds) == size
     numbers = (record.step, record.epoch, record.generation, *record.workers)
-    numbered = all(sane.count_or(number, -1) >= 0 for number in numbers) and len({*record.workers}) == size
+    numbered = all(sanitise.count_or(number, -1) >= 0 for number in numbers) and len({*record.workers}) == size
     return record if complete and numbered and isinstance(record.ranges, tuple) else None
-
-
-def _counts(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(map(sane.count, values))
-
-
-def _seconds(values: Iterable[Any]) -> tuple[float, ...]:
-    return tuple(map(sane.seconds, values))
-
-
-def _told(seconds: float) -> float | None:
-    return None if math.isnan(seconds) else seconds
 
 
 def _read_on(file: Path, position: int) -> tuple[bytes, int, bool]:
@@ -170,7 +143,7 @@ def _read_on(file: Path, position: int) -> tuple[bytes, int, bool]:
         return b"", position, False
 
 
-class _Reader:
+class _LogParser:
     """Sorts lines into what a `RunLog` holds, one at a time: a long log is never in memory as text."""
 
     def __init__(self) -> None:
@@ -181,16 +154,16 @@ class _Reader:
         self._run = run
         self._loops: list[Event] = []
         self._steps: list[Timed] = []
-        self._standing = Standing()
+        self._filter = RecordFilter()
         self._others: list[Event] = []
         self._end: Event | None = None
 
-    def take(self, line: bytes) -> None:
+    def add(self, line: bytes) -> None:
         event = parse_line(line)
         if event is None:
             self._unreadable += bool(line.strip())
         elif event["event"] == "step":
-            self._take_step(event)
+            self._add_step(event)
         elif event["event"] == "run":
             self._begin(event)
         elif event["event"] == "steps":
@@ -199,18 +172,18 @@ class _Reader:
             self._end = event
         else:
             self._others.append(event)
-            if (change := parse_change(event)) is not None:
-                self._standing.begin(change, self._steps)
+            if (change := parse_generation(event)) is not None:
+                self._filter.begin_generation(change, self._steps)
 
-    def _take_step(self, event: Event) -> None:
+    def _add_step(self, event: Event) -> None:
         if (record := parse_step(event)) is None:
             self._unreadable += 1
             return
-        step = (record, sane.stamp(event.get("t")))
-        if not self._standing.late(record):
+        step = (record, sanitise.timestamp(event.get("t")))
+        if not self._filter.is_late(record):
             self._steps.append(step)
-        elif not self._standing.void(record):
-            insert(self._steps, step)
+        elif not self._filter.is_void(record):
+            insert_late(self._steps, step)
 
     def log(self, path: Path) -> RunLog:
         return RunLog(

@@ -1,7 +1,7 @@
 """The event log: one JSON object a line in ``<run>/events.jsonl``, written behind the training loop's back.
 
 `EventLog.write` only builds a shallow dict and puts it on a queue; a daemon thread encodes and writes a few times a
-second. The log is a witness, never a reason to stop: a full disk or a vanished folder is one warning.
+second. The log only watches and never stops a run: a full disk or a vanished folder is one warning.
 """
 
 from __future__ import annotations

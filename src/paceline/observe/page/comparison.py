@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.observe.analysis.chronicle import CAPACITY
-from paceline.observe.analysis.compare import Compared, Comparison
+from paceline.observe.analysis.compare import ComparedRun, Comparison
+from paceline.observe.analysis.downsampling import CAPACITY
 from paceline.observe.page.drawing import Picture, layout, line, small, text, worker_colours
-from paceline.observe.page.html import asset, data_script, document, escape, frame, plotly_js, table
+from paceline.observe.page.html import escape, frame, plotly_js, table, whole_page
 from paceline.observe.words.numbers import duration, number, percent_cell, size, times
 
 
@@ -28,9 +28,7 @@ def comparison_page(compared: Comparison) -> str:
             f"<main id='pictures'>{''.join(map(frame, shown))}</main>",
         )
     )
-    data = data_script("figures", [picture.to_json() for picture in shown])
-    scripts = f"<script>{plotly}</script>{data}<script>{asset('page.js')}</script>"
-    return document(title="Runs compared", body=body, style=asset("page.css"), scripts=scripts)
+    return whole_page("Runs compared", body, shown, plotly)
 
 
 def in_words(compared: Comparison) -> str:
@@ -64,7 +62,7 @@ def cells(compared: Comparison) -> tuple[list[str], list[list[str]]]:
     return head, [_row(run, timed=timed, judged=judged) for run in compared.runs]
 
 
-def _row(run: Compared, *, timed: bool, judged: str | None) -> list[str]:
+def _row(run: ComparedRun, *, timed: bool, judged: str | None) -> list[str]:
     figures = run.verdict.figures
     row = [
         run.name,
@@ -104,7 +102,7 @@ def _done(compared: Comparison) -> Picture:
     return Picture("done", "Samples over time", said, data, layout(y="samples", x="seconds"))
 
 
-def _lines(runs: Sequence[Compared], of: Callable[[Compared], Any]) -> list[dict[str, Any]]:
+def _lines(runs: Sequence[ComparedRun], of: Callable[[ComparedRun], Any]) -> list[dict[str, Any]]:
     colours = worker_colours(len(runs))
     drawn = []
     for run, colour in zip(runs, colours):

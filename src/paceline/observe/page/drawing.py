@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from paceline.observe.words.numbers import worker_name
+
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, YELLOW, GREY = "#CC79A7", "#56B4E9", "#F0E442", "#999999"
 WORKERS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW, GREY)
@@ -38,10 +40,7 @@ class Picture:
         return int(self.layout.get("height", 300))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name, "title": self.title, "caption": self.caption,
-            "data": self.data, "layout": self.layout, "wide": self.wide,
-        }  # fmt: skip
+        return dict(vars(self))
 
 
 def layout(*, y: str = "", x: str = "step", height: int = 300, **more: Any) -> dict[str, Any]:
@@ -101,7 +100,7 @@ def row_axis(rows: Sequence[tuple[int, str]]) -> dict[str, Any]:
     """An axis of workers and their machines, the first on top; with many, every few are named."""
     every = max(1, len(rows) // 16)
     shown = list(range(0, len(rows), every))
-    names = [f"worker {worker}" + (f" ({machine})" if machine and every == 1 else "") for worker, machine in rows]
+    names = [worker_name(worker, machine if every == 1 else None) for worker, machine in rows]
     return {
         "tickvals": shown, "ticktext": [text(names[place].replace("emulated ", "")) for place in shown],
         "autorange": "reversed", "automargin": True, "zeroline": False, "showgrid": False,

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from paceline.observe.analysis.audit import EpochAudit, audit
-from paceline.observe.analysis.chronicle import Chronicle
+from paceline.observe.analysis.downsampling import DownsampledRun
 from paceline.observe.analysis.evaluations import evaluations
 from paceline.observe.analysis.figures import Figures
-from paceline.observe.analysis.progress import describe
 from paceline.observe.log.reader import RunLog
 from paceline.observe.page.answers import Tile, tiles
 from paceline.observe.page.drawing import Picture
 from paceline.observe.page.moments import in_words, last_steps, timeline, what_if_picture
-from paceline.observe.page.pictures import Story, changes, pictures
+from paceline.observe.page.pictures import PictureData, membership_text, pictures
 from paceline.observe.page.whatif import what_if
-from paceline.observe.words.coming_and_going import moves_text
-from paceline.observe.words.run import run_words
+from paceline.observe.words.audit import audit_text, epoch_text
+from paceline.observe.words.membership import moves_text
+from paceline.observe.words.progress import describe, run_words
 from paceline.observe.words.verdict import Verdict, steps_text, verdict
 from paceline.observe.words.worker_table import worker_table
 
@@ -38,16 +38,16 @@ def report_page(log: RunLog) -> str:
     """The whole report of a run as one HTML file that needs nothing else. Raises ValueError without Plotly."""
     plotly = plotly_js()
     judged, tried = verdict(log), what_if(log.records)
-    story = tell(log, judged)
-    steps = last_steps(log.records, log.times, workers=len(story.workers))
-    drawn = [timeline(steps, judged.machines, _blamed(judged)), what_if_picture(tried, judged), *pictures(story)]
+    run_data = picture_data(log, judged)
+    steps = last_steps(log.records, log.times, workers=len(run_data.workers))
+    drawn = [timeline(steps, judged.machines, _blamed(judged)), what_if_picture(tried, judged), *pictures(run_data)]
     shown = [picture for picture in drawn if picture is not None]
     why_not = f"<section class='quiet'>What if? {escape(in_words(tried, judged))}</section>"
     asked = why_not if log.records and not tried.answers else ""
     body = "".join(
         (
             heading(log.run, judged.figures, state(log)),
-            verdict_part(judged, tiles(judged, tried, story.stuck()), moved=changes(story)),
+            verdict_part(judged, tiles(judged, tried, run_data.stuck()), moved=membership_text(run_data)),
             f"<main id='pictures'>{''.join(map(frame, shown))}</main>{asked}",
             f"<section id='workers'>{workers_table(judged)}</section>",
             f"<section>{audit_table(audit(log))}</section>",
@@ -55,9 +55,7 @@ def report_page(log: RunLog) -> str:
             footer(log, judged),
         )
     )
-    data = data_script("figures", [picture.to_json() for picture in shown])
-    scripts = f"<script>{plotly}</script>{data}<script>{asset('page.js')}</script>"
-    return document(title=str(log.run.get("name") or "run"), body=body, style=asset("page.css"), scripts=scripts)
+    return whole_page(str(log.run.get("name") or "run"), body, shown, plotly)
 
 
 def write_report(log: RunLog, path: Path | None = None) -> Path:
@@ -67,9 +65,9 @@ def write_report(log: RunLog, path: Path | None = None) -> Path:
     return path
 
 
-def tell(log: RunLog, judged: Verdict) -> Story:
-    chronicle = Chronicle.of(log.records, log.times)
-    return Story(chronicle.buckets(), chronicle.workers, judged.machines, evaluations(log.others), moves=judged.moves)
+def picture_data(log: RunLog, judged: Verdict) -> PictureData:
+    run = DownsampledRun.of(log.records, log.times)
+    return PictureData(run.buckets(), run.workers, judged.machines, evaluations(log.others), moves=judged.moves)
 
 
 def _blamed(judged: Verdict) -> dict[int, float]:
@@ -107,6 +105,13 @@ def document(*, title: str, body: str, style: str, scripts: str) -> str:
         f"<meta name='color-scheme' content='light dark'><title>{escape(title)} · Paceline</title>"
         f"<link rel='icon' href='data:,'><style>{style}</style></head><body>{body}{scripts}</body></html>"
     )
+
+
+def whole_page(title: str, body: str, shown: Iterable[Picture], plotly: str) -> str:
+    """One file that needs nothing else: style, pictures and scripts are in it."""
+    data = data_script("figures", [picture.to_json() for picture in shown])
+    scripts = f"<script>{plotly}</script>{data}<script>{asset('page.js')}</script>"
+    return document(title=title, body=body, style=asset("page.css"), scripts=scripts)
 
 
 def heading(run: Mapping[str, Any], figures: Figures, status: tuple[str, str]) -> str:
@@ -180,35 +185,15 @@ def audit_table(epochs: Sequence[EpochAudit]) -> str:
     if not epochs:
         return ""
     rows = [
-        (f"{e.epoch + 1}", f"{e.counted:,}", f"{e.undone:,}", f"{e.twice:,}", f"{e.missing:,}", _judged(e))
+        (f"{e.epoch + 1}", f"{e.counted:,}", f"{e.undone:,}", f"{e.twice:,}", f"{e.missing:,}", epoch_text(e))
         for e in epochs[-MOST_EPOCHS:]
     ]
     earlier = f", the last {MOST_EPOCHS} of {len(epochs):,}" if len(epochs) > MOST_EPOCHS else ""
     head = ("epoch", "counted", "dealt again", "counted twice", "missing", "audit")
     listed = table(f"Epoch by epoch{earlier}", head, rows)
-    return f"<h2>The audit</h2><p>{escape(audited(epochs))}</p><details><summary>the epochs</summary>{listed}</details>"
-
-
-def audited(epochs: Sequence[EpochAudit]) -> str:
-    """The audit in a sentence."""
-    wrong = [epoch for epoch in epochs if epoch.recorded and not epoch.sound]
-    told, again = [epoch for epoch in epochs if epoch.recorded], sum(epoch.undone for epoch in epochs)
-    dealt = f" {again:,} samples were dealt again after their step had closed without them." if again else ""
-    if wrong:
-        return f"NOT exact in {len(wrong)} of {len(epochs)} epochs: samples counted twice, or missing.{dealt}"
-    if not told:
-        return "The record holds no positions (a stream, or an older log): nothing to audit."
-    whole = sum(epoch.whole for epoch in told)
-    part = "" if whole == len(told) else " Of an epoch that is not whole in this log: none twice so far."
-    return f"Every sample counted exactly once in {whole} of {whole} whole epochs.{part}{dealt}"
-
-
-def _judged(epoch: EpochAudit) -> str:
-    if not epoch.recorded:
-        return "positions not recorded"
-    if not epoch.sound:
-        return "NOT exact"
-    return "each exactly once" if epoch.whole else "none twice (part of an epoch)"
+    return (
+        f"<h2>The audit</h2><p>{escape(audit_text(epochs))}</p><details><summary>the epochs</summary>{listed}</details>"
+    )
 
 
 def notes(events: Iterable[Mapping[str, Any]], end: Mapping[str, Any] | None) -> str:

@@ -1,6 +1,6 @@
 """The live page's state: events go in one by one, messages for the browsers come out.
 
-Memory is bounded whatever the run's length: the whole run is a chronicle, the last steps are kept as they are. There
+Memory is bounded whatever the run's length: the whole run is down-sampled, the last steps are kept as they are. There
 are two kinds of messages: a *quick* one with where the run stands, and a *full* one with every picture.
 """
 
@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.analysis.chronicle import Chronicle
+from paceline.observe.analysis.downsampling import DownsampledRun
 from paceline.observe.analysis.evaluations import Evaluation, evaluations
-from paceline.observe.analysis.membership import Standing, Timed, parse_change
-from paceline.observe.analysis.progress import Progress, Snapshot, left_text, loss_text, of
-from paceline.observe.log import sane
+from paceline.observe.analysis.membership import RecordFilter, Timed, parse_generation
+from paceline.observe.analysis.progress import Progress, ProgressSnapshot
+from paceline.observe.log import sanitise
 from paceline.observe.log.reader import RunLog, parse_step
 from paceline.observe.page.answers import tiles
 from paceline.observe.page.drawing import Picture
@@ -34,9 +34,10 @@ from paceline.observe.page.html import (
     workers_table,
 )
 from paceline.observe.page.moments import last_steps, timeline
-from paceline.observe.page.pictures import Story, changes, pictures
+from paceline.observe.page.pictures import PictureData, membership_text, pictures
 from paceline.observe.page.whatif import WhatIf
-from paceline.observe.words.numbers import machines, number, percent
+from paceline.observe.words.numbers import machines
+from paceline.observe.words.progress import now_line
 from paceline.observe.words.verdict import verdict
 from paceline.records import StepRecord
 
@@ -56,7 +57,7 @@ TAIL = 8
 
 
 class LiveRun:
-    """A run being watched. ``take`` and the messages may be called from different threads."""
+    """A run being watched. ``add`` and the messages may be called from different threads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,56 +75,51 @@ class LiveRun:
         self.elastic = run.get("transport") == "elastic"
         self.generations = 1
         """Memberships so far."""
-        self._chronicle = Chronicle(capacity=BUCKETS, tail=TAIL if self.elastic else 0)
+        self._downsampled = DownsampledRun(capacity=BUCKETS, tail=TAIL if self.elastic else 0)
         self._recent: deque[Timed] = deque(maxlen=RECENT)
         self._changes: deque[Mapping[str, Any]] = deque(maxlen=MOST_CHANGES)
-        self._standing = Standing()
+        self._filter = RecordFilter()
         self._machines = machines(run)
         self._notes: deque[Mapping[str, Any]] = deque(maxlen=MOST_NOTES)
         self._evaluations: deque[Evaluation] = deque(maxlen=MOST_EVALUATIONS)
         self._progress = Progress()
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def add(self, event: Mapping[str, Any]) -> None:
         """One event of the log, in order. A second ``run`` event is a restart: the page begins anew."""
         with self._lock:
             self.revision += 1
             kind = event.get("event")
             if kind == "run":
                 self._begin(event)
-            self._progress.take(event)
+            self._progress.add(event)
             if kind == "step":
-                self._take_step(event)
+                self._add_step(event)
             elif kind == "generation":
-                self._take_change(event)
+                self._add_generation(event)
             elif kind == "end":
                 self.end = event
             elif kind not in ("run", "steps"):
                 self._notes.append(event)
                 self._evaluations.extend(evaluations((event,)))
 
-    def _take_step(self, event: Mapping[str, Any]) -> None:
+    def _add_step(self, event: Mapping[str, Any]) -> None:
         record = parse_step(event)
-        if record is None or (self._standing.late(record) and not self._stands(record)):
+        if record is None or not self._filter.stands(record, self._recent):
             return
-        t = sane.stamp(event.get("t"))
+        t = sanitise.timestamp(event.get("t"))
         self.last_t = t if t == t else time.time()
         self.newest = record
         self.steps += 1
         self.samples += record.total
-        self._chronicle.add(record, self.last_t)
+        self._downsampled.add(record, self.last_t)
         self._recent.append((record, self.last_t))
 
-    def _stands(self, record: StepRecord) -> bool:
-        """A record of an earlier generation, which comes late: it stands where it fills a gap."""
-        newest = self._recent[-1][0].step if self._recent else -1
-        return record.step > newest and not self._standing.void(record)
-
-    def _take_change(self, event: Mapping[str, Any]) -> None:
+    def _add_generation(self, event: Mapping[str, Any]) -> None:
         self._notes.append(event)
-        if (change := parse_change(event)) is None:
+        if (change := parse_generation(event)) is None:
             return
-        voided = self._standing.begin(change, self._recent)
-        self._chronicle.drop(len(voided))
+        voided = self._filter.begin_generation(change, self._recent)
+        self._downsampled.drop(len(voided))
         self.steps -= len(voided)
         self.samples -= sum(record.total for record, _ in voided)
         self.newest = self._recent[-1][0] if self._recent else None
@@ -131,7 +127,7 @@ class LiveRun:
         self._changes.append(event)
         self._machines |= machines({}, change.machines)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> ProgressSnapshot:
         with self._lock:
             return self._progress.snapshot()
 
@@ -139,7 +135,7 @@ class LiveRun:
         """Where the run stands: a line of figures, the last steps, the notes."""
         with self._lock:
             picture = self._timeline()
-            parts = {"now": now_line(self._progress.snapshot()), "notes": notes(self._notes, self.end)}
+            parts = {"now": escape(now_line(self._progress.snapshot())), "notes": notes(self._notes, self.end)}
             return self._message(parts, [picture] if picture else [])
 
     def full(self) -> dict[str, Any]:
@@ -147,21 +143,21 @@ class LiveRun:
         with self._lock:
             log = self._log()
             judged, tried = verdict(log, whole=False), ENDED if self.end else NOT_YET
-            story = Story(
-                self._chronicle.buckets(),
-                self._chronicle.workers,
+            data = PictureData(
+                self._downsampled.buckets(),
+                self._downsampled.workers,
                 judged.machines,
                 tuple(self._evaluations),
                 moves=judged.moves,
             )
             parts = {
-                "now": now_line(self._progress.snapshot()),
+                "now": escape(now_line(self._progress.snapshot())),
                 "notes": notes(self._notes, self.end),
                 "heading": heading(self.run, judged.figures, state(log) if self.end else ("live", "running")),
-                "verdict": verdict_part(judged, tiles(judged, tried, story.stuck()), moved=changes(story)),
+                "verdict": verdict_part(judged, tiles(judged, tried, data.stuck()), moved=membership_text(data)),
                 "workers": workers_table(judged),
             }
-            drawn = [self._timeline(), *pictures(story)]
+            drawn = [self._timeline(), *pictures(data)]
             return self._message(parts, [picture for picture in drawn if picture is not None])
 
     def _message(self, parts: Mapping[str, str], drawn: list[Picture]) -> dict[str, Any]:
@@ -188,19 +184,7 @@ class LiveRun:
         return RunLog(path=self.path, run=self.run, records=records, times=stamps, others=others, end=self.end)
 
 
-def now_line(now: Snapshot) -> str:
-    """``step 40/113 · epoch 2/3 · 1,204 samples/s · 93 % of the limit · loss 0.412 · 12 s left``."""
-    if now.step is None:
-        return "waiting for the first step"
-    said = [f"step {of(now.step, now.steps)}", f"epoch {of(now.epoch, now.epochs)}"]
-    said.append(f"{number(now.samples_per_s)} samples/s")
-    said += [f"{percent(now.of_limit)} of the limit"] if now.limit else []
-    said += [f"loss {loss_text(now.loss)}"] if now.loss is not None else []
-    said += [left_text(now)] if now.left_s else []
-    return escape(" · ".join(said))
-
-
-def encode(message: Mapping[str, Any]) -> bytes:
+def server_sent_event(message: Mapping[str, Any]) -> bytes:
     """A server-sent event: one line of JSON."""
     return b"data: " + json.dumps(message, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.observe.analysis.chronicle import Bucket
+from paceline.observe.analysis.downsampling import StepBucket
 from paceline.observe.analysis.evaluations import MEANS, Evaluation
 from paceline.observe.page.drawing import (
     BLUE,
@@ -31,8 +31,8 @@ from paceline.observe.page.drawing import (
     text,
     worker_colours,
 )
-from paceline.observe.words.coming_and_going import Move, moves_text
-from paceline.observe.words.numbers import percent
+from paceline.observe.words.membership import Move, moves_text
+from paceline.observe.words.numbers import percent, worker_name
 
 STATES = {1: ("sat out", SKY), 2: ("at work", BLUE), 3: ("missed the round", RED)}
 """Who was there, by number: the highest in a bucket is drawn, but for a worker that was away, 0, which is a gap."""
@@ -42,10 +42,10 @@ MOST_MARKS = 100
 
 
 @dataclass(frozen=True)
-class Story:
+class PictureData:
     """All that the pictures need of a run."""
 
-    buckets: Sequence[Bucket]
+    buckets: Sequence[StepBucket]
     workers: tuple[int, ...]
     """In the order of the buckets' arrays."""
     machines: Mapping[int, str]
@@ -68,83 +68,82 @@ class Story:
         total = self.table(lambda b: b.stuck_s).sum(axis=0)
         return {worker: float(s) / whole for worker, s in zip(self.workers, total)} if whole > 0 else {}
 
-    def column(self, of: Callable[[Bucket], float]) -> list[float]:
+    def column(self, of: Callable[[StepBucket], float]) -> list[float]:
         return [of(bucket) for bucket in self.buckets]
 
-    def table(self, of: Callable[[Bucket], Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def table(self, of: Callable[[StepBucket], Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
         return np.array([of(bucket) for bucket in self.buckets])
 
     def name(self, worker: int) -> str:
-        known = self.machines.get(worker)
-        return f"worker {worker}" + (f" ({known})" if known else "")
+        return worker_name(worker, self.machines.get(worker))
 
 
-def pictures(story: Story) -> list[Picture]:
+def pictures(run: PictureData) -> list[Picture]:
     """Those that have something to show, in the order of the page."""
-    if not story.buckets:
+    if not run.buckets:
         return []
-    drawn = [speed(story), shares(story), learning(story), forecast(story), presence(story), handed_back(story)]
+    drawn = [speed(run), shares(run), learning(run), forecast(run), presence(run), handed_back(run)]
     shown = [picture for picture in drawn if picture is not None]
-    if len(story.buckets) <= FEW:
+    if len(run.buckets) <= FEW:
         for picture in shown:
-            picture.layout["xaxis"] |= _whole_steps(story)
+            picture.layout["xaxis"] |= _whole_steps(run)
     return shown
 
 
-def _whole_steps(story: Story) -> dict[str, Any]:
+def _whole_steps(run: PictureData) -> dict[str, Any]:
     """An axis for a few steps, where the drawing's own choice would be halves of a step and a range around nothing."""
-    shown = [*story.steps, *(each.step for each in story.evaluations)]
+    shown = [*run.steps, *(each.step for each in run.evaluations)]
     first, last = min(shown), max(shown)
     return {"range": [first - 0.5, last + 0.5], "tick0": 0, "dtick": max(1, (last - first) // FEW)}
 
 
-def speed(story: Story) -> Picture:
+def speed(run: PictureData) -> Picture:
     """Throughput against the limit; the band holds every single step."""
-    steps = story.steps
-    reached = story.column(lambda b: _over(b.samples, b.wall_s))
-    limit = story.column(lambda b: _over(b.samples, b.ideal_s))
+    steps = run.steps
+    reached = run.column(lambda b: _over(b.samples, b.wall_s))
+    limit = run.column(lambda b: _over(b.samples, b.ideal_s))
     data = [line(steps, limit, "the limit: the sum of the workers' own speeds", GREY, line={"dash": "dash"})]
     said = "Samples a second of the fleet, step by step."
-    if story.grain > 1:
-        data += band(steps, story.column(lambda b: b.speed[0]), story.column(lambda b: b.speed[1]), "reached", BLUE)
-        said += f" Each point is {story.grain} steps; the band reaches from the slowest of them to the fastest."
+    if run.grain > 1:
+        data += band(steps, run.column(lambda b: b.speed[0]), run.column(lambda b: b.speed[1]), "reached", BLUE)
+        said += f" Each point is {run.grain} steps; the band reaches from the slowest of them to the fastest."
     data.append(line(steps, reached, "reached", BLUE))
     ceiling = 1.15 * float(np.nanpercentile([v for v in limit + reached if math.isfinite(v)] or [1.0], 99))
-    frame = layout(y="samples/s", shapes=_marks(story))
+    frame = layout(y="samples/s", shapes=_marks(run))
     frame["yaxis"] |= {"range": [0, ceiling]}
-    said += " Dotted lines: somebody left (red), somebody joined (green)." if story.moves else ""
+    said += " Dotted lines: somebody left (red), somebody joined (green)." if run.moves else ""
     return Picture("speed", "Speed against the limit", said, data, frame)
 
 
-def _marks(story: Story) -> list[dict[str, Any]]:
+def _marks(run: PictureData) -> list[dict[str, Any]]:
     """A line across the picture where somebody left or joined."""
     return [
         {"type": "line", "x0": move.step, "x1": move.step, "y0": 0, "y1": 1, "yref": "paper",
          "line": {"color": RED if move.left else GREEN, "width": 1.5, "dash": "dot"}}
-        for move in story.moves[-MOST_MARKS:]
+        for move in run.moves[-MOST_MARKS:]
     ]  # fmt: skip
 
 
-def shares(story: Story) -> Picture | None:
+def shares(run: PictureData) -> Picture | None:
     """Who did which part of the samples, stacked to 100 %."""
-    if len(story.workers) < 2:
+    if len(run.workers) < 2:
         return None
-    done = story.table(lambda b: b.done)
+    done = run.table(lambda b: b.done)
     total = done.sum(axis=1, keepdims=True)
     part = 100 * np.divide(done, total, out=np.zeros_like(done), where=total > 0)
-    order = list(range(len(story.workers)))
+    order = list(range(len(run.workers)))
     many = len(order) > len(WORKERS)
     if many:
-        busy = story.table(lambda b: b.busy_s).sum(axis=0)
+        busy = run.table(lambda b: b.busy_s).sum(axis=0)
         own = np.divide(done.sum(axis=0), busy, out=np.zeros(len(order)), where=busy > 0)
         order.sort(key=lambda column: own[column])
-    layer = _bar if len(story.buckets) <= FEW else _layer
+    layer = _bar if len(run.buckets) <= FEW else _layer
     data = [
-        layer(story.steps, part[:, column], story.name(story.workers[column]).replace("emulated ", ""), colour)
+        layer(run.steps, part[:, column], run.name(run.workers[column]).replace("emulated ", ""), colour)
         | {"showlegend": not many, "hovertemplate": "%{y:.1f} %"}
         for column, colour in zip(order, worker_colours(len(order)))
     ]
-    frame = layout(y="% of the samples", height=340, shapes=_marks(story), barmode="stack")
+    frame = layout(y="% of the samples", height=340, shapes=_marks(run), barmode="stack")
     frame["yaxis"] |= {"range": [0, 100]}
     if many:
         frame["hovermode"] = "closest"
@@ -161,20 +160,20 @@ def _bar(steps: Sequence[int], part: Sequence[float], name: str, colour: str) ->
     return {"type": "bar", "x": steps, "y": small(part), "name": text(name), "marker": {"color": colour}}
 
 
-def learning(story: Story) -> Picture | None:
+def learning(run: PictureData) -> Picture | None:
     """Loss, and whatever was evaluated or added up, as means over samples."""
-    loss = story.column(lambda b: b.loss[1])
-    means = _means(story)
-    if not any(map(math.isfinite, loss)) and not means and not story.evaluations:
+    loss = run.column(lambda b: b.loss[1])
+    means = _means(run)
+    if not any(map(math.isfinite, loss)) and not means and not run.evaluations:
         return None
     data: list[dict[str, Any]] = []
-    if story.grain > 1:
-        data += band(story.steps, story.column(lambda b: b.loss[0]), story.column(lambda b: b.loss[2]), "loss", BLUE)
-    data.append(line(story.steps, loss, "loss (left)", BLUE))
+    if run.grain > 1:
+        data += band(run.steps, run.column(lambda b: b.loss[0]), run.column(lambda b: b.loss[2]), "loss", BLUE)
+    data.append(line(run.steps, loss, "loss (left)", BLUE))
     frame = layout(y="loss")
-    on_right = [(name, story.steps, values, "lines") for name, values in means.items()]
-    for name in dict.fromkeys(key for each in story.evaluations for key in each.means):
-        points = [(each.step, each.means[name]) for each in story.evaluations if name in each.means]
+    on_right = [(name, run.steps, values, "lines") for name, values in means.items()]
+    for name in dict.fromkeys(key for each in run.evaluations for key in each.means):
+        points = [(each.step, each.means[name]) for each in run.evaluations if name in each.means]
         on_right.append((f"{name}, evaluated", [step for step, _ in points], [v for _, v in points], "lines+markers"))
     for (name, steps, values, mode), colour in zip(on_right, (ORANGE, GREEN, PURPLE, RED)):
         data.append(line(steps, values, f"{name} (right)", colour, mode=mode, yaxis="y2"))
@@ -193,11 +192,11 @@ def _around_one(values: Sequence[float]) -> dict[str, Any]:
     return {"range": [0, max(1.0, *known) * 1.05]} if len(known) == 1 and min(known) >= 0 else {}
 
 
-def forecast(story: Story) -> Picture | None:
+def forecast(run: PictureData) -> Picture | None:
     """What the pacer expected of the last worker against what that step took."""
-    if not any(bucket.expected_s > 0 for bucket in story.buckets):
+    if not any(bucket.expected_s > 0 for bucket in run.buckets):
         return None
-    told = [bucket for bucket in story.buckets if bucket.expected_s > 0]
+    told = [bucket for bucket in run.buckets if bucket.expected_s > 0]
     steps = [bucket.last for bucket in told]
     counts = [bucket.steps for bucket in told]
     expected = [1000 * b.expected_s / n for b, n in zip(told, counts)]
@@ -208,21 +207,21 @@ def forecast(story: Story) -> Picture | None:
     return Picture("forecast", "Forecast and what happened", said, data, layout(y="ms a step"))
 
 
-def presence(story: Story) -> Picture | None:
+def presence(run: PictureData) -> Picture | None:
     """A strip a worker: at work, sitting out, missing the round, away."""
-    if len(story.workers) < 2:
+    if len(run.workers) < 2:
         return None
-    rows = sorted(enumerate(story.workers), key=lambda row: row[1])[:MOST_ROWS]
-    present, missed = story.table(lambda b: b.present), story.table(lambda b: b.missed)
-    idle = story.table(lambda b: b.idle)
+    rows = sorted(enumerate(run.workers), key=lambda row: row[1])[:MOST_ROWS]
+    present, missed = run.table(lambda b: b.present), run.table(lambda b: b.missed)
+    idle = run.table(lambda b: b.idle)
     state = np.where(missed > 0, 3, np.where(idle >= np.maximum(present, 1), 1, 2))
-    away = present < story.table(lambda b: np.full(len(story.workers), b.steps))
+    away = present < run.table(lambda b: np.full(len(run.workers), b.steps))
     by_row = np.where(away, 0, state).T[[column for column, _ in rows]].tolist()
     z = [[value or None for value in row] for row in by_row]
     seen = sorted({value for row in z for value in row if value is not None}) or [2]
     data: list[dict[str, Any]] = [
         {
-            "type": "heatmap", "x": story.steps, "y": list(range(len(rows))), "z": z, "zmin": 1, "zmax": 3,
+            "type": "heatmap", "x": run.steps, "y": list(range(len(rows))), "z": z, "zmin": 1, "zmax": 3,
             "colorscale": _steps_of_colour(), "showscale": False, "ygap": 2, "hoverongaps": False,
             "text": [[STATES[value][0] if value else "" for value in row] for row in z] if len(rows) <= 16 else None,
             "hovertemplate": "%{y}, step %{x}" + (": %{text}" if len(rows) <= 16 else "") + "<extra></extra>",
@@ -234,25 +233,25 @@ def presence(story: Story) -> Picture | None:
         for value, (name, colour) in STATES.items() if value in seen
     ]  # fmt: skip
     frame = layout(height=110 + min(22, max(6, 480 // len(rows))) * len(rows), hovermode="closest")
-    frame["yaxis"] = row_axis([(worker, story.machines.get(worker, "")) for _, worker in rows])
-    moved = changes(story)
+    frame["yaxis"] = row_axis([(worker, run.machines.get(worker, "")) for _, worker in rows])
+    moved = membership_text(run)
     said = (
         f"{moved} A gap is a worker that was away." if moved else "Everybody was there from the first step to the last."
     )
     return Picture("presence", "Who was there", said, data, frame)
 
 
-def changes(story: Story, most: int = 6) -> str:
+def membership_text(run: PictureData, most: int = 6) -> str:
     """Who came and who left, in words; empty when nobody did. From the log's word for it, else from the records."""
-    if story.moves:
-        return moves_text(story.moves, most)
-    if not story.buckets:
+    if run.moves:
+        return moves_text(run.moves, most)
+    if not run.buckets:
         return ""
-    here = story.table(lambda b: b.present) > 0
+    here = run.table(lambda b: b.present) > 0
     first, last = here.argmax(axis=0), len(here) - 1 - here[::-1].argmax(axis=0)
     seen: list[tuple[int, str]] = []
-    for column, worker in enumerate(story.workers):
-        came, left = story.buckets[first[column]].first, story.buckets[last[column]].last
+    for column, worker in enumerate(run.workers):
+        came, left = run.buckets[first[column]].first, run.buckets[last[column]].last
         seen += [(came, f"worker {worker} came at step {came}")] if first[column] > 0 else []
         seen += [(left, f"worker {worker} left after step {left}")] if last[column] < len(here) - 1 else []
     if not seen:
@@ -263,13 +262,13 @@ def changes(story: Story, most: int = 6) -> str:
     return said[0].upper() + said[1:] + "."
 
 
-def handed_back(story: Story) -> Picture | None:
+def handed_back(run: PictureData) -> Picture | None:
     """Samples that were dealt, not counted in their step, and dealt again; nothing when there were none."""
-    undone = story.column(lambda b: b.undone)
+    undone = run.column(lambda b: b.undone)
     if not any(undone):
         return None
     data = [
-        {"type": "bar", "x": story.steps, "y": small(undone), "name": "dealt, not counted in its step",
+        {"type": "bar", "x": run.steps, "y": small(undone), "name": "dealt, not counted in its step",
          "marker": {"color": SKY}},
     ]  # fmt: skip
     said = (
@@ -279,13 +278,13 @@ def handed_back(story: Story) -> Picture | None:
     return Picture("handed-back", "Dealt and handed back", said, data, layout(y="samples", bargap=0))
 
 
-def _means(story: Story) -> dict[str, list[float]]:
+def _means(run: PictureData) -> dict[str, list[float]]:
     """Figures the user added up, over the samples of the same steps."""
 
     def mean(name: str) -> list[float]:
-        return story.column(lambda bucket: _over(bucket.sums.get(name, math.nan), bucket.samples))
+        return run.column(lambda bucket: _over(bucket.sums.get(name, math.nan), bucket.samples))
 
-    return {MEANS.get(name, name): mean(name) for name in dict.fromkeys(n for b in story.buckets for n in b.sums)}
+    return {MEANS.get(name, name): mean(name) for name in dict.fromkeys(n for b in run.buckets for n in b.sums)}
 
 
 def _steps_of_colour() -> list[list[Any]]:

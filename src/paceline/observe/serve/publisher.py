@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from paceline.observe.page.live import LiveRun, encode
+from paceline.observe.page.live import LiveRun, server_sent_event
 
 logger = logging.getLogger("paceline.observe")
 
@@ -48,19 +48,19 @@ class Publisher:
             new_viewer = self._wanted.is_set()
             self._wanted.clear()
             if self.viewers and (new_viewer or (revision != full_revision and started - full_at >= full_pause)):
-                self._publish(full=self._made(self._live.full))
+                self._publish(full=self._encoded(self._live.full))
                 full_revision = quick_revision = revision
                 full_at = time.monotonic()
                 full_pause = max(FULL_S, CALM * (full_at - started))
             elif self.viewers and revision != quick_revision:
-                self._publish(quick=self._made(self._live.quick))
+                self._publish(quick=self._encoded(self._live.quick))
                 quick_revision = revision
             self._wanted.wait(min(SLOWEST_QUICK_S, max(QUICK_S, CALM * (time.monotonic() - started))))
 
-    def _made(self, make: Callable[[], Mapping[str, Any]]) -> bytes | None:
+    def _encoded(self, make: Callable[[], Mapping[str, Any]]) -> bytes | None:
         """The message, or None when the log holds something that cannot be shown: the page waits for better."""
         try:
-            return encode(make())
+            return server_sent_event(make())
         except (TypeError, ValueError, KeyError, IndexError) as error:
             logger.warning("the live page could not be drawn (%s: %s)", type(error).__name__, error)
             return None

@@ -104,11 +104,11 @@ def make_app(live: LiveRun, publisher: Publisher, *, token: str | None, log: Pat
         "/static/{name}": static,
     }
     app = Starlette(routes=[Route(path, answer, methods=["GET"]) for path, answer in routes.items()])
-    app.add_middleware(Guard, token=token)
+    app.add_middleware(AccessCheck, token=token)
     return app
 
 
-class Guard:
+class AccessCheck:
     """Refuses requests without the token; without a token, those for a name that is not this computer's."""
 
     def __init__(self, app: Any, *, token: str | None) -> None:
@@ -118,7 +118,7 @@ class Guard:
         from starlette.requests import Request
         from starlette.responses import PlainTextResponse
 
-        if scope["type"] == "http" and not self._welcome(Request(scope)):
+        if scope["type"] == "http" and not self._allowed(Request(scope)):
             refused = PlainTextResponse(
                 "not allowed: use the address that `paceline watch` printed", 403, headers=HEADERS
             )
@@ -126,7 +126,7 @@ class Guard:
             return
         await self._app(scope, receive, send)
 
-    def _welcome(self, request: Request) -> bool:
+    def _allowed(self, request: Request) -> bool:
         if self._token is None:
             host = request.headers.get("host", "")
             return host.rpartition(":")[0] in LOOPBACK or host in LOOPBACK
@@ -223,7 +223,7 @@ class LivePage:
     def _follow(self, events: Iterator[Event]) -> None:
         for event in events:
             try:
-                self.live.take(event)
+                self.live.add(event)
             except (TypeError, ValueError, KeyError) as error:  # a foreign log: one odd line does not end the page
                 logger.warning("an event of kind %r could not be understood (%s)", event.get("event"), error)
 

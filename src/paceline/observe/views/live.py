@@ -15,20 +15,20 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from paceline.observe.analysis.grouping import Line, lines
-from paceline.observe.analysis.progress import (
-    Progress,
-    Snapshot,
+from paceline.observe.analysis.grouping import TableLine, group_rows
+from paceline.observe.analysis.progress import Progress, ProgressSnapshot
+from paceline.observe.views import is_terminal
+from paceline.observe.words.numbers import duration, number, percent, percent_cell
+from paceline.observe.words.progress import (
     count_text,
     deadline_text,
     describe,
     left_text,
+    line_of,
     loss_text,
-    of,
+    place_texts,
+    run_line,
 )
-from paceline.observe.views.plain import line_of, run_line
-from paceline.observe.views.view import is_terminal
-from paceline.observe.words.numbers import duration, number, percent, percent_cell
 
 if TYPE_CHECKING:  # rich belongs to the command line: training works without it
     from rich.console import Console, RenderableType
@@ -108,12 +108,12 @@ class LiveView:
 
     def _draw(self) -> None:
         while self._events:
-            self._take(self._events.popleft())
+            self._add(self._events.popleft())
         silence_s = 0.0 if self._stop.is_set() else self._silence_s()
         self._live.update(table(self._progress.snapshot(), console=self._console, silence_s=silence_s), refresh=True)
 
-    def _take(self, event: Mapping[str, Any]) -> None:
-        self._progress.take(event)
+    def _add(self, event: Mapping[str, Any]) -> None:
+        self._progress.add(event)
         if event.get("event") == "step":
             self._stepped_at = time.monotonic()
         said = ("info", run_line(event)) if event.get("event") == "run" else describe(event)
@@ -124,7 +124,7 @@ class LiveView:
         return time.monotonic() - self._stepped_at
 
 
-def table(now: Snapshot, *, console: Console, silence_s: float = 0.0) -> RenderableType:
+def table(now: ProgressSnapshot, *, console: Console, silence_s: float = 0.0) -> RenderableType:
     """The header, a bar for the whole run, and a row for each worker (in a large fleet, for each group of them).
 
     ``silence_s``: seconds since the last step; said aloud when it is long, so that a stuck fleet does not look alive.
@@ -141,30 +141,27 @@ def table(now: Snapshot, *, console: Console, silence_s: float = 0.0) -> Rendera
         parts.append(_joined([(count_text(now), ""), (deadline_text(now), "")], ascii_only=ascii_only))
     if now.steps:
         parts.append(_rail(now.step, now.steps, width=min(console.width - 1, 100), ascii_only=ascii_only))
-    shown = lines(now.rows, most=most)
+    shown = group_rows(now.rows, most=most)
     mark = LATE_WIDTH if now.deadlines else MARK_WIDTH if len(shown) == len(now.rows) else GROUP_WIDTH
     mark = max(mark, LEFT_WIDTH) if any(line.kind == "left" for line in shown) else mark
     parts.append(_rows(shown, width=console.width, mark_width=mark, ascii_only=ascii_only))
     return Group(*parts)
 
 
-def _header(now: Snapshot, *, ascii_only: bool) -> Text:
-    said = [(now.name, "bold"), (now.pace, ""), (f"step {of(now.step, now.steps)}", "")]
-    said += [(f"epoch {of(now.epoch, now.epochs)}", ""), (left_text(now), "")]
-    return _joined(said, ascii_only=ascii_only)
+def _header(now: ProgressSnapshot, *, ascii_only: bool) -> Text:
+    said = [(text, "") for text in (now.pace, *place_texts(now), left_text(now))]
+    return _joined([(now.name, "bold"), *said], ascii_only=ascii_only)
 
 
-def _speeds(now: Snapshot, silence: list[str], *, ascii_only: bool) -> Text:
+def _speeds(now: ProgressSnapshot, silence: list[str], *, ascii_only: bool) -> Text:
     said = [(f"{number(now.samples_per_s)} samples/s", "bold green")]
     if now.limit:
         said.append((f"{percent(now.of_limit)} of the limit ({number(now.limit)})", ""))
-    if now.loss is not None:
-        said.append((f"loss {loss_text(now.loss)}", ""))
-    said += [(text, "bold yellow") for text in silence]
+    said += [(loss_text(now), ""), *((text, "bold yellow") for text in silence)]
     return _joined(said, ascii_only=ascii_only)
 
 
-def _rows(rows: list[Line], *, width: int, mark_width: int, ascii_only: bool) -> Table:
+def _rows(rows: list[TableLine], *, width: int, mark_width: int, ascii_only: bool) -> Table:
     from rich.table import Table
     from rich.text import Text
 

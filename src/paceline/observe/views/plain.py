@@ -6,22 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from paceline.observe.analysis.progress import (
-    Progress,
-    Snapshot,
-    count_text,
-    deadline_text,
-    describe,
-    left_text,
-    loss_text,
-    of,
-    rounds_behind,
-)
-from paceline.observe.words.numbers import number, percent
+from paceline.observe.analysis.progress import Progress
+from paceline.observe.words.progress import describe, line_of, run_line, step_line
 
 SHORTEST_S, LONGEST_S = 2.0, 30.0
 """Seconds between two lines: the shorter at the start; a run of hours is not worth a line every two seconds."""
-MOST_SHARES = 16
 
 
 class PlainView:
@@ -36,7 +25,7 @@ class PlainView:
         self._unprinted = False
 
     def show(self, event: Mapping[str, Any]) -> None:
-        self._progress.take(event)
+        self._progress.add(event)
         kind = event.get("event")
         if kind == "run":
             self._print(run_line(event))
@@ -74,46 +63,3 @@ class PlainView:
             self._stream.flush()
         except (OSError, ValueError, LookupError):
             pass
-
-
-def line_of(level: str, text: str) -> str:
-    """What is described, with its level where that is worth a word."""
-    return text if level in ("info", "news") else f"{level}: {text}"
-
-
-def run_line(event: Mapping[str, Any]) -> str:
-    """``digits: 4 workers, pace adaptive, combine gradients, gloo``."""
-    workers = event.get("workers")
-    count = len(workers) if isinstance(workers, (list, tuple)) else 0
-    said = [f"{count} worker{'' if count == 1 else 's'}"] if count else []
-    said += [f"{key} {event[key]}" for key in ("pace", "combine") if event.get(key)]
-    said += [str(event["backend"])] if event.get("backend") else []
-    return f"{event.get('name') or 'run'}: {', '.join(said)}"
-
-
-def step_line(now: Snapshot) -> str:
-    """``step 40/113  epoch 2/3  1,204 samples/s (93 % of limit)  shares 93 93 47 23  loss 0.412  12 s left``.
-
-    With deadlines also ``121 of 128 samples  deadline 106 ms  worker 2 late, 3 rounds behind``.
-    """
-    said = [f"step {of(now.step, now.steps)}", f"epoch {of(now.epoch, now.epochs)}"]
-    limit = f" ({percent(now.of_limit)} of limit)" if now.limit else ""
-    said.append(f"{number(now.samples_per_s)} samples/s{limit}")
-    here = now.present
-    more = f" and {len(here) - MOST_SHARES} more" if len(here) > MOST_SHARES else ""
-    said.append("shares " + " ".join(str(row.samples) for row in here[:MOST_SHARES]) + more)
-    said += [text for text in (count_text(now), deadline_text(now), late_text(now)) if text]
-    said += [f"loss {loss_text(now.loss)}"] if now.loss is not None else []
-    said += [left_text(now)] if now.left_s is not None else []
-    return "  ".join(said)
-
-
-def late_text(now: Snapshot) -> str:
-    """Who is late; of many, how many and who is furthest behind."""
-    if not now.late:
-        return ""
-    worst = max(now.late, key=lambda row: row.behind)
-    if len(now.late) == 1:
-        return f"worker {worst.worker} {worst.mark}"
-    furthest = f" (worker {worst.worker}: {rounds_behind(worst.behind)})" if worst.behind else ""
-    return f"{len(now.late)} workers late{furthest}"

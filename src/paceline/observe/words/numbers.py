@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
-from paceline.observe.log import sane
+from paceline.observe.log import sanitise
 
 
 def number(value: float) -> str:
@@ -42,6 +42,11 @@ def size(fewest: int, most: int) -> str:
     return f"{most}" if fewest == most else f"{fewest} to {most}"
 
 
+def rounds_behind(rounds: int) -> str:
+    """``3 rounds behind``."""
+    return f"{rounds} round{'' if rounds == 1 else 's'} behind"
+
+
 def duration(seconds: float) -> str:
     """Seconds as people say them.
 
@@ -71,11 +76,16 @@ def machine(info: Mapping[str, Any] | None) -> str:
     return ", ".join(part for part in (str(info.get("device") or ""), emulated) if part)
 
 
+def worker_name(worker: int, machine: str | None = None) -> str:
+    """``worker 3 (cpu)``, or ``worker 3`` when its machine is not known."""
+    return f"worker {worker}" + (f" ({machine})" if machine else "")
+
+
 def machines(run: Mapping[str, Any], joined: Iterable[Mapping[str, Any]] = ()) -> dict[int, str]:
     """Every worker's machine, by identity: from the ``run`` event, and of those who ``joined`` later."""
     entries = run.get("workers")
     known = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, (list, tuple)) else []
-    told = [sane.count_or(entry.get("id", entry.get("rank")), rank) for rank, entry in enumerate(known)]
+    told = [sanitise.count_or(entry.get("id", entry.get("rank")), rank) for rank, entry in enumerate(known)]
     named = {worker: machine(entry) for worker, entry in zip(told, known)}
     return named | {int(entry["id"]): machine(entry) for entry in joined}
 

@@ -8,11 +8,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.analysis.audit import audit, once
+from paceline.observe.analysis.audit import audit
 from paceline.observe.analysis.figures import Figures, WorkerFigures, own_speeds, summarise
 from paceline.observe.log.reader import RunLog
-from paceline.observe.words.coming_and_going import Move, moves, moves_text
+from paceline.observe.words.audit import audit_verdict
 from paceline.observe.words.deadlines import SAME, deadline_sentences, with_deadlines
+from paceline.observe.words.membership import Move, moves, moves_text
 from paceline.observe.words.numbers import duration, machines, number, percent, size, times
 from paceline.records import StepRecord
 
@@ -123,7 +124,7 @@ def verdict(
         skipped_updates=sum(not record.applied for record in records),
         outside=_outside(records[warm_up:], log.times[warm_up:]),
         moves=moves(log.changes, records, log.times),
-        audit=once(audit(log)) if whole and log.elastic and records else "",
+        audit=audit_verdict(audit(log)) if whole and log.elastic and records else "",
     )
 
 

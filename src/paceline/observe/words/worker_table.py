@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.observe.analysis.figures import WorkerFigures
+from paceline.observe.analysis.figures import Figures, WorkerFigures
 from paceline.observe.words.deadlines import with_deadlines
 from paceline.observe.words.numbers import number, percent_cell
 from paceline.observe.words.verdict import Verdict
@@ -28,46 +28,28 @@ class WorkerTable:
 
 def worker_table(judged: Verdict) -> WorkerTable:
     """All columns that have something to say. Of a run without steps, who was there to begin with."""
+    workers = judged.figures.workers
     columns: dict[str, Cell] = {
         "worker": lambda w: str(w.worker),
         "machine": lambda w: judged.machines.get(w.worker, ""),
     }
-    workers = judged.figures.workers
-    if workers:
-        columns |= _work() | _delays(judged) | _absences(judged)
+    columns |= {name: cell for name, cell, shown in COLUMNS if workers and shown(judged.figures)}
     rows = workers or tuple(WorkerFigures(worker) for worker in sorted(judged.machines))
     return WorkerTable(tuple(columns), tuple(tuple(cell(row) for cell in columns.values()) for row in rows))
 
 
-def _work() -> dict[str, Cell]:
-    return {
-        "samples": lambda w: f"{w.samples:,}",
-        "share": lambda w: percent_cell(w.share),
-        "samples/s": lambda w: number(w.speed),
-        "waiting": lambda w: percent_cell(w.waiting),
-    }
-
-
-def _delays(judged: Verdict) -> dict[str, Cell]:
-    """Who was waited for; with deadlines nobody is, and some miss the round."""
-    f = judged.figures
-    columns: dict[str, Cell] = {}
-    if not with_deadlines(f):
-        columns["last in"] = lambda w: percent_cell(w.last)
-        columns["waited for"] = lambda w: percent_cell(w.blamed)
-    if f.deadlines:
-        columns["missed"] = lambda w: f"{w.missed:,}"
-    if any(worker.stuck for worker in f.workers):
-        columns["stuck"] = lambda w: percent_cell(w.stuck)
-    if any(worker.cut for worker in f.workers):
-        columns["cut off"] = lambda w: percent_cell(w.cut)
-    return columns
-
-
-def _absences(judged: Verdict) -> dict[str, Cell]:
-    columns: dict[str, Cell] = {}
-    if any(worker.sat_out for worker in judged.figures.workers):
-        columns["sat out"] = lambda w: f"{w.sat_out:,}"
-    if any(worker.steps < judged.figures.steps for worker in judged.figures.workers):
-        columns["steps"] = lambda w: f"{w.steps:,}"
-    return columns
+COLUMNS: tuple[tuple[str, Cell, Callable[[Figures], bool]], ...] = (
+    ("samples", lambda w: f"{w.samples:,}", lambda f: True),
+    ("share", lambda w: percent_cell(w.share), lambda f: True),
+    ("samples/s", lambda w: number(w.speed), lambda f: True),
+    ("waiting", lambda w: percent_cell(w.waiting), lambda f: True),
+    # Who was waited for; with deadlines nobody is, and some miss the round.
+    ("last in", lambda w: percent_cell(w.last), lambda f: not with_deadlines(f)),
+    ("waited for", lambda w: percent_cell(w.blamed), lambda f: not with_deadlines(f)),
+    ("missed", lambda w: f"{w.missed:,}", lambda f: f.deadlines > 0),
+    ("stuck", lambda w: percent_cell(w.stuck), lambda f: any(w.stuck for w in f.workers)),
+    ("cut off", lambda w: percent_cell(w.cut), lambda f: any(w.cut for w in f.workers)),
+    ("sat out", lambda w: f"{w.sat_out:,}", lambda f: any(w.sat_out for w in f.workers)),
+    ("steps", lambda w: f"{w.steps:,}", lambda f: any(w.steps < f.steps for w in f.workers)),
+)
+"""Name, cell, and whether there is something to show."""

@@ -1,6 +1,6 @@
-"""One run at a time writes into a folder: the claim that its writer holds there.
+"""One run at a time writes into a folder: the lock that its writer holds there.
 
-The claim is a POSIX lock on the file ``run.lock`` in the run's folder. The system drops it with the process, whatever
+It is a POSIX lock on the file ``run.lock`` in the run's folder. The system drops it with the process, whatever
 that dies of, so that a crashed run blocks nobody; loader processes do not inherit it. It keeps other processes out, on
 other computers too where the folder's file system passes locks on (NFS does; it may take a minute or two to notice
 that a computer is gone). Where there are no locks, nothing is kept out.
@@ -22,11 +22,11 @@ PATIENCE_S = 2.0
 POLL_S = 0.05
 
 
-class InUse(ValueError):
+class FolderInUse(ValueError):
     """Another run writes into the folder."""
 
 
-class Claim:
+class FolderLock:
     """Held on a run's folder until `release`, or until nobody refers to it any more."""
 
     def __init__(self, path: Path, file: IO[bytes] | None) -> None:
@@ -41,20 +41,20 @@ class Claim:
         self._file = None
 
 
-def claim(folder: Path, *, fleet: str | None = None, patience_s: float = PATIENCE_S) -> Claim:
-    """Claim a run's folder, or raise `InUse` when another run goes on in it.
+def lock_folder(folder: Path, *, fleet: str | None = None, patience_s: float = PATIENCE_S) -> FolderLock:
+    """Lock a run's folder, or raise `FolderInUse` when another run goes on in it.
 
-    ``fleet`` names the fleet of workers that come and go: one of its own that holds the claim, because it is frozen or
+    ``fleet`` names the fleet of workers that come and go: one of its own that holds the lock, because it is frozen or
     cut off, keeps nobody out.
     """
     path, until = Path(folder) / LOCK_NAME, time.monotonic() + patience_s
     while True:
         file, holder = _attempt(path, {"pid": os.getpid(), "host": socket.gethostname(), "fleet": fleet})
         if holder is None or (fleet is not None and holder.get("fleet") == fleet):
-            return Claim(path, file)
+            return FolderLock(path, file)
         if time.monotonic() >= until:
             who = f" (process {holder['pid']} on {holder['host']})" if {"pid", "host"} <= holder.keys() else ""
-            raise InUse(
+            raise FolderInUse(
                 f"another run{who} writes into {folder}, and two runs in one folder make one log of both: give another "
                 "run_dir, or none for a new folder each time"
             )

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_runs import record
 
-from paceline.observe.analysis.chronicle import Chronicle
+from paceline.observe.analysis.downsampling import DownsampledRun
 
 
 def told(records, capacity=800):
-    chronicle = Chronicle(capacity=capacity)
+    run = DownsampledRun(capacity=capacity)
     for each in records:
-        chronicle.add(each, float(each.step))
-    return chronicle
+        run.add(each, float(each.step))
+    return run
 
 
 @given(steps=st.integers(1, 200), capacity=st.sampled_from([2, 4, 10, 64]))
@@ -62,9 +62,9 @@ def test_the_limit_counts_a_worker_that_sits_out_with_the_speed_it_last_showed()
 
 
 def test_workers_that_come_and_go_keep_their_own_columns():
-    chronicle = told([record(0, (10, 20), workers=(4, 2)), record(1, (7, 9), workers=(2, 8))], 800)
-    assert chronicle.workers == (4, 2, 8)
-    first, second = chronicle.buckets()
+    run = told([record(0, (10, 20), workers=(4, 2)), record(1, (7, 9), workers=(2, 8))], 800)
+    assert run.workers == (4, 2, 8)
+    first, second = run.buckets()
     assert first.done.tolist() == [10, 20, 0]
     assert second.done.tolist() == [0, 7, 9]
     assert second.present.tolist() == [0, 1, 1]

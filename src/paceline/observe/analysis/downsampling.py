@@ -3,14 +3,14 @@
 Each bucket stands for a few consecutive steps. Sums (samples, seconds) are added, so that ratios stay exact; of speed
 and loss the lowest and the highest single step are kept, so that one bad step in a million is still on the picture.
 When `CAPACITY` buckets are full, neighbours are merged and every bucket holds twice as many steps. Memory depends on
-the number of workers, never on the number of steps: the report and the live page read the same chronicle.
+the number of workers, never on the number of steps: the report and the live page read the same buckets.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,8 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """A few consecutive steps. Arrays have one number a worker, in the chronicle's order of workers."""
+class StepBucket:
+    """A few consecutive steps. Arrays have one number a worker, in the run's order of workers."""
 
     first: int
     last: int
@@ -63,8 +63,12 @@ class Bucket:
     """Seconds it had spent on micro-batches that were unfinished when a round closed."""
 
 
+PER_WORKER = [field.name for field in fields(StepBucket) if field.type == "Floats"]
+ADDED = ["steps", "samples", "wall_s", "ideal_s", "losses", "expected_s", "took_s", "undone", *PER_WORKER]
+
+
 @dataclass
-class Chronicle:
+class DownsampledRun:
     """Takes in records one by one; `buckets` is the run so far."""
 
     capacity: int = CAPACITY
@@ -74,16 +78,16 @@ class Chronicle:
     """Steps a bucket."""
     tail: int = 0
     """Steps that stay out of the buckets for a while: the newest of an elastic run may turn out to be void."""
-    _full: list[Bucket] = field(default_factory=list)
+    _full: list[StepBucket] = field(default_factory=list)
     _new: list[tuple[StepRecord, float]] = field(default_factory=list)
     _speeds: Floats = field(default_factory=lambda: np.zeros(0))
 
     @classmethod
-    def of(cls, records: Iterable[StepRecord], times: Iterable[float]) -> Chronicle:
-        chronicle = cls()
+    def of(cls, records: Iterable[StepRecord], times: Iterable[float]) -> DownsampledRun:
+        run = cls()
         for record, t in zip(records, times):
-            chronicle.add(record, t)
-        return chronicle
+            run.add(record, t)
+        return run
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -97,7 +101,7 @@ class Chronicle:
         if len(self._new) < self.stride + self.tail:
             return
         steps, self._new = self._new[: self.stride], self._new[self.stride :]
-        bucket, self._speeds = gather(steps, self.columns, self._speeds)
+        bucket, self._speeds = bucket_of(steps, self.columns, self._speeds)
         self._full.append(bucket)
         if len(self._full) >= self.capacity:
             self._full = [merge(*pair) for pair in zip(self._full[::2], self._full[1::2], strict=True)]
@@ -107,19 +111,19 @@ class Chronicle:
         """So many of the newest steps turned out to be void. Of more than ``tail``, the earlier ones stay."""
         del self._new[max(0, len(self._new) - count) :]
 
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[StepBucket]:
         """All steps so far, the newest in a bucket that may not be full yet; arrays of one length."""
         newest, speeds = [], self._speeds
         for start in range(0, len(self._new), self.stride):
-            bucket, speeds = gather(self._new[start : start + self.stride], self.columns, speeds)
+            bucket, speeds = bucket_of(self._new[start : start + self.stride], self.columns, speeds)
             newest.append(bucket)
         size = len(self.columns)
         return [_widened(bucket, size) for bucket in self._full + newest]
 
 
-def gather(
+def bucket_of(
     steps: Sequence[tuple[StepRecord, float]], columns: Mapping[int, int], speeds: Floats
-) -> tuple[Bucket, Floats]:
+) -> tuple[StepBucket, Floats]:
     """These steps as one bucket; ``speeds`` are those the workers showed before (0: none), and after, returned."""
     records = [record for record, _ in steps]
     present, done, planned, busy_s, unfinished_s, forecast_s = _tables(records, columns)
@@ -132,7 +136,7 @@ def gather(
     closes_without = np.array([bounded(record) for record in records])[:, None]
     losses = np.array([r.loss for r in records if r.loss is not None and math.isfinite(r.loss)])
     foretold = np.where(np.isfinite(forecast_s) & told, forecast_s, 0.0).max(axis=1)
-    bucket = Bucket(
+    bucket = StepBucket(
         first=records[0].step,
         last=records[-1].step,
         steps=len(records),
@@ -157,49 +161,31 @@ def gather(
     return bucket, shown[-1]
 
 
-def merge(a: Bucket, b: Bucket) -> Bucket:
+def merge(a: StepBucket, b: StepBucket) -> StepBucket:
     """Two neighbours as one: sums are added, extremes kept."""
     a, losses = _widened(a, len(b.done)), a.losses + b.losses
     means = [bucket.loss[1] * bucket.losses for bucket in (a, b) if bucket.losses]
-    return Bucket(
+    added = {name: getattr(a, name) + getattr(b, name) for name in ADDED}
+    # fmin and fmax pass over the NaN of a bucket without a loss
+    lowest, highest = float(np.fmin(a.loss[0], b.loss[0])), float(np.fmax(a.loss[2], b.loss[2]))
+    return StepBucket(
         first=a.first,
         last=b.last,
-        steps=a.steps + b.steps,
         t=b.t,
-        samples=a.samples + b.samples,
-        wall_s=a.wall_s + b.wall_s,
-        ideal_s=a.ideal_s + b.ideal_s,
         speed=(min(a.speed[0], b.speed[0]), max(a.speed[1], b.speed[1])),
-        # fmin and fmax pass over the NaN of a bucket without a loss
-        loss=(
-            float(np.fmin(a.loss[0], b.loss[0])),
-            sum(means) / losses if losses else math.nan,
-            float(np.fmax(a.loss[2], b.loss[2])),
-        ),
-        losses=losses,
-        expected_s=a.expected_s + b.expected_s,
-        took_s=a.took_s + b.took_s,
-        undone=a.undone + b.undone,
+        loss=(lowest, sum(means) / losses if losses else math.nan, highest),
         sums=_summed((a.sums, b.sums)),
-        done=a.done + b.done,
-        busy_s=a.busy_s + b.busy_s,
-        present=a.present + b.present,
-        idle=a.idle + b.idle,
-        missed=a.missed + b.missed,
-        stuck_s=a.stuck_s + b.stuck_s,
+        **added,
     )
 
 
-PER_WORKER = ("done", "busy_s", "present", "idle", "missed", "stuck_s")
-
-
-def _widened(bucket: Bucket, size: int) -> Bucket:
+def _widened(bucket: StepBucket, size: int) -> StepBucket:
     """With zeros for the workers that came later."""
     missing = size - len(bucket.done)
     if not missing:
         return bucket
     wider = {name: np.pad(getattr(bucket, name), (0, missing)) for name in PER_WORKER}
-    return Bucket(**{**vars(bucket), **wider})
+    return StepBucket(**{**vars(bucket), **wider})
 
 
 def _tables(records: Sequence[StepRecord], columns: Mapping[int, int]) -> tuple[Floats, ...]:

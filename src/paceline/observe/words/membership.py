@@ -1,4 +1,4 @@
-"""Who left and who joined, as the verdict and the report tell it."""
+"""Who left and who joined: as it happens, and as the verdict and the report tell it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.observe.analysis.membership import Change, Departure, pause_s
+from paceline.observe.analysis.membership import Departure, GenerationEvent, pause_s
 from paceline.observe.words.numbers import duration
 from paceline.records import StepRecord
 
@@ -42,7 +42,9 @@ class Move:
         return {"step": self.step, "left": left, "joined": list(self.joined), "pause_s": pause}
 
 
-def moves(changes: Sequence[Change], records: Sequence[StepRecord], times: Sequence[float]) -> tuple[Move, ...]:
+def moves(
+    changes: Sequence[GenerationEvent], records: Sequence[StepRecord], times: Sequence[float]
+) -> tuple[Move, ...]:
     return tuple(Move(c.step, c.t, c.left, c.joined, pause_s(c, records, times)) for c in changes)
 
 
@@ -60,3 +62,26 @@ def moves_text(moved: Sequence[Move], most: int = MOST_TOLD) -> str:
 
 def _count(workers: int) -> str:
     return "nobody" if not workers else "1 worker" if workers == 1 else f"{workers:,} workers"
+
+
+def change_text(change: GenerationEvent) -> str:
+    """In a line, as it happens.
+
+    >>> change_text(GenerationEvent(2, 20, (0, 2, 3), left=(Departure(1, "was killed by signal 9 (SIGKILL)"),)))
+    'worker 1 was killed by signal 9 (SIGKILL); 3 workers go on from step 20'
+    >>> change_text(GenerationEvent(3, 60, (0, 2, 3, 4), joined=(4,)))
+    'worker 4 joined at step 60: 4 workers'
+    """
+    size = f"{len(change.workers)} worker{'' if len(change.workers) == 1 else 's'}"
+    gone = [f"worker {each.worker} {each.text}" for each in change.left]
+    came = [f"{_named(change.joined)} joined"] if change.joined else []
+    if came and not gone:
+        return f"{came[0]} at step {change.step}: {size}"
+    goes = "goes" if len(change.workers) == 1 else "go"
+    return "; ".join([*gone, *came, f"{size} {goes} on from step {change.step}"])
+
+
+def _named(workers: Sequence[int]) -> str:
+    if len(workers) == 1:
+        return f"worker {workers[0]}"
+    return "workers " + ", ".join(map(str, workers[:-1])) + f" and {workers[-1]}"

@@ -1,4 +1,4 @@
-"""Numbers out of a log as far as a training can have them: what is beyond that counts as not told.
+"""Numbers out of a log, as far as a training can have them: what is beyond that counts as missing.
 
 A log may come from elsewhere, or from a computer whose clock or memory went wrong. With these bounds no sum, square or
 quotient of a few million figures leaves the range of a float, so that nobody who reads a log has to fear one.
@@ -40,7 +40,7 @@ def count_or(value: Any, otherwise: int) -> int:
 
 
 def seconds(value: Any) -> float:
-    """Seconds that something took; NaN when that is not told.
+    """Seconds that something took; NaN when the log does not say.
 
     >>> seconds(0.5), seconds(None), seconds(-1.0), seconds(1e-300)
     (0.5, nan, nan, 0.0)
@@ -51,12 +51,12 @@ def seconds(value: Any) -> float:
     return number if number >= SHORTEST_S else 0.0
 
 
-def stamp(value: Any) -> float:
-    """Unix seconds; NaN when they are not told."""
+def timestamp(value: Any) -> float:
+    """Unix seconds; NaN when the log does not say."""
     return float(value) if is_number(value) and 0 <= value <= LATEST else math.nan
 
 
 def figure(value: Any) -> float | None:
-    """Any number; None when it is not told, or not finite for all that can be done with it."""
+    """Any number; None when it is missing, or not finite for all that can be done with it."""
     number = math.nan if value is None else float(value)
     return number if abs(number) <= LARGEST else None
