@@ -185,6 +185,7 @@ class StepsConstructor:
         if context.elastic is None:
             return
         own = {
+            **plan.agreed,
             "pace": context.pacer.name,
             "combine": repr(context.combine),
             "the models' shapes": self._replica.shapes_digest(),
@@ -193,7 +194,7 @@ class StepsConstructor:
             context.elastic,
             steps,
             ahead=plan.source.ahead * plan.settings.micro_batch,
-            agreed=lambda: {**plan.agreed, **own, **context.tracking.facts()},
+            agreed=lambda: {**own, **context.tracking.facts()},
             witness=context.recorder,
             passes=context.passes,
             leads=lambda: self._learn(steps),
