@@ -55,7 +55,7 @@ def test_every_row_is_in_its_place_bit_for_bit_for_any_shares(
     for rank in range(workers):
         source = Source(TensorDataset(torch.arange(length)), device=CPU, seed=0)
         parts.append(gathering.own_part(odd_types, source, shares=shares, rank=rank, batch_size=batch_size))
-    form = gathering.agreed_form(json.loads(json.dumps([part.says() for part in parts])))
+    form = gathering.agreed_form(json.loads(json.dumps([part.to_json() for part in parts])))
     buffers = [gathering.packed(form, part, length) for part in parts]
     whole = gathering.unpacked(form, torch.stack(buffers).sum(0), length)
     for name, expected in odd_types(torch.arange(length)).items():

@@ -42,32 +42,32 @@ def fetch(
     """The checkpoint at ``path`` (a file, or a folder's newest whole one) on every worker; only the leader needs to
     reach it. None when nothing is there and that is ``missing_ok``; else ValueError says what is wrong."""
     for _ in range(ATTEMPTS):
-        look = Lookup()
+        lookup = Lookup()
 
-        def tell() -> list[Any]:
-            nonlocal look
-            look = look_up(path, device=device, missing_ok=missing_ok) if transport.rank == 0 else Lookup()
-            return [str(look.found.path) if look.found else None, len(look.data), look.problem, look.warnings]
+        def mine() -> list[Any]:
+            nonlocal lookup
+            lookup = look_up(path, device=device, missing_ok=missing_ok) if transport.rank == 0 else Lookup()
+            return [str(lookup.found.path) if lookup.found else None, len(lookup.data), lookup.problem, lookup.warnings]
 
-        where, size, problem, warnings = transport.gather("fleet.load()", tell)[0]
+        where, size, problem, warnings = transport.gather("fleet.load()", mine)[0]
         for text in warnings:
             warn(text)
         if problem:
             raise ValueError(problem)
         if where is None:
             return None
-        found = _receive(transport, look, Path(where), size, device)
+        found = _receive(transport, lookup, Path(where), size, device)
         if all(transport.gather("the checkpoint that was read", found is not None)):
             return found
     raise ValueError(f"{path} did not reach every worker: the workers that read it were lost, one after another")
 
 
-def _receive(transport: Transport, look: Lookup, path: Path, size: int, device: torch.device) -> Found | None:
+def _receive(transport: Transport, lookup: Lookup, path: Path, size: int, device: torch.device) -> Found | None:
     """The leader's bytes; None when the leader was lost on the way."""
-    data = look.data if look.found else torch.zeros(size, dtype=torch.uint8)
+    data = lookup.data if lookup.found else torch.zeros(size, dtype=torch.uint8)
     transport.broadcast([data])
     try:
-        return look.found or Found(path, parse(checkpoint_file.view(data), path=path, device=device))
+        return lookup.found or Found(path, parse(checkpoint_file.view(data), path=path, device=device))
     except ValueError:  # the leader has read it, so these are other bytes
         return None
 
@@ -131,7 +131,7 @@ class _Reader(io.RawIOBase):
         self._at = max(0, start + offset)
         return self._at
 
-    def tell(self) -> int:
+    def mine(self) -> int:
         return self._at
 
 

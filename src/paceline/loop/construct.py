@@ -186,6 +186,7 @@ class StepsConstructor:
         if context.elastic is None:
             return
         own = {
+            **plan.agreed,
             "pace": context.pacer.name,
             "combine": repr(context.combine),
             "the models' shapes": self._replica.shapes_digest(),
@@ -194,7 +195,7 @@ class StepsConstructor:
             context.elastic,
             steps,
             ahead=plan.source.ahead * plan.settings.micro_batch,
-            agreed=lambda: {**plan.agreed, **own, **context.tracking.facts()},
+            agreed=lambda: {**own, **context.tracking.facts()},
             recorder=context.recorder,
             passes=context.passes,
             leads=lambda: self._learn(steps),

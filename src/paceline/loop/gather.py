@@ -71,8 +71,8 @@ class Part:
     rows: int = 0
     problem: str | None = None
 
-    def says(self) -> list[Any]:
-        """For the others."""
+    def to_json(self) -> list[Any]:
+        """What the others need to know before rows are summed: the problem and the form."""
         return [self.problem, self.form.to_json() if self.form is not None else None]
 
 
@@ -198,13 +198,13 @@ def gathered(transport: Transport, mine: Callable[[], Part], length: int) -> Any
     """Every worker's rows, on every worker. ``mine`` is asked again when members changed."""
     part = Part()
 
-    def say() -> list[Any]:
+    def described() -> list[Any]:
         nonlocal part
         part = mine()
-        return part.says()
+        return part.to_json()
 
     for _ in range(ATTEMPTS):
-        form = agreed_form(transport.gather(LABEL, say))
+        form = agreed_form(transport.gather(LABEL, described))
         buffer = _summed(transport, packed(form, part, length))
         whole = None if buffer is None else unpacked(form, buffer, length)
         if whole is not None:
