@@ -24,8 +24,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("loop",),
     ("deadline",),
     ("combine.gradients.combine",),
-    ("combine.averaging.combine", "combine.averaging.dealing", "combine.averaging.exchange")
-    + ("combine.averaging.outages", "combine.averaging.periods"),
+    tuple(f"combine.averaging.{name}" for name in ("combine", "dealing", "exchange", "outages", "periods")),
     ("combine.choose",),
     ("training",),
     ("fleet",),

@@ -1,7 +1,7 @@
 """A worker's life in the fleet: join, bring the model, track what has state, take steps, leave.
 
-The work is done by parts, each with a file of its own: loops are made (loop/build.py), evaluated between
-(loop/collective.py), saved (loop/saving.py) and gone on with (loop/loading.py).
+The work is done by parts, each with a file of its own: loops are made (training/build.py), evaluated between
+(training/collective.py), saved (training/saving.py) and gone on with (training/loading.py).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from paceline.combine.gradients.scaling import give_back
 from paceline.errors import FleetError, MisuseError
 from paceline.exit import end_with_one_line
 from paceline.feed import Order
-from paceline.loop.build import LoopBuilder
-from paceline.loop.collective import CollectiveCalls
-from paceline.loop.construct import StepsConstructor
-from paceline.loop.joining import join_training
-from paceline.loop.loading import Loading
 from paceline.loop.replicas import Model, Replica
-from paceline.loop.saving import Saving
 from paceline.loop.steps import Steps
-from paceline.loop.untracked import UntrackedChecks
 from paceline.loop.values import Values
 from paceline.observe.exports.trackers import Trackers
 from paceline.pace import Pacer
 from paceline.records import History
+from paceline.training.build import LoopBuilder
+from paceline.training.collective import CollectiveCalls
+from paceline.training.construct import StepsConstructor
+from paceline.training.join import join_training
+from paceline.training.loading import Loading
+from paceline.training.saving import Saving
+from paceline.training.untracked import UntrackedChecks
 
 
 def join(

@@ -8,14 +8,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.loop.training_state import Books
+from paceline.loop.training_state import TrainingState
 from paceline.pace.steering import LEEWAY
 from paceline.records import History, Plan
 
 BATCH = 64
 
 
-def opened_shares(books: Books, dealing: Any, over: float) -> int:
+def opened_shares(books: TrainingState, dealing: Any, over: float) -> int:
     """Deal the next step from a plan that offers ``over`` times what it expects; returns what was dealt."""
     expects = books._goal(books.epoch_step, dealing.remaining, dealing.length)[0]
     offered = (max(1, round(over * expects)),) * 2
@@ -23,8 +23,8 @@ def opened_shares(books: Books, dealing: Any, over: float) -> int:
     return sum(books.open(plan).shares)
 
 
-def make(dealing: Any) -> Books:
-    return Books(
+def make(dealing: Any) -> TrainingState:
+    return TrainingState(
         transport=SimpleNamespace(rank=1, size=2, generation=0, workers=(0, 1), elastic=False),  # type: ignore[arg-type]
         pacer=None,  # type: ignore[arg-type]
         dealing=dealing,

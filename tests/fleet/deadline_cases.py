@@ -90,7 +90,7 @@ class Stalls:
 
     def _be_stuck(self, rounds: int) -> None:
         self.stuck.append(self.step)
-        books, given_up = self.steps.books, time.monotonic() + 60.0
+        books, given_up = self.steps.training, time.monotonic() + 60.0
         while books.index < min(self.step + rounds, self.others_wait) and not books.finished:
             assert time.monotonic() < given_up, f"the others wait for a worker that is stuck in step {self.step}"
             time.sleep(0.005)

@@ -68,7 +68,7 @@ def score(model: nn.Module, begin: Any, x: torch.Tensor, y: torch.Tensor) -> dic
 
 def haunt(ghost: Ghost, steps: Any) -> None:
     """Points inside the engine: before a round, between its two sums, after it, and around a newcomer's state."""
-    periods, members = steps.combine.periods, steps.members
+    periods, members = steps.combine.periods, steps.membership
     merging = periods.merging
     write, part, take, give, taking = periods._write_round, merging.part, merging.take, members.give, members.take
 

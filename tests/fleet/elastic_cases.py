@@ -114,7 +114,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
 
 def haunt(ghost: Ghost, steps: Any) -> None:
     """Points inside the engine: between the round and the commit, and while a newcomer is given or takes its state."""
-    gradients, members = steps.gradients, steps.members
+    gradients, members = steps.gradients, steps.membership
     mean, give, take = gradients.mean, members.give, members.take
 
     def after_round(*args: Any, **more: Any) -> Any:

@@ -176,7 +176,7 @@ class SlowSave:
 
     def state_dict(self) -> dict[str, Any]:
         given_up = time.monotonic() + 60.0
-        while self.steps is not None and self.steps.books.index == self.steps.index:
+        while self.steps is not None and self.steps.training.index == self.steps.index:
             assert time.monotonic() < given_up, f"the round of step {self.steps.index} waits for a checkpoint"
             time.sleep(0.005)
         return {}

@@ -251,24 +251,24 @@ def own_code(kind: str, step: Any, model: nn.Module, optimizer: torch.optim.Opti
 
 def leave_while_settling(steps: Any) -> None:
     """SIGTERM comes while the fleet is formed anew at a step boundary."""
-    facts = steps.members.facts
+    facts = steps.membership.facts
 
     def late() -> Any:
-        if steps.index > 0 and not steps.members.leaving:
+        if steps.index > 0 and not steps.membership.leaving:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.05)
         return facts()
 
-    steps.members.facts = late
+    steps.membership.facts = late
 
 
 def die_while_settling(steps: Any) -> None:
     """Dies when others have, and the generation without them has been formed."""
-    facts = steps.members.facts
+    facts = steps.membership.facts
 
     def late() -> Any:
         if steps.index > 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return facts()
 
-    steps.members.facts = late
+    steps.membership.facts = late

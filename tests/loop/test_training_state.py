@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from paceline.combine.header import Header, Layout
 from paceline.feed import Feed
 from paceline.feed.sample_dealing import SampleDealing
-from paceline.loop.step_state import Turn
-from paceline.loop.training_state import Books, differ
+from paceline.loop.step_state import StepState
+from paceline.loop.training_state import TrainingState, differ
 from paceline.pace import Ask, make
 from paceline.pace.shares import proportional
 from paceline.records import History, Plan, StepRecord
@@ -76,14 +76,14 @@ def books_of(
     ahead: int = 0,
     avoid_singles: bool = False,
     order: Callable[[int], list[int]] | None = None,
-) -> Books:
+) -> TrainingState:
     transport = SimpleNamespace(rank=rank, size=size, generation=0, workers=tuple(range(size)), elastic=False)
     feed = Feed(length, workers=size, seed=3, order=order)
     source: Any = SimpleNamespace(ahead=0)
     wanted = LoopSettings(
         global_batch=batch, micro_batch=MICRO_BATCH, auto=False, epochs=epochs, shuffle=True, drop_last=False
     )
-    return Books(
+    return TrainingState(
         transport=transport,  # type: ignore[arg-type]
         pacer=pacer,
         dealing=SampleDealing(feed, source, rank=rank, micro_batch=MICRO_BATCH, ahead=[ahead] * size),
@@ -120,7 +120,7 @@ class Clock:
         return [min(share, fits) for share, fits in zip(shares, room, strict=True)], deadline_s
 
 
-def one_step(fleet: list[Books], clock: Clock) -> Turn:
+def one_step(fleet: list[TrainingState], clock: Clock) -> StepState:
     """What the loop and the proxy do with the books of all workers in one step; returns the leader's turn."""
     plan = fleet[0].plan or fleet[0].first_plan()
     turns = [books.open(plan) for books in fleet]
@@ -152,7 +152,7 @@ def one_step(fleet: list[Books], clock: Clock) -> Turn:
     return turn
 
 
-def _lap(fleet: list[Books], turns: list[Turn], done: list[int], clock: Clock) -> list[int]:
+def _lap(fleet: list[TrainingState], turns: list[StepState], done: list[int], clock: Clock) -> list[int]:
     """Deal what is left of the epoch again, to some; returns what each worker has done then."""
     before = [sum(stop - start for start, stop in part) for part in turns[0].ranges] or [0] * len(fleet)
     fresh = tuple(now - then for now, then in zip(done, before, strict=True))
@@ -170,7 +170,7 @@ def positions(record: StepRecord) -> Counter[tuple[int, int]]:
     return Counter((record.epoch, p) for worker in record.ranges for start, stop in worker for p in range(start, stop))
 
 
-def train(fleet: list[Books], clock: Clock, *, most: int = 10_000) -> list[StepRecord]:
+def train(fleet: list[TrainingState], clock: Clock, *, most: int = 10_000) -> list[StepRecord]:
     records: list[StepRecord] = []
     while not fleet[0].finished and len(records) < most:
         turn = one_step(fleet, clock)

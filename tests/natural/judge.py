@@ -192,7 +192,7 @@ REPLAY = """
 import json
 from pathlib import Path
 import paceline.feed.sample_dealing
-import paceline.loop.joining
+import paceline.training.join
 from paceline.feed.ranges import Ranges, positions
 from paceline.records import Plan
 
@@ -220,7 +220,7 @@ def deal(self, samples):
     return (feed._queues[0].total,)
 
 paceline.feed.sample_dealing.SampleDealing.deal = deal
-paceline.loop.joining.make_pacer = lambda pace: Recorded()
+paceline.training.join.make_pacer = lambda pace: Recorded()
 """
 """What makes one process train on the batches of a log, step by step, instead of its own."""
 

@@ -89,7 +89,7 @@ def test_rows_that_only_one_worker_cannot_give_are_refused_everywhere(tmp_path: 
 DYING = """
 import signal
 from pathlib import Path
-from paceline.loop import gather as gathering
+from paceline.training import gather as gathering
 mark = Path(os.environ["PACELINE_RUN_DIR"]).parent / "died"
 
 def die_here():

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.loop.training_state import Books
+from paceline.loop.training_state import TrainingState
 from paceline.pace.steering import goal, made_for
 from paceline.records import History, Plan
 
 BATCH, LENGTH = 256, 256 * 10**6
 
 
-def books(step: int, done: int) -> Books:
+def books(step: int, done: int) -> TrainingState:
     """Of worker 1 in the middle of a very long epoch."""
     dealing: Any = SimpleNamespace(
         remaining=LENGTH - done, length=LENGTH, epoch=0, progress=0.0, deal=lambda samples: tuple(samples)
     )
-    books = Books(
+    books = TrainingState(
         transport=SimpleNamespace(rank=1, size=3, generation=0, workers=(0, 1, 2), elastic=False),  # type: ignore[arg-type]
         pacer=None,  # type: ignore[arg-type]
         dealing=dealing,

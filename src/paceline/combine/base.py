@@ -17,7 +17,7 @@ from paceline.machines.failures import Failures
 
 if TYPE_CHECKING:
     from paceline.loop.step import Step
-    from paceline.loop.step_state import Turn
+    from paceline.loop.step_state import StepState
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Combine(Protocol):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
-    def open_turn(self) -> Turn | None:
+    def open_step(self) -> StepState | None:
         """The step under way, unless what it did is counted: members may change in the middle of it."""
 
     def members_changed(self, kept: Sequence[int | None]) -> None:

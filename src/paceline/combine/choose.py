@@ -14,7 +14,7 @@ from paceline.combine.averaging.combine import AveragingCombine
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
 from paceline.combine.base import Combine, CombineParts
 from paceline.combine.gradients.combine import GradientCombine
-from paceline.loop.loop_context import LoopContext
+from paceline.loop.context import LoopContext
 from paceline.machines.failures import Failures, parse_failures
 from paceline.pace import Pacer, may_set_deadlines
 

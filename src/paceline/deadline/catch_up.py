@@ -14,7 +14,7 @@ import torch
 
 from paceline.combine import Header
 from paceline.errors import GenerationOver
-from paceline.loop.step_state import Turn
+from paceline.loop.step_state import StepState
 from paceline.transport import Transport
 
 MOST_BYTES = 512 << 20
@@ -23,43 +23,45 @@ GIVING_S = 30.0
 
 
 class Backlog:
-    """The turns that are over and that the user's loop has yet to take over, or a copy in their place."""
+    """The steps that are over and that the user's loop has yet to take over, or a copy in their place."""
 
     def __init__(self, transport: Transport, changed: threading.Condition, copyable: Callable[[], bool]) -> None:
         """``changed``: the lock of the training's state. ``copyable``: whether a copy would hold everything that has
         state."""
         self._transport, self._changed, self._copyable = transport, changed, copyable
-        self._kept: list[Turn] = []
+        self._kept: list[StepState] = []
         self.copied: Copy | None = None
-        """A peer's state, on its way or here: the user's loop takes it over instead of the turns up to it."""
+        """A peer's state, on its way or here: the user's loop takes it over instead of the steps up to it."""
         self.wants_copy = False
 
-    def keep(self, turn: Turn) -> None:
-        self._kept.append(turn)
-        if turn.header is not None and self.wants_copy:
-            giver = peer_to_copy(turn.header)
+    def keep(self, step_state: StepState) -> None:
+        self._kept.append(step_state)
+        if step_state.header is not None and self.wants_copy:
+            giver = peer_to_copy(step_state.header)
             if giver is not None:
                 self.wants_copy = False
-                self.copied = Copy(self._transport, giver, turn.index, self._came)
+                self.copied = Copy(self._transport, giver, step_state.index, self._came)
 
-    def taken_over(self, turn: Turn) -> None:
-        """The user's loop has committed a turn."""
+    def taken_over(self, step_state: StepState) -> None:
+        """The user's loop has committed a step."""
         with self._changed:
-            if turn in self._kept:
-                self._kept.remove(turn)
+            if step_state in self._kept:
+                self._kept.remove(step_state)
                 self._changed.notify_all()
 
     def _came(self, copy: Copy) -> None:
-        """A copy is here, so the turns up to it are not needed; or its giver declined, and they are."""
+        """A copy is here, so the steps up to it are not needed; or its giver declined, and they are."""
         with self._changed:
             if copy is not self.copied:  # it was forgotten meanwhile
                 return
             copy.here = True
             if copy.declined:
                 self.copied = None
-            for turn in [turn for turn in self._kept if turn.index <= copy.index and not copy.declined]:
-                turn.total = None
-                self._kept.remove(turn)
+            for step_state in [
+                step_state for step_state in self._kept if step_state.index <= copy.index and not copy.declined
+            ]:
+                step_state.total = None
+                self._kept.remove(step_state)
             self._changed.notify_all()
 
     def make_room(self, stopping: Callable[[], bool]) -> None:
@@ -79,7 +81,7 @@ class Backlog:
             self.copied = None
 
     def _bytes(self) -> int:
-        return sum(turn.total.bytes for turn in self._kept if turn.total is not None)
+        return sum(step_state.total.bytes for step_state in self._kept if step_state.total is not None)
 
 
 class Copy:
@@ -122,10 +124,12 @@ class Promises:
         """By rank: after which step it was promised."""
         self._giving: list[threading.Thread] = []
 
-    def note(self, turn: Turn) -> None:
-        """Who asked for a copy in this turn's round, if this worker is to give it."""
-        if turn.header is not None and peer_to_copy(turn.header) == self._transport.rank:
-            self._asked |= dict.fromkeys(np.flatnonzero(turn.header.column("wants_state")).tolist(), turn.index)
+    def note(self, step_state: StepState) -> None:
+        """Who asked for a copy in this step's round, if this worker is to give it."""
+        if step_state.header is not None and peer_to_copy(step_state.header) == self._transport.rank:
+            self._asked |= dict.fromkeys(
+                np.flatnonzero(step_state.header.column("wants_state")).tolist(), step_state.index
+            )
 
     def give(self, pack: Callable[[], torch.Tensor]) -> None:
         """At the end of a step, the user's own code after it included: send the state to those who were promised it."""

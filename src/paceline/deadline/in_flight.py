@@ -1,7 +1,7 @@
 """Work under a deadline: micro-batches that the loop is done with and the device perhaps not.
 
 One counts once the device is done with it and the round is still open. The user's thread waits for the device; the
-proxy, which closes the round, only looks. Both hold the books' lock when they count.
+proxy, which closes the round, only looks. Both hold the lock of the training's state when they count.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from paceline.combine import Gradients
 from paceline.combine.gradients.accumulation import Aside
-from paceline.deadline.side_stream import Beside, Mark
-from paceline.loop.step_state import Turn, Work
+from paceline.deadline.side_stream import Mark, SideStream
+from paceline.loop.step_state import StepState, Work
 
 
-class Flight(NamedTuple):
+class MicroBatchInFlight(NamedTuple):
     """A micro-batch under way on the device."""
 
     done: Work
@@ -28,74 +28,74 @@ class Flight(NamedTuple):
     began: float
 
 
-class Flights:
+class WorkInFlight:
     """Those of this worker, in the order in which the loop finished them."""
 
     def __init__(
         self,
         device: torch.device,
         *,
-        beside: Beside,
+        side_stream: SideStream,
         gradients: Gradients,
         changed: threading.Condition,
         paces: deque[float],
     ) -> None:
-        """``changed``: the books' lock. ``paces``: where to note a micro-batch's seconds a sample, once known."""
-        self._device, self._beside, self._gradients, self._changed = device, beside, gradients, changed
+        """``changed``: the lock of the training's state. ``paces``: where to note a micro-batch's seconds a sample."""
+        self._device, self._side_stream, self._gradients, self._changed = device, side_stream, gradients, changed
         self._paces = paces
-        self._flying: deque[Flight] = deque()
+        self._waiting: deque[MicroBatchInFlight] = deque()
         self._landed = 0.0
         """When the last one did."""
         self._late_s = 0.0
 
     def clear(self) -> None:
         """Another step begins."""
-        self._flying.clear()
+        self._waiting.clear()
 
     def late_s(self) -> float:
         """By how much work has come too late since the last call."""
         late, self._late_s = self._late_s, 0.0
         return late
 
-    def start(self, turn: Turn, done: Work, aside: Aside, began: float) -> None:
+    def start(self, step_state: StepState, done: Work, aside: Aside, began: float) -> None:
         """The loop, which took it at ``began``, is done with one. A device is given one more to do meanwhile, and no
         more than that."""
-        self._beside.keep(aside[0])
-        self._flying.append(Flight(done, aside, Mark(self._device), began))
-        self.land(turn, leave=1 if self._device.type == "cuda" else 0)
+        self._side_stream.keep(aside[0])
+        self._waiting.append(MicroBatchInFlight(done, aside, Mark(self._device), began))
+        self.land(step_state, leave=1 if self._device.type == "cuda" else 0)
 
-    def land(self, turn: Turn, *, leave: int = 0) -> None:
+    def land(self, step_state: StepState, *, leave: int = 0) -> None:
         """Wait for all but the last so many."""
         while (flight := self._first_of_more_than(leave)) is not None:
             flight.mark.wait()
             with self._changed:
-                if self._flying and self._flying[0] is flight:  # the proxy may have counted it
-                    self._count_first(turn)
+                if self._waiting and self._waiting[0] is flight:  # the proxy may have counted it
+                    self._count_first(step_state)
 
-    def count_landed(self, turn: Turn) -> None:
-        """For the proxy, which closes the turn: count what the device has done; the rest never counts."""
-        while self._flying and self._flying[0].mark.passed():
-            self._count_first(turn)
+    def count_landed(self, step_state: StepState) -> None:
+        """For the proxy, which closes the step: count what the device has done; the rest never counts."""
+        while self._waiting and self._waiting[0].mark.passed():
+            self._count_first(step_state)
 
-    def _first_of_more_than(self, leave: int) -> Flight | None:
+    def _first_of_more_than(self, leave: int) -> MicroBatchInFlight | None:
         with self._changed:  # the proxy may take it in between
-            return self._flying[0] if len(self._flying) > leave else None
+            return self._waiting[0] if len(self._waiting) > leave else None
 
-    def _count_first(self, turn: Turn) -> None:
-        done, aside, _, began = self._flying.popleft()
+    def _count_first(self, step_state: StepState) -> None:
+        done, aside, _, began = self._waiting.popleft()
         now = time.perf_counter()
         if self._device.type == "cuda":  # only now is known how long it took
             done.slowest_s = now - max(began, self._landed)
-            done.seconds = now - max(began, self._landed) if turn.work.samples else now - began
+            done.seconds = now - max(began, self._landed) if step_state.work.samples else now - began
             self._paces.append(done.slowest_s / done.samples)
         self._landed = now
-        if self._flying:
-            turn.busy_since = self._flying[0].began
-        elif turn.busy_since is None or turn.busy_since <= began:  # else the loop is in the next one
-            turn.busy_since = now
-        if not turn.open:
-            self._late_s = max(self._late_s, now - (turn.until or turn.opened))
+        if self._waiting:
+            step_state.busy_since = self._waiting[0].began
+        elif step_state.busy_since is None or step_state.busy_since <= began:  # else the loop is in the next one
+            step_state.busy_since = now
+        if not step_state.open:
+            self._late_s = max(self._late_s, now - (step_state.until or step_state.opened))
             return
-        with self._beside.work():
+        with self._side_stream.work():
             self._gradients.accumulation.join(aside)
-            turn.work.add(done)
+            step_state.work.add(done)

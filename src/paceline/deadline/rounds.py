@@ -14,16 +14,16 @@ from paceline.combine import Header
 from paceline.combine.gradients.accumulation import Aside
 from paceline.combine.gradients.buckets import Among
 from paceline.deadline.catch_up import Backlog, Promises
-from paceline.deadline.in_flight import Flights
+from paceline.deadline.in_flight import WorkInFlight
 from paceline.deadline.proxy import Proxy
-from paceline.deadline.side_stream import Beside
+from paceline.deadline.side_stream import SideStream
 from paceline.errors import Dropped
 from paceline.feed.micro_batches import MicroBatch
+from paceline.loop.context import LoopContext
 from paceline.loop.handover import place_of, take_place
-from paceline.loop.loop_context import LoopContext
 from paceline.loop.rounds import both
 from paceline.loop.step_recording import record_of, write_header
-from paceline.loop.step_state import LoopPhase, Turn, Work
+from paceline.loop.step_state import LoopPhase, StepState, Work
 from paceline.pace.fitting import fit, ladder, recent_pace
 from paceline.records import StepRecord
 
@@ -31,17 +31,21 @@ from paceline.records import StepRecord
 class Deadlines:
     """What a loop has for rounds that wait for nobody: a proxy, work in flight on the device, and catching up."""
 
-    def __init__(self, loop: LoopContext, opened: Callable[[Turn], None]) -> None:
-        """``opened`` is told of every turn that the proxy opens."""
+    def __init__(self, loop: LoopContext, opened: Callable[[StepState], None]) -> None:
+        """``opened`` is told of every step that the proxy opens."""
         if loop.dealing.length is None:
             raise ValueError(
                 "rounds with a deadline (pace joint or cutoff) need a dataset with a length: an iterable one cannot "
                 "give again what a deadline cut off; use pace adaptive"
             )
         self._loop, self._opened = loop, opened
-        self.beside = Beside(loop.device)
-        self.flights = Flights(
-            loop.device, beside=self.beside, gradients=loop.gradients, changed=loop.books.changed, paces=loop.paces
+        self.side_stream = SideStream(loop.device)
+        self.in_flight = WorkInFlight(
+            loop.device,
+            side_stream=self.side_stream,
+            gradients=loop.gradients,
+            changed=loop.training.changed,
+            paces=loop.paces,
         )
         self.promises = Promises(loop.transport)
         self.commit_s = 0.0
@@ -52,31 +56,31 @@ class Deadlines:
         loop = self._loop
         copyable = lambda: loop.copyable and not loop.tracking.stepped_untracked()  # noqa: E731
         return Proxy(
-            beside=self.beside,
-            landed=self.flights.count_landed,
+            side_stream=self.side_stream,
+            landed=self.in_flight.count_landed,
             transport=loop.transport,
-            books=loop.books,
+            training=loop.training,
             gradients=loop.gradients,
             header=self._write_header,
             record=self._record,
             opened=self._opened,
-            backlog=Backlog(loop.transport, loop.books.changed, copyable),
+            backlog=Backlog(loop.transport, loop.training.changed, copyable),
         )
 
-    def _write_header(self, turn: Turn, counts: bool, finite: bool) -> Header:
-        loop, members = self._loop, self._loop.members
-        busy = 0.0 if turn.idle else time.perf_counter() - (turn.busy_since or turn.opened)
-        more = {"unfinished_s": busy, "behind": max(0, turn.index - loop.next), "late_s": self.flights.late_s()}
+    def _write_header(self, step_state: StepState, counts: bool, finite: bool) -> Header:
+        loop, members = self._loop, self._loop.membership
+        busy = 0.0 if step_state.idle else time.perf_counter() - (step_state.busy_since or step_state.opened)
+        more = {"unfinished_s": busy, "behind": max(0, step_state.index - loop.next), "late_s": self.in_flight.late_s()}
         intentions = members.intentions() if members is not None else {}
-        return write_header(loop, turn, {**more, **intentions}, finite=finite, counts=counts)
+        return write_header(loop, step_state, {**more, **intentions}, finite=finite, counts=counts)
 
-    def _record(self, turn: Turn, header: Header, entered: float) -> StepRecord:
+    def _record(self, step_state: StepState, header: Header, entered: float) -> StepRecord:
         """The record of a round that the proxy ran: it is over now, and this worker entered it then."""
-        wall_s = time.perf_counter() - turn.opened
+        wall_s = time.perf_counter() - step_state.opened
         busy = float((header.column("seconds") + header.column("unfinished_s")).max())
-        latest = max(entered - turn.opened, min(busy, turn.plan.deadline_s or busy))
+        latest = max(entered - step_state.opened, min(busy, step_state.plan.deadline_s or busy))
         record = record_of(
-            turn,
+            step_state,
             header,
             self._loop.transport.slot_name,
             round_s=max(0.0, wall_s - latest),
@@ -94,8 +98,8 @@ class Deadlines:
 
     def begin(self) -> None:
         """Another step begins, here."""
-        self.flights.clear()
-        self.beside.follow()
+        self.in_flight.clear()
+        self.side_stream.follow()
 
     def end(self) -> None:
         """The loop has come to its end."""
@@ -107,8 +111,8 @@ class Deadlines:
     def _take_copy(self) -> int | None:
         """Take over a peer's state where one was promised, and with it the peer's place in the training."""
         loop, proxy, backlog = self._loop, self.proxy, self.proxy.backlog
-        with loop.books.changed:
-            loop.books.changed.wait_for(lambda: proxy.error or backlog.copied is None or backlog.copied.here)
+        with loop.training.changed:
+            loop.training.changed.wait_for(lambda: proxy.error or backlog.copied is None or backlog.copied.here)
             copy, backlog.copied = backlog.copied, None
         error = proxy.error or (copy.error if copy is not None else None)
         if error is not None:
@@ -146,9 +150,9 @@ class Deadlines:
 class ProxyRound:
     """A round that closes at its deadline, or with the first so many shares, whoever is late."""
 
-    def __init__(self, loop: LoopContext, turn: Turn, deadlines: Deadlines) -> None:
-        self._loop, self._turn, self._gradients, self._deadlines = loop, turn, loop.gradients, deadlines
-        self._changed = loop.books.changed
+    def __init__(self, loop: LoopContext, step_state: StepState, deadlines: Deadlines) -> None:
+        self._loop, self._step_state, self._gradients, self._deadlines = loop, step_state, loop.gradients, deadlines
+        self._changed = loop.training.changed
         self._finished: Work | None = None
         self._aside: Aside | None = None
         """A micro-batch whose backward is done, and its gradients, until the loop comes back for more."""
@@ -157,7 +161,7 @@ class ProxyRound:
 
     def take(self, opened: float) -> tuple[MicroBatch | None, float]:
         while self._still_open(opened):
-            room = 0 if self._turn.loop_phase is LoopPhase.CUT_OFF else self._room()
+            room = 0 if self._step_state.loop_phase is LoopPhase.CUT_OFF else self._room()
             taken = self._loop.dealing.take(room) if room != 0 else None
             if taken is not None or not self._another_lap():
                 return taken, opened
@@ -167,27 +171,29 @@ class ProxyRound:
     def _still_open(self, now: float) -> bool:
         """The loop wants a micro-batch: False when the round closed without it."""
         with self._changed:
-            self._turn.busy_since = now if self._turn.open else None
-            return not self._turn.closed
+            self._step_state.busy_since = now if self._step_state.open else None
+            return not self._step_state.closed
 
     def _room(self) -> int | None:
         """The samples that the time left allows; 0: none. None: there is no deadline."""
-        turn, dealing = self._turn, self._loop.dealing
-        if turn.until is None:
+        step_state, dealing = self._step_state, self._loop.dealing
+        if step_state.until is None:
             return None
         whole, smallest = dealing.micro_batch, dealing.smallest
         sizes = [size for size in ladder(whole) if size >= smallest] if not self._loop.whole else [whole]
-        fits = fit(turn.until - time.perf_counter(), recent_pace(list(self._loop.paces)), sizes)
-        return fits or (0 if turn.work.samples else sizes[-1])  # try, or a slow worker would never be seen to recover
+        fits = fit(step_state.until - time.perf_counter(), recent_pace(list(self._loop.paces)), sizes)
+        return fits or (
+            0 if step_state.work.samples else sizes[-1]
+        )  # try, or a slow worker would never be seen to recover
 
     def _another_lap(self) -> bool:
         """The share is done: whether another lap has more."""
-        turn = self._turn
-        if turn.closed or not turn.last:
+        step_state = self._step_state
+        if step_state.closed or not step_state.last:
             return False
-        self._deadlines.flights.land(turn)  # else what is dealt again might still come in
+        self._deadlines.in_flight.land(step_state)  # else what is dealt again might still come in
         try:
-            return self._deadlines.proxy.idle(turn, gone=False)
+            return self._deadlines.proxy.idle(step_state, gone=False)
         except Dropped:  # the commit says so
             return False
 
@@ -198,9 +204,9 @@ class ProxyRound:
     def _check(self) -> bool:
         """Before a backward, and before it joins: False when it would be for nothing."""
         with self._changed:
-            if self._turn.open:
+            if self._step_state.open:
                 self._gradients.accumulation.check_aside()
-            return self._turn.open
+            return self._step_state.open
 
     def drop(self) -> None:
         self._aside = None
@@ -218,16 +224,18 @@ class ProxyRound:
         self._finished = self._aside = None
         if finished is None:
             with self._changed:
-                self._turn.work.add(Work(added=figures))
+                self._step_state.work.add(Work(added=figures))
             return
         finished.added = figures
         self._check()
-        self._deadlines.flights.start(self._turn, finished, aside or self._gradients.accumulation.no_gradient(), opened)
+        self._deadlines.in_flight.start(
+            self._step_state, finished, aside or self._gradients.accumulation.no_gradient(), opened
+        )
         with self._changed:
             self._gradients.accumulation.show()
 
     def may_be_left(self, busy: bool) -> bool:
-        return not busy or not self._turn.open  # what is left stays in this worker's queue
+        return not busy or not self._step_state.open  # what is left stays in this worker's queue
 
     def end_work(self, began: float) -> None:
         pass
@@ -236,33 +244,33 @@ class ProxyRound:
 
     def run(self) -> bool:
         """It may be over long since."""
-        turn, deadlines, proxy = self._turn, self._deadlines, self._deadlines.proxy
-        deadlines.flights.land(turn)
-        if turn.open and turn.began is not None:
+        step_state, deadlines, proxy = self._step_state, self._deadlines, self._deadlines.proxy
+        deadlines.in_flight.land(step_state)
+        if step_state.open and step_state.began is not None:
             self._check()
-        if not turn.over:
-            proxy.idle(turn, gone=True)
+        if not step_state.over:
+            proxy.idle(step_state, gone=True)
         with self._changed:
-            self._changed.wait_for(lambda: turn.over or proxy.error)
-        if not turn.over and proxy.error is not None:
+            self._changed.wait_for(lambda: step_state.over or proxy.error)
+        if not step_state.over and proxy.error is not None:
             raise proxy.error
-        assert turn.header is not None
+        assert step_state.header is not None
         self._gradients.accumulation.show()
-        deadlines.beside.rejoin()
-        deadlines.promises.note(turn)
-        total = turn.total
+        deadlines.side_stream.rejoin()
+        deadlines.promises.note(step_state)
+        total = step_state.total
         if total is None:
             deadlines.promises.decline()
             return False
-        deadlines.beside.lend([*total.flats, total.statistics])
-        self._gradients.adopt(total, turn.header)
+        deadlines.side_stream.lend([*total.flats, total.statistics])
+        self._gradients.adopt(total, step_state.header)
         return True
 
     def record(self, header: Header, applied: bool) -> StepRecord | None:
-        return self._turn.record
+        return self._step_state.record
 
     def commit(self, header: Header, began: float) -> None:
-        self._deadlines.proxy.backlog.taken_over(self._turn)
+        self._deadlines.proxy.backlog.taken_over(self._step_state)
 
     def compare(self, header: Header) -> None:
         """Where they differ, the next step waits for everybody, and looks again."""

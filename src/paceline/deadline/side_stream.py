@@ -29,7 +29,7 @@ class Mark:
             self._event.synchronize()
 
 
-class Beside:
+class SideStream:
     """The stream beside the user's. ``with beside:`` work goes there, from any thread."""
 
     def __init__(self, device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.feed.batch_dealing import BatchDealing
 from paceline.feed.feed import Feed, Order
@@ -12,7 +12,9 @@ from paceline.feed.micro_batches import MicroBatch
 from paceline.feed.sample_dealing import SampleDealing
 from paceline.feed.stream_dealing import StreamDealing
 from paceline.records import Range, StepRecord
-from paceline.settings import LoopSettings
+
+if TYPE_CHECKING:
+    from paceline.settings import LoopSettings
 
 
 class Dealing(Protocol):

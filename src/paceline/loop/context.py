@@ -1,105 +1,111 @@
-"""What the parts of one training share: who is there, what is trained and tracked, and how far the script has come."""
+"""What the parts of one loop share: who is there, what is trained and dealt, and how far this worker's loop is."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.combine.choose import Choice
-from paceline.loop.passes import Passes
-from paceline.loop.resume import Resume
+from paceline.combine import Gradients, Header
+from paceline.feed.dealing import Dealing
+from paceline.loop.optimizer_checks import OptimizerChecks
+from paceline.loop.passes import LoopPlace
+from paceline.loop.replicas import Repair
+from paceline.loop.step_recording import said
 from paceline.loop.tracking import Tracked
-from paceline.machines import Machine
-from paceline.machines.failures import Failures
-from paceline.pace import Pacer
-from paceline.records import History
+from paceline.loop.training_state import TrainingState
+from paceline.pace.fitting import RECENT
+from paceline.settings import LoopSettings
 from paceline.transport import Transport
-from paceline.transport.elastic.transport import Elastic
 
 if TYPE_CHECKING:
-    from paceline.loop.steps import Steps
-    from paceline.run_recorder import RunRecorder
+    from paceline.loop.membership import Membership
+    from paceline.loop.step import Step
+    from paceline.machines import Machine
 
 
-class Context:
-    """One worker's training. The parts that make loops, save, load and evaluate each hold it, and nothing of each
-    other's."""
+@dataclass
+class LoopContext:
+    """Of one call of ``fleet.steps``."""
 
-    def __init__(
-        self,
-        *,
-        transport: Transport,
-        recorder: RunRecorder,
-        pacer: Pacer,
-        combine: Choice,
-        device: torch.device,
-        machine: Machine | None,
-        failures: Failures | None,
-        seed: int,
-        nonfinite: str,
-        at_the_end: ExitStack,
-    ) -> None:
-        self.transport, self.recorder = transport, recorder
-        self.pacer, self.combine, self.nonfinite = pacer, combine, nonfinite
-        self.device, self.machine, self.failures = device, machine, failures
-        self.at_the_end = at_the_end
-        """Closed when the fleet is left."""
-        self.seed = seed
-        """A checkpoint that is loaded brings its own."""
-        self.models: list[torch.nn.Module] = []
-        self.tracking = Tracked(lambda: (p for model in self.models for p in model.parameters()))
-        self.history = History()
-        self.passes = Passes()
-        self.steps: Steps | None = None
-        """The script's newest loop."""
-        self.resume: Resume | None = None
-        """A checkpoint that was loaded, until the script is where it was saved."""
+    transport: Transport
+    training: TrainingState
+    gradients: Gradients
+    dealing: Dealing
+    settings: LoopSettings
+    place: LoopPlace
+    device: torch.device
+    machine: Machine | None
+    seed: int
+    nonfinite: str
+    tracking: Tracked
+    observe: Callable[[str, Mapping[str, Any]], None]
+    repair: Callable[[], Repair]
+    """Makes the replicas equal."""
+    snapshot: Callable[[], dict[str, Any]]
+    restore: Callable[[Mapping[str, Any]], None]
+    """This worker's models and everything tracked: their state, and setting it."""
+    whole: bool = False
+    """Micro-batches are not cut."""
+    alike: bool = True
+    """Whether all workers have the same kind of device; others round differently, and are compared less often."""
+    membership: Membership | None = None
+    """Follows who is there, where workers come and go."""
+    copyable: bool = True
+    """Whether a copy of a peer's state would hold everything that has state."""
+    at_boundary: Callable[[], None] = lambda: None
+    """Called between two steps, and after the last: the state is whole then."""
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    """What the last commit was given."""
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Seconds a sample of this worker's last micro-batches."""
 
-    # -- who is here -------------------------------------------------------------------------------------------------
+    # -- how far this worker's loop is -----------------------------------------------------------------------------
+    step: Step | None = None
+    """The last one that was given out."""
+    closed: bool = False
+    """A later loop took its place, or the fleet was left."""
+    first: int = 0
+    """The loop's first step."""
+    next: int = 0
+    """The step that comes next, or is under way."""
+    finished: bool = False
+    progress: float = 0.0
+    """The part of the whole training that is done."""
+    full_shares: tuple[int, ...] = ()
+    """The shares of the last step of a whole global batch that this worker's loop began; empty before the first."""
 
-    @property
-    def elastic(self) -> Elastic | None:
-        """The transport, where workers come and go."""
-        return self.transport if isinstance(self.transport, Elastic) else None
-
-    @property
-    def outside(self) -> bool:
-        """Whether this worker waits to enter a running fleet: until its first step its calls concern itself alone."""
-        return self.elastic is not None and self.elastic.outside
-
-    @property
-    def is_leader(self) -> bool:
-        return self.transport.rank == 0 and not self.outside
-
-    @property
-    def identity(self) -> int:
-        """This worker's number for good; in a fleet of fixed size its rank."""
-        return self.elastic.id if self.elastic is not None else self.transport.rank
-
-    # -- where the script is -----------------------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """The next step's index."""
-        return self.steps.index if self.steps is not None else 0
+    def __post_init__(self) -> None:
+        self.next = self.first
+        self.optimizer_checks = OptimizerChecks(self)
 
     @property
-    def passing(self) -> Resume | None:
-        """The checkpoint that was loaded, while the script passes over loops on its way to where it was saved."""
-        return self.resume if self.resume is not None and self.resume.passing else None
+    def begun(self) -> bool:
+        """Whether the first step has been given out."""
+        return self.step is not None
 
-    def meet(self, label: str) -> AbstractContextManager[Any]:
-        """All workers at one point of the training, with the parameters that are to be shown."""
-        return self.steps.meet(label) if self.steps is not None else nullcontext()
+    @property
+    def auto(self) -> bool:
+        """Whether micro-batches are halved when they do not fit into memory."""
+        return self.settings.auto
 
-    # -- what is told of it ------------------------------------------------------------------------------------------
+    @property
+    def leaving(self) -> bool:
+        """This worker was asked to leave: it takes no further micro-batch, and what it has left is dealt to others."""
+        return self.membership is not None and self.membership.leaving
 
-    def warn(self, text: str) -> None:
+    def warn_all(self, text: str) -> None:
         """A warning that every worker has: the leader's is enough."""
-        self.recorder.event("note", {"level": "warning", "text": text, "everywhere": True})
+        self.observe("note", {"level": "warning", "text": text, "everywhere": True})
 
-    def inform(self, text: str) -> None:
-        """A note for the run's log."""
-        self.recorder.event("note", {"level": "info", "text": text})
+    def add_figures(self, header: Header, added: Mapping[str, Any]) -> None:
+        """Figures of ``step.add``, under the numbers that the fleet knows their names by."""
+        for name, value in added.items():
+            header.add(self.transport.slot(name), float(value))
+
+    def said(self, header: Header) -> dict[str, Any]:
+        """Everybody's work, as a record has it."""
+        return said(header, self.transport.slot_name)

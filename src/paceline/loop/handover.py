@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.feed import Generators
-from paceline.loop.loop_context import LoopContext
+from paceline.loop.context import LoopContext
 
 
 def place_of(loop: LoopContext) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """How a training follows who is there: workers enter and leave at step boundaries, and some are lost in the middle.
 
-Every worker does the same to its books, at the same point between two calls, so they stay equal. What a lost worker had
-claimed goes back to the pool; the step under way goes on with the others' shares. A newcomer takes over a peer's whole
-state: models, everything tracked, books and pace.
+Every worker does the same to its training's state, at the same point between two calls, so these stay equal. What a
+lost worker had claimed goes back to the pool; the step under way goes on with the others' shares. A newcomer takes over
+a peer's whole state: models, everything tracked, feed, history and pace.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.run_recorder import RunRecorder
 
 
-class Members:
+class Membership:
     """A loop's part in an elastic fleet."""
 
     def __init__(
@@ -128,16 +128,16 @@ class Members:
 
     def follow(self, change: Change, show: Callable[[], None]) -> None:
         loop, combine, generation = self._steps.loop, self._steps.combine, change.generation
-        with loop.books.changed:
+        with loop.training.changed:
             show()
-            loop.books.follow(change.kept, ahead=_ahead(change))
+            loop.training.follow(change.kept, ahead=_ahead(change))
             loop.full_shares = _kept_shares(loop.full_shares, change.kept)
             combine.members_changed(change.kept)
-            turn = combine.open_turn
-            if turn is not None:
-                lost = turn.follow(change.kept, workers=generation.workers, generation=generation.number)
+            step_state = combine.open_step
+            if step_state is not None:
+                lost = step_state.follow(change.kept, workers=generation.workers, generation=generation.number)
                 loop.dealing.give_back(lost)
-                loop.books.plan_ahead(turn)
+                loop.training.plan_ahead(step_state)
         self._announce(change)
 
     def _announce(self, change: Change) -> None:
@@ -146,7 +146,7 @@ class Members:
             "generation",
             {
                 "number": generation.number,
-                "step": self._steps.books.index,
+                "step": self._steps.training.index,
                 "workers": list(generation.workers),
                 "joined": [{"id": worker, **generation.facts[worker]} for worker in change.joined],
                 "left": [{"id": gone.id, "text": gone.text} for gone in change.left],
@@ -154,7 +154,7 @@ class Members:
         )
         if self._transport.rank == 0 and not self._led:
             self._leads()
-            for record in self._steps.books.recent:  # the last leader may not have come to write them
+            for record in self._steps.training.recent:  # the last leader may not have come to write them
                 self._recorder.event("step", vars(record))
         self._led = self._transport.rank == 0
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
-    from paceline.loop.loop_context import LoopContext
+    from paceline.loop.context import LoopContext
 
 OutOfMemory = torch.OutOfMemoryError
 

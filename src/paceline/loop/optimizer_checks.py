@@ -11,7 +11,7 @@ from paceline.errors import MisuseError
 from paceline.loop.user_code import refuse_closures
 
 if TYPE_CHECKING:
-    from paceline.loop.loop_context import LoopContext
+    from paceline.loop.context import LoopContext
 
 
 class OptimizerChecks:

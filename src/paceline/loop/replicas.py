@@ -18,7 +18,7 @@ from paceline.settings import is_compiled, must_agree
 from paceline.transport import Transport
 
 if TYPE_CHECKING:
-    from paceline.loop.context import Context
+    from paceline.training.training import Training
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 """The user's own class."""
@@ -126,7 +126,7 @@ def hand_round(transport: Transport, content: Mapping[str, Any], *, device: torc
 class Replica:
     """This worker's models and everything tracked, which are the same on every worker."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Training) -> None:
         self._context = context
         self._known: list[torch.nn.Parameter] = []
         """Parameters that were made equal on all workers."""

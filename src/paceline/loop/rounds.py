@@ -17,10 +17,10 @@ from paceline.combine.gradients.accumulation import Aside
 from paceline.combine.gradients.buckets import Among
 from paceline.errors import GenerationOver, MisuseError
 from paceline.feed.micro_batches import MicroBatch
-from paceline.loop.loop_context import LoopContext
+from paceline.loop.context import LoopContext
 from paceline.loop.replicas import fingerprint
 from paceline.loop.step_recording import record_of, write_header
-from paceline.loop.step_state import RoundPhase, Turn, Work
+from paceline.loop.step_state import RoundPhase, StepState, Work
 from paceline.loop.training_state import differ
 from paceline.records import StepRecord
 
@@ -73,8 +73,8 @@ class StepRound(Protocol):
 class InlineRound:
     """A round that waits for everybody."""
 
-    def __init__(self, loop: LoopContext, turn: Turn, replicas: ReplicaComparison | None = None) -> None:
-        self._loop, self._turn, self._gradients, self._replicas = loop, turn, loop.gradients, replicas
+    def __init__(self, loop: LoopContext, step_state: StepState, replicas: ReplicaComparison | None = None) -> None:
+        self._loop, self._step_state, self._gradients, self._replicas = loop, step_state, loop.gradients, replicas
         self._aside: Aside | None = None
         """Where a micro-batch may have to come again (``micro_batch="auto"``): the gradients of its parts so far."""
         self._round_s = 0.0
@@ -101,16 +101,16 @@ class InlineRound:
 
     def done(self, work: Work) -> None:
         self._loop.paces.append(work.slowest_s / work.samples)
-        self._turn.work.add(work)
+        self._step_state.work.add(work)
 
     def next(self, figures: dict[str, Any], opened: float) -> None:
-        self._turn.work.add(Work(added=figures))
+        self._step_state.work.add(Work(added=figures))
 
     def may_be_left(self, busy: bool) -> bool:
         return False
 
     def end_work(self, began: float) -> None:
-        work, device = self._turn.work, self._loop.device
+        work, device = self._step_state.work, self._loop.device
         if device.type == "cuda" and work.micro_batches:
             torch.cuda.current_stream(device).synchronize()  # once a step: the round needs the true time
             work.seconds = time.perf_counter() - began
@@ -118,9 +118,9 @@ class InlineRound:
     # -- the round ---------------------------------------------------------------------------------------------------
 
     def run(self) -> bool:
-        turn = self._turn
-        if self._loop.members is not None:
-            self._loop.members.keep_up()
+        step_state = self._step_state
+        if self._loop.membership is not None:
+            self._loop.membership.keep_up()
         finite = self._gradients.finish()
         entered = time.perf_counter()
         while True:
@@ -129,40 +129,44 @@ class InlineRound:
             except GenerationOver as over:  # the store that names figures is away
                 self._gradients.recover(over)
                 continue
-            if self._gradients.exchange(header, turn.work.samples, f"the round of step {turn.index}"):
+            if self._gradients.exchange(header, step_state.work.samples, f"the round of step {step_state.index}"):
                 break
         waited = time.perf_counter() - entered
-        self._round_s = max(0.0, waited - float(header.column("seconds").max() - turn.work.seconds))
-        turn.header = header
+        self._round_s = max(0.0, waited - float(header.column("seconds").max() - step_state.work.seconds))
+        step_state.header = header
         return True
 
     def _write_header(self, finite: bool) -> Header:
-        members = self._loop.members
-        return write_header(self._loop, self._turn, members.intentions() if members is not None else {}, finite=finite)
+        members = self._loop.membership
+        return write_header(
+            self._loop, self._step_state, members.intentions() if members is not None else {}, finite=finite
+        )
 
     def record(self, header: Header, applied: bool) -> StepRecord | None:
-        loop, turn = self._loop, self._turn
+        loop, step_state = self._loop, self._step_state
         record = record_of(
-            turn, header, loop.transport.slot_name, round_s=self._round_s, emulated=loop.machine is not None
+            step_state, header, loop.transport.slot_name, round_s=self._round_s, emulated=loop.machine is not None
         )
-        turn.record = replace(record, grad_norm=self._gradients.known_norm if applied else None)
-        return loop.dealing.told(turn.record)
+        step_state.record = replace(record, grad_norm=self._gradients.known_norm if applied else None)
+        return loop.dealing.told(step_state.record)
 
     def commit(self, header: Header, began: float) -> None:
-        loop, turn = self._loop, self._turn
-        assert turn.record is not None
-        if loop.members is not None:
-            loop.members.heard(header, workers=turn.workers, generation=turn.generation)
-        with loop.books.changed:
-            record = loop.books.close(turn, header, replace(turn.record, wall_s=time.perf_counter() - began))
-            turn.enter(RoundPhase.CLOSED)
-            turn.enter(RoundPhase.OVER)
-            loop.books.changed.notify_all()
-        loop.books.note(record)
+        loop, step_state = self._loop, self._step_state
+        assert step_state.record is not None
+        if loop.membership is not None:
+            loop.membership.heard(header, workers=step_state.workers, generation=step_state.generation)
+        with loop.training.changed:
+            record = loop.training.close(
+                step_state, header, replace(step_state.record, wall_s=time.perf_counter() - began)
+            )
+            step_state.enter(RoundPhase.CLOSED)
+            step_state.enter(RoundPhase.OVER)
+            loop.training.changed.notify_all()
+        loop.training.note(record)
 
     def compare(self, header: Header) -> None:
         if self._replicas is not None:
-            self._replicas.compare(self._turn.index, header)
+            self._replicas.compare(self._step_state.index, header)
 
 
 class ReplicaComparison:
@@ -174,11 +178,11 @@ class ReplicaComparison:
         self._last: int | None = None
         """The step after which replicas were made equal last."""
 
-    def fingerprint(self, turn: Turn) -> float:
+    def fingerprint(self, step_state: StepState) -> float:
         """Of this worker's parameters, in steps in which replicas are compared; else 0."""
-        early = self._loop.alike and turn.index in COMPARE_EARLY
-        regular = turn.index % COMPARE_EVERY == 0 or early
-        due = self._loop.transport.size > 1 and (regular or turn.compare)
+        early = self._loop.alike and step_state.index in COMPARE_EARLY
+        regular = step_state.index % COMPARE_EVERY == 0 or early
+        due = self._loop.transport.size > 1 and (regular or step_state.compare)
         return 1.0 + fingerprint(self._loop.gradients.everything) if due else 0.0
 
     def compare(self, step: int, header: Header) -> None:

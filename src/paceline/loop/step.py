@@ -21,13 +21,13 @@ from paceline.feed.micro_batches import MicroBatch
 from paceline.loop.hyperparameters import changed_rate
 from paceline.loop.memory import OutOfMemory, shrink
 from paceline.loop.several_losses import ADVICE, Parts
-from paceline.loop.step_state import Turn, Work
+from paceline.loop.step_state import StepState, Work
 from paceline.records import StepRecord
 
 if TYPE_CHECKING:
     from paceline.combine.base import Combine
     from paceline.combine.gradients.buckets import Among
-    from paceline.loop.loop_context import LoopContext
+    from paceline.loop.context import LoopContext
     from paceline.loop.rounds import StepRound
     from paceline.machines import Machine
 
@@ -45,7 +45,7 @@ class Step:
         applied (bool): after the commit, whether the parameters were updated; False after an overflow, or when nobody
             did anything.
         record (StepRecord | None): after the round, what happened in this step, on every worker; None before.
-        turn (Turn): what the loop and the round's thread share of this step; the library's own.
+        step (StepState): what the loop and the round's thread share of this step; the library's own.
         work (StepRound): where this step's micro-batches go; the library's own.
         began (float): when the step began, by ``time.perf_counter()``; the library's own.
 
@@ -60,16 +60,16 @@ class Step:
     """
 
     def __init__(
-        self, loop: LoopContext, combine: Combine, turn: Turn, work: StepRound, *, share: int, began: float
+        self, loop: LoopContext, combine: Combine, step_state: StepState, work: StepRound, *, share: int, began: float
     ) -> None:
-        self.index = turn.index
-        self.epoch = turn.epoch
+        self.index = step_state.index
+        self.epoch = step_state.epoch
         self.share = share
-        self.ends_epoch = turn.ends_epoch
+        self.ends_epoch = step_state.ends_epoch
         self.applied = False
         self.record: StepRecord | None = None
         self.round = combine.rounds
-        self.turn, self.work = turn, work
+        self.step_state, self.work = step_state, work
         self._loop, self._combine_with, self._gradients = loop, combine, loop.gradients
         self._iterated = self._combined = self._committed = False
         self._open: MicroBatch | None = None
@@ -230,7 +230,7 @@ class Step:
             done.shortfall_s = self._pad(self._loop.machine, micro.rows)
         now = time.perf_counter()
         done.slowest_s = now - self._opened
-        done.seconds = now - self._work_began - self._idle_s - self.turn.work.seconds
+        done.seconds = now - self._work_began - self._idle_s - self.step_state.work.seconds
         self.work.done(done)
 
     def _pad(self, machine: Machine, samples: int) -> float:
@@ -296,9 +296,9 @@ class Step:
         self.work.end_work(self._work_began)
         self._combined = True
         self.applied = self._combine_with.exchange(self, clip_norm, own=own)
-        if self.applied and self._parts.partial and float(self.turn.work.weight) > 0:
-            assert self.turn.header is not None
-            self._parts.check_round(self._gradients.buckets.parameters, self.turn.header.used.tolist())
+        if self.applied and self._parts.partial and float(self.step_state.work.weight) > 0:
+            assert self.step_state.header is not None
+            self._parts.check_round(self._gradients.buckets.parameters, self.step_state.header.used.tolist())
 
     def _check_finished(self) -> None:
         if self.work.may_be_left(self._open is not None):

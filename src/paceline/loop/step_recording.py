@@ -9,20 +9,20 @@ import numpy as np
 
 from paceline.combine import Header
 from paceline.combine.gradients.scaling import is_active
-from paceline.loop.step_state import Turn, Work
+from paceline.loop.step_state import StepState, Work
 from paceline.records import StepRecord
 
 if TYPE_CHECKING:
-    from paceline.loop.loop_context import LoopContext
+    from paceline.loop.context import LoopContext
 
 
 def write_header(
-    loop: LoopContext, turn: Turn, more: Mapping[str, float], *, finite: bool, counts: bool = True
+    loop: LoopContext, step_state: StepState, more: Mapping[str, float], *, finite: bool, counts: bool = True
 ) -> Header:
     """This worker's part in the round of a step. ``finite``: whether its gradients are; ``counts``: whether its work
     does. ``more``: facts that only some rounds have."""
     gradients, rank = loop.gradients, loop.transport.rank
-    header, work = Header(gradients.layout), turn.work if counts else Work()
+    header, work = Header(gradients.layout), step_state.work if counts else Work()
     overflow = not finite and is_active(gradients.scaler)
     header.write(
         rank,
@@ -30,20 +30,20 @@ def write_header(
         weight=float(work.weight),
         loss=float(work.loss_sum),
         squares=gradients.squares(float(work.weight)) if counts else 0.0,
-        seconds=turn.work.seconds,
+        seconds=step_state.work.seconds,
         micro_batches=work.micro_batches,
         slowest_s=work.slowest_s,
         shortfall_s=work.shortfall_s,
         overflow=overflow,
         nonfinite=not finite and not overflow,
-        ended=loop.dealing.ended or turn.shares[rank] == 0,
-        fingerprint=turn.fingerprint,
-        rates=turn.rates,
+        ended=loop.dealing.ended or step_state.shares[rank] == 0,
+        fingerprint=step_state.fingerprint,
+        rates=step_state.rates,
         **more,
     )
     loop.add_figures(header, work.added)
-    if turn.next_plan is not None:
-        header.write_plan(turn.next_plan)
+    if step_state.next_plan is not None:
+        header.write_plan(step_state.next_plan)
     return header
 
 
@@ -61,7 +61,7 @@ def said(header: Header, name: Callable[[int], str]) -> dict[str, Any]:
 
 
 def record_of(
-    turn: Turn,
+    step_state: StepState,
     header: Header,
     name: Callable[[int], str],
     *,
@@ -71,35 +71,35 @@ def record_of(
 ) -> StepRecord:
     """The record of a step whose round is over. ``by_deadline``: it closed without waiting for everybody."""
     return StepRecord(
-        **_dealt(turn),
+        **_dealt(step_state),
         **said(header, name),
         slowest_s=tuple(header.column("slowest_s").tolist()),
         unfinished_s=tuple(header.column("unfinished_s").tolist()) if by_deadline else (),
         behind=_ints(header.column("behind")) if by_deadline else (),
         late_s=tuple(header.column("late_s").tolist()),
-        forecast_s=turn.plan.forecast_s,
-        deadline_s=turn.plan.deadline_s,
-        wait_for=turn.plan.wait_for,
+        forecast_s=step_state.plan.forecast_s,
+        deadline_s=step_state.plan.deadline_s,
+        wait_for=step_state.plan.wait_for,
         round_s=round_s,
         applied=has_gradient(header),
         shortfall_s=tuple(header.column("shortfall_s").tolist()) if emulated else (),
     )
 
 
-def void_record(turn: Turn) -> StepRecord:
+def void_record(step_state: StepState) -> StepRecord:
     """Of a step that does not count: the fleet went on without this worker."""
-    nobody = (0,) * len(turn.shares)
-    return StepRecord(**_dealt(turn), samples=nobody, seconds=tuple(map(float, nobody)), applied=False)
+    nobody = (0,) * len(step_state.shares)
+    return StepRecord(**_dealt(step_state), samples=nobody, seconds=tuple(map(float, nobody)), applied=False)
 
 
-def _dealt(turn: Turn) -> dict[str, Any]:
+def _dealt(step_state: StepState) -> dict[str, Any]:
     """Which step it is, and what was dealt to whom."""
     return {
-        "step": turn.index,
-        "epoch": turn.epoch,
-        "generation": turn.generation,
-        "workers": turn.workers,
-        "planned": turn.shares,
+        "step": step_state.index,
+        "epoch": step_state.epoch,
+        "generation": step_state.generation,
+        "workers": step_state.workers,
+        "planned": step_state.shares,
     }
 
 

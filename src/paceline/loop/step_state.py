@@ -84,7 +84,7 @@ class Work:
 
 
 @dataclass
-class Turn:
+class StepState:
     """One step, from its deal to its commit on this worker."""
 
     plan: Plan

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.combine import Gradients
 from paceline.errors import MisuseError
-from paceline.loop.loop_context import LoopContext
+from paceline.loop.context import LoopContext
 from paceline.loop.schedules import held_at_their_end
 from paceline.loop.step import Step
 
 if TYPE_CHECKING:
     from paceline.combine.base import Combine
-    from paceline.loop.membership import Members
+    from paceline.loop.membership import Membership
 
 
 class Steps:
@@ -29,7 +29,7 @@ class Steps:
 
     def __init__(self, loop: LoopContext, combine: Combine) -> None:
         self.loop, self.combine = loop, combine
-        self.books, self.dealing, self.settings, self.place = loop.books, loop.dealing, loop.settings, loop.place
+        self.training, self.dealing, self.settings, self.place = loop.training, loop.dealing, loop.settings, loop.place
         loop.tracking.forget_steps()
         self.before_first: Callable[[Steps], None] = lambda steps: None
         self.after_first = self.before_first
@@ -51,7 +51,7 @@ class Steps:
                 "with rounds by the clock a fast worker makes more steps than a slow one, so nobody knows how many: "
                 "follow step.progress, or use paceline.Averaging(every_steps=...)"
             )
-        self.books.promised = self.most // self.settings.epochs
+        self.training.promised = self.most // self.settings.epochs
         return self.most
 
     @property
@@ -64,9 +64,9 @@ class Steps:
     @property
     def _beyond_promise(self) -> bool:
         """Whether the open step is one more than the number of steps: workers were lost in the very last one."""
-        length, books = self.dealing.length, self.books
-        last = books.dealing.epoch == books.end_epoch - 1
-        return last and length is not None and books.epoch_step * self.settings.global_batch >= length
+        length, training = self.dealing.length, self.training
+        last = training.dealing.epoch == training.end_epoch - 1
+        return last and length is not None and training.epoch_step * self.settings.global_batch >= length
 
     def __iter__(self) -> Iterator[Step]:
         self.left = False
@@ -92,7 +92,7 @@ class Steps:
 
     @property
     def _passed_by(self) -> bool:
-        return self.loop.members is not None and self.loop.members.passed_by
+        return self.loop.membership is not None and self.loop.membership.passed_by
 
     def _begin(self) -> Step | None:
         if self.loop.closed:
@@ -143,8 +143,8 @@ class Steps:
         return self.loop.gradients
 
     @property
-    def members(self) -> Members | None:
-        return self.loop.members
+    def membership(self) -> Membership | None:
+        return self.loop.membership
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
@@ -169,12 +169,12 @@ class Steps:
 
     def pace_state(self) -> dict[str, Any]:
         """The pacer's state as of the last step that entered the training's state."""
-        with self.books.changed:
-            return self.books.pacer.state_dict()
+        with self.training.changed:
+            return self.training.pacer.state_dict()
 
     def pass_over(self, step: int) -> None:
         """This loop was over before ``step``, in a run that this one goes on from: it gives no steps."""
-        self.books.finish(step)
+        self.training.finish(step)
         self.loop.first = self.loop.next = step
         self.loop.finished, self.loop.progress = True, 1.0
 
@@ -188,7 +188,7 @@ class Steps:
         if orderly and loop.step is not None and not loop.step.committed:
             text = f"the loop was left in step {loop.step.index}, before its commit: its samples were not counted"
             loop.warn_all(text)
-        if orderly and not loop.finished and self.books.index > loop.first:
-            loop.observe("left", {"step": self.books.index})
+        if orderly and not loop.finished and self.training.index > loop.first:
+            loop.observe("left", {"step": self.training.index})
         self.dealing.close()
         loop.gradients.detach()

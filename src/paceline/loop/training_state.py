@@ -1,4 +1,4 @@
-"""The books of a training, the same on every worker: the feed, the history, the pacer and the plans.
+"""The training's state of a training, the same on every worker: the feed, the history, the pacer and the plans.
 
 They change when a step is closed, by what its round said, and nowhere else. The leader asks its pacer for the step
 after the open one as soon as that is dealt; the plan rides in the open step's round, so everybody holds the same plan
@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.combine import Header
 from paceline.feed.dealing import Dealing
-from paceline.loop.step_state import Turn
+from paceline.loop.step_state import StepState
 from paceline.pace import Ask, Pacer
 from paceline.pace.steering import for_all, goal, least, made_for, without_singles
 from paceline.records import History, Plan, StepRecord
@@ -27,7 +27,7 @@ RECENT_RECORDS = 100
 """Of the history, handed to a newcomer: its pacer's state knows what came before."""
 
 
-class Books:
+class TrainingState:
     """What is planned, dealt and done."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Books:
         self.first_epoch = first_epoch
         """Passes over the dataset before this loop."""
         self.changed = threading.Condition(threading.RLock())
-        """Held while the books or a turn change; notified after."""
+        """Held while the training's state or a step change; notified after."""
         self.index = first_index
         self.epoch_step = 0
         """Steps of the open epoch that are over."""
@@ -67,7 +67,7 @@ class Books:
 
     # -- open ------------------------------------------------------------------------------------------------------
 
-    def open(self, plan: Plan) -> Turn:
+    def open(self, plan: Plan) -> StepState:
         """Deal the next step."""
         expected, last = self._goal(self.epoch_step, self.dealing.remaining, self.dealing.length)
         plan = made_for(plan, expected)
@@ -81,7 +81,7 @@ class Books:
             plan = self._without_singles(plan, last)
         shares = self.dealing.deal(plan.samples)
         left = self.dealing.remaining
-        turn = Turn(
+        step_state = StepState(
             plan=plan,
             shares=shares,
             epoch=self.dealing.epoch,
@@ -95,13 +95,13 @@ class Books:
             ends_epoch=left is not None and (last or sum(shares) >= left),
             progress=self.progress,
         )
-        self.plan_ahead(turn)
-        return turn
+        self.plan_ahead(step_state)
+        return step_state
 
-    def plan_ahead(self, turn: Turn) -> None:
+    def plan_ahead(self, step_state: StepState) -> None:
         """The leader: plan the step after the open one, for its round."""
         if self._transport.rank == 0 and len(self._history) > 0:
-            turn.next_plan = self._plan_after(turn)
+            step_state.next_plan = self._plan_after(step_state)
 
     def follow(self, kept: Sequence[int | None], *, ahead: Sequence[int]) -> None:
         """Other members are there: by new rank, ``kept`` says who they were. What those who are gone had claimed is
@@ -148,18 +148,18 @@ class Books:
         total, last = self._goal(self.epoch_step, self.dealing.remaining, self.dealing.length)
         return self._ask(self.index, self.dealing.epoch, total, last)
 
-    def _plan_after(self, turn: Turn) -> Plan | None:
+    def _plan_after(self, step_state: StepState) -> Plan | None:
         """The plan after the open step, supposing that what is hoped for gets done."""
-        epoch, left, length, step = turn.epoch, self.dealing.remaining, self.dealing.length, self.epoch_step + 1
+        epoch, left, length, step = step_state.epoch, self.dealing.remaining, self.dealing.length, self.epoch_step + 1
         if left is not None:
-            left -= turn.expected
-            if turn.last or left <= 0:
+            left -= step_state.expected
+            if step_state.last or left <= 0:
                 epoch, step, length = epoch + 1, 0, self.dealing.next_length
                 left = length
         if epoch >= self.end_epoch:
             return None
         total, last = self._goal(step, left, length)
-        return self._ask(turn.index + 1, epoch, total, last)
+        return self._ask(step_state.index + 1, epoch, total, last)
 
     def _ask(self, step: int, epoch: int, total: int, last: bool) -> Plan:
         if self._transport.size == 1:
@@ -177,33 +177,35 @@ class Books:
 
     # -- close -----------------------------------------------------------------------------------------------------
 
-    def lap(self, turn: Turn, done: tuple[int, ...], shares: tuple[int, ...]) -> None:
+    def lap(self, step_state: StepState, done: tuple[int, ...], shares: tuple[int, ...]) -> None:
         """A part of the epoch's last step is over: ``done`` more samples count, and the rest is dealt again."""
-        turn.ranges = joined(turn.ranges, self.dealing.commit(done, False))
+        step_state.ranges = joined(step_state.ranges, self.dealing.commit(done, False))
         dealt = self.dealing.deal(shares)
-        turn.shares = tuple(before + more for before, more in zip(turn.shares, dealt, strict=True))
-        turn.extra = dealt[self._transport.rank]
+        step_state.shares = tuple(before + more for before, more in zip(step_state.shares, dealt, strict=True))
+        step_state.extra = dealt[self._transport.rank]
 
-    def close(self, turn: Turn, header: Header, record: StepRecord, *, by_deadline: bool = False) -> StepRecord:
+    def close(
+        self, step_state: StepState, header: Header, record: StepRecord, *, by_deadline: bool = False
+    ) -> StepRecord:
         """The round is over: count what it says. Returns the record, completed. ``by_deadline``: it did not wait for
         everybody, so the user's loop may be anywhere, and save."""
         if by_deadline:
-            turn.before = self.state_dict()
-        rest = tuple(all_ - before for all_, before in zip(record.samples, turn.counted, strict=True))
-        ranges = joined(turn.ranges, self.dealing.commit(rest, bool(header.column("ended").all())))
+            step_state.before = self.state_dict()
+        rest = tuple(all_ - before for all_, before in zip(record.samples, step_state.counted, strict=True))
+        ranges = joined(step_state.ranges, self.dealing.commit(rest, bool(header.column("ended").all())))
         record = replace(record, ranges=ranges)
         told = self._remember(record)
         self.index += 1
         self.epoch_step += 1
         self.plan = header.read_plan()
         if self.plan is None and len(self._history) > 1 and not self._transport.elastic:
-            self.plan = replace(turn.plan, step=self.index)  # the leader thought that this was the last step
+            self.plan = replace(step_state.plan, step=self.index)  # the leader thought that this was the last step
         # A step for everybody: to compare replicas that differed, or because workers enter or leave after it.
         self._for_all_next = by_deadline and (differ(header) or changes(header))
-        turn.ends_epoch = self.dealing.remaining == 0
-        if turn.ends_epoch:
+        step_state.ends_epoch = self.dealing.remaining == 0
+        if step_state.ends_epoch:
             self._open_epoch(self.dealing.epoch + 1)
-        turn.progress, turn.finishes, turn.record = self.progress, self.finished, told
+        step_state.progress, step_state.finishes, step_state.record = self.progress, self.finished, told
         return told
 
     def note(self, record: StepRecord) -> None:
@@ -288,7 +290,7 @@ class Books:
         return list(self._history)[-RECENT_RECORDS:]
 
     def take_over(self, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
-        """A peer's `whole_state`: this worker's books are then equal to the peer's."""
+        """A peer's `whole_state`: this worker's training's state are then equal to the peer's."""
         self.pacer.load_state_dict(state["pacer"])
         self._history.replace(StepRecord.from_json(record) for record in json.loads(state["history"]))
         self.index, self.epoch_step, self.plan = state["step"], state["epoch_step"], None

@@ -32,10 +32,10 @@ from paceline.combine.base import CombineParts
 from paceline.combine.gradients.combine import may_apply
 from paceline.combine.gradients.scaling import is_active
 from paceline.errors import MisuseError
-from paceline.loop.loop_context import LoopContext
+from paceline.loop.context import LoopContext
 from paceline.loop.rounds import InlineRound
 from paceline.loop.step import Step
-from paceline.loop.step_state import Turn
+from paceline.loop.step_state import StepState
 from paceline.records import Plan, StepRecord
 
 OVER, LANDED = 1, 2
@@ -100,7 +100,7 @@ class AveragingCombine:
         loop.dealing.take_up(share, done=periods.uncounted if share else 0)
         loop.gradients.begin(max(1, sum(parts)))
         began = time.perf_counter()
-        turn = Turn(
+        step_state = StepState(
             plan=Plan(generation=loop.transport.generation, step=loop.next, samples=parts),
             shares=parts,
             epoch=epoch,
@@ -111,8 +111,8 @@ class AveragingCombine:
             opened=began,
             ends_epoch=period is None or self._may_end_epoch(period, parts),
         )
-        turn.start(began)
-        return Step(loop, self, turn, InlineRound(loop, turn), share=share, began=began)
+        step_state.start(began)
+        return Step(loop, self, step_state, InlineRound(loop, step_state), share=share, began=began)
 
     def _may_end_epoch(self, period: Period, parts: Sequence[int]) -> bool:
         """Whether this step may well be the epoch's last; sure is that after its commit."""
@@ -122,24 +122,24 @@ class AveragingCombine:
 
     def exchange(self, step: Step, clip_norm: float | None, *, own: bool) -> bool:
         """A local step's gradient: this worker's own, or its group's mean."""
-        loop, turn, period = self.loop, step.turn, self.periods.open
+        loop, step_state, period = self.loop, step.step_state, self.periods.open
         finite = loop.gradients.finish()
-        header = self.periods.exchange.persistently(partial(self._write_step, turn, finite))
+        header = self.periods.exchange.persistently(partial(self._write_step, step_state, finite))
         entered = time.perf_counter()
-        loop.gradients.exchange(header, turn.work.samples, f"local step {turn.index}")
+        loop.gradients.exchange(header, step_state.work.samples, f"local step {step_state.index}")
         self._waited_s = time.perf_counter() - entered
         self._word = int(header.column("ended")[0])
-        turn.header = header
+        step_state.header = header
         apply = may_apply(loop, step, header, ranks=self._members)
         if apply:
             loop.gradients.mean(header, clip_norm)
             if self.periods.merging.decays and period is not None:
                 period.contraction += decay_of(loop.optimizers, getattr(self._settings, "weight_decay", None))
-        step.record = turn.record = self._record(turn, header)
+        step.record = step_state.record = self._record(step_state, header)
         return apply
 
-    def _write_step(self, turn: Turn, finite: bool) -> Header:
-        gradients, work = self.loop.gradients, turn.work
+    def _write_step(self, step_state: StepState, finite: bool) -> Header:
+        gradients, work = self.loop.gradients, step_state.work
         header, overflow = Header(gradients.layout), not finite and is_active(gradients.scaler)
         header.write(
             self._member,
@@ -166,27 +166,27 @@ class AveragingCombine:
         landed = self.periods.under_way is not None and self.periods.under_way.over
         return OVER * over + LANDED * landed
 
-    def _record(self, turn: Turn, header: Header) -> StepRecord:
+    def _record(self, step_state: StepState, header: Header) -> StepRecord:
         transport = self.loop.transport
         return StepRecord(
             **self.loop.said(header),
-            step=turn.index,
-            epoch=turn.epoch,
+            step=step_state.index,
+            epoch=step_state.epoch,
             generation=transport.generation,
             workers=tuple(transport.workers[member] for member in self._members),
-            planned=turn.shares,
+            planned=step_state.shares,
             grad_norm=self.loop.gradients.known_norm,
         )
 
     def commit(self, step: Step, updated: float) -> None:
-        loop, turn, period, work = self.loop, step.turn, self.periods.open, step.turn.work
-        assert turn.header is not None
-        loop.gradients.clear(overflow=bool(turn.header.column("overflow").any()))
+        loop, step_state, period, work = self.loop, step.step_state, self.periods.open, step.step_state.work
+        assert step_state.header is not None
+        loop.gradients.clear(overflow=bool(step_state.header.column("overflow").any()))
         loop.next += 1
-        if turn.dealt == 0:  # it only said that an epoch is over
+        if step_state.dealt == 0:  # it only said that an epoch is over
             return
         assert period is not None
-        if work.samples < turn.shares[self._member] and not loop.leaving:
+        if work.samples < step_state.shares[self._member] and not loop.leaving:
             raise MisuseError(f"step {step.index} was left half done: finish the loop over its micro-batches")
         self._count(period, step)
         epoch = loop.dealing.epoch
@@ -195,8 +195,8 @@ class AveragingCombine:
         loop.transport.doing(f"its own code after local step {step.index}")
 
     def _count(self, period: Period, step: Step) -> None:
-        work, wall_s = step.turn.work, time.perf_counter() - step.began
-        parts = list(step.turn.shares)
+        work, wall_s = step.step_state.work, time.perf_counter() - step.began
+        parts = list(step.step_state.shares)
         parts[self._member] = work.samples  # less than its share where this worker was asked to leave
         period.count(parts)
         period.micro_batches += work.micro_batches
@@ -255,7 +255,7 @@ class AveragingCombine:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
-    def open_turn(self) -> Turn | None:
+    def open_step(self) -> StepState | None:
         """None: what a lost worker did in a period is dealt again as a whole."""
         return None
 
@@ -270,12 +270,12 @@ class AveragingCombine:
 
     def state_dict(self) -> dict[str, Any]:
         loop = self.loop
-        books, gradients = loop.books.state_dict(), loop.gradients.state_dict()
-        return {**books, "step": loop.next, "gradients": gradients, **self.periods.state_dict()}
+        training, gradients = loop.training.state_dict(), loop.gradients.state_dict()
+        return {**training, "step": loop.next, "gradients": gradients, **self.periods.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         loop = self.loop
         loop.gradients.load_state_dict(state["gradients"])
-        loop.books.load_state_dict(state)
-        loop.next, loop.finished, loop.progress = state["step"], loop.books.finished, loop.books.progress
+        loop.training.load_state_dict(state)
+        loop.next, loop.finished, loop.progress = state["step"], loop.training.finished, loop.training.progress
         self.periods.load_state_dict(state)

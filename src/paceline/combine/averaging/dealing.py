@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from paceline.combine.averaging.groups import Place, place_of
 from paceline.combine.averaging.period import Ints, Period, above, by_the_clock, followed
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
-from paceline.loop.loop_context import LoopContext
+from paceline.loop.context import LoopContext
 from paceline.records import Plan
 
 AHEAD = 2
@@ -50,10 +50,10 @@ class PeriodDealer:
 
     def _agree_on_plan(self, round_number: int) -> Plan:
         """The leader hands a plan round where none came with the last round: before the first, or for other members."""
-        transport, books = self._loop.transport, self._loop.books
+        transport, training = self._loop.transport, self._loop.training
 
         def mine() -> dict[str, Any] | None:
-            return books.plan_for(round_number).to_json() if transport.rank == 0 else None
+            return training.plan_for(round_number).to_json() if transport.rank == 0 else None
 
         return Plan.from_json(transport.gather(f"the plan after {round_number} rounds", mine)[0])
 

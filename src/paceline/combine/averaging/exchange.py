@@ -16,7 +16,7 @@ from paceline.combine.gradients.exchange import broken_off
 from paceline.combine.gradients.statistics import RunningStatistics
 from paceline.combine.header import Layout
 from paceline.errors import GenerationOver
-from paceline.loop.loop_context import LoopContext
+from paceline.loop.context import LoopContext
 from paceline.transport.base import Pending
 from paceline.transport.elastic.transport import Elastic
 
@@ -73,11 +73,11 @@ class RoundExchange:
             micro_batches=period.micro_batches,
             slowest_s=period.slowest_s,
             ended=False,
-            **(loop.members.intentions() if loop.members is not None else {}),
+            **(loop.membership.intentions() if loop.membership is not None else {}),
         )
         loop.add_figures(header, period.added)
         if loop.transport.rank == 0:
-            header.write_plan(loop.books.plan_for(number + 1))
+            header.write_plan(loop.training.plan_for(number + 1))
         if first_member:  # batch norm's layers have counted the whole group's micro-batches on each member
             header.counters[:] = self.statistics.moved
         return header

@@ -21,8 +21,8 @@ from paceline.combine.averaging.rounds import Round
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
 from paceline.combine.base import CombineParts
 from paceline.errors import Dropped, FleetError, MisuseError
+from paceline.loop.context import LoopContext
 from paceline.loop.handover import place_of, take_place
-from paceline.loop.loop_context import LoopContext
 from paceline.machines.failures import Trouble
 from paceline.records import Range, StepRecord
 from paceline.transport.elastic.transport import Elastic
@@ -49,7 +49,7 @@ class Periods:
         self.open: Period | None = None
         self.under_way: Round | None = None
         """A round that runs beside the local steps."""
-        self.number = loop.books.index = parts.first_round
+        self.number = loop.training.index = parts.first_round
         """Rounds so far, as the records count them."""
         self._landed = 0.0
         """When the last round was over, for this worker."""
@@ -114,8 +114,8 @@ class Periods:
 
     def _run_out(self, period: Period) -> Round:
         """Run a round to its end: once more, among those who are left, when somebody is lost in it."""
-        if self._loop.members is not None:
-            self._loop.members.keep_up()
+        if self._loop.membership is not None:
+            self._loop.membership.keep_up()
         write = partial(self._write_round, period)
         while (over := self.exchange.run(self.exchange.persistently(write), self.number)) is None:
             pass
@@ -172,13 +172,13 @@ class Periods:
             ranges=ranges,
         )
         self.dealer.observe(samples, seconds=header.column("seconds"), walls=walls)
-        loop.books.observe(record)
+        loop.training.observe(record)
         self.dealer.plan, self.dealer.together = header.read_plan(), table[:, 0]
         self.number += 1
-        loop.books.index = self.number
+        loop.training.index = self.number
         self._landed = ended
-        if loop.members is not None:
-            loop.members.heard(header, workers=loop.transport.workers, generation=loop.transport.generation)
+        if loop.membership is not None:
+            loop.membership.heard(header, workers=loop.transport.workers, generation=loop.transport.generation)
         self._go_on(np.asarray(period.shares) - samples)
 
     def _go_on(self, left: Ints) -> None:
@@ -187,13 +187,13 @@ class Periods:
         loop = self._loop
         if loop.dealing.remaining == 0:
             self.open = None
-            loop.books.next_epoch()
+            loop.training.next_epoch()
         elif self.overlaps:
             assert self.open is not None
             self.dealer.deal(self.open, left)
         else:
             self.open = None
-        loop.finished, loop.progress = loop.books.finished, loop.books.progress
+        loop.finished, loop.progress = loop.training.finished, loop.training.progress
         if loop.finished:
             self._show_for_good()
 
@@ -248,9 +248,9 @@ class Periods:
 
     def cross_boundary(self) -> None:
         """Right after a round, and before the next period is dealt: enter, leave, or re-form the group."""
-        while self._loop.members is not None:
+        while self._loop.membership is not None:
             try:
-                self._loop.members.at_boundary(agreed=self._nobody_waits)
+                self._loop.membership.at_boundary(agreed=self._nobody_waits)
                 return
             except Dropped as dropped:
                 self._give_up_period(dropped)
@@ -290,17 +290,17 @@ class Periods:
         """A newcomer begins with the parameters that are shown: those all have after a round, or the centre."""
         loop = self._loop
         with self.merging.shown():
-            with loop.books.changed:
-                order, books = loop.dealing.order_digest(), loop.books.whole_state()
+            with loop.training.changed:
+                order, training = loop.dealing.order_digest(), loop.training.whole_state()
             state = place_of(loop)
             state["models"] = deepcopy(state["models"])
-        return {**state, "books": books, "order": order, "seed": loop.seed, **self.state_dict()}
+        return {**state, "training's state": training, "order": order, "seed": loop.seed, **self.state_dict()}
 
     def take_over(self, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
         loop = self._loop
         take_place(loop, state)
-        with loop.books.changed:
-            loop.books.take_over(state["books"], ahead=ahead)
+        with loop.training.changed:
+            loop.training.take_over(state["training's state"], ahead=ahead)
             if loop.dealing.order_digest() != state["order"]:
                 raise ValueError(f"this worker's order({loop.dealing.epoch}) is not the fleet's")
             loop.seed = state["seed"]
@@ -319,10 +319,10 @@ class Periods:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "merging" not in state:  # it was saved under another combine
-            self.number = self._loop.books.index = 0
+            self.number = self._loop.training.index = 0
             self.rebase()
             return
-        self.number = self._loop.books.index = state["round"]
+        self.number = self._loop.training.index = state["round"]
         self.merging.load_state_dict(state["merging"])
         self.dealer.load_state_dict(state)
         self.exchange.statistics.rebase()

@@ -17,13 +17,13 @@ from paceline.combine import Header
 from paceline.combine.base import CombineParts
 from paceline.deadline.rounds import Deadlines, ProxyRound
 from paceline.errors import Dropped, MisuseError, NonFiniteGradients
+from paceline.loop.context import LoopContext
 from paceline.loop.handover import place_of, take_place
 from paceline.loop.hyperparameters import unlike_settings
-from paceline.loop.loop_context import LoopContext
 from paceline.loop.rounds import InlineRound, ReplicaComparison, StepRound
 from paceline.loop.step import Step
 from paceline.loop.step_recording import has_gradient, void_record
-from paceline.loop.step_state import RoundPhase, Turn
+from paceline.loop.step_state import RoundPhase, StepState
 from paceline.pace import may_set_deadlines
 from paceline.records import Plan
 from paceline.settings import must_agree
@@ -36,12 +36,12 @@ class GradientCombine:
 
     def __init__(self, loop: LoopContext, settings: None = None, parts: CombineParts | None = None) -> None:
         self.loop = loop
-        self._turns: dict[int, Turn] = {}
+        self._step_states: dict[int, StepState] = {}
         """Steps that are open, or over and not taken over yet."""
         self._agreed_epoch = -1
         self._replicas = ReplicaComparison(loop)
         others = loop.transport.size > 1 or loop.transport.elastic
-        self._deadlines = Deadlines(loop, self._register) if others and may_set_deadlines(loop.books.pacer) else None
+        self._deadlines = Deadlines(loop, self._register) if others and may_set_deadlines(loop.training.pacer) else None
 
     @property
     def rounds(self) -> int:
@@ -55,67 +55,67 @@ class GradientCombine:
 
     def begin(self) -> Step | None:
         loop = self.loop
-        if loop.members is not None:
-            loop.members.at_boundary()
-            if loop.members.still_outside:
+        if loop.membership is not None:
+            loop.membership.at_boundary()
+            if loop.membership.still_outside:
                 return None
         if self._deadlines is not None and (copied := self._deadlines.between_steps()) is not None:
             self._forget_up_to(copied, self._deadlines)
         loop.at_boundary()
         began = time.perf_counter()
         loop.transport.doing(f"step {loop.next}", begun=loop.next + 1)
-        turn = self._turns.get(loop.next) or self._open_here()
-        own_print, own_rates = self._replicas.fingerprint(turn), loop.tracking.digest()
-        with loop.books.changed:
-            if turn.dealt >= loop.settings.global_batch and turn.generation == loop.transport.generation:
-                loop.full_shares = turn.plan.samples
-            missed = turn.closed
-            share = 0 if missed else turn.shares[loop.transport.rank]
+        step_state = self._step_states.get(loop.next) or self._open_here()
+        own_print, own_rates = self._replicas.fingerprint(step_state), loop.tracking.digest()
+        with loop.training.changed:
+            if step_state.dealt >= loop.settings.global_batch and step_state.generation == loop.transport.generation:
+                loop.full_shares = step_state.plan.samples
+            missed = step_state.closed
+            share = 0 if missed else step_state.shares[loop.transport.rank]
             loop.dealing.take_up(share)
             if not missed:
-                turn.start(began)
-                turn.fingerprint, turn.rates = own_print, own_rates
-            loop.gradients.begin(turn.dealt)
+                step_state.start(began)
+                step_state.fingerprint, step_state.rates = own_print, own_rates
+            loop.gradients.begin(step_state.dealt)
             if self._deadlines is not None:
                 self._deadlines.begin()
-        return Step(loop, self, turn, self._round_of(turn, missed), share=share, began=began)
+        return Step(loop, self, step_state, self._round_of(step_state, missed), share=share, began=began)
 
-    def _round_of(self, turn: Turn, missed: bool) -> StepRound:
+    def _round_of(self, step_state: StepState, missed: bool) -> StepRound:
         """The one place where a step's round is chosen."""
-        if not turn.plan.bounded:
-            return InlineRound(self.loop, turn, self._replicas)
+        if not step_state.plan.bounded:
+            return InlineRound(self.loop, step_state, self._replicas)
         assert self._deadlines is not None
         if not missed:
-            self._deadlines.proxy.begun(turn)
-        return ProxyRound(self.loop, turn, self._deadlines)
+            self._deadlines.proxy.begun(step_state)
+        return ProxyRound(self.loop, step_state, self._deadlines)
 
     def _forget_up_to(self, index: int, deadlines: Deadlines) -> None:
         """A peer's state after that step was taken over."""
-        with self.loop.books.changed:
-            for old in [number for number in self._turns if number <= index]:
-                deadlines.promises.note(self._turns.pop(old))
+        with self.loop.training.changed:
+            for old in [number for number in self._step_states if number <= index]:
+                deadlines.promises.note(self._step_states.pop(old))
         deadlines.promises.decline()
 
-    def _open_here(self) -> Turn:
-        """Open a turn on this thread: the first, or one after a round that waited for everybody."""
+    def _open_here(self) -> StepState:
+        """Open a step on this thread: the first, or one after a round that waited for everybody."""
         self._check_order()  # first: the plan is for those who are there after it
-        plan = self.loop.books.plan or self._hand_round_plan()
-        turn = self.loop.books.open(plan)
-        self._register(turn)
+        plan = self.loop.training.plan or self._hand_round_plan()
+        step_state = self.loop.training.open(plan)
+        self._register(step_state)
         if self._deadlines is not None:
-            self._deadlines.proxy.watch(turn)
-        return turn
+            self._deadlines.proxy.watch(step_state)
+        return step_state
 
-    def _register(self, turn: Turn) -> None:
-        self._turns[turn.index] = turn
+    def _register(self, step_state: StepState) -> None:
+        self._step_states[step_state.index] = step_state
 
     def _hand_round_plan(self) -> Plan:
         """The leader hands a plan round: for the first step and, since then there is something to know about the
         machines and equal shares may be very wrong for them, for the second too."""
-        transport, books = self.loop.transport, self.loop.books
+        transport, training = self.loop.transport, self.loop.training
 
         def mine() -> dict[str, Any] | None:
-            return books.first_plan().to_json() if transport.rank == 0 else None
+            return training.first_plan().to_json() if transport.rank == 0 else None
 
         return Plan.from_json(transport.gather("the plan of the first steps", mine)[0])
 
@@ -131,15 +131,15 @@ class GradientCombine:
     # -- its round -----------------------------------------------------------------------------------------------------
 
     def exchange(self, step: Step, clip_norm: float | None, *, own: bool) -> bool:
-        turn = step.turn
+        step_state = step.step_state
         try:
             here = step.work.run()
         except Dropped as dropped:
             self._give_up(step, dropped)
             return False
-        header = turn.header
+        header = step_state.header
         assert header is not None
-        self._compare_rates(turn, header)
+        self._compare_rates(step_state, header)
         apply = may_apply(self.loop, step, header) and here
         if apply:
             self.loop.gradients.mean(header, clip_norm, own=own)
@@ -148,35 +148,35 @@ class GradientCombine:
 
     def _give_up(self, step: Step, dropped: Dropped) -> None:
         """The fleet went on without this worker: its step does not count, and the next begins with a peer's state."""
-        turn = step.turn
-        turn.enter(RoundPhase.VOID)
-        step.record = turn.record = void_record(turn)
-        text = f"step {turn.index}: {dropped}; it enters anew"
+        step_state = step.step_state
+        step_state.enter(RoundPhase.VOID)
+        step.record = step_state.record = void_record(step_state)
+        text = f"step {step_state.index}: {dropped}; it enters anew"
         self.loop.observe("note", {"level": "warning", "text": text})
 
-    def _compare_rates(self, turn: Turn, header: Header) -> None:
+    def _compare_rates(self, step_state: StepState, header: Header) -> None:
         """Every worker must update with the same learning rates and other settings of its optimisers."""
         tracking, said = self.loop.tracking, header.column("rates")
         if len(set(said[said > 0].tolist())) > 1:
             everybody = self.loop.transport.gather("comparing learning rates", tracking.hyperparameters)
-            if said_so := unlike_settings(everybody, step=turn.index, missing=tracking.missing()):
+            if said_so := unlike_settings(everybody, step=step_state.index, missing=tracking.missing()):
                 raise MisuseError(said_so)
 
     # -- its commit ----------------------------------------------------------------------------------------------------
 
     def commit(self, step: Step, updated: float) -> None:
-        loop, turn, header = self.loop, step.turn, step.turn.header
-        if turn.round_phase is RoundPhase.VOID:
+        loop, step_state, header = self.loop, step.step_state, step.step_state.header
+        if step_state.round_phase is RoundPhase.VOID:
             loop.gradients.clear(overflow=False)
-            self._turns.clear()
+            self._step_states.clear()
             return
         assert header is not None
         loop.gradients.clear(overflow=bool(header.column("overflow").any()))
         loop.next += 1
         step.work.commit(header, step.began)
-        self._turns.pop(turn.index, None)
-        step.record, step.ends_epoch = turn.record, turn.ends_epoch  # a stream's end shows only now
-        loop.finished, loop.progress = turn.finishes, turn.progress
+        self._step_states.pop(step_state.index, None)
+        step.record, step.ends_epoch = step_state.record, step_state.ends_epoch  # a stream's end shows only now
+        loop.finished, loop.progress = step_state.finishes, step_state.progress
         if self._deadlines is not None:
             self._deadlines.commit_s = time.perf_counter() - updated
         step.work.compare(header)
@@ -211,9 +211,9 @@ class GradientCombine:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
-    def open_turn(self) -> Turn | None:
-        """The step under way, unless its books are closed."""
-        return self._turns.get(self.loop.books.index)
+    def open_step(self) -> StepState | None:
+        """The step under way, unless its training's state are closed."""
+        return self._step_states.get(self.loop.training.index)
 
     def members_changed(self, kept: Sequence[int | None]) -> None:
         if self._deadlines is not None:
@@ -221,12 +221,12 @@ class GradientCombine:
 
     def whole_state(self) -> dict[str, Any]:
         loop = self.loop
-        with loop.books.changed:
+        with loop.training.changed:
             order = loop.dealing.order_digest()
-            books = loop.books.whole_state()
+            training = loop.training.whole_state()
         return {
             **place_of(loop),
-            "books": books,
+            "training's state": training,
             "agreed_epoch": self._agreed_epoch,
             "order": order,
             "seed": loop.seed,
@@ -236,26 +236,30 @@ class GradientCombine:
     def take_over(self, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
         loop = self.loop
         take_place(loop, state)
-        with loop.books.changed:
-            loop.books.take_over(state["books"], ahead=ahead)
+        with loop.training.changed:
+            loop.training.take_over(state["training's state"], ahead=ahead)
             if loop.dealing.order_digest() != state["order"]:
                 raise ValueError(f"this worker's order({loop.dealing.epoch}) is not the fleet's")
-            self._turns.clear()
+            self._step_states.clear()
             if self._deadlines is not None:
                 self._deadlines.restart(state["proxy"])
             self._agreed_epoch, loop.seed = state["agreed_epoch"], state["seed"]
 
     def state_dict(self) -> dict[str, Any]:
-        with self.loop.books.changed:
-            turn = self._turns.get(self.loop.next)
-            books = turn.before if turn is not None and turn.before is not None else self.loop.books.state_dict()
-            return {**books, "gradients": self.loop.gradients.state_dict()}
+        with self.loop.training.changed:
+            step_state = self._step_states.get(self.loop.next)
+            training = (
+                step_state.before
+                if step_state is not None and step_state.before is not None
+                else self.loop.training.state_dict()
+            )
+            return {**training, "gradients": self.loop.gradients.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         loop = self.loop
         loop.gradients.load_state_dict(state["gradients"])
-        loop.books.load_state_dict(state)
-        loop.next, loop.finished, loop.progress = loop.books.index, loop.books.finished, loop.books.progress
+        loop.training.load_state_dict(state)
+        loop.next, loop.finished, loop.progress = loop.training.index, loop.training.finished, loop.training.progress
 
 
 def may_apply(loop: LoopContext, step: Step, header: Header, *, ranks: Sequence[int] | None = None) -> bool:

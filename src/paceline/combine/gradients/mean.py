@@ -22,7 +22,7 @@ class MeanGradient:
         self._alone, self._elastic = transport.solitary, transport.elastic
         self._work, self._exchange = work, exchange
         self.weight_per_sample = 1.0
-        """In the last round: turns a planned count into a planned weight."""
+        """In the last round: steps a planned count into a planned weight."""
         self.known_norm: float | None = None
         """Of this step's mean before clipping, where it had to be measured anyway."""
         self._norm_wanted = True  # the first step's is measured in any case, so that asking for it works from there on

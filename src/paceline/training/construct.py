@@ -19,21 +19,21 @@ from paceline.feed.batch_dealing import BatchDealing
 from paceline.feed.dealing import Dealing, make_dealing
 from paceline.feed.overlap import overlapped
 from paceline.loop import schedules
-from paceline.loop.loop_context import LoopContext
-from paceline.loop.membership import Members
+from paceline.loop.context import LoopContext
+from paceline.loop.membership import Membership
 from paceline.loop.memory import Guard, shrink
 from paceline.loop.passes import LoopPlace
 from paceline.loop.steps import Steps
-from paceline.loop.training_state import Books
+from paceline.loop.training_state import TrainingState
 from paceline.loop.user_code import hooks_text
 from paceline.settings import LoopSettings, has_batch_norm, is_compiled
 from paceline.transport import Alone
 
 if TYPE_CHECKING:
-    from paceline.loop.context import Context
     from paceline.loop.replicas import Replica
-    from paceline.loop.saving import Saving
-    from paceline.loop.untracked import UntrackedChecks
+    from paceline.training.saving import Saving
+    from paceline.training.training import Training
+    from paceline.training.untracked import UntrackedChecks
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LoopPlan:
 class StepsConstructor:
     """Makes a loop's steps out of a plan, and holds what lives as long as the fleet does: learner and memory guards."""
 
-    def __init__(self, context: Context, replica: Replica, untracked: UntrackedChecks, saving: Saving) -> None:
+    def __init__(self, context: Training, replica: Replica, untracked: UntrackedChecks, saving: Saving) -> None:
         self._context, self._replica, self._untracked, self._saving = context, replica, untracked, saving
         self._guards: list[Guard] = []
         self._learner = self._make_learner()
@@ -132,7 +132,7 @@ class StepsConstructor:
         avoid_singles = not plan.source.batched and any(has_batch_norm(model) for model in models)
         dealing.smallest = 2 if avoid_singles else 1
         first = self._done_before("step")
-        books = Books(
+        training = TrainingState(
             transport=context.transport,
             pacer=context.pacer,
             dealing=dealing,
@@ -146,7 +146,7 @@ class StepsConstructor:
         )
         return LoopContext(
             transport=context.transport,
-            books=books,
+            training=training,
             gradients=gradients,
             dealing=dealing,
             settings=plan.settings,
@@ -191,7 +191,7 @@ class StepsConstructor:
             "combine": repr(context.combine),
             "the models' shapes": self._replica.shapes_digest(),
         }
-        steps.loop.members = Members(
+        steps.loop.membership = Membership(
             context.elastic,
             steps,
             ahead=plan.source.ahead * plan.settings.micro_batch,
@@ -229,7 +229,7 @@ class StepsConstructor:
     def _learn(self, steps: Steps) -> None:
         """Where the pacer's forecast learns, the leader of the moment lets it."""
         self._learner = self._learner or self._make_learner()
-        steps.books.learn = self._learner.after if self._learner is not None else None
+        steps.training.learn = self._learner.after if self._learner is not None else None
 
     def close(self) -> None:
         for guard in self._guards:

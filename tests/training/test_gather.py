@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from lone import join, linear, numbers
 from paceline.feed import Source
-from paceline.loop import gather as gathering
+from paceline.training import gather as gathering
 
 CPU = torch.device("cpu")
 

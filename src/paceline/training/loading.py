@@ -1,6 +1,6 @@
 """Going on from a checkpoint: ``fleet.load``, and what follows until the script is where the checkpoint was saved.
 
-A script with several loops may make those again that were over (loop/resume.py says which): they are passed over, and
+A script with several loops may make those again that were over (resume.py says which): they are passed over, and
 where the checkpoint was saved, everything is restored.
 """
 
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint.load import fetch
 from paceline.errors import MisuseError
-from paceline.loop.resume import LOOPS, Resume
+from paceline.training.resume import LOOPS, Resume
 from paceline.transport import Alone
 
 if TYPE_CHECKING:
     from paceline.feed import Source
-    from paceline.loop.context import Context
     from paceline.loop.replicas import Replica
     from paceline.loop.steps import Steps
-    from paceline.loop.untracked import UntrackedChecks
+    from paceline.training.training import Training
+    from paceline.training.untracked import UntrackedChecks
 
 logger = logging.getLogger("paceline")
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("paceline")
 class Loading:
     """Loads checkpoints, and brings the script's loops to where they were saved."""
 
-    def __init__(self, context: Context, replica: Replica, untracked: UntrackedChecks) -> None:
+    def __init__(self, context: Training, replica: Replica, untracked: UntrackedChecks) -> None:
         self._context, self._replica, self._untracked = context, replica, untracked
 
     def load(self, path: str | Path, *, missing_ok: bool, loops: str | None) -> Any:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import paceline
 from lone import deep, join, linear, numbers, sgd, training
 from paceline.feed import Source
-from paceline.loop import evaluate as evaluating
+from paceline.training import evaluate as evaluating
 
 CPU = torch.device("cpu")
 

@@ -15,14 +15,14 @@ from paceline.errors import MisuseError
 from paceline.loop.tracking import Living
 
 if TYPE_CHECKING:
-    from paceline.loop.context import Context
     from paceline.loop.steps import Steps
+    from paceline.training.training import Training
 
 
 class UntrackedChecks:
     """Refuses, or warns of, what is not tracked and should be."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Training) -> None:
         self._context = context
         self._last_search: tuple[Any, list[str]] = (None, [])
         """What was tracked and how far the script was when a checkpoint was written; and what was not tracked."""

@@ -19,7 +19,7 @@ import torch
 from paceline.combine.gradients.exchange import broken_off
 from paceline.errors import FleetError, GenerationOver
 from paceline.feed import Source, total
-from paceline.loop.evaluate import called, each_batch
+from paceline.training.evaluate import called, each_batch
 from paceline.transport import Transport
 from paceline.transport.base import Pending
 

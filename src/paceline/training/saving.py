@@ -13,16 +13,16 @@ from paceline.checkpoint.autosave import Autosaver, Schedule
 from paceline.settings import must_agree
 
 if TYPE_CHECKING:
-    from paceline.loop.context import Context
     from paceline.loop.replicas import Replica
     from paceline.loop.steps import Steps
-    from paceline.loop.untracked import UntrackedChecks
+    from paceline.training.training import Training
+    from paceline.training.untracked import UntrackedChecks
 
 
 class Saving:
     """Writes checkpoints where this worker leads."""
 
-    def __init__(self, context: Context, replica: Replica, untracked: UntrackedChecks) -> None:
+    def __init__(self, context: Training, replica: Replica, untracked: UntrackedChecks) -> None:
         self._context, self._replica, self._untracked = context, replica, untracked
         self._autosaver: Autosaver | None = None
 
@@ -74,7 +74,7 @@ class Saving:
         """This worker leaves: where automatic saving is on and it leads, the others may all be gone soon too."""
         if self._autosaver is not None and self._context.is_leader:
             self._autosaver.boundary(steps.index, last=True)
-            if steps.members is None or steps.members.all_leave:  # nobody waits, and nobody else will tell of it
+            if steps.membership is None or steps.membership.all_leave:  # nobody waits, and nobody else will tell of it
                 self._autosaver.close()
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Saving:
         if steps is None:
             return dict(resume.saved) if resume is not None else None
         state = steps.state_dict()
-        passes.note(steps.place, steps.books.passes)
+        passes.note(steps.place, steps.training.passes)
         return {
             **state,
             "dataset_length": steps.dataset_length,

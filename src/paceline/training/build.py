@@ -12,16 +12,16 @@ from paceline.errors import MisuseError
 from paceline.feed import Order, Source, unit_said
 from paceline.feed.batch_dealing import BatchDealing
 from paceline.loop import schedules
-from paceline.loop.construct import LoopPlan, StepsConstructor
 from paceline.loop.passes import LoopPlace
 from paceline.settings import LoopSettings, check_sync_batch_norm, must_agree, read_settings
+from paceline.training.construct import LoopPlan, StepsConstructor
 
 if TYPE_CHECKING:
-    from paceline.loop.context import Context
-    from paceline.loop.loading import Loading
     from paceline.loop.replicas import Replica
     from paceline.loop.steps import Steps
-    from paceline.loop.untracked import UntrackedChecks
+    from paceline.training.loading import Loading
+    from paceline.training.training import Training
+    from paceline.training.untracked import UntrackedChecks
 
 
 class LoopBuilder:
@@ -29,7 +29,7 @@ class LoopBuilder:
 
     def __init__(
         self,
-        context: Context,
+        context: Training,
         replica: Replica,
         untracked: UntrackedChecks,
         loading: Loading,
@@ -109,7 +109,7 @@ class LoopBuilder:
         context = self._context
         if context.steps is not None:
             context.steps.close()
-            context.passes.note(context.steps.place, context.steps.books.passes)
+            context.passes.note(context.steps.place, context.steps.training.passes)
         self._loading.before_loop(source, epochs)
         return context.passes.place(source.dataset)
 
@@ -167,11 +167,11 @@ class LoopBuilder:
                 "global_batch": None if batched else settings.global_batch,
                 "micro_batch": None if batched else plan.sizes,
                 **({"batches": settings.global_batch} if batched else {}),
-                "epochs": steps.books.end_epoch,
-                "first_epoch": steps.books.first_epoch,
+                "epochs": steps.training.end_epoch,
+                "first_epoch": steps.training.first_epoch,
                 "steps": steps.most,
                 "first_step": steps.rounds,
-                "dealt": None if plan.order is not None else steps.books.dealing.length,
+                "dealt": None if plan.order is not None else steps.training.dealing.length,
             },
         )
 

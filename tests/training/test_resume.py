@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.loop.resume import Resume
+from paceline.training.resume import Resume
 
 
 def resumed(*lengths: int, over: bool, extra: Any = None, loops: str | None = None, saves: int = 0) -> Resume:

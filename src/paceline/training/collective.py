@@ -12,15 +12,15 @@ import torch
 from paceline.checkpoint.content import plain
 from paceline.errors import MisuseError
 from paceline.feed import Source
-from paceline.loop import evaluate as evaluating
-from paceline.loop import gather as gathering
 from paceline.loop.call_results import CallResults
 from paceline.pace.shares import proportional
 from paceline.settings import must_agree, whole_number
+from paceline.training import evaluate as evaluating
+from paceline.training import gather as gathering
 from paceline.transport import Alone
 
 if TYPE_CHECKING:
-    from paceline.loop.context import Context
+    from paceline.training.training import Training
 
 USUAL_BATCH = 64
 """Samples that go through at once where nobody says how many."""
@@ -29,7 +29,7 @@ USUAL_BATCH = 64
 class CollectiveCalls:
     """Deals a dataset over the fleet once, outside the steps, and hands every worker the same result."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Training) -> None:
         self._context = context
 
     def evaluate(

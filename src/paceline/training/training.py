@@ -1,0 +1,105 @@
+"""What the parts of one training share: who is there, what is trained and tracked, and how far the script has come."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.combine.choose import Choice
+from paceline.loop.passes import Passes
+from paceline.loop.tracking import Tracked
+from paceline.machines import Machine
+from paceline.machines.failures import Failures
+from paceline.pace import Pacer
+from paceline.records import History
+from paceline.training.resume import Resume
+from paceline.transport import Transport
+from paceline.transport.elastic.transport import Elastic
+
+if TYPE_CHECKING:
+    from paceline.loop.steps import Steps
+    from paceline.run_recorder import RunRecorder
+
+
+class Training:
+    """One worker's training. The parts that make loops, save, load and evaluate each hold it, and nothing of each
+    other's."""
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        recorder: RunRecorder,
+        pacer: Pacer,
+        combine: Choice,
+        device: torch.device,
+        machine: Machine | None,
+        failures: Failures | None,
+        seed: int,
+        nonfinite: str,
+        at_the_end: ExitStack,
+    ) -> None:
+        self.transport, self.recorder = transport, recorder
+        self.pacer, self.combine, self.nonfinite = pacer, combine, nonfinite
+        self.device, self.machine, self.failures = device, machine, failures
+        self.at_the_end = at_the_end
+        """Closed when the fleet is left."""
+        self.seed = seed
+        """A checkpoint that is loaded brings its own."""
+        self.models: list[torch.nn.Module] = []
+        self.tracking = Tracked(lambda: (p for model in self.models for p in model.parameters()))
+        self.history = History()
+        self.passes = Passes()
+        self.steps: Steps | None = None
+        """The script's newest loop."""
+        self.resume: Resume | None = None
+        """A checkpoint that was loaded, until the script is where it was saved."""
+
+    # -- who is here -------------------------------------------------------------------------------------------------
+
+    @property
+    def elastic(self) -> Elastic | None:
+        """The transport, where workers come and go."""
+        return self.transport if isinstance(self.transport, Elastic) else None
+
+    @property
+    def outside(self) -> bool:
+        """Whether this worker waits to enter a running fleet: until its first step its calls concern itself alone."""
+        return self.elastic is not None and self.elastic.outside
+
+    @property
+    def is_leader(self) -> bool:
+        return self.transport.rank == 0 and not self.outside
+
+    @property
+    def identity(self) -> int:
+        """This worker's number for good; in a fleet of fixed size its rank."""
+        return self.elastic.id if self.elastic is not None else self.transport.rank
+
+    # -- where the script is -----------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The next step's index."""
+        return self.steps.index if self.steps is not None else 0
+
+    @property
+    def passing(self) -> Resume | None:
+        """The checkpoint that was loaded, while the script passes over loops on its way to where it was saved."""
+        return self.resume if self.resume is not None and self.resume.passing else None
+
+    def meet(self, label: str) -> AbstractContextManager[Any]:
+        """All workers at one point of the training, with the parameters that are to be shown."""
+        return self.steps.meet(label) if self.steps is not None else nullcontext()
+
+    # -- what is told of it ------------------------------------------------------------------------------------------
+
+    def warn(self, text: str) -> None:
+        """A warning that every worker has: the leader's is enough."""
+        self.recorder.event("note", {"level": "warning", "text": text, "everywhere": True})
+
+    def inform(self, text: str) -> None:
+        """A note for the run's log."""
+        self.recorder.event("note", {"level": "info", "text": text})
