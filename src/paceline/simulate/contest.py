@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.pace import Adaptive, Cutoff, Epoch, Equal, Joint, Pacer
-from paceline.pace.cutoff import best_static_count, clairvoyant_counts
-from paceline.pace.forecast import Forecast, LastValue, OrderStatistics, Smoothed, Window
+from paceline.pace import Row, baseline, registered
+from paceline.pace.arrivals import best_static_count, clairvoyant_counts, static_count
+from paceline.pace.forecast import Forecast
 from paceline.pace.forecast import make as make_forecast
+from paceline.pace.traits import Played, declared, played, rows
 from paceline.simulate import play, rounds
 from paceline.simulate.outcome import Floats, Outcome, matrix
 from paceline.simulate.stuck import MICRO_BATCHES, NOISE, alone
 
 STATIC = 0.9
 """Fraction of the workers the static cut-off waits for."""
-WHOLE = "joint, whole"
 
-Contestant = Callable[[play.Tick], Outcome]
+Rule = Callable[[play.Tick], Outcome]
 Progress = Callable[[int, int], None]
 """Called with the steps played so far, of all contestants, and their total."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A rule to be played, and what its outcome says of it."""
+
+    rule: Rule
+    pace: str = ""
+    shown: bool = False
 
 
 def compare(
@@ -66,7 +76,7 @@ def _play(entries: list[Contestant], steps: int, warm_up: int, progress: Progres
             progress(played, total)
 
     for number, entry in enumerate(entries, start=1):
-        outcomes.append(entry(tick).after(warm_up))
+        outcomes.append(replace(entry.rule(tick).after(warm_up), pace=entry.pace, shown=entry.shown))
         played = number * steps
         if progress is not None:
             progress(played, total)
@@ -83,49 +93,45 @@ def _checked(seconds: ArrayLike, overhead_s: float, warm_up: int) -> Floats:
 
 
 def _contestants(own: Floats, overhead_s: float, warm_up: int, seed: int, model: str | Path | None) -> list[Contestant]:
-    scored = np.sort(own[warm_up:], axis=1)
+    """Every registered pace, grouped by how it is played, among yardsticks that nobody can choose."""
+    scored, size = np.sort(own[warm_up:], axis=1), own.shape[1]
+    extra = None if model is None else make_forecast(f"deep:{model}")
 
-    def fixed(name: str, first: play.Ints | int) -> Contestant:
-        return lambda tick: play.counts(name, own, first, overhead_s=overhead_s)
+    def first(name: str, count: play.Ints | int, pace: str = "", shown: bool = False) -> Contestant:
+        return Contestant(lambda tick: play.counts(name, own, count, overhead_s=overhead_s), pace, shown)
 
-    def cutoff(rule: Cutoff, name: str = "") -> Contestant:
-        return lambda tick: play.cutoff(own, rule, name=name, overhead_s=overhead_s, tick=tick)
+    def arrivals(row: Row) -> Rule:
+        return lambda tick: play.arrivals(own, row.pacer, name=row.name, overhead_s=overhead_s, tick=tick)
 
-    def forecast(by: Forecast) -> Contestant:
-        return cutoff(Cutoff(by, seed=seed))
+    def shares(row: Row) -> Rule:
+        return lambda tick: play.shares(own, row.pacer, name=row.name, overhead_s=overhead_s, tick=tick)
 
-    def joint(name: str, cut_to_fit: bool) -> Contestant:
-        settings = {"name": name, "overhead_s": overhead_s, "cut_to_fit": cut_to_fit, "seed": seed}
-        return lambda tick: rounds.play(own, Joint(seed=seed), **settings, tick=tick)  # type: ignore[arg-type]
+    def until_deadlines(row: Row) -> Rule:
+        settings = {"name": row.name, "overhead_s": overhead_s, "cut_to_fit": row.cut_to_fit, "seed": seed}
+        return lambda tick: rounds.play(own, row.pacer, **settings, tick=tick)  # type: ignore[arg-type]
 
     return [
-        fixed("naive", own.shape[1]),
-        cutoff(Cutoff(static=STATIC), f"static {STATIC}"),
-        fixed("best static", best_static_count(scored, overhead_s=overhead_s)),
-        forecast(OrderStatistics()),
-        forecast(LastValue()),
-        forecast(Smoothed()),
-        forecast(Window(seed=seed)),
-        *([] if model is None else [forecast(make_forecast(f"deep:{model}"))]),
-        lambda tick: play.drop_compute(own, overhead_s=overhead_s),
-        lambda tick: play.shares(own, Epoch(), overhead_s=overhead_s, tick=tick),
-        lambda tick: play.shares(own, Adaptive(), overhead_s=overhead_s, tick=tick),
-        lambda tick: play.smoothed_shares(own, overhead_s=overhead_s, tick=tick),
-        joint(WHOLE, False),
-        joint("joint", True),
-        fixed("clairvoyant cut-off", clairvoyant_counts(np.sort(own, axis=1), overhead_s=overhead_s)),
-        lambda tick: play.limit(own, overhead_s=overhead_s),
+        first("naive", size, pace=baseline().name, shown=True),
+        first(f"static {STATIC}", static_count(STATIC, size)),
+        first("best static", best_static_count(scored, overhead_s=overhead_s)),
+        *_paces(arrivals, seed, "arrivals", forecast=extra),
+        Contestant(lambda tick: play.drop_compute(own, overhead_s=overhead_s)),
+        *_paces(shares, seed, "shares"),
+        Contestant(lambda tick: play.smoothed_shares(own, overhead_s=overhead_s, tick=tick)),
+        *_paces(until_deadlines, seed, "rounds"),
+        first("clairvoyant cut-off", clairvoyant_counts(np.sort(own, axis=1), overhead_s=overhead_s), shown=True),
+        Contestant(lambda tick: play.limit(own, overhead_s=overhead_s), shown=True),
     ]
 
 
 def _stuck_contestants(own: Floats, overhead_s: float, seed: int) -> list[Contestant]:
-    def played(name: str, pacer: Pacer, cut_to_fit: bool = True) -> Contestant:
+    def stuck(row: Row) -> Rule:
         return lambda tick: rounds.play(
             own,
-            pacer,
-            name=name,
+            row.pacer,
+            name=row.name,
             overhead_s=overhead_s,
-            cut_to_fit=cut_to_fit,
+            cut_to_fit=row.cut_to_fit,
             micro_batches=MICRO_BATCHES,
             noise=NOISE,
             seed=seed,
@@ -133,10 +139,19 @@ def _stuck_contestants(own: Floats, overhead_s: float, seed: int) -> list[Contes
         )
 
     return [
-        played("naive", Equal()),
-        played("epoch", Epoch()),
-        played("adaptive", Adaptive()),
-        played(WHOLE, Joint(seed=seed), cut_to_fit=False),
-        played("joint", Joint(seed=seed)),
-        lambda tick: alone(own, overhead_s=overhead_s),
+        Contestant(stuck(Row("naive", baseline()())), pace=baseline().name, shown=True),
+        *_paces(stuck, seed, "shares", "rounds"),
+        Contestant(lambda tick: alone(own, overhead_s=overhead_s), shown=True),
+    ]
+
+
+def _paces(
+    play_row: Callable[[Row], Rule], seed: int, *how: Played, forecast: Forecast | None = None
+) -> list[Contestant]:
+    """The rows of all registered paces played in one of these ways. The baseline is in every table as naive."""
+    return [
+        Contestant(play_row(row), pace=kind.name if row.as_chosen else "", shown=row.as_chosen and declared(kind).shown)
+        for kind in registered().values()
+        if kind is not baseline() and played(kind) in how
+        for row in rows(kind, seed=seed, forecast=forecast)
     ]

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.machines.link import Link
-from paceline.pace import Adaptive
+from paceline.pace import DEFAULT, make
 from paceline.simulate import play
 from paceline.simulate.outcome import Floats, matrix
 from paceline.simulate.traffic import Network, Traffic
@@ -143,10 +143,10 @@ class Reel:
 
 
 def by_steps(name: str, reel: Reel, every: int, network: Network, round_s: float, share: int) -> Traffic:
-    """A round every so many steps. Shares are planned once a round, by the pacer of real runs (`Adaptive`)."""
+    """A round every so many steps. Shares are planned once a round, by the default pace of real runs."""
     settling = max(SETTLING, -(-reel.warm_up // every))
     rounds = max(ROUNDS, -(-len(reel.scored) // every))
-    played = play.shares(reel.periods(settling + rounds, every), Adaptive(), overhead_s=round_s, share=share)
+    played = play.shares(reel.periods(settling + rounds, every), make(DEFAULT), overhead_s=round_s, share=share)
     scored = played.after(settling)
     return Traffic(
         name,

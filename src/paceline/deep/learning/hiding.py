@@ -13,7 +13,7 @@ import torch
 from paceline.deep.learning.data import Recording
 from paceline.deep.model import DeepModel
 from paceline.deep.training import Series, all_of, understand
-from paceline.pace.cutoff import clairvoyant_counts
+from paceline.pace.arrivals import clairvoyant_counts
 from paceline.pace.forecast.base import Floats, Mask
 from paceline.pace.forecast.normal import truncated_draws
 
