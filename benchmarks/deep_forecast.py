@@ -30,9 +30,9 @@ import torch
 from _smoke import smoke
 
 from paceline.deep.forecast import Deep
-from paceline.deep.learning.data import recording
-from paceline.deep.learning.files import load_model, save_model
 from paceline.deep.learning.fit import Training, fit
+from paceline.deep.learning.recordings import recording
+from paceline.deep.model_file import load_model, save_model
 from paceline.pace import Ask
 from paceline.pace.arrivals import best_static_count, clairvoyant_counts
 from paceline.pace.cutoff import Cutoff
