@@ -147,9 +147,12 @@ def test_who_suddenly_is_much_faster_runs_out_of_what_it_was_dealt() -> None:
 
 
 def test_periods_are_dealt_as_in_a_run() -> None:
-    from paceline.combine.averaging import period
+    """Workers that each step alone, of an unknown and of two known speeds: by the functions of a run."""
+    from paceline.pace.period import by_the_clock, steps_dealt
 
-    assert (network.GENEROUS, network.FIRST_STEPS) == (period.GENEROUS, period.FIRST_STEPS)
+    rates, alone = np.array([0.0, 3.0, 40.0]), [[0], [1], [2]]
+    dealt, each = by_the_clock(alone, batch=5, speeds=np.zeros(3), rates=rates, period_s=2.5)
+    assert (dealt // each).tolist() == steps_dealt(rates / 5, 1, 2.5).tolist() == [4, 3, 28]
 
 
 def test_the_usual_periods_are_round_numbers_of_seconds() -> None:

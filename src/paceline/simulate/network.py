@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from paceline.machines.link import Link
 from paceline.pace import DEFAULT, make
+from paceline.pace.period import steps_dealt, time_is_up
 from paceline.simulate import play
 from paceline.simulate.outcome import Floats, matrix
 from paceline.simulate.traffic import Network, Traffic
@@ -43,8 +44,6 @@ SETTLING = 3
 """First rounds of every rule that are not scored: speeds are not known yet, and a long run pays for that once."""
 ROUNDS = 4
 """The fewest rounds that are scored."""
-GENEROUS, FIRST_STEPS = 1.4, 4
-"""Local steps dealt for a period by the clock, as in averaging/period.py: over those of the last one, and at first."""
 MATTERS = 0.05
 """Part of the time in rounds up to which the network no longer matters."""
 
@@ -165,11 +164,11 @@ def by_clock(name: str, reel: Reel, period_s: float, network: Network, share: in
     step_s = _busy_step_s(reel.scored)
     settling = max(SETTLING, math.ceil(reel.warm_up * step_s / period_s))
     rounds = max(ROUNDS, math.ceil(len(reel.scored) * step_s / period_s))
-    at, dealt = np.zeros(network.workers, np.int64), np.full(network.workers, FIRST_STEPS)
+    at, rates = np.zeros(network.workers, np.int64), np.zeros(network.workers)
     samples = work_s = waiting_s = 0.0
     for number in range(settling + rounds):
-        steps, busy = _period(reel, at, dealt, period_s)
-        at, dealt = at + steps, np.ceil(GENEROUS * period_s * steps / busy).astype(np.int64)
+        steps, busy = _period(reel, at, steps_dealt(rates, 1, period_s), period_s)
+        at, rates = at + steps, steps / busy
         if number >= settling:
             samples += float(steps.sum()) * share
             work_s += float(busy.max())
@@ -183,14 +182,14 @@ def by_clock(name: str, reel: Reel, period_s: float, network: Network, share: in
 def _period(reel: Reel, at: Ints, dealt: Ints, period_s: float) -> tuple[Ints, Floats]:
     """Local steps of each worker in one period, and the seconds they took: until the clock says so or it has no more.
 
-    As in a run, the round comes after the step whose end is nearest to the period's, and nobody does less than one.
+    Nobody does less than one.
     """
     columns, working = np.arange(len(at)), np.ones(len(at), np.bool_)
     steps, busy = np.zeros(len(at), np.int64), np.zeros(len(at))
     while working.any():
         busy += np.where(working, reel.seconds[reel.rows(at + steps), columns], 0.0)
         steps += working
-        working &= (steps < dealt) & (busy + busy / steps / 2 < period_s)
+        working &= (steps < dealt) & ~time_is_up(busy, steps, period_s)
     return steps, busy
 
 
