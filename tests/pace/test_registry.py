@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.pace import DEFAULT, Equal, Fixed, Row, Traits, baseline, make, register, registered, traits_of
+from paceline.pace import DEFAULT, Equal, Fixed, Simulated, Traits, baseline, make, register, registered, traits_of
 from paceline.pace import registry as paces
 from paceline.pace.forecast import LastValue
 from paceline.pace.traits import played, rows
@@ -84,8 +84,8 @@ def test_a_pace_has_one_row_in_the_simulator_unless_it_says_otherwise() -> None:
 def test_of_a_pace_with_several_rows_only_the_one_that_can_be_chosen_stands_for_it() -> None:
     class Several(Mine):
         @classmethod
-        def simulated(cls, *, seed: int, forecast: object) -> list[Row]:
-            return [Row("mine, one way", cls(), as_chosen=False), Row("mine, the usual way", cls())]
+        def simulated(cls, *, seed: int, forecast: object) -> list[Simulated]:
+            return [Simulated("mine, one way", cls(), as_chosen=False), Simulated("mine, the usual way", cls())]
 
     register(Several)
     outcomes = compare(scenario("calm", steps=6, workers=3))

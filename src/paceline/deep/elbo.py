@@ -46,7 +46,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class StepBatch:
     """Batches of consecutive steps of some workers, as the networks want them: (batch, steps, workers[, lag])."""
 
     windows: Tensor
@@ -58,7 +58,7 @@ class Stretch:
     late: Tensor
 
     @classmethod
-    def cut(cls, series: Series, first: Tensor, *, steps: int, workers: Tensor, lag: int) -> Stretch:
+    def cut(cls, series: Series, first: Tensor, *, steps: int, workers: Tensor, lag: int) -> StepBatch:
         """``steps`` steps from each of ``first`` (batch), for each batch's ``workers`` (batch, n)."""
         own = workers[:, None, :]
         now = (first[:, None] + torch.arange(steps))[:, :, None]
@@ -90,7 +90,7 @@ class GuidedPath:
     """(batch, steps, summary)."""
 
 
-def run_guide(model: DeepModel, stretch: Stretch, *, noise: torch.Generator | None) -> GuidedPath:
+def run_guide(model: DeepModel, stretch: StepBatch, *, noise: torch.Generator | None) -> GuidedPath:
     """Run the guide along the stretch, with draws from ``noise``; None takes the guide's mean."""
     lag = model.shape.lag
     contexts = model.contexts(stretch.windows, stretch.hidden_windows)
@@ -102,7 +102,7 @@ def run_guide(model: DeepModel, stretch: Stretch, *, noise: torch.Generator | No
     return GuidedPath(model.emission(states, contexts[:, lag:]), divergence, states, summaries)
 
 
-def elbo(model: DeepModel, stretch: Stretch, *, beta: float = 1.0, noise: torch.Generator | None) -> Tensor:
+def elbo(model: DeepModel, stretch: StepBatch, *, beta: float = 1.0, noise: torch.Generator | None) -> Tensor:
     """The bound, in natural logs a worker and step."""
     lag = model.shape.lag
     known = run_guide(model, stretch, noise=noise)
@@ -111,10 +111,10 @@ def elbo(model: DeepModel, stretch: Stretch, *, beta: float = 1.0, noise: torch.
     return bound
 
 
-def all_of(series: Series, first: int, steps: int, lag: int) -> Stretch:
+def all_of(series: Series, first: int, steps: int, lag: int) -> StepBatch:
     """Every worker of ``steps`` steps from ``first`` on, led in by the ``lag`` steps before."""
     workers = torch.arange(series.logs.shape[1])[None]
-    return Stretch.cut(series, torch.tensor([first - lag]), steps=steps + lag, workers=workers, lag=lag)
+    return StepBatch.cut(series, torch.tensor([first - lag]), steps=steps + lag, workers=workers, lag=lag)
 
 
 def _walk(model: DeepModel, past: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from paceline.pace.equal import Equal
 from paceline.pace.fixed import Fixed
 from paceline.pace.joint import Joint
 from paceline.pace.registry import baseline, make, register, registered, traits_of
-from paceline.pace.traits import Row, Traits
+from paceline.pace.traits import Simulated, Traits
 
 __all__ = [
     "DEFAULT",
@@ -25,7 +25,7 @@ __all__ = [
     "Fixed",
     "Joint",
     "Pacer",
-    "Row",
+    "Simulated",
     "Traits",
     "baseline",
     "make",

@@ -13,7 +13,7 @@ from paceline.pace.base import Ask
 from paceline.pace.equal import Equal
 from paceline.pace.forecast import Forecast, LastValue, OrderStatistics, Smoothed, Window, make
 from paceline.pace.reading import Followed, column
-from paceline.pace.traits import Row, Traits
+from paceline.pace.traits import Simulated, Traits
 from paceline.records import Plan, StepRecord
 
 DRAWS = 32
@@ -65,11 +65,11 @@ class Cutoff:
         self._generation: int | None = None
 
     @classmethod
-    def simulated(cls, *, seed: int, forecast: Forecast | None = None) -> Sequence[Row]:
+    def simulated(cls, *, seed: int, forecast: Forecast | None = None) -> Sequence[Simulated]:
         """The simulator's rows: one a forecast, the default (smoothed) among them."""
         tried: list[Forecast] = [OrderStatistics(), LastValue(), Smoothed(), Window(seed=seed)]
         tried += [] if forecast is None else [forecast]
-        return [Row(one.name, cls(one, seed=seed), as_chosen=isinstance(one, Smoothed)) for one in tried]
+        return [Simulated(one.name, cls(one, seed=seed), as_chosen=isinstance(one, Smoothed)) for one in tried]
 
     @property
     def forecast(self) -> Forecast:

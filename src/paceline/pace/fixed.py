@@ -9,7 +9,7 @@ from typing import Any
 from paceline.pace.base import Ask
 from paceline.pace.forecasting import Forecasting, by_identity, caps, floors
 from paceline.pace.shares import proportional
-from paceline.pace.traits import Row, Traits
+from paceline.pace.traits import Simulated, Traits
 from paceline.records import Plan
 
 
@@ -47,7 +47,7 @@ class Fixed(Forecasting):
         return cls(ratios)
 
     @classmethod
-    def simulated(cls, **_: Any) -> Sequence[Row]:
+    def simulated(cls, **_: Any) -> Sequence[Simulated]:
         """Not in the simulator's table: only who knows the machines can set ratios."""
         return ()
 

@@ -20,7 +20,7 @@ from paceline.pace.gain import Gain
 from paceline.pace.ledger import Ledger
 from paceline.pace.reading import TYPICAL_RATE, Followed, column
 from paceline.pace.shares import Ints, proportional
-from paceline.pace.traits import Row, Traits
+from paceline.pace.traits import Simulated, Traits
 from paceline.records import Plan, StepRecord
 
 GENEROUS = 1.25
@@ -93,10 +93,10 @@ class Joint:
         self._drawn: tuple[tuple[int, ...], Floats | None] | None = None
 
     @classmethod
-    def simulated(cls, *, seed: int, forecast: Forecast | None = None) -> Sequence[Row]:
+    def simulated(cls, *, seed: int, forecast: Forecast | None = None) -> Sequence[Simulated]:
         """The simulator's rows: with whole micro-batches, and with micro-batches cut to fit, as it is."""
-        whole = Row(f"{cls.name}, whole", cls(seed=seed), as_chosen=False, cut_to_fit=False)
-        return whole, Row(cls.name, cls(seed=seed))
+        whole = Simulated(f"{cls.name}, whole", cls(seed=seed), as_chosen=False, cut_to_fit=False)
+        return whole, Simulated(cls.name, cls(seed=seed))
 
     @property
     def forecast(self) -> Forecast:

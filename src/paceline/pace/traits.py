@@ -43,7 +43,7 @@ class Traits:
 
 
 @dataclass(frozen=True)
-class Row:
+class Simulated:
     """A row of the simulator's table: a pacer that has seen nothing yet."""
 
     name: str
@@ -65,11 +65,13 @@ def played(kind: type[Pacer]) -> Played:
     return declared(kind).played or ("rounds" if getattr(kind, "deadlines", False) else "shares")
 
 
-def rows(kind: type[Pacer], *, seed: int = 0, forecast: Forecast | None = None) -> Sequence[Row]:
+def rows(kind: type[Pacer], *, seed: int = 0, forecast: Forecast | None = None) -> Sequence[Simulated]:
     """The simulator's rows of a pace: what its class method ``simulated`` says, or one row of the pace as it is.
 
     ``seed`` is that of its draws; ``forecast`` is tried besides the usual ones by a pace that forecasts.
     """
     simulated = getattr(kind, "simulated", None)
-    own: Sequence[Row] = [Row(kind.name, kind())] if simulated is None else simulated(seed=seed, forecast=forecast)
+    if simulated is None:
+        return [Simulated(kind.name, kind())]
+    own: Sequence[Simulated] = simulated(seed=seed, forecast=forecast)
     return own

@@ -1,4 +1,4 @@
-"""What a contestant did over a simulation, step by step, and its figures."""
+"""What a rule did over a simulation, step by step, and its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contest as one page: bars of throughput, and work done over time. Needs plotly (the extra `view`)."""
+"""The comparison as one page: bars of throughput, and work done over time. Needs plotly (the extra `view`)."""
 
 from __future__ import annotations
 

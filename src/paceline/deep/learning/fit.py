@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.deep.elbo import Series, Stretch, elbo
+from paceline.deep.elbo import Series, StepBatch, elbo
 from paceline.deep.learning.censoring import CensoredRecording
 from paceline.deep.learning.recordings import Recording
 from paceline.deep.model import DeepModel, Shape
@@ -109,13 +109,13 @@ def _train(
             progress(update + 1, how.updates)
 
 
-def _stretch(series: Series, how: Training, lag: int, rng: np.random.Generator) -> Stretch:
+def _stretch(series: Series, how: Training, lag: int, rng: np.random.Generator) -> StepBatch:
     """Random steps of random workers; steps before the first one repeat it, as they do when a run begins."""
     total, fleet = series.logs.shape
     steps, size = min(how.steps, total - 1), min(how.workers, fleet)
     first = rng.integers(1, total - steps + 1, how.batch) - lag
     workers = np.argsort(rng.random((how.batch, fleet)), axis=1)[:, :size]
-    return Stretch.cut(series, torch.from_numpy(first), steps=steps + lag, workers=torch.from_numpy(workers), lag=lag)
+    return StepBatch.cut(series, torch.from_numpy(first), steps=steps + lag, workers=torch.from_numpy(workers), lag=lag)
 
 
 def _portion(recorded: Recording, rng: np.random.Generator) -> Recording:

@@ -1,4 +1,4 @@
-"""The contest: every rule against the same matrix of seconds."""
+"""The comparison: every rule against the same matrix of seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.pace import Row, baseline, registered
+from paceline.pace import Simulated, baseline, registered
 from paceline.pace.arrivals import best_static_count, clairvoyant_counts, static_count
 from paceline.pace.forecast import Forecast
 from paceline.pace.forecast import make as make_forecast
@@ -23,11 +23,11 @@ STATIC = 0.9
 
 Rule = Callable[[play.Tick], Outcome]
 Progress = Callable[[int, int], None]
-"""Called with the steps played so far, of all contestants, and their total."""
+"""Called with the steps played so far, of all rules, and their total."""
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Entry:
     """A rule to be played, and what its outcome says of it."""
 
     rule: Rule
@@ -50,7 +50,7 @@ def compare(
     ``model`` (a file of ``paceline learn``), P3's decision is played with the deep forecast as well.
     """
     own = _checked(seconds, overhead_s, warm_up)
-    return _play(_contestants(own, overhead_s, warm_up, seed, model), len(own), warm_up, progress)
+    return _play(_entries(own, overhead_s, warm_up, seed, model), len(own), warm_up, progress)
 
 
 def compare_stuck(
@@ -63,10 +63,10 @@ def compare_stuck(
 ) -> list[Outcome]:
     """The same under stalls inside micro-batches (`stuck`), for the rules played micro-batch by micro-batch."""
     own = _checked(seconds, overhead_s, warm_up)
-    return _play(_stuck_contestants(own, overhead_s, seed), len(own), warm_up, progress)
+    return _play(_stuck_entries(own, overhead_s, seed), len(own), warm_up, progress)
 
 
-def _play(entries: list[Contestant], steps: int, warm_up: int, progress: Progress | None) -> list[Outcome]:
+def _play(entries: list[Entry], steps: int, warm_up: int, progress: Progress | None) -> list[Outcome]:
     total, played, outcomes = steps * len(entries), 0, []
 
     def tick() -> None:
@@ -92,21 +92,21 @@ def _checked(seconds: ArrayLike, overhead_s: float, warm_up: int) -> Floats:
     return own
 
 
-def _contestants(own: Floats, overhead_s: float, warm_up: int, seed: int, model: str | Path | None) -> list[Contestant]:
+def _entries(own: Floats, overhead_s: float, warm_up: int, seed: int, model: str | Path | None) -> list[Entry]:
     """Every registered pace, grouped by how it is played, among yardsticks that nobody can choose."""
     scored, size = np.sort(own[warm_up:], axis=1), own.shape[1]
     extra = None if model is None else make_forecast(f"deep:{model}")
 
-    def first(name: str, count: play.Ints | int, pace: str = "", shown: bool = False) -> Contestant:
-        return Contestant(lambda tick: play.counts(name, own, count, overhead_s=overhead_s), pace, shown)
+    def first(name: str, count: play.Ints | int, pace: str = "", shown: bool = False) -> Entry:
+        return Entry(lambda tick: play.counts(name, own, count, overhead_s=overhead_s), pace, shown)
 
-    def arrivals(row: Row) -> Rule:
+    def arrivals(row: Simulated) -> Rule:
         return lambda tick: play.arrivals(own, row.pacer, name=row.name, overhead_s=overhead_s, tick=tick)
 
-    def shares(row: Row) -> Rule:
+    def shares(row: Simulated) -> Rule:
         return lambda tick: play.shares(own, row.pacer, name=row.name, overhead_s=overhead_s, tick=tick)
 
-    def until_deadlines(row: Row) -> Rule:
+    def until_deadlines(row: Simulated) -> Rule:
         settings = {"name": row.name, "overhead_s": overhead_s, "cut_to_fit": row.cut_to_fit, "seed": seed}
         return lambda tick: rounds.play(own, row.pacer, **settings, tick=tick)  # type: ignore[arg-type]
 
@@ -115,17 +115,17 @@ def _contestants(own: Floats, overhead_s: float, warm_up: int, seed: int, model:
         first(f"static {STATIC}", static_count(STATIC, size)),
         first("best static", best_static_count(scored, overhead_s=overhead_s)),
         *_paces(arrivals, seed, "arrivals", forecast=extra),
-        Contestant(lambda tick: play.drop_compute(own, overhead_s=overhead_s)),
+        Entry(lambda tick: play.drop_compute(own, overhead_s=overhead_s)),
         *_paces(shares, seed, "shares"),
-        Contestant(lambda tick: play.smoothed_shares(own, overhead_s=overhead_s, tick=tick)),
+        Entry(lambda tick: play.smoothed_shares(own, overhead_s=overhead_s, tick=tick)),
         *_paces(until_deadlines, seed, "rounds"),
         first("clairvoyant cut-off", clairvoyant_counts(np.sort(own, axis=1), overhead_s=overhead_s), shown=True),
-        Contestant(lambda tick: play.limit(own, overhead_s=overhead_s), shown=True),
+        Entry(lambda tick: play.limit(own, overhead_s=overhead_s), shown=True),
     ]
 
 
-def _stuck_contestants(own: Floats, overhead_s: float, seed: int) -> list[Contestant]:
-    def stuck(row: Row) -> Rule:
+def _stuck_entries(own: Floats, overhead_s: float, seed: int) -> list[Entry]:
+    def stuck(row: Simulated) -> Rule:
         return lambda tick: rounds.play(
             own,
             row.pacer,
@@ -139,18 +139,18 @@ def _stuck_contestants(own: Floats, overhead_s: float, seed: int) -> list[Contes
         )
 
     return [
-        Contestant(stuck(Row("naive", baseline()())), pace=baseline().name, shown=True),
+        Entry(stuck(Simulated("naive", baseline()())), pace=baseline().name, shown=True),
         *_paces(stuck, seed, "shares", "rounds"),
-        Contestant(lambda tick: alone(own, overhead_s=overhead_s), shown=True),
+        Entry(lambda tick: alone(own, overhead_s=overhead_s), shown=True),
     ]
 
 
 def _paces(
-    play_row: Callable[[Row], Rule], seed: int, *how: Played, forecast: Forecast | None = None
-) -> list[Contestant]:
+    play_row: Callable[[Simulated], Rule], seed: int, *how: Played, forecast: Forecast | None = None
+) -> list[Entry]:
     """The rows of all registered paces played in one of these ways. The baseline is in every table as naive."""
     return [
-        Contestant(play_row(row), pace=kind.name if row.as_chosen else "", shown=row.as_chosen and declared(kind).shown)
+        Entry(play_row(row), pace=kind.name if row.as_chosen else "", shown=row.as_chosen and declared(kind).shown)
         for kind in registered().values()
         if kind is not baseline() and played(kind) in how
         for row in rows(kind, seed=seed, forecast=forecast)
