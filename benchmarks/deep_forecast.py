@@ -30,11 +30,12 @@ import torch
 from _smoke import smoke
 
 from paceline.deep.forecast import Deep
-from paceline.deep.learning.data import recording
-from paceline.deep.learning.files import load_model, save_model
 from paceline.deep.learning.fit import Training, fit
+from paceline.deep.learning.recordings import recording
+from paceline.deep.model_file import load_model, save_model
 from paceline.pace import Ask
-from paceline.pace.cutoff import Cutoff, best_static_count, clairvoyant_counts
+from paceline.pace.arrivals import best_static_count, clairvoyant_counts
+from paceline.pace.cutoff import Cutoff
 from paceline.pace.forecast import Forecast, LastValue, Seen, Smoothed
 from paceline.pace.forecast.normal import log_tail
 from paceline.records import StepRecord
@@ -124,7 +125,7 @@ def train(scenario: str, seed: int, size: Size, folder: Path) -> dict[str, float
 
 
 def throughput(seconds: np.ndarray, forecast: Forecast) -> float:
-    return play.cutoff(seconds, Cutoff(forecast, overhead_s=0.0)).after(WARM_UP).throughput
+    return play.arrivals(seconds, Cutoff(forecast, overhead_s=0.0)).after(WARM_UP).throughput
 
 
 def uncensored(seconds: np.ndarray, forecast: Forecast) -> float:

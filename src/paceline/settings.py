@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from paceline.feed import Source
+from paceline.pace import traits_of
 from paceline.transport import Transport
 from paceline.transport.network import dist
 
@@ -133,7 +134,7 @@ def check_sync_batch_norm(
         return
     whole = len(set(sizes)) == 1 and settings.global_batch % (workers * settings.micro_batch) == 0
     no_tail = length is not None and (settings.drop_last or length % settings.global_batch == 0)
-    if pace == "equal" and whole and no_tail and not settings.auto and _default_group_of(workers):
+    if traits_of(pace).equal_shares and whole and no_tail and not settings.auto and _default_group_of(workers):
         return
     raise ValueError(
         "SyncBatchNorm needs the same number of micro-batches on every worker, or it hangs: use GroupNorm or plain "

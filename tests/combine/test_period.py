@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.combine.averaging.period import FIRST_STEPS, Period, above, by_the_clock, followed
+from paceline.combine.averaging.period import Period, above, followed
+from paceline.pace.period import FIRST_STEPS, by_the_clock
 
 counts = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.deep.contest import RECENT, TRIAL, Contender, best, settled
+from paceline.deep.candidates import RECENT, TRIAL, Candidate, best, settled
 from paceline.deep.forecast import BACKLOG, Deep
 from paceline.deep.model import DeepModel, Shape
-from paceline.deep.series import Past
+from paceline.deep.past import Past
 from paceline.pace import Ask
 from paceline.pace.cutoff import Cutoff
 from paceline.pace.forecast import Forecast, Seen, Smoothed
@@ -53,8 +53,8 @@ def past(deep: Deep) -> Past:
     return deep._past
 
 
-def contender(*pairs: tuple[float, float]) -> Contender:
-    made = Contender(model())
+def candidate(*pairs: tuple[float, float]) -> Candidate:
+    made = Candidate(model())
     for own, plain in pairs:
         made.scored(own, plain)
     return made
@@ -81,7 +81,7 @@ def test_a_model_that_knows_nothing_never_gets_to_speak() -> None:
 
 
 def test_a_model_speaks_while_it_wins_and_is_silent_while_it_loses() -> None:
-    winner = contender(*[(1.0, 2.0)] * (TRIAL - 1))
+    winner = candidate(*[(1.0, 2.0)] * (TRIAL - 1))
     assert best([winner]) is None  # still on trial
     winner.scored(1.0, 2.0)
     assert best([winner]) is winner
@@ -91,18 +91,18 @@ def test_a_model_speaks_while_it_wins_and_is_silent_while_it_loses() -> None:
 
 
 def test_only_recent_steps_count() -> None:
-    changed = contender(*[(9.0, 1.0)] * RECENT)
+    changed = candidate(*[(9.0, 1.0)] * RECENT)
     for _ in range(RECENT):
         changed.scored(0.9, 1.0)
     assert best([changed]) is changed
 
 
 def test_a_new_model_replaces_the_one_that_speaks_only_when_it_did_better() -> None:
-    older, newer = contender(*[(1.0, 2.0)] * TRIAL), contender(*[(0.8, 2.0)] * (TRIAL - 1))
+    older, newer = candidate(*[(1.0, 2.0)] * TRIAL), candidate(*[(0.8, 2.0)] * (TRIAL - 1))
     assert settled([older, newer]) == [older, newer]
     newer.scored(0.8, 2.0)
     assert settled([older, newer]) == [newer]
-    assert settled([contender(*[(1.9, 2.0)] * TRIAL), older]) == [older]
+    assert settled([candidate(*[(1.9, 2.0)] * TRIAL), older]) == [older]
 
 
 def test_adopting_a_model_in_mid_run_needs_no_restart() -> None:

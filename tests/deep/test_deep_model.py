@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
+from paceline.deep.elbo import Series, all_of, elbo, run_guide
 from paceline.deep.model import DeepModel, Shape, log_likelihood
-from paceline.deep.series import levels
-from paceline.deep.training import Series, all_of, elbo, understand
+from paceline.deep.past import levels
 
 TINY = Shape(lag=5, memory=9, state=3, context=8, hidden=12, summary=8)
 
@@ -57,7 +57,7 @@ def test_the_order_of_the_workers_means_nothing() -> None:
     net, order = model(), torch.tensor([3, 0, 6, 2, 5, 1, 4])
     one = series()
     other = Series(*(getattr(one, part)[:, order] for part in ("logs", "late", "read", "hidden", "levels")))
-    straight, shuffled = (understand(net, all_of(each, 10, 20, TINY.lag), noise=None) for each in (one, other))
+    straight, shuffled = (run_guide(net, all_of(each, 10, 20, TINY.lag), noise=None) for each in (one, other))
     torch.testing.assert_close(straight.belief.mean[..., order], shuffled.belief.mean)
     torch.testing.assert_close(straight.belief.stddev[..., order], shuffled.belief.stddev)
     torch.testing.assert_close(straight.states, shuffled.states)
@@ -77,13 +77,13 @@ def test_workers_depend_on_each_other_through_the_shared_state_alone() -> None:
 def test_the_same_weights_serve_any_number_of_workers() -> None:
     net = model()
     for workers in (1, 2, 31):
-        known = understand(net, all_of(series(workers=workers), 10, 20, TINY.lag), noise=None)
+        known = run_guide(net, all_of(series(workers=workers), 10, 20, TINY.lag), noise=None)
         assert known.belief.mean.shape == (1, 20, workers)
 
 
 def test_the_bound_is_the_likelihood_less_the_divergence() -> None:
     net, stretch = model(), all_of(series(), 10, 20, TINY.lag)
-    known = understand(net, stretch, noise=None)
+    known = run_guide(net, stretch, noise=None)
     fit = log_likelihood(known.belief, stretch.explained[:, TINY.lag :], stretch.late[:, TINY.lag :])
     for beta in (0.0, 0.5, 1.0):
         expected = (fit.sum(dim=-1) - beta * known.divergence).mean() / 7
@@ -93,7 +93,7 @@ def test_the_bound_is_the_likelihood_less_the_divergence() -> None:
 
 def test_the_divergence_of_a_stretch_is_that_of_guide_and_transition_step_by_step() -> None:
     net, stretch = model(), all_of(series(), 10, 20, TINY.lag)
-    known = understand(net, stretch, noise=None)
+    known = run_guide(net, stretch, noise=None)
     past = net.remember(known.summaries.unfold(1, TINY.lag, 1).transpose(-1, -2))
     step = 7
     before = known.states[:, step - 1]
@@ -104,7 +104,7 @@ def test_the_divergence_of_a_stretch_is_that_of_guide_and_transition_step_by_ste
 def test_what_comes_later_does_not_change_what_was_understood() -> None:
     net, whole = model(), series()
     part = Series(*(getattr(whole, name)[:20] for name in ("logs", "late", "read", "hidden", "levels")))
-    long, short = (understand(net, all_of(each, 5, 15, TINY.lag), noise=None) for each in (whole, part))
+    long, short = (run_guide(net, all_of(each, 5, 15, TINY.lag), noise=None) for each in (whole, part))
     torch.testing.assert_close(long.belief.mean, short.belief.mean)
 
 

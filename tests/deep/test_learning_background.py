@@ -12,7 +12,7 @@ import pytest
 
 from paceline.deep.forecast import Deep
 from paceline.deep.learning.background import Learner
-from paceline.deep.learning.data import LEAST_STEPS
+from paceline.deep.learning.recordings import LEAST_STEPS
 from paceline.pace import Adaptive
 from paceline.pace.cutoff import Cutoff
 from paceline.records import StepRecord

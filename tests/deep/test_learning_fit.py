@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.deep.learning.data import Recording, recording
+from paceline.deep.learning.censoring import CensoredRecording, cutoffs
 from paceline.deep.learning.fit import Training, fit
-from paceline.deep.learning.hiding import Hidden, cutoffs
-from paceline.deep.learning.judging import held_out_scores, split
+from paceline.deep.learning.held_out import held_out_scores, split
+from paceline.deep.learning.recordings import Recording, recording
 from paceline.deep.model import DeepModel, Shape
 
 SMALL = Shape(lag=8, memory=16, state=3, context=12, hidden=24, summary=8)
@@ -71,7 +71,7 @@ def test_what_is_hidden_is_read_as_a_draw_beyond_the_cut_off_and_still_explained
     own, rng, model = periodic(120), np.random.default_rng(0), DeepModel(SMALL)
     late = np.zeros(own.shape, dtype=bool)
     late[60, 3] = True
-    hidden = Hidden(Recording("x", own, late), model, rng)
+    hidden = CensoredRecording(Recording("x", own, late), model, rng)
     for _ in range(2):
         series = hidden.series
         assert bool(series.hidden[60, 3])

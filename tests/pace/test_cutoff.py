@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 
 import paceline
 from paceline.pace import Ask, Cutoff, make
-from paceline.pace.cutoff import best_count, best_static_count, clairvoyant_counts, static_count
+from paceline.pace.arrivals import best_count, best_static_count, clairvoyant_counts, static_count
 from paceline.pace.forecast import Forecast, LastValue, OrderStatistics, Seen, Smoothed, Window
 from paceline.pace.forecast import make as make_forecast
 from paceline.records import StepRecord

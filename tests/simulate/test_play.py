@@ -58,7 +58,7 @@ def test_a_cut_off_sees_the_past_alone_and_late_workers_censored() -> None:
 
     spy = Spy()
     own = np.array([[1.0, 1.0, 1.0, 9.0], [1.1, 1.2, 1.0, 7.0], [1.0, 1.0, 1.0, 5.0]])
-    outcome = play.cutoff(own, Cutoff(spy))
+    outcome = play.arrivals(own, Cutoff(spy))
     assert outcome.shares.tolist() == [4, 3, 3]
     assert [seen.late.tolist() for seen in spy.seen] == [[False] * 4, [False] * 3 + [True], [False] * 3 + [True]]
     assert spy.seen[1].seconds == pytest.approx([1.1, 1.2, 1.0, 1.2])
@@ -157,7 +157,7 @@ def test_a_cut_off_in_place_of_a_late_time_loses_what_truncation_keeps() -> None
 
     steps = iter(range(len(seconds)))
     rules = Cutoff(LastValue()), Cutoff(AllSeeing()), Cutoff(Imputing())
-    truncated, uncensored, imputed = (play.cutoff(seconds, rule).after(20).throughput for rule in rules)
+    truncated, uncensored, imputed = (play.arrivals(seconds, rule).after(20).throughput for rule in rules)
     assert truncated / uncensored > 0.97
     assert imputed / truncated < 0.6
 

@@ -17,7 +17,7 @@ from paceline.cli import app
 from paceline.machines.link import Link, parse_link
 from paceline.records import StepRecord
 from paceline.simulate import make, network, network_table
-from paceline.simulate.network import Reel, compare_network, enough, usual_periods
+from paceline.simulate.network import LoopedTrace, compare_network, enough, usual_periods
 from paceline.simulate.traffic import Network, Traffic
 
 LINK = parse_link("100mbit,30ms")
@@ -141,15 +141,18 @@ def test_who_suddenly_is_much_faster_runs_out_of_what_it_was_dealt() -> None:
     # 8 steps of 1 s, then 0.1 s each: for a period of 4 s no more than ceil(1.4 * 4) = 6 steps were dealt.
     own = np.array([[1.0]] * 8 + [[0.1]] * 200)
     at, dealt = np.array([8]), np.array([6])
-    steps, busy = network._period(Reel(own), at, dealt, 4.0)
+    steps, busy = network._period(LoopedTrace(own), at, dealt, 4.0)
     assert steps.tolist() == [6]
     assert busy == pytest.approx([0.6])
 
 
 def test_periods_are_dealt_as_in_a_run() -> None:
-    from paceline.combine.averaging import period
+    """Workers that each step alone, of an unknown and of two known speeds: by the functions of a run."""
+    from paceline.pace.period import by_the_clock, steps_dealt
 
-    assert (network.GENEROUS, network.FIRST_STEPS) == (period.GENEROUS, period.FIRST_STEPS)
+    rates, alone = np.array([0.0, 3.0, 40.0]), [[0], [1], [2]]
+    dealt, each = by_the_clock(alone, batch=5, speeds=np.zeros(3), rates=rates, period_s=2.5)
+    assert (dealt // each).tolist() == steps_dealt(rates / 5, 1, 2.5).tolist() == [4, 3, 28]
 
 
 def test_the_usual_periods_are_round_numbers_of_seconds() -> None:
@@ -162,7 +165,7 @@ def test_the_usual_periods_are_round_numbers_of_seconds() -> None:
 
 
 def test_after_its_end_the_trace_goes_on_from_the_first_scored_step() -> None:
-    reel = Reel(np.arange(1.0, 6.0)[:, None], warm_up=2)
+    reel = LoopedTrace(np.arange(1.0, 6.0)[:, None], warm_up=2)
     assert reel.rows(np.arange(9)).tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 2]
     assert reel.periods(2, 4).tolist() == [[1 + 2 + 3 + 4], [5 + 3 + 4 + 5]]
 

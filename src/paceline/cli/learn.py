@@ -14,8 +14,8 @@ import typer
 from paceline.cli.errors import refuse
 
 if TYPE_CHECKING:
-    from paceline.deep.learning.data import Recording
     from paceline.deep.learning.fit import Progress
+    from paceline.deep.learning.recordings import Recording
 
 Sources = Annotated[
     list[Path],
@@ -49,7 +49,7 @@ def learn(
 
 
 def _read(sources: list[Path]) -> list[Recording]:
-    from paceline.deep.learning.data import read
+    from paceline.deep.learning.recordings import read
 
     if missing := next((source for source in sources if not source.exists()), None):
         raise ValueError(f"there is no {missing}: give runs' folders, event logs or traces")
@@ -65,9 +65,9 @@ def _check(output: Path, seed: int) -> None:
 
 
 def _learn(recordings: list[Recording], output: Path, updates: int, seed: int) -> dict[str, float]:
-    from paceline.deep.learning.files import save_model
     from paceline.deep.learning.fit import Training, fit
-    from paceline.deep.learning.judging import held_out_scores, split
+    from paceline.deep.learning.held_out import held_out_scores, split
+    from paceline.deep.model_file import save_model
 
     with _progress() as progress:
         model = fit(

@@ -16,7 +16,7 @@ import typer
 from paceline.cli.errors import refuse
 
 if TYPE_CHECKING:
-    from paceline.simulate.contest import Progress
+    from paceline.simulate.comparison import Progress
     from paceline.simulate.outcome import Floats, Outcome
 
 WORKERS, STEPS, SCENARIO = 158, 300, "bursts"

@@ -15,13 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from paceline.deep.contest import Contender, best, settled
+from paceline.deep.candidates import Candidate, best, settled
 from paceline.deep.model import DeepModel, Shape
+from paceline.deep.model_file import load_model
+from paceline.deep.past import Past
 from paceline.deep.score import score
-from paceline.deep.series import Past
-from paceline.deep.state import pack, unpack
+from paceline.deep.serialize import pack, unpack
 from paceline.pace.forecast.base import Floats, Mask, Seen
 from paceline.pace.forecast.normal import truncated_draws
+from paceline.pace.forecast.registry import register
 from paceline.pace.forecast.smoothed import FIRST_SPREAD, LEAST_SPREAD, Smoothed
 
 JUDGED_BY = 32
@@ -39,8 +41,8 @@ class Deep:
 
     It follows every step with `Smoothed` and, when given a ``model`` (a `DeepModel`, or the path of a file written by
     ``paceline learn``) or when one is `adopt`-ed, with that too. Both are scored on each step before they see it
-    (`deep_score`); the model speaks while its mean score over the last 50 steps is the better one, after a trial of 10.
-    So a model is judged only by steps that came after it was made.
+    (`paceline.deep.score`); the model speaks while its mean score over the last 50 steps is the better one, after a
+    trial of 10. So a model is judged only by steps that came after it was made.
 
     A model fits any number of workers. When a step comes with more columns than before, the new ones are new workers;
     with fewer, the last ones have left; call `rearrange` first when it was otherwise.
@@ -67,26 +69,31 @@ class Deep:
         self._smoothed = Smoothed()
         self._past: Past | None = None
         self._stale = False
-        self._contenders: list[Contender] = []
+        self._candidates: list[Candidate] = []
         self._backlog: deque[Seen] = deque()
         self._segments: list[list[Seen]] = []
         if model is not None:
-            self.adopt(model if isinstance(model, DeepModel) else _load(model))
+            self.adopt(model if isinstance(model, DeepModel) else load_model(model))
+
+    @classmethod
+    def from_text(cls, forecast: str) -> Deep:
+        """From ``forecast=`` as it is written: ``deep``, or ``deep:FILE`` with a model."""
+        return cls(model=forecast.strip().partition(":")[2] or None)
 
     @property
     def speaking(self) -> str:
         """Who answers `draw` at present: ``"deep"`` or ``"smoothed"``."""
         self._catch_up()
-        return "smoothed" if self._speaker() is None else "deep"
+        return "smoothed" if self._in_use() is None else "deep"
 
     def adopt(self, model: DeepModel) -> None:
         """Try a model. One that speaks goes on until the new one has done better over its trial."""
         self._catch_up()
-        present = self._speaker()
-        newcomer = Contender(model)
+        present = self._in_use()
+        newcomer = Candidate(model)
         if self._past is not None:
             newcomer.filter.catch_up(self._past)
-        self._contenders = [newcomer] if present is None else [present, newcomer]
+        self._candidates = [newcomer] if present is None else [present, newcomer]
 
     def observe(self, seen: Seen) -> None:
         """Take note of a step. The work is left to the next `draw`, which happens while a step computes."""
@@ -95,7 +102,7 @@ class Deep:
         self._record(seen)
         self._backlog.append(seen)
         if len(self._backlog) > BACKLOG:
-            self._pass_over(self._backlog.popleft())
+            self._skip(self._backlog.popleft())
 
     def rearrange(self, sources: Sequence[int], seconds: Floats | None = None) -> None:
         """The fleet changed: the new column i was column ``sources[i]``, or is a new worker where that is -1, taken to
@@ -111,16 +118,16 @@ class Deep:
             self._smoothed.load_state_dict(_rearranged(self._smoothed.state_dict(), sources))
         else:
             self._smoothed.rearrange(sources, seconds)
-        for contender in self._contenders:
-            contender.filter.look(self._past)
+        for candidate in self._candidates:
+            candidate.filter.read_windows(self._past)
         self._segments.append([])
 
     def draw(self, rows: int, rng: np.random.Generator) -> Floats:
         self._catch_up()
-        speaker = self._speaker()
-        if speaker is None or self._past is None:
+        in_use = self._in_use()
+        if in_use is None or self._past is None:
             return self._smoothed.draw(rows, rng)
-        return speaker.filter.draw(rows, rng)
+        return in_use.filter.draw(rows, rng)
 
     def series(self) -> list[tuple[Floats, Mask]]:
         """The steps to learn from, up to the last 2,000: seconds and who was late, once for each set of workers."""
@@ -138,7 +145,7 @@ class Deep:
         return {
             "smoothed": self._smoothed.state_dict(),
             "past": past,
-            "contenders": [contender.state_dict() for contender in self._contenders],
+            "contenders": [candidate.state_dict() for candidate in self._candidates],
             "draws": self._rng.bit_generator.state,
         }
 
@@ -152,15 +159,15 @@ class Deep:
             rows, hidden, fresh = (unpack(state["past"][name]) for name in ("rows", "hidden", "fresh"))
             self._past = Past(rows.shape[1], len(rows))
             self._past.rows, self._past.hidden, self._past.fresh = rows, hidden, fresh
-        own = [Contender(contender.filter.model) for contender in self._contenders]
+        own = [Candidate(candidate.filter.model) for candidate in self._candidates]
         # A run may go on with a model that its first part did not have.
         self._stale = self._past is not None and not state["contenders"]
-        self._contenders = [Contender.from_state(part, self._past) for part in state["contenders"]] or own
+        self._candidates = [Candidate.from_state(part, self._past) for part in state["contenders"]] or own
 
-    def _speaker(self) -> Contender | None:
-        if self.always and self._contenders:
-            return self._contenders[-1]
-        return best(self._contenders)
+    def _in_use(self) -> Candidate | None:
+        if self.always and self._candidates:
+            return self._candidates[-1]
+        return best(self._candidates)
 
     def _workers(self) -> int | None:
         if self._backlog:
@@ -179,50 +186,50 @@ class Deep:
 
     def _catch_up(self) -> None:
         if self._stale and self._past is not None:
-            for contender in self._contenders:
-                contender.filter.catch_up(self._past)
+            for candidate in self._candidates:
+                candidate.filter.catch_up(self._past)
             self._stale = False
         while self._backlog:
             self._follow(self._backlog.popleft())
 
     def _follow(self, seen: Seen) -> None:
         """Score everybody on the step, then take it in."""
-        past, logs = self._arrive(seen)
-        speaker = self._speaker()
-        row = self._imagined(seen) if speaker is None else speaker.filter.explain(logs, seen.late, self._rng)
+        past, logs = self._with_columns(seen)
+        in_use = self._in_use()
+        row = self._imputed(seen) if in_use is None else in_use.filter.impute(logs, seen.late, self._rng)
         self._judge(seen)
-        for contender in self._contenders:
-            contender.filter.follow(row, seen.late, self._rng)
+        for candidate in self._candidates:
+            candidate.filter.update(row, seen.late, self._rng)
         self._smoothed.observe(seen)
         past.push(row, seen.late)
-        for contender in self._contenders:
-            contender.filter.look(past)
-        self._contenders = settled(self._contenders)
+        for candidate in self._candidates:
+            candidate.filter.read_windows(past)
+        self._candidates = settled(self._candidates)
 
-    def _pass_over(self, seen: Seen) -> None:
+    def _skip(self, seen: Seen) -> None:
         """Take a step in without the models, which read the past when they are needed again."""
-        past, _ = self._arrive(seen)
-        past.push(self._imagined(seen), seen.late)
+        past, _ = self._with_columns(seen)
+        past.push(self._imputed(seen), seen.late)
         self._smoothed.observe(seen)
         self._stale = True
 
-    def _arrive(self, seen: Seen) -> tuple[Past, Floats]:
+    def _with_columns(self, seen: Seen) -> tuple[Past, Floats]:
         """The past, in which every worker of the step has a column, and the step's log seconds."""
         logs, begins = np.log(seen.seconds), self._past is None
         past = self._past = self._past or Past(len(logs), DEPTH)
         if past.fresh.any():
             past.welcome(logs, seen.late)
-            for contender in self._contenders:
-                contender.filter.catch_up(past) if begins else contender.filter.look(past)
+            for candidate in self._candidates:
+                candidate.filter.catch_up(past) if begins else candidate.filter.read_windows(past)
         return past, logs
 
     def _judge(self, seen: Seen) -> None:
-        if self._contenders and self._smoothed.state_dict()["mean"] is not None:
+        if self._candidates and self._smoothed.state_dict()["mean"] is not None:
             plain = score(self._smoothed.draw(JUDGED_BY, self._rng), seen)
-            for contender in self._contenders:
-                contender.scored(score(contender.filter.draw(JUDGED_BY, self._rng), seen), plain)
+            for candidate in self._candidates:
+                candidate.scored(score(candidate.filter.draw(JUDGED_BY, self._rng), seen), plain)
 
-    def _imagined(self, seen: Seen) -> Floats:
+    def _imputed(self, seen: Seen) -> Floats:
         """The step's log seconds, with draws of x given x > cut-off from the smoothed forecast for those cut off."""
         logs = np.log(seen.seconds)
         if not seen.late.any():
@@ -234,13 +241,6 @@ class Deep:
             mean, spread = np.log(seconds), np.maximum(np.sqrt(believed["variance"]) / seconds, LEAST_SPREAD)
         drawn = truncated_draws(self._rng, mean, spread, logs, 1)[0]
         return np.where(seen.late, drawn, logs)
-
-
-def _load(path: str | Path) -> DeepModel:
-    # Pacers know no files; only this name for one, which the layer above opens and checks.
-    from paceline.deep.learning.files import load_model
-
-    return load_model(path)
 
 
 def _rearranged(smoothed: Mapping[str, Any], sources: Sequence[int]) -> dict[str, Any]:
@@ -256,3 +256,6 @@ def _rearranged(smoothed: Mapping[str, Any], sources: Sequence[int]) -> dict[str
         "mean": np.where(new, typical, mean[columns]).tolist(),
         "variance": np.where(new, wide, variance[columns]).tolist(),
     }
+
+
+register(Deep.name, Deep)

@@ -6,7 +6,7 @@ One latent state z_t is shared by the whole fleet. Workers are correlated throug
     u_(t,i) ~ N(mean(z_t, h_i), spread(z_t, h_i)^2)                emission, independent given z_t
     q(z_t | z_(t-1), g_t)                                          guide, g_t an RNN over a lag window of the fleet
 
-``u`` is a worker's log time over its own level (see `deep_series`). P3 gives every worker its own output; here the
+``u`` is a worker's log time over its own level (`paceline.deep.past`). P3 gives every worker its own output; here the
 emission reads ``h_i``, the worker's own lag window through one network for all, and the guide reads the fleet through
 a mean over workers. Changing the workers' order therefore changes the order of the forecast and nothing else.
 """

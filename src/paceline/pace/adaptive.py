@@ -13,6 +13,7 @@ from paceline.pace.cost import Belief
 from paceline.pace.forecasting import Forecasting, by_identity, caps, floors, made_to_hold
 from paceline.pace.probing import Probes
 from paceline.pace.shares import Ints, fill, level
+from paceline.pace.traits import Traits
 from paceline.records import Plan, StepRecord
 
 PROBED_PART = 8
@@ -36,6 +37,8 @@ class Adaptive(Forecasting):
 
     name = "adaptive"
     """As in ``pace=``, the log and checkpoints."""
+    traits = Traits(follows_speed=True, if_stalled="joint")
+    """What reports and the simulator need to know of it."""
 
     def __init__(
         self,

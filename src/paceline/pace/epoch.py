@@ -13,6 +13,7 @@ from paceline.pace.cost import measurements
 from paceline.pace.forecasting import Forecasting, caps, floors
 from paceline.pace.ledger import Ledger
 from paceline.pace.shares import proportional
+from paceline.pace.traits import Traits
 from paceline.records import Plan, StepRecord
 
 
@@ -28,6 +29,8 @@ class Epoch(Forecasting):
 
     name = "epoch"
     """As in ``pace=``, the log and checkpoints."""
+    traits = Traits(shown=False)
+    """What reports and the simulator need to know of it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ import numpy as np
 from paceline.pace.base import Ask
 from paceline.pace.forecasting import Forecasting, caps, floors
 from paceline.pace.shares import proportional
+from paceline.pace.traits import Traits
 from paceline.records import Plan
 
 
@@ -19,6 +20,8 @@ class Equal(Forecasting):
 
     name = "equal"
     """As in ``pace=``, the log and checkpoints."""
+    traits = Traits(equal_shares=True)
+    """What reports and the simulator need to know of it."""
 
     def plan(self, ask: Ask) -> Plan:
         """The same number of samples for everybody."""

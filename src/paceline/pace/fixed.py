@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from paceline.pace.base import Ask
 from paceline.pace.forecasting import Forecasting, by_identity, caps, floors
 from paceline.pace.shares import proportional
+from paceline.pace.traits import Simulated, Traits
 from paceline.records import Plan
 
 
@@ -23,6 +25,8 @@ class Fixed(Forecasting):
 
     name = "fixed"
     """As in ``pace=``, the log and checkpoints."""
+    traits = Traits(usage="fixed:1,1,2 (ratios of work, one a worker)")
+    """What reports and the simulator need to know of it."""
 
     def __init__(self, ratios: Sequence[float]) -> None:
         super().__init__()
@@ -32,6 +36,20 @@ class Fixed(Forecasting):
             raise ValueError(f"ratios must be a list of numbers, one for each worker, not {ratios!r}") from None
         if not all(math.isfinite(ratio) and ratio >= 0 for ratio in self.ratios) or not any(self.ratios):
             raise ValueError(f"ratios must be finite, at least 0 and not all 0, not {list(self.ratios)}")
+
+    @classmethod
+    def from_text(cls, pace: str) -> Fixed:
+        """From ``pace=`` as it is written, ``fixed:1,1,2``."""
+        try:
+            ratios = [float(ratio) for ratio in pace.strip().partition(":")[2].split(",")]
+        except ValueError:
+            raise ValueError(f"pace {pace!r} needs ratios of work, one a worker, such as fixed:1,1,2") from None
+        return cls(ratios)
+
+    @classmethod
+    def simulated(cls, **_: Any) -> Sequence[Simulated]:
+        """Not in the simulator's table: only who knows the machines can set ratios."""
+        return ()
 
     def check(self, workers: int) -> None:
         super().check(workers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from paceline.pace.gain import Gain
 from paceline.pace.ledger import Ledger
 from paceline.pace.reading import TYPICAL_RATE, Followed, column
 from paceline.pace.shares import Ints, proportional
+from paceline.pace.traits import Simulated, Traits
 from paceline.records import Plan, StepRecord
 
 GENEROUS = 1.25
@@ -61,6 +62,8 @@ class Joint:
     """As in ``pace=``, the log and checkpoints."""
     deadlines = True
     """Its plans may close a round without everybody."""
+    traits = Traits(follows_speed=True)
+    """What reports and the simulator need to know of it."""
 
     def __init__(
         self,
@@ -88,6 +91,12 @@ class Joint:
         self._observed = 0
         self._generation: int | None = None
         self._drawn: tuple[tuple[int, ...], Floats | None] | None = None
+
+    @classmethod
+    def simulated(cls, *, seed: int, forecast: Forecast | None = None) -> Sequence[Simulated]:
+        """The simulator's rows: with whole micro-batches, and with micro-batches cut to fit, as it is."""
+        whole = Simulated(f"{cls.name}, whole", cls(seed=seed), as_chosen=False, cut_to_fit=False)
+        return whole, Simulated(cls.name, cls(seed=seed))
 
     @property
     def forecast(self) -> Forecast:

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.machines.link import Link
-from paceline.pace import Adaptive
+from paceline.pace import DEFAULT, make
+from paceline.pace.period import steps_dealt, time_is_up
 from paceline.simulate import play
 from paceline.simulate.outcome import Floats, matrix
 from paceline.simulate.traffic import Network, Traffic
@@ -43,8 +44,6 @@ SETTLING = 3
 """First rounds of every rule that are not scored: speeds are not known yet, and a long run pays for that once."""
 ROUNDS = 4
 """The fewest rounds that are scored."""
-GENEROUS, FIRST_STEPS = 1.4, 4
-"""Local steps dealt for a period by the clock, as in averaging/period.py: over those of the last one, and at first."""
 MATTERS = 0.05
 """Part of the time in rounds up to which the network no longer matters."""
 
@@ -77,18 +76,18 @@ def compare_network(
     """
     own = matrix(seconds)
     network = _checked(own, link, model_bytes, share, warm_up)
-    reel = Reel(own, warm_up)
+    trace = LoopedTrace(own, warm_up)
     _whole("every_steps", every_steps)
     _whole("taus", taus)
     clock = usual_periods(own) if periods_s is None else tuple(periods_s)
     if not all(0 < period_s < math.inf for period_s in clock):
         raise ValueError(f"periods_s are {clock}: seconds between rounds, above 0")
     rules: list[Callable[[], Traffic]] = [
-        lambda: by_steps("gradients", reel, 1, network, network.gradients_s, share),
-        *(_steps_rule(f"average, {_steps(k)}", reel, k, network, share) for k in every_steps),
-        *(_clock_rule(f"average, {p:g} s", reel, p, network, share) for p in clock),
-        *(_steps_rule(f"elastic, tau {tau}", reel, tau, network, share) for tau in taus),
-        lambda: no_network(reel, share),
+        lambda: by_steps("gradients", trace, 1, network, network.gradients_s, share),
+        *(_steps_rule(f"average, {_steps(k)}", trace, k, network, share) for k in every_steps),
+        *(_clock_rule(f"average, {p:g} s", trace, p, network, share) for p in clock),
+        *(_steps_rule(f"elastic, tau {tau}", trace, tau, network, share) for tau in taus),
+        lambda: no_network(trace, share),
     ]
     outcomes = []
     for number, rule in enumerate(rules, start=1):
@@ -121,7 +120,7 @@ def usual_periods(seconds: Floats) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Reel:
+class LoopedTrace:
     """The matrix of seconds as an endless one: after the last step it goes on from the first that is scored."""
 
     seconds: Floats
@@ -142,11 +141,11 @@ class Reel:
         return self.seconds[self.warm_up :]
 
 
-def by_steps(name: str, reel: Reel, every: int, network: Network, round_s: float, share: int) -> Traffic:
-    """A round every so many steps. Shares are planned once a round, by the pacer of real runs (`Adaptive`)."""
-    settling = max(SETTLING, -(-reel.warm_up // every))
-    rounds = max(ROUNDS, -(-len(reel.scored) // every))
-    played = play.shares(reel.periods(settling + rounds, every), Adaptive(), overhead_s=round_s, share=share)
+def by_steps(name: str, trace: LoopedTrace, every: int, network: Network, round_s: float, share: int) -> Traffic:
+    """A round every so many steps. Shares are planned once a round, by the default pace of real runs."""
+    settling = max(SETTLING, -(-trace.warm_up // every))
+    rounds = max(ROUNDS, -(-len(trace.scored) // every))
+    played = play.shares(trace.periods(settling + rounds, every), make(DEFAULT), overhead_s=round_s, share=share)
     scored = played.after(settling)
     return Traffic(
         name,
@@ -160,16 +159,16 @@ def by_steps(name: str, reel: Reel, every: int, network: Network, round_s: float
     )
 
 
-def by_clock(name: str, reel: Reel, period_s: float, network: Network, share: int) -> Traffic:
+def by_clock(name: str, trace: LoopedTrace, period_s: float, network: Network, share: int) -> Traffic:
     """A round every ``period_s`` seconds. Each worker walks through its own column, a whole local step at a time."""
-    step_s = _busy_step_s(reel.scored)
-    settling = max(SETTLING, math.ceil(reel.warm_up * step_s / period_s))
-    rounds = max(ROUNDS, math.ceil(len(reel.scored) * step_s / period_s))
-    at, dealt = np.zeros(network.workers, np.int64), np.full(network.workers, FIRST_STEPS)
+    step_s = _busy_step_s(trace.scored)
+    settling = max(SETTLING, math.ceil(trace.warm_up * step_s / period_s))
+    rounds = max(ROUNDS, math.ceil(len(trace.scored) * step_s / period_s))
+    at, rates = np.zeros(network.workers, np.int64), np.zeros(network.workers)
     samples = work_s = waiting_s = 0.0
     for number in range(settling + rounds):
-        steps, busy = _period(reel, at, dealt, period_s)
-        at, dealt = at + steps, np.ceil(GENEROUS * period_s * steps / busy).astype(np.int64)
+        steps, busy = _period(trace, at, steps_dealt(rates, 1, period_s), period_s)
+        at, rates = at + steps, steps / busy
         if number >= settling:
             samples += float(steps.sum()) * share
             work_s += float(busy.max())
@@ -180,33 +179,33 @@ def by_clock(name: str, reel: Reel, period_s: float, network: Network, share: in
     return Traffic(name, network.workers, met, samples, work_s + rounds_s, rounds_s, waiting_s, sent)
 
 
-def _period(reel: Reel, at: Ints, dealt: Ints, period_s: float) -> tuple[Ints, Floats]:
+def _period(trace: LoopedTrace, at: Ints, dealt: Ints, period_s: float) -> tuple[Ints, Floats]:
     """Local steps of each worker in one period, and the seconds they took: until the clock says so or it has no more.
 
-    As in a run, the round comes after the step whose end is nearest to the period's, and nobody does less than one.
+    Nobody does less than one.
     """
     columns, working = np.arange(len(at)), np.ones(len(at), np.bool_)
     steps, busy = np.zeros(len(at), np.int64), np.zeros(len(at))
     while working.any():
-        busy += np.where(working, reel.seconds[reel.rows(at + steps), columns], 0.0)
+        busy += np.where(working, trace.seconds[trace.rows(at + steps), columns], 0.0)
         steps += working
-        working &= (steps < dealt) & (busy + busy / steps / 2 < period_s)
+        working &= (steps < dealt) & ~time_is_up(busy, steps, period_s)
     return steps, busy
 
 
-def no_network(reel: Reel, share: int) -> Traffic:
+def no_network(trace: LoopedTrace, share: int) -> Traffic:
     """The limit: everybody works all the time and rounds cost nothing."""
-    played = play.limit(reel.scored)
+    played = play.limit(trace.scored)
     samples, seconds = float(played.shares.sum()) * share, float(played.seconds.sum())
     return Traffic("limit", played.workers, 0, samples, seconds, rounds_s=0.0, waiting_s=0.0, sent_bytes=0.0)
 
 
-def _steps_rule(name: str, reel: Reel, every: int, network: Network, share: int) -> Callable[[], Traffic]:
-    return lambda: by_steps(name, reel, every, network, network.average_s, share)
+def _steps_rule(name: str, trace: LoopedTrace, every: int, network: Network, share: int) -> Callable[[], Traffic]:
+    return lambda: by_steps(name, trace, every, network, network.average_s, share)
 
 
-def _clock_rule(name: str, reel: Reel, period_s: float, network: Network, share: int) -> Callable[[], Traffic]:
-    return lambda: by_clock(name, reel, period_s, network, share)
+def _clock_rule(name: str, trace: LoopedTrace, period_s: float, network: Network, share: int) -> Callable[[], Traffic]:
+    return lambda: by_clock(name, trace, period_s, network, share)
 
 
 def _steps(many: int) -> str:

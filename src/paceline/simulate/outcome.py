@@ -1,8 +1,8 @@
-"""What a contestant did over a simulation, step by step, and its figures."""
+"""What a rule did over a simulation, step by step, and its figures."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,6 +24,10 @@ class Outcome:
     """Seconds workers stood idle until the round, summed over workers."""
     wasted_s: Floats
     """Seconds workers spent on work that was thrown away, summed over workers."""
+    pace: str = ""
+    """The pace that this is, as ``pace=`` takes it; empty for variants and yardsticks, which nobody can choose."""
+    shown: bool = False
+    """Its line is drawn at once; otherwise it waits in the legend."""
 
     @property
     def throughput(self) -> float:
@@ -47,9 +51,8 @@ class Outcome:
 
     def after(self, warm_up: int) -> Outcome:
         """The same without the first ``warm_up`` steps."""
-        late = slice(warm_up, None)
-        parts = (self.shares[late], self.seconds[late], self.waiting_s[late], self.wasted_s[late])
-        return Outcome(self.name, self.workers, *parts)
+        columns = ("shares", "seconds", "waiting_s", "wasted_s")
+        return replace(self, **{name: getattr(self, name)[warm_up:] for name in columns})
 
 
 def matrix(seconds: ArrayLike) -> Floats:

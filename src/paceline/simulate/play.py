@@ -1,8 +1,8 @@
 """Playing a rule against a matrix of seconds (steps x workers, own compute for an equal share).
 
 A worker's speed is constant within a step and its time is in proportion to its samples. Every step ends with a round of
-``overhead_s``. Rules that decide see only steps before: `cutoff` and `shares` play the very objects that would run, the
-first with the censored view, the second with the records and the one step of lag of a real run.
+``overhead_s``. Rules that decide see only steps before: `arrivals` and `shares` play the very objects that would run,
+the first with the censored view, the second with the records and the one step of lag of a real run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.pace import Ask, Pacer
-from paceline.pace.cutoff import Cutoff
 from paceline.pace.forecast import Seen, Smoothed
 from paceline.records import Plan, StepRecord
 from paceline.simulate.outcome import Outcome
@@ -52,26 +51,26 @@ def counts(name: str, seconds: Floats, first: Ints | int, *, overhead_s: float =
     )
 
 
-def cutoff(
-    seconds: Floats, rule: Cutoff, *, name: str = "", overhead_s: float | None = None, tick: Tick = _nothing
+def arrivals(
+    seconds: Floats, pacer: Pacer, *, name: str = "", overhead_s: float | None = None, tick: Tick = _nothing
 ) -> Outcome:
-    """P3: the rule says how many arrivals to wait for, then gets the step's record with the late ones censored.
+    """A pacer that says how many arrivals to wait for (P3), and gets the step's record with the late ones censored.
 
     The count is needed when the first workers arrive, not when the step starts, so it is decided from all steps before:
-    P3's own reading. ``overhead_s`` is the rule's own when left out.
+    P3's own reading. ``overhead_s`` is the pacer's own when left out.
     """
     steps, size = seconds.shape
     workers, first = tuple(range(size)), np.empty(steps, dtype=np.int64)
-    round_s = (rule.overhead_s or 0.0) if overhead_s is None else overhead_s
-    rule.check(size)
+    round_s = float(getattr(pacer, "overhead_s", None) or 0.0) if overhead_s is None else overhead_s
+    pacer.check(size)
     for step, own in enumerate(seconds):
-        plan = rule.plan(Ask(step=step, total=SHARE * size, workers=workers))
+        plan = pacer.plan(Ask(step=step, total=SHARE * size, workers=workers))
         first[step] = plan.wait_for or size
         # Nothing is censored among ties with the last arrival: they were in time to be measured.
         late = own > np.partition(own, first[step] - 1)[first[step] - 1]
-        rule.observe(_whole_shares(step, plan, own, late, round_s))
+        pacer.observe(_whole_shares(step, plan, own, late, round_s))
         tick()
-    return counts(name or rule.forecast.name, seconds, first, overhead_s=round_s)
+    return counts(name or pacer.name, seconds, first, overhead_s=round_s)
 
 
 def _whole_shares(step: int, plan: Plan, own: Floats, late: NDArray[np.bool_], round_s: float) -> StepRecord:
@@ -93,7 +92,13 @@ def _whole_shares(step: int, plan: Plan, own: Floats, late: NDArray[np.bool_], r
 
 
 def shares(
-    seconds: Floats, pacer: Pacer, *, overhead_s: float = 0.0, share: int = SHARE, tick: Tick = _nothing
+    seconds: Floats,
+    pacer: Pacer,
+    *,
+    name: str = "",
+    overhead_s: float = 0.0,
+    share: int = SHARE,
+    tick: Tick = _nothing,
 ) -> Outcome:
     """A pacer of real runs, with its records: the plan for step k is made from the records up to k - 2.
 
@@ -122,7 +127,7 @@ def shares(
             seconds=tuple(busy[step].tolist()),
         )
         tick()
-    return _together(pacer.name, busy, np.full(steps, float(size)), overhead_s)
+    return _together(name or pacer.name, busy, np.full(steps, float(size)), overhead_s)
 
 
 def smoothed_shares(seconds: Floats, *, rate: float = 0.2, overhead_s: float = 0.0, tick: Tick = _nothing) -> Outcome:

@@ -1,4 +1,4 @@
-"""The contest as one page: bars of throughput, and work done over time. Needs plotly (the extra `view`)."""
+"""The comparison as one page: bars of throughput, and work done over time. Needs plotly (the extra `view`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from paceline.simulate.outcome import Outcome
 
 POINTS = 500
 """Points of a line: more cannot be seen and would make the page heavy."""
-SHOWN = ("naive", "adaptive", "joint", "clairvoyant cut-off", "limit")
-"""Lines shown at first; the others wait in the legend."""
 
 
 def page(title: str, outcomes: Sequence[Outcome]) -> str:
@@ -61,7 +59,7 @@ def _lines(outcomes: Sequence[Outcome]) -> Any:
     for outcome in outcomes:
         time_s, work = np.cumsum(outcome.seconds), np.cumsum(outcome.shares)
         kept = np.unique(np.linspace(0, len(work) - 1, POINTS).astype(np.int64))
-        shown = True if outcome.name in SHOWN else "legendonly"
+        shown = True if outcome.shown else "legendonly"
         figure.add_scatter(x=time_s[kept].tolist(), y=work[kept].tolist(), name=outcome.name, visible=shown)
     return figure.update_layout(title="Work done", xaxis_title="seconds", yaxis_title="equal shares")
 

@@ -1,4 +1,4 @@
-"""The contest as a table: one row a rule, as plain figures (`figures`) and for the terminal (`table`)."""
+"""The comparison as a table: one row a rule, as plain figures (`figures`) and for the terminal (`table`)."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ from paceline.loop.context import LoopContext
 from paceline.loop.rounds import InlineRound
 from paceline.loop.step import Step
 from paceline.loop.step_state import StepState
+from paceline.pace.period import time_is_up
 from paceline.records import Plan, StepRecord
 
 OVER, LANDED = 1, 2
@@ -162,7 +163,7 @@ class AveragingCombine:
         if period is None:
             return 0
         elapsed = time.perf_counter() - period.began
-        over = by_clock is not None and elapsed + elapsed / (period.steps + 1) / 2 >= by_clock
+        over = by_clock is not None and time_is_up(elapsed, period.steps + 1, by_clock)
         landed = self.periods.under_way is not None and self.periods.under_way.over
         return OVER * over + LANDED * landed
 

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.combine.averaging.groups import Place, place_of
-from paceline.combine.averaging.period import Ints, Period, above, by_the_clock, followed
+from paceline.combine.averaging.period import Ints, Period, above, followed
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
 from paceline.loop.context import LoopContext
+from paceline.pace.period import by_the_clock
 from paceline.records import Plan
 
 AHEAD = 2

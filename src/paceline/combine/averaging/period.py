@@ -6,7 +6,6 @@ matter of counting steps, so nobody in a group has to ask whether another one ha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,12 +16,6 @@ from paceline.pace.shares import proportional
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Groups = Sequence[Sequence[int]]
-
-GENEROUS = 1.4
-"""What is dealt for a period over what a worker did in the last one, so that nobody runs out."""
-FIRST_STEPS = 4
-"""Local steps dealt for the first period by the clock, while nobody's speed is known."""
 
 
 @dataclass
@@ -87,28 +80,6 @@ class Period:
         """The period after this one while its round is under way: with what is left of what was dealt."""
         left = tuple(window - done for window, done in zip(self.windows, self.done, strict=True))
         return Period(began=now, shares=self.shares, windows=left, batches=self.batches, member=self.member)
-
-
-def by_the_clock(groups: Groups, *, batch: int, speeds: Floats, rates: Floats, period_s: float) -> tuple[Ints, Ints]:
-    """Samples to deal to each worker for a period of so many seconds, and for one local step.
-
-    ``batch`` is one worker's part of the global batch if all had the same; a group's local step has as many times that
-    as it has members, divided in proportion to their ``speeds`` (samples a second of their own work; 0: not known).
-    ``rates`` are samples a second in local steps, waiting for the group included.
-
-    >>> one, three = np.array([10.0, 10, 10]), np.array([3.0, 1, 2])
-    >>> [part.tolist() for part in by_the_clock([[0, 1], [2]], batch=4, speeds=three, rates=one, period_s=2.0)]
-    [[42, 14, 28], [6, 2, 4]]
-    """
-    batches, shares = np.full(len(speeds), batch), np.zeros(len(speeds), dtype=np.int64)
-    for group in groups:
-        members, whole = list(group), batch * len(group)
-        if (speeds[members] > 0).all():
-            batches[members] = proportional(speeds[members], whole, minimum=1)
-        rate = float(rates[members].sum())
-        steps = max(1, math.ceil(GENEROUS * rate * period_s / whole)) if rate > 0 else FIRST_STEPS
-        shares[members] = steps * batches[members]
-    return shares, batches
 
 
 def followed(figures: Floats, kept: Sequence[int | None]) -> Floats:

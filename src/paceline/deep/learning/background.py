@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from paceline.deep.forecast import Deep
-from paceline.deep.learning.data import LEAST_STEPS
-from paceline.deep.learning.files import load_model
+from paceline.deep.learning.recordings import LEAST_STEPS
 from paceline.deep.model import DeepModel
+from paceline.deep.model_file import load_model
 from paceline.pace.base import Pacer
 from paceline.pace.forecast.base import Floats, Mask
 from paceline.records import StepRecord

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.deep.learning.data import Recording
-from paceline.deep.learning.hiding import Hidden
+from paceline.deep.elbo import Series, StepBatch, elbo
+from paceline.deep.learning.censoring import CensoredRecording
+from paceline.deep.learning.recordings import Recording
 from paceline.deep.model import DeepModel, Shape
-from paceline.deep.training import Series, Stretch, elbo
 
 Progress = Callable[[int, int], None]
 """Called with the updates done and their total."""
@@ -77,14 +77,14 @@ def _fit(recordings: Sequence[Recording], shape: Shape | None, how: Training, pr
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(how.seed)
         model = DeepModel(shape).float()
-    hidden = [Hidden(_portion(recorded, rng), model, rng) for recorded in recordings]
+    hidden = [CensoredRecording(_portion(recorded, rng), model, rng) for recorded in recordings]
     _train(model, hidden, how, rng, noise, progress)
     return model.requires_grad_(False).eval()
 
 
 def _train(
     model: DeepModel,
-    hidden: Sequence[Hidden],
+    hidden: Sequence[CensoredRecording],
     how: Training,
     rng: np.random.Generator,
     noise: torch.Generator,
@@ -109,13 +109,13 @@ def _train(
             progress(update + 1, how.updates)
 
 
-def _stretch(series: Series, how: Training, lag: int, rng: np.random.Generator) -> Stretch:
+def _stretch(series: Series, how: Training, lag: int, rng: np.random.Generator) -> StepBatch:
     """Random steps of random workers; steps before the first one repeat it, as they do when a run begins."""
     total, fleet = series.logs.shape
     steps, size = min(how.steps, total - 1), min(how.workers, fleet)
     first = rng.integers(1, total - steps + 1, how.batch) - lag
     workers = np.argsort(rng.random((how.batch, fleet)), axis=1)[:, :size]
-    return Stretch.cut(series, torch.from_numpy(first), steps=steps + lag, workers=torch.from_numpy(workers), lag=lag)
+    return StepBatch.cut(series, torch.from_numpy(first), steps=steps + lag, workers=torch.from_numpy(workers), lag=lag)
 
 
 def _portion(recorded: Recording, rng: np.random.Generator) -> Recording:

@@ -23,9 +23,9 @@ def main(place: str, updates: str, parent: str) -> None:
     folder = Path(place)
     with contextlib.suppress(OSError, AttributeError):
         os.nice(NICE)
-    from paceline.deep.learning.data import recording
-    from paceline.deep.learning.files import save_model
     from paceline.deep.learning.fit import Training, fit
+    from paceline.deep.learning.recordings import recording
+    from paceline.deep.model_file import save_model
 
     def still_wanted(done: int, total: int) -> None:
         if os.getppid() != int(parent):

@@ -39,7 +39,7 @@ def _how_fast(v: Verdict) -> Tile:
     f = v.figures
     gain = (
         f"{times(v.over_equal)} times the speed of equal shares"
-        if len(f.workers) > 1 and v.over_equal and v.pace != "equal" and not v.too_short
+        if len(f.workers) > 1 and v.over_equal and not v.traits.equal_shares and not v.too_short
         else ""
     )
     each = f"{duration(f.seconds / f.steps)} a step"

@@ -11,6 +11,7 @@ from paceline.observe.page.drawing import BLUE, GREY, ORANGE, PURPLE, RED, Pictu
 from paceline.observe.page.whatif import WhatIf, instead
 from paceline.observe.words.numbers import duration, percent
 from paceline.observe.words.verdict import Verdict
+from paceline.pace import baseline
 from paceline.records import StepRecord
 
 MOST_SLICES = 6_000
@@ -176,8 +177,8 @@ def in_words(tried: WhatIf, judged: Verdict) -> str:
         said.append(f"With {best.pace} {this} would have taken {instead(best.seconds, tried.actual_s)}.")
     elif tried.trusted(judged.pace):
         said.append(f"No other pace would have been much faster than {judged.pace or 'this one'}.")
-    equal = tried.of("equal")
-    if equal is not None and judged.pace != "equal":
+    equal = tried.of(baseline().name)
+    if equal is not None and not judged.traits.equal_shares:
         said.append(f"With equal shares it would have taken {instead(equal.seconds, tried.actual_s)}.")
     if own is not None:
         off = percent(tried.off_by(judged.pace))

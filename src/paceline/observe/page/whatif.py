@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from paceline.observe.analysis.figures import summarise
 from paceline.observe.words.numbers import duration
 from paceline.observe.words.verdict import steps_text
+from paceline.pace import DEFAULT
 from paceline.records import StepRecord
 
 MOST_NUMBERS = 16_000
@@ -26,10 +27,8 @@ TRUSTED = 0.15
 """A replay of the run under its own pace that is further off than this is no ground for advice."""
 WORTH = 1.05
 """Times as fast as the run that another pace must be to be worth a word."""
-USUAL, AS_GOOD = "adaptive", 1.05
-"""The default pace, and how many times the best time still counts as good: a replay is no more exact."""
-SAME = {"naive": "equal", "smoothed": "cutoff"}
-"""Paces that the simulator's table calls by another name."""
+AS_GOOD = 1.05
+"""How many times the best time still counts as good, so that the default pace is advised: a replay is no more exact."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class WhatIf:
 
     def _best(self) -> Answer | None:
         """The fastest; of those that are as good as the fastest, the default."""
-        usual = self.of(USUAL)
+        usual = self.of(DEFAULT)
         fastest = self.answers[0] if self.answers else None
         return usual if usual and fastest and usual.seconds <= fastest.seconds * AS_GOOD else fastest
 
@@ -85,6 +84,14 @@ class WhatIf:
             return None
         to_beat = min(self.actual_s, own.seconds) if own is not None else self.actual_s
         return best if best.seconds < to_beat / WORTH else None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Seconds for the samples of the replayed steps: of every pace that can be chosen, and when nobody ever waits."""
+
+    seconds: Mapping[str, float]
+    limit_s: float
 
 
 def instead(seconds: float, actual_s: float) -> str:
@@ -108,22 +115,23 @@ def what_if(records: Sequence[StepRecord]) -> WhatIf:
         found = steps_text(len(stretch))
         return WhatIf(why_not=f"Too short: {found} with the same workers, {FEWEST_STEPS} are needed.")
     try:
-        seconds = _replayed(stretch)
+        replay = _replayed(stretch)
     except ValueError as error:  # the simulator says what the record lacks
         return WhatIf(why_not=f"This record cannot be replayed: {error}.")
     span = (whole[0].step, whole[-1].step) if len(whole) < len(records) else None
-    return replace(_answers(seconds, whole, stretch), span=span)
+    return replace(_answers(replay, whole, stretch), span=span)
 
 
-def _replayed(stretch: Sequence[StepRecord]) -> dict[str, float]:
-    """Seconds each of the simulator's rules needs for the samples of the stretch, by the rule's name there."""
+def _replayed(stretch: Sequence[StepRecord]) -> Replay:
+    """What each of the simulator's rules makes of the stretch."""
     from paceline.simulate import compare
     from paceline.simulate.recorded import equal_share_seconds
 
     matrix = equal_share_seconds(stretch)
     shares = sum(record.total for record in stretch) / _samples_of_a_share(matrix, stretch)
     outcomes = compare(matrix, overhead_s=_other_s(stretch))
-    return {outcome.name: shares / outcome.throughput for outcome in outcomes}
+    seconds = {outcome.pace: shares / outcome.throughput for outcome in outcomes if outcome.pace}
+    return Replay(seconds, shares / outcomes[-1].throughput)
 
 
 def _samples_of_a_share(matrix: NDArray[np.float64], stretch: Sequence[StepRecord]) -> float:
@@ -146,25 +154,13 @@ def _other_s(stretch: Sequence[StepRecord]) -> float:
     return max(0.0, (figures.round + figures.rest) * figures.seconds / max(1, figures.steps))
 
 
-def _answers(seconds: Mapping[str, float], records: Sequence[StepRecord], stretch: Sequence[StepRecord]) -> WhatIf:
+def _answers(replay: Replay, records: Sequence[StepRecord], stretch: Sequence[StepRecord]) -> WhatIf:
     factor = sum(record.total for record in records) / max(1, sum(record.total for record in stretch))
-    named = {SAME.get(name, name): factor * value for name, value in seconds.items() if math.isfinite(value)}
-    answers = [Answer(pace, value) for pace, value in named.items() if _can_be_chosen(pace)]
+    answers = [Answer(pace, factor * seconds) for pace, seconds in replay.seconds.items() if math.isfinite(seconds)]
     return WhatIf(
         answers=tuple(sorted(answers, key=lambda answer: answer.seconds)),
         actual_s=sum(record.wall_s for record in records if math.isfinite(record.wall_s)),
-        limit_s=factor * seconds.get("limit", 0.0),
+        limit_s=factor * replay.limit_s,
         replayed=len(stretch),
         steps=len(records),
     )
-
-
-def _can_be_chosen(name: str) -> bool:
-    """Whether ``--pace`` takes this name: the simulator also plays yardsticks that know what is to come."""
-    from paceline.pace import make
-
-    try:
-        make(name)
-    except ValueError:
-        return False
-    return True

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from paceline.observe.analysis.figures import Figures, WorkerFigures
 from paceline.observe.words.numbers import duration, number, percent, times
+from paceline.pace import DEFAULT, traits_of
 
 MOST_NAMED = 3
 SAME = 0.05
@@ -55,7 +56,7 @@ def patience(f: Figures, name: Name) -> str:
     if gain < 1 - SAME:
         return (
             f"Waiting for everybody would have run at about {number(f.patient)} samples/s, by an estimate, "
-            f'{percent(1 / gain - 1)} faster: pace="adaptive" may suit these machines better.'
+            f'{percent(1 / gain - 1)} faster: pace="{DEFAULT}" may suit these machines better.'
         )
     if gain < 1 + SAME:
         return "Waiting for everybody would have taken as long, by an estimate."
@@ -71,7 +72,8 @@ def cut_off(f: Figures, pace: str) -> str:
     if part < 0.005:
         return ""
     said = f"About {percent(part)} of the work was cut off and done again."
-    return f'{said} pace="joint" counts what is finished.' if pace == "cutoff" else said
+    better = traits_of(pace).if_cut
+    return f'{said} pace="{better}" counts what is finished.' if better else said
 
 
 def spread(f: Figures) -> str:

@@ -15,6 +15,7 @@ from paceline.observe.words.audit import audit_verdict
 from paceline.observe.words.deadlines import SAME, deadline_sentences, with_deadlines
 from paceline.observe.words.membership import Move, moves, moves_text
 from paceline.observe.words.numbers import duration, machines, number, percent, size, times
+from paceline.pace import DEFAULT, Traits, traits_of
 from paceline.records import StepRecord
 
 WARM_UP = 5
@@ -55,6 +56,11 @@ class Verdict:
     """Of an elastic run: whether every sample counted once, in words."""
 
     @property
+    def traits(self) -> Traits:
+        """What the run's pace says of itself."""
+        return traits_of(self.pace)
+
+    @property
     def over_equal(self) -> float:
         """Speed over what equal shares would have given; 0 when unknown."""
         return self.figures.samples_per_s / self.figures.equal if self.figures.equal > 0 else 0.0
@@ -82,12 +88,12 @@ class Verdict:
         if self.too_short or len(f.workers) < 2 or not f.samples_per_s:
             return None
         if with_deadlines(f):
-            return Reach("adaptive", f.patient) if f.patient * (1 - SAME) > f.samples_per_s else None
+            return Reach(DEFAULT, f.patient) if f.patient * (1 - SAME) > f.samples_per_s else None
         if f.balanced < f.samples_per_s * (1 + NOTABLE):
             return None
-        if self.pace == "equal":
-            return Reach("adaptive", f.balanced)
-        return Reach("joint", f.balanced) if self.pace == "adaptive" and _held_up(self) else None
+        if self.traits.equal_shares:
+            return Reach(DEFAULT, f.balanced)
+        return Reach(self.traits.if_stalled, f.balanced) if self.traits.if_stalled and _held_up(self) else None
 
     @property
     def text(self) -> str:
@@ -176,7 +182,7 @@ def _equal_shares(v: Verdict) -> str:
     if len(f.workers) < 2 or not f.equal:
         return ""
     gain, reach = v.over_equal, f.balanced / f.samples_per_s
-    if v.pace == "equal":
+    if v.traits.equal_shares:
         if v.in_reach is None:
             return "Shares were equal, and that suits these machines."
         return (
@@ -216,14 +222,14 @@ def _who(v: Verdict) -> str:
 def _held_back(v: Verdict, culprit: WorkerFigures, busy: Sequence[WorkerFigures]) -> str:
     others = "the other" if len(busy) == 2 else "the others"
     spent = f"and {others} spent {percent(culprit.blamed)} of the time waiting for it."
-    if v.pace != "equal" and few_micro_batches(culprit):
+    if not v.traits.equal_shares and few_micro_batches(culprit):
         advice = " It does one or two micro-batches a step: a smaller micro_batch would let its share fit."
-    elif v.pace == "adaptive" and culprit.held:
+    elif v.traits.if_stalled and culprit.held:
         held = f"in {percent(culprit.held)} of the steps, each time for about {duration(culprit.held_s)}"
-        return f"{_name(v, culprit)} held everybody up {held}, {spent}{_joint(v, 'it')}"
+        return f"{_name(v, culprit)} held everybody up {held}, {spent}{_no_waiting(v, 'it')}"
     else:
-        named = v.pace not in ("", "equal", "adaptive", "joint")
-        advice = ' pace="adaptive" would follow its speed step by step.' if named else ""
+        set_before = v.pace and not v.traits.equal_shares and not v.traits.follows_speed
+        advice = f' pace="{DEFAULT}" would follow its speed step by step.' if set_before else ""
     here = "" if culprit.steps == v.figures.steps else " it was there for"
     often = f"every step{here}" if culprit.last == 1 else f"{percent(culprit.last)} of the steps{here}"
     return f"{_name(v, culprit)} held the fleet back: it was last in {often}, {spent}{advice}"
@@ -245,14 +251,14 @@ def _held_up(v: Verdict) -> bool:
 def _anybody(v: Verdict) -> str:
     """How often somebody, now this one and now that one, held the others up."""
     held = sum(worker.held for worker in v.figures.workers)
-    if v.pace != "adaptive" or not held:
+    if not v.traits.if_stalled or not held:
         return ""
     each = sum(worker.held * worker.held_s for worker in v.figures.workers) / held
     said = f" In {percent(held)} of the steps one held the others up, each time for about {duration(each)}."
-    return said + _joint(v, "anybody")
+    return said + _no_waiting(v, "anybody")
 
 
-def _joint(v: Verdict, whom: str) -> str:
+def _no_waiting(v: Verdict, whom: str) -> str:
     """Shares that follow speed do not help against a machine whose speed nobody can foresee: a deadline does."""
     if v.in_reach is None:
         return ""

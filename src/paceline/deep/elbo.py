@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from paceline.deep.model import DeepModel, log_likelihood
-from paceline.deep.series import levels
+from paceline.deep.past import levels
 from paceline.pace.forecast.base import Floats, Mask
 
 
@@ -46,7 +46,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class StepBatch:
     """Batches of consecutive steps of some workers, as the networks want them: (batch, steps, workers[, lag])."""
 
     windows: Tensor
@@ -58,7 +58,7 @@ class Stretch:
     late: Tensor
 
     @classmethod
-    def cut(cls, series: Series, first: Tensor, *, steps: int, workers: Tensor, lag: int) -> Stretch:
+    def cut(cls, series: Series, first: Tensor, *, steps: int, workers: Tensor, lag: int) -> StepBatch:
         """``steps`` steps from each of ``first`` (batch), for each batch's ``workers`` (batch, n)."""
         own = workers[:, None, :]
         now = (first[:, None] + torch.arange(steps))[:, :, None]
@@ -77,7 +77,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Understanding:
+class GuidedPath:
     """What the guide makes of a stretch; the first ``lag`` steps only lead in, and are in ``summaries`` alone."""
 
     belief: Normal
@@ -90,7 +90,7 @@ class Understanding:
     """(batch, steps, summary)."""
 
 
-def understand(model: DeepModel, stretch: Stretch, *, noise: torch.Generator | None) -> Understanding:
+def run_guide(model: DeepModel, stretch: StepBatch, *, noise: torch.Generator | None) -> GuidedPath:
     """Run the guide along the stretch, with draws from ``noise``; None takes the guide's mean."""
     lag = model.shape.lag
     contexts = model.contexts(stretch.windows, stretch.hidden_windows)
@@ -99,22 +99,22 @@ def understand(model: DeepModel, stretch: Stretch, *, noise: torch.Generator | N
     size = (*past.shape[:2], model.shape.state)
     draws = torch.zeros(size) if noise is None else torch.randn(size, generator=noise)
     states, divergence = _walk(model, past, draws.float())
-    return Understanding(model.emission(states, contexts[:, lag:]), divergence, states, summaries)
+    return GuidedPath(model.emission(states, contexts[:, lag:]), divergence, states, summaries)
 
 
-def elbo(model: DeepModel, stretch: Stretch, *, beta: float = 1.0, noise: torch.Generator | None) -> Tensor:
+def elbo(model: DeepModel, stretch: StepBatch, *, beta: float = 1.0, noise: torch.Generator | None) -> Tensor:
     """The bound, in natural logs a worker and step."""
     lag = model.shape.lag
-    known = understand(model, stretch, noise=noise)
+    known = run_guide(model, stretch, noise=noise)
     fit = log_likelihood(known.belief, stretch.explained[:, lag:], stretch.late[:, lag:]).sum(dim=-1)
     bound: Tensor = (fit - beta * known.divergence).mean() / stretch.read.shape[-1]
     return bound
 
 
-def all_of(series: Series, first: int, steps: int, lag: int) -> Stretch:
+def all_of(series: Series, first: int, steps: int, lag: int) -> StepBatch:
     """Every worker of ``steps`` steps from ``first`` on, led in by the ``lag`` steps before."""
     workers = torch.arange(series.logs.shape[1])[None]
-    return Stretch.cut(series, torch.tensor([first - lag]), steps=steps + lag, workers=workers, lag=lag)
+    return StepBatch.cut(series, torch.tensor([first - lag]), steps=steps + lag, workers=workers, lag=lag)
 
 
 def _walk(model: DeepModel, past: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.deep.model import DeepModel
-from paceline.deep.state import VERSION, build
+from paceline.deep.serialize import VERSION, build
 
 KIND = "paceline deep forecast"
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
+from paceline.deep.elbo import Series, all_of, run_guide
 from paceline.deep.model import DeepModel, log_likelihood
-from paceline.deep.series import Past
-from paceline.deep.training import Series, all_of, understand
+from paceline.deep.past import Past
 from paceline.pace.forecast.base import Floats, Mask
 from paceline.pace.forecast.normal import truncated_draws
 
@@ -25,17 +25,17 @@ PARTICLES = 32
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def cpu_inference() -> Iterator[None]:
     """No gradients, on the CPU and in full precision, whatever defaults the training script around it has set."""
     with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         yield
 
 
-class Filter:
-    """What a model believes after the steps in a `Past`. Call `catch_up` first; then, for each step, `explain` it,
-    `follow` it, push it into the past, and `look` at that past again."""
+class ParticleFilter:
+    """What a model believes after the steps in a `Past`. Call `catch_up` first; then, for each step, `impute` what was
+    cut off, `update` the particles, push the step into the past, and `read_windows` of that past again."""
 
-    @undisturbed()
+    @cpu_inference()
     def __init__(self, model: DeepModel) -> None:
         self.model = model.eval()
         self.states = torch.zeros(PARTICLES, model.shape.state, dtype=torch.float32)
@@ -48,27 +48,27 @@ class Filter:
         """Steps of past that it reads."""
         return self.model.shape.memory + 2 * self.model.shape.lag
 
-    @undisturbed()
+    @cpu_inference()
     def catch_up(self, past: Past) -> None:
         """Begin from a past: the guide's mean along its last ``lag`` steps."""
         past.deepen(self.depth)
         lag, memory = self.model.shape.lag, self.model.shape.memory
         series = Series.of(past.rows, past.hidden, read=past.rows, hidden=past.hidden, memory=memory)
-        known = understand(self.model, all_of(series, len(series) - lag, lag, lag), noise=None)
+        known = run_guide(self.model, all_of(series, len(series) - lag, lag, lag), noise=None)
         self.states = known.states[0, -1].repeat(PARTICLES, 1)
         self.summaries = known.summaries[0, -lag:]
-        self.look(past)
+        self.read_windows(past)
 
-    @undisturbed()
-    def look(self, past: Past) -> None:
+    @cpu_inference()
+    def read_windows(self, past: Past) -> None:
         """Read every worker's own window."""
         lag = self.model.shape.lag
         self._level = past.level(self.model.shape.memory)
         windows = _tensor((past.rows[-lag:] - self._level).T)
         self._contexts = self.model.contexts(windows, _tensor(past.hidden[-lag:].T))
 
-    @undisturbed()
-    def explain(self, logs: Floats, late: Mask, rng: np.random.Generator) -> Floats:
+    @cpu_inference()
+    def impute(self, logs: Floats, late: Mask, rng: np.random.Generator) -> Floats:
         """The step with truncated draws for those cut off, whose ``logs`` are their cut-off."""
         if not late.any():
             return logs
@@ -76,12 +76,12 @@ class Filter:
         states, _ = self._moved(expected, late, rng)
         return self._beyond(states, logs, late, rng)
 
-    @undisturbed()
-    def follow(self, row: Floats, late: Mask, rng: np.random.Generator) -> None:
-        """Move the particles by the guide, given the step as explained."""
+    @cpu_inference()
+    def update(self, row: Floats, late: Mask, rng: np.random.Generator) -> None:
+        """Move the particles by the guide, given the step as imputed."""
         self.states, self.summaries = self._moved(row, late, rng)
 
-    @undisturbed()
+    @cpu_inference()
     def draw(self, rows: int, rng: np.random.Generator) -> Floats:
         """Joint samples of the next step's seconds: a particle, moved by the transition, then every worker given it."""
         states = self._ahead(self.states[torch.arange(rows) % PARTICLES], rng)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from paceline.deep.forecast import Deep
-from paceline.deep.learning.data import Recording
 from paceline.deep.learning.fit import one_thread
+from paceline.deep.learning.recordings import Recording
 from paceline.deep.model import DeepModel
 from paceline.deep.score import score
 from paceline.pace.forecast import Forecast, LastValue, Seen, Smoothed
@@ -25,7 +25,8 @@ def split(recorded: Recording) -> int:
 
 def held_out_scores(model: DeepModel, recordings: Sequence[Recording]) -> dict[str, float]:
     """Mean score of the held-out steps for deep, smoothed and last value: the error as a part of the mean time, up to
-    the cut-off where there was one (`deep_score`); the smaller the better. Every step before is seen, none ahead."""
+    the cut-off where there was one (`paceline.deep.score`); the smaller the better. Every step before is seen, none
+    ahead."""
     rivals: dict[str, Callable[[], Forecast]] = {
         "deep": lambda: Deep(model, always=True),
         "smoothed": Smoothed,

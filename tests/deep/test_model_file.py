@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from paceline.deep.forecast import Deep
-from paceline.deep.learning.files import load_model, save_model
 from paceline.deep.model import DeepModel, Shape
+from paceline.deep.model_file import load_model, save_model
 
 TINY = Shape(lag=4, memory=8, state=2, context=6, hidden=8, summary=6)
 

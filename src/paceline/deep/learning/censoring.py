@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.deep.learning.data import Recording
+from paceline.deep.elbo import Series, all_of, run_guide
+from paceline.deep.learning.recordings import Recording
 from paceline.deep.model import DeepModel
-from paceline.deep.training import Series, all_of, understand
-from paceline.pace.cutoff import clairvoyant_counts
+from paceline.pace.arrivals import clairvoyant_counts
 from paceline.pace.forecast.base import Floats, Mask
 from paceline.pace.forecast.normal import truncated_draws
 
@@ -27,7 +27,7 @@ COUNTS = (0.85, 1.02)
 """Range of a block's count over the clairvoyant one."""
 
 
-class Hidden:
+class CensoredRecording:
     """A recording, of which the model reads less than is known."""
 
     def __init__(self, recorded: Recording, model: DeepModel, rng: np.random.Generator) -> None:
@@ -39,7 +39,7 @@ class Hidden:
         """Cut elsewhere, and draw what is hidden from what the model believes by now."""
         steps, lag = len(self.series), model.shape.lag
         with torch.no_grad():
-            belief = understand(model, all_of(self.series, 1, steps - 1, lag), noise=noise).belief
+            belief = run_guide(model, all_of(self.series, 1, steps - 1, lag), noise=noise).belief
         level = self.series.levels.double().numpy()
         mean, spread = level.copy(), np.full_like(level, FIRST_SPREAD)
         mean[1:] = level[:-1] + belief.mean[0].double().numpy()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.deep.learning.data import LEAST_STEPS, NO_BOUND, from_records, read, recording
+from paceline.deep.learning.recordings import LEAST_STEPS, NO_BOUND, from_records, read, recording
 from paceline.records import StepRecord
 
 

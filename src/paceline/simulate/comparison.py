@@ -1,0 +1,157 @@
+"""The comparison: every rule against the same matrix of seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from paceline.pace import Simulated, baseline, registered
+from paceline.pace.arrivals import best_static_count, clairvoyant_counts, static_count
+from paceline.pace.forecast import Forecast
+from paceline.pace.forecast import make as make_forecast
+from paceline.pace.traits import Played, declared, played, rows
+from paceline.simulate import play, rounds
+from paceline.simulate.outcome import Floats, Outcome, matrix
+from paceline.simulate.stuck import MICRO_BATCHES, NOISE, alone
+
+STATIC = 0.9
+"""Fraction of the workers the static cut-off waits for."""
+
+Rule = Callable[[play.Tick], Outcome]
+Progress = Callable[[int, int], None]
+"""Called with the steps played so far, of all rules, and their total."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A rule to be played, and what its outcome says of it."""
+
+    rule: Rule
+    pace: str = ""
+    shown: bool = False
+
+
+def compare(
+    seconds: ArrayLike,
+    *,
+    overhead_s: float = 0.0,
+    warm_up: int = 0,
+    seed: int = 0,
+    model: str | Path | None = None,
+    progress: Progress | None = None,
+) -> list[Outcome]:
+    """Play everybody; the first outcome is naive (wait for all, equal shares), the last one the limit.
+
+    The first ``warm_up`` steps are played and seen, but not scored. Hindsight is over the scored steps alone. With a
+    ``model`` (a file of ``paceline learn``), P3's decision is played with the deep forecast as well.
+    """
+    own = _checked(seconds, overhead_s, warm_up)
+    return _play(_entries(own, overhead_s, warm_up, seed, model), len(own), warm_up, progress)
+
+
+def compare_stuck(
+    seconds: ArrayLike,
+    *,
+    overhead_s: float = 0.0,
+    warm_up: int = 0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> list[Outcome]:
+    """The same under stalls inside micro-batches (`stuck`), for the rules played micro-batch by micro-batch."""
+    own = _checked(seconds, overhead_s, warm_up)
+    return _play(_stuck_entries(own, overhead_s, seed), len(own), warm_up, progress)
+
+
+def _play(entries: list[Entry], steps: int, warm_up: int, progress: Progress | None) -> list[Outcome]:
+    total, played, outcomes = steps * len(entries), 0, []
+
+    def tick() -> None:
+        nonlocal played
+        played += 1
+        if progress is not None:
+            progress(played, total)
+
+    for number, entry in enumerate(entries, start=1):
+        outcomes.append(replace(entry.rule(tick).after(warm_up), pace=entry.pace, shown=entry.shown))
+        played = number * steps
+        if progress is not None:
+            progress(played, total)
+    return outcomes
+
+
+def _checked(seconds: ArrayLike, overhead_s: float, warm_up: int) -> Floats:
+    own = matrix(seconds)
+    if not (np.isfinite(overhead_s) and overhead_s >= 0):
+        raise ValueError(f"the round's own cost is finite and at least 0 seconds, not {overhead_s}")
+    if not 0 <= warm_up < len(own):
+        raise ValueError(f"a warm-up of {warm_up} steps leaves nothing to score of {len(own)}")
+    return own
+
+
+def _entries(own: Floats, overhead_s: float, warm_up: int, seed: int, model: str | Path | None) -> list[Entry]:
+    """Every registered pace, grouped by how it is played, among yardsticks that nobody can choose."""
+    scored, size = np.sort(own[warm_up:], axis=1), own.shape[1]
+    extra = None if model is None else make_forecast(f"deep:{model}")
+
+    def first(name: str, count: play.Ints | int, pace: str = "", shown: bool = False) -> Entry:
+        return Entry(lambda tick: play.counts(name, own, count, overhead_s=overhead_s), pace, shown)
+
+    def arrivals(row: Simulated) -> Rule:
+        return lambda tick: play.arrivals(own, row.pacer, name=row.name, overhead_s=overhead_s, tick=tick)
+
+    def shares(row: Simulated) -> Rule:
+        return lambda tick: play.shares(own, row.pacer, name=row.name, overhead_s=overhead_s, tick=tick)
+
+    def until_deadlines(row: Simulated) -> Rule:
+        settings = {"name": row.name, "overhead_s": overhead_s, "cut_to_fit": row.cut_to_fit, "seed": seed}
+        return lambda tick: rounds.play(own, row.pacer, **settings, tick=tick)  # type: ignore[arg-type]
+
+    return [
+        first("naive", size, pace=baseline().name, shown=True),
+        first(f"static {STATIC}", static_count(STATIC, size)),
+        first("best static", best_static_count(scored, overhead_s=overhead_s)),
+        *_paces(arrivals, seed, "arrivals", forecast=extra),
+        Entry(lambda tick: play.drop_compute(own, overhead_s=overhead_s)),
+        *_paces(shares, seed, "shares"),
+        Entry(lambda tick: play.smoothed_shares(own, overhead_s=overhead_s, tick=tick)),
+        *_paces(until_deadlines, seed, "rounds"),
+        first("clairvoyant cut-off", clairvoyant_counts(np.sort(own, axis=1), overhead_s=overhead_s), shown=True),
+        Entry(lambda tick: play.limit(own, overhead_s=overhead_s), shown=True),
+    ]
+
+
+def _stuck_entries(own: Floats, overhead_s: float, seed: int) -> list[Entry]:
+    def stuck(row: Simulated) -> Rule:
+        return lambda tick: rounds.play(
+            own,
+            row.pacer,
+            name=row.name,
+            overhead_s=overhead_s,
+            cut_to_fit=row.cut_to_fit,
+            micro_batches=MICRO_BATCHES,
+            noise=NOISE,
+            seed=seed,
+            tick=tick,
+        )
+
+    return [
+        Entry(stuck(Simulated("naive", baseline()())), pace=baseline().name, shown=True),
+        *_paces(stuck, seed, "shares", "rounds"),
+        Entry(lambda tick: alone(own, overhead_s=overhead_s), shown=True),
+    ]
+
+
+def _paces(
+    play_row: Callable[[Simulated], Rule], seed: int, *how: Played, forecast: Forecast | None = None
+) -> list[Entry]:
+    """The rows of all registered paces played in one of these ways. The baseline is in every table as naive."""
+    return [
+        Entry(play_row(row), pace=kind.name if row.as_chosen else "", shown=row.as_chosen and declared(kind).shown)
+        for kind in registered().values()
+        if kind is not baseline() and played(kind) in how
+        for row in rows(kind, seed=seed, forecast=forecast)
+    ]
