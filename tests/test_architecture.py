@@ -17,9 +17,9 @@ MOST_ROOT_MODULES, MOST_METHODS, MOST_LINES = 10, 30, 400
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "records", "devices", "signals"),
     ("pace", "roster", "machines"),
-    ("feed", "transport", "deep"),
+    ("feed", "transport"),
     ("settings", "exit", "checkpoint", "combine"),
-    ("observe", "simulate"),
+    ("observe", "simulate", "deep"),
     ("run_recorder",),
     ("loop",),
     ("deadline",),
