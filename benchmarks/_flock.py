@@ -19,9 +19,9 @@ from typing import Any
 
 from _nursery import Nursery
 
+from paceline.launcher.processes import FLEET_FAILED
 from paceline.launcher.rendezvous import loopback
-from paceline.launcher.roster import RosterHere
-from paceline.launcher.workers import FLEET_FAILED
+from paceline.launcher.roster import OwnRoster
 
 RESTART_S = 0.5
 """After a worker could not go on with the fleet (it was frozen at the wrong moment), it is started again."""
@@ -92,7 +92,7 @@ class Flock:
         folder.mkdir(parents=True)
         self.stop, self.run_dir = folder / "stop", folder / "run"
         self._order = {"pace": pace, "stop": str(self.stop)}
-        self._roster = RosterHere(minimum=minimum, maximum=maximum, token=secrets.token_hex(8))
+        self._roster = OwnRoster(minimum=minimum, maximum=maximum, token=secrets.token_hex(8))
         self._settings = {
             "PACELINE_EMULATE": machines,
             "PACELINE_SAMPLE_MS": f"{sample_ms:g}",

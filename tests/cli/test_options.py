@@ -7,11 +7,11 @@ from typing import cast
 import pytest
 
 from paceline.cli.options import Size, read_faults, read_size
-from paceline.launcher.failures import Failure
-from paceline.launcher.output import Voice
-from paceline.launcher.restarts import Slot, hopeless, pause_s
+from paceline.launcher.failures import WorkerFailure
+from paceline.launcher.output import OutputStream
+from paceline.launcher.processes import WorkerProcess
+from paceline.launcher.restarts import WorkerSlot, give_up_reason, pause_s
 from paceline.launcher.tokens import invitation, own_token, their_token, written
-from paceline.launcher.workers import Worker
 
 
 @pytest.mark.parametrize(
@@ -145,69 +145,69 @@ def test_the_invitation_keeps_the_token_out_of_the_options_and_says_who_can_join
 
 
 def test_the_pause_before_a_restart_doubles_except_after_a_fault_that_was_asked_for() -> None:
-    slot = Slot(0)
+    slot = WorkerSlot(0)
     assert [slot.retry(100.0) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
     assert slot.due == 130.0
-    slot.struck = True
+    slot.faulted = True
     assert slot.retry(0.0) == 0.5
     assert pause_s(10**6) == 30
 
 
 def test_a_minute_of_life_forgives_what_lies_behind() -> None:
-    slot = failed(Slot(0), 1, "ValueError: no")
+    slot = failed(WorkerSlot(0), 1, "ValueError: no")
     slot.retry(0.0)
-    slot.begin(cast(Worker, SimpleNamespace(running=True)), 100.0)
-    slot.aged(159.0, entered=False)
+    slot.begin(cast(WorkerProcess, SimpleNamespace(running=True)), 100.0)
+    slot.update(159.0, entered=False)
     assert (slot.deaths, slot.failure is None, slot.entered) == (1, False, False)
-    slot.aged(161.0, entered=False)
+    slot.update(161.0, entered=False)
     assert (slot.deaths, slot.failure is None, slot.entered) == (0, True, True)
 
 
-def failed(slot: Slot, code: int, *lines: str) -> Slot:
+def failed(slot: WorkerSlot, code: int, *lines: str) -> WorkerSlot:
     """The slot, about to start again after a failure with these last words."""
-    voice = Voice(slot.number, lambda text: None, holds=True)
-    voice.held = [*lines]
-    worker = cast(Worker, SimpleNamespace(rank=slot.number, code=code, ended=f"ended with exit code {code}"))
-    slot.failure, slot.due = Failure(worker, 0.0, voice), 1.0
+    stderr = OutputStream(slot.number, lambda text: None, holds=True)
+    stderr.held = [*lines]
+    ended = {"number": slot.number, "code": code, "ended": f"ended with exit code {code}", "stderr": stderr}
+    slot.failure, slot.due = WorkerFailure(cast(WorkerProcess, SimpleNamespace(**ended)), 0.0), 1.0
     return slot
 
 
 def test_the_run_is_hopeless_when_all_fail_alike_and_nobody_elsewhere_trains_on() -> None:
-    slots = [failed(Slot(number), 1, "ValueError: no") for number in range(3)]
-    assert hopeless(slots[0], slots) == "every worker failed the same way"
-    assert hopeless(slots[0], slots, outsiders=1) == ""
-    assert hopeless(slots[0], [*slots[:2], failed(Slot(2), 1, "KeyError: 3")]) == ""
-    assert hopeless(slots[0], [*slots[:2], Slot(2, due=5.0)]) == ""
-    assert hopeless(slots[0], [*slots[:2], Slot(2)]) == "every worker failed the same way"  # gone for good
-    assert hopeless(slots[0], slots[:1]) == "its only worker failed"
+    slots = [failed(WorkerSlot(number), 1, "ValueError: no") for number in range(3)]
+    assert give_up_reason(slots[0], slots) == "every worker failed the same way"
+    assert give_up_reason(slots[0], slots, outsiders=1) == ""
+    assert give_up_reason(slots[0], [*slots[:2], failed(WorkerSlot(2), 1, "KeyError: 3")]) == ""
+    assert give_up_reason(slots[0], [*slots[:2], WorkerSlot(2, due=5.0)]) == ""
+    assert give_up_reason(slots[0], [*slots[:2], WorkerSlot(2)]) == "every worker failed the same way"  # gone for good
+    assert give_up_reason(slots[0], slots[:1]) == "its only worker failed"
 
 
 def test_workers_that_the_fleets_failure_ended_are_alike_in_whatever_words() -> None:
-    slots = [failed(Slot(number), 75, f"paceline: worker {number} waits in vain") for number in range(2)]
-    assert hopeless(slots[0], slots) == "every worker failed the same way"
+    slots = [failed(WorkerSlot(number), 75, f"paceline: worker {number} waits in vain") for number in range(2)]
+    assert give_up_reason(slots[0], slots) == "every worker failed the same way"
 
 
 def test_three_crashes_are_hopeless_only_for_a_worker_that_was_never_in_the_fleet() -> None:
-    slot, well = failed(Slot(0), 1, "ValueError: no"), Slot(1, due=0.0)
+    slot, well = failed(WorkerSlot(0), 1, "ValueError: no"), WorkerSlot(1, due=0.0)
     slot.crashes = 2
-    assert hopeless(slot, [slot, well]) == ""
+    assert give_up_reason(slot, [slot, well]) == ""
     slot.crashes = 3
-    assert "worker 0 failed 3 times" in hopeless(slot, [slot, well])
+    assert "worker 0 failed 3 times" in give_up_reason(slot, [slot, well])
     slot.entered = True
-    assert hopeless(slot, [slot, well]) == ""
+    assert give_up_reason(slot, [slot, well]) == ""
 
 
 def test_a_number_is_held_by_one_launcher_of_a_computer() -> None:
-    from paceline.launcher.numbers import Places
+    from paceline.launcher.roster import WorkerNumbers
 
-    one, other, elsewhere = Places(70001), Places(70001), Places(70002)
+    one, other, elsewhere = WorkerNumbers(70001), WorkerNumbers(70001), WorkerNumbers(70002)
     try:
-        assert [one.take(), one.take()] == [0, 1]
-        assert [other.take(), other.take()] == [2, 3]
-        assert one.take(2) == 4
-        assert elsewhere.take() == 0
+        assert [one.acquire(), one.acquire()] == [0, 1]
+        assert [other.acquire(), other.acquire()] == [2, 3]
+        assert one.acquire(2) == 4
+        assert elsewhere.acquire() == 0
         one.close()
-        assert other.take() == 0
+        assert other.acquire() == 0
     finally:
-        for places in (one, other, elsewhere):
-            places.close()
+        for numbers in (one, other, elsewhere):
+            numbers.close()

@@ -1,11 +1,18 @@
-"""The roster as a launcher sees it: its own, beside it in this process, or somebody else's."""
+"""The roster as a launcher sees it, its own in this process or a remote one; and the workers' identity there.
+
+A worker's identity is its computer's name and its number there, so a second launcher that joins a fleet from the same
+computer must use other numbers.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
+from itertools import count
 from typing import Any, Protocol
 
 from paceline.launcher.tokens import is_loopback, written
@@ -19,7 +26,7 @@ TAKING_S = 2.0
 
 
 class Roster(Protocol):
-    """What the supervisor asks of a roster. Workers of this computer are called by their number."""
+    """What a launcher asks of a roster. Workers of this computer are called by their number."""
 
     address: str
     """HOST:PORT, for workers."""
@@ -54,8 +61,8 @@ class Roster(Protocol):
     def close(self) -> None: ...
 
 
-class RosterHere:
-    """A roster of the launcher's own: it hears at once who has died, and knows who is in."""
+class OwnRoster:
+    """A roster in the launcher's own process: it is told at once who has died, and knows who is in."""
 
     def __init__(
         self,
@@ -74,7 +81,7 @@ class RosterHere:
         self._names: dict[int, str] = {}
         self._inside: set[str] = set()
         self._fresh: dict[str, float] = {}
-        """Until when those that just came in may still lack the training's state."""
+        """Until when workers that just came in may still lack the training's state."""
         self._started: set[str] = set()
         self._finished = False
         try:
@@ -134,8 +141,8 @@ class RosterHere:
                 self._finished = True
 
 
-class RosterElsewhere:
-    """Somebody else's roster, which notices by itself who comes and goes; the workers here speak with it."""
+class RemoteRoster:
+    """A roster elsewhere, which notices by itself who comes and goes; only the workers connect to it."""
 
     maximum: int | None = None
     finished = False
@@ -171,3 +178,39 @@ def number_of(name: str) -> int | None:
     """The number of a worker of this computer; None for others."""
     host, _, number = name.rpartition("/")
     return int(number) if host == socket.gethostname() and number.isascii() and number.isdigit() else None
+
+
+class WorkerNumbers:
+    """The numbers that this launcher holds in the fleet whose roster listens on ``port``.
+
+    A number is held by binding a name in Linux's abstract namespace of sockets: nothing is left on the disk, and it is
+    free again when the launcher ends, whatever it ends of. Elsewhere every number counts as free, and the roster
+    refuses the second worker of a name.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._held: dict[int, socket.socket | None] = {}
+
+    def acquire(self, lowest: int = 0) -> int:
+        """The lowest number from ``lowest`` on that nobody holds; it is this launcher's until `close`."""
+        return next(number for number in count(lowest) if number not in self._held and self._bind(number))
+
+    def close(self) -> None:
+        for held in self._held.values():
+            if held is not None:
+                held.close()
+        self._held.clear()
+
+    def _bind(self, number: int) -> bool:
+        if not sys.platform.startswith("linux"):
+            self._held[number] = None
+            return True
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            name.bind(f"\0paceline-{os.getuid()}-{self._port}-{number}")
+        except OSError:
+            name.close()
+            return False
+        self._held[number] = name
+        return True
