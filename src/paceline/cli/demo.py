@@ -2,7 +2,7 @@
 
 Both are started by the launcher of ``paceline run``, on the same emulated machines, with the same network, data and
 batches. The limit is known beforehand, since the machines are emulated: with f_i times s seconds a sample on machine i,
-the fleet can do at most ``sum_i 1 / (f_i * s)`` samples a second, whoever deals the work.
+the fleet can do at most ``sum_i 1 / (f_i * s)`` samples a second, however the work is dealt.
 """
 
 from __future__ import annotations

@@ -186,13 +186,13 @@ def _roster(
     size: Size, *, host: str | None, port: int | None, join: str | None, token: str | None, token_file: Path | None
 ) -> Roster | None:
     """The roster of a fleet that comes and goes, its own or that of the fleet to join; None for a fixed fleet."""
-    from paceline.launcher.roster import OwnRoster, RemoteRoster
+    from paceline.launcher.roster import OwnRoster, remote_roster
     from paceline.launcher.tokens import check_host, own_token, their_token
 
     if join is not None:
         if host or port:
             raise ValueError("--host and --port say where a roster of one's own listens: leave them out with --join")
-        return RemoteRoster(join, token=their_token(token, token_file))
+        return remote_roster(join, their_token(token, token_file))
     if size.bounds is None:
         options = {"--host": host, "--port": port, "--token": token, "--token-file": token_file}
         if given := [option for option, value in options.items() if value is not None]:

@@ -23,15 +23,13 @@ from typing import Any
 
 from paceline.errors import WorkerFailed
 from paceline.launcher.function_worker import FunctionReport, work
+from paceline.launcher.pool import INTERRUPT_GRACE_S, TERM_GRACE_S, TICK_S
 from paceline.launcher.processes import describe_exit
 from paceline.launcher.rendezvous import RendezvousStore
 from paceline.launcher.supervise import worker_settings
 
 GRACE_S = 6.0
 """After a failure, or when all have answered, the others have so long to end by themselves."""
-INTERRUPT_GRACE_S = 5.0
-TERM_GRACE_S = 2.0
-TICK_S = 0.1
 
 
 def launch(

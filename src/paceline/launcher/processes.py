@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.launcher.output import OutputStream
 
 PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+"""Loaded beforehand: a process that was only just forked should not."""
 FLEET_FAILED = 75
 """Exit code of a worker that was ended by the fleet's failure and not by its own."""
 
@@ -165,24 +167,19 @@ def exit_code(code: int) -> int:
 def _prepared(watchdog: Watchdog | None) -> Callable[[], None]:
     """To be called in the new process: has it ended with its parent, whatever the parent dies of, by the watchdog and,
     on Linux, by the system too."""
-    parent, prctl = os.getpid(), _prctl()
+    parent = os.getpid()
 
     def prepare() -> None:
-        end_with_parent(parent, prctl)
+        end_with_parent(parent)
         if watchdog is not None:
             watchdog.enter()
 
     return prepare
 
 
-def end_with_parent(parent: int, prctl: Any = None) -> None:
+def end_with_parent(parent: int) -> None:
     """Linux kills this process when its parent dies, whatever the parent dies of."""
-    if prctl := prctl or _prctl():
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if LIBC is not None:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the request
         os._exit(1)
-
-
-def _prctl() -> Any:
-    """Looked up before a fork: a process that has only just been forked should not load libraries."""
-    return ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
