@@ -14,14 +14,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from _nursery import Nursery
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+from nursery import Nursery, Worker, elastic_variables, end_all
 
+from paceline.launcher.processes import FLEET_FAILED
 from paceline.launcher.rendezvous import loopback
-from paceline.launcher.roster import RosterHere
-from paceline.launcher.workers import FLEET_FAILED
+from paceline.launcher.roster import OwnRoster
 
 RESTART_S = 0.5
 """After a worker could not go on with the fleet (it was frozen at the wrong moment), it is started again."""
@@ -35,7 +37,7 @@ class Life:
     """One worker process."""
 
     slot: int
-    pid: int
+    worker: Worker
     diary: Path
     err: Path
     replica: Path
@@ -71,13 +73,17 @@ class Failed(Exception):
     """A worker crashed, or the training does not end."""
 
 
+@cache
+def nursery() -> Nursery:
+    return Nursery(Path(__file__).parent)
+
+
 class Flock:
     """Use as a context manager: no worker survives it."""
 
     def __init__(
         self,
         folder: Path,
-        nursery: Nursery,
         *,
         call: str,
         pace: str,
@@ -85,21 +91,17 @@ class Flock:
         sample_ms: float,
         minimum: int,
         maximum: int,
-        voice: str = "",
+        label: str = "",
     ) -> None:
-        self.folder, self.maximum, self._nursery, self._call, self._voice = folder, maximum, nursery, call, voice
-        nursery.wait()
+        self.folder, self.maximum, self._call, self._label = folder, maximum, call, label
+        nursery().ask()  # waits until it has imported everything
         folder.mkdir(parents=True)
         self.stop, self.run_dir = folder / "stop", folder / "run"
         self._order = {"pace": pace, "stop": str(self.stop)}
-        self._roster = RosterHere(minimum=minimum, maximum=maximum, token=secrets.token_hex(8))
+        self._roster = OwnRoster(minimum=minimum, maximum=maximum, token=secrets.token_hex(8))
         self._settings = {
             "PACELINE_EMULATE": machines,
             "PACELINE_SAMPLE_MS": f"{sample_ms:g}",
-            "PACELINE_RUN_DIR": str(self.run_dir),
-            "PACELINE_ROSTER": self._roster.address,
-            "PACELINE_TOKEN": self._roster.token,
-            "PACELINE_LAUNCHER": "1",
             **({"GLOO_SOCKET_IFNAME": name} if (name := loopback()) else {}),
         }
         self.lives: list[Life] = []
@@ -114,11 +116,7 @@ class Flock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for life in self._running:
-            self._signal(life, signal.SIGKILL)
-        while self._running:
-            for life in self._running:
-                self._reap(life)
+        end_all(life.worker for life in self._running)
         self._roster.close()
 
     # -- what faults are played on (paceline.launcher.faults.Workers) -------------------------------------------------
@@ -164,7 +162,7 @@ class Flock:
     def note(self, text: str) -> None:
         size = len(self.living)
         print(
-            f"  {self._voice} {time.time() - self._began:6.1f} s  {size} workers  {text}", file=sys.stderr, flush=True
+            f"  {self._label} {time.time() - self._began:6.1f} s  {size} workers  {text}", file=sys.stderr, flush=True
         )
 
     # -- their lives -------------------------------------------------------------------------------------------------
@@ -176,8 +174,10 @@ class Flock:
             self.folder / f"{kind}.{number}.{len(self.lives)}" for kind in ("diary", "err", "replica")
         )
         order = {**self._order, "diary": str(diary), "replica": str(replica)}
-        env = {**self._settings, "PACELINE_WORKER": str(number)}
-        self._now[number] = Life(number, self._nursery.start(self._call, order, env=env, err=err), diary, err, replica)
+        told = elastic_variables(number, run_dir=self.run_dir, address=self._roster.address, token=self._roster.token)
+        env = {**self._settings, **told}
+        worker = nursery().start(self._call, order, env=env, out=err, err=err, quick=True)
+        self._now[number] = Life(number, worker, diary, err, replica)
         self.lives.append(self._now[number])
 
     def tick(self) -> None:
@@ -185,7 +185,7 @@ class Flock:
         self._beginning = False
         now = time.time()
         for life in self._running:
-            if life.stops and not life.frozen and _stopped(life.pid):
+            if life.stops and not life.frozen and _stopped(life.worker.pid):
                 self._signal(life, signal.SIGCONT)
                 life.stops[-1] = (life.stops[-1][0], now)
             self._reap(life)
@@ -221,7 +221,7 @@ class Flock:
         return [life for life in self._now.values() if life.code is None]
 
     def _reap(self, life: Life) -> None:
-        life.code = self._nursery.ended(life.pid)
+        life.code = life.worker.poll()
         if life.code is None:
             return
         life.ended = time.time()
@@ -236,7 +236,7 @@ class Flock:
 
     def _signal(self, life: Life, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
-            os.kill(life.pid, number)
+            os.kill(life.worker.pid, number)
 
 
 def _stopped(pid: int) -> bool:
@@ -247,7 +247,7 @@ def _stopped(pid: int) -> bool:
 
 def left_behind(lives: Sequence[Life]) -> int:
     """Processes that still run in the sessions of workers that have ended."""
-    sessions, found = {life.pid for life in lives}, 0
+    sessions, found = {life.worker.pid for life in lives}, 0
     for entry in Path("/proc").iterdir():
         with suppress(OSError, IndexError, ValueError):
             if entry.name.isdigit():

@@ -23,11 +23,11 @@ from _kill_job import LIGHTHOUSE, SAMPLE_MS, SLOT, STAMPS
 from _kill_stamps import Process
 from _smoke import smoke
 
-from paceline.launcher.elastic import supervise
+from paceline.launcher.elastic import launch_elastic
 from paceline.launcher.faults import Faults, Workers
-from paceline.launcher.fixed import Order
 from paceline.launcher.rendezvous import loopback
-from paceline.launcher.roster import RosterHere
+from paceline.launcher.roster import OwnRoster
+from paceline.launcher.supervise import Order
 
 WORKERS = 4
 globals().update(smoke(WORKERS=2))
@@ -81,7 +81,7 @@ class Launched(Faults):
             self._done = True
 
         threading.Thread(target=beside, daemon=True).start()
-        supervise(order, RosterHere(minimum=1, maximum=WORKERS, token="of the benchmark"), faults=self)
+        launch_elastic(order, OwnRoster(minimum=1, maximum=WORKERS, token="of the benchmark"), faults=self)
         if not results:
             raise SystemExit("the workers ended before the benchmark did")
         if isinstance(results[0], BaseException):

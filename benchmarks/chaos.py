@@ -27,7 +27,6 @@ from pathlib import Path
 
 from _chaos_audit import Findings, examine
 from _flock import Failed, Flock
-from _nursery import Nursery
 from _smoke import smoke, smoking
 
 MACHINES, SAMPLE_MS = "1,1,2,4,1,2", 2.5
@@ -81,21 +80,18 @@ class Injector:
         return "kill" if kind == "join" and living >= MOST else kind
 
 
-def disturb(
-    pace: str, seconds: float, *, machines: str, seed: int, folder: Path, nursery: Nursery
-) -> tuple[Findings, Counter[str]]:
+def disturb(pace: str, seconds: float, *, machines: str, seed: int, folder: Path) -> tuple[Findings, Counter[str]]:
     """One training of so many seconds under faults, and its audit."""
     injector = Injector(f"{seed}/{pace}")
     with Flock(
         folder,
-        nursery,
         call="_chaos_training:train",
         pace=pace,
         machines=machines,
         sample_ms=SAMPLE_MS,
         minimum=1,
         maximum=MOST,
-        voice=f"{name_of(pace):<8}",
+        label=f"{name_of(pace):<8}",
     ) as flock:
         for number in range(injector.size):
             flock.start(number)
@@ -164,16 +160,15 @@ def main() -> int:
     folder = asked.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     found: dict[str, Findings] = {}
     faults: Counter[str] = Counter()
-    with Nursery() as nursery:
-        for pace in [pace for pace in seconds if asked.only in (None, name_of(pace))]:
-            where, faulty = folder / name_of(pace), {"machines": asked.machines, "seed": asked.seed}
-            try:
-                found[pace], done = disturb(pace, seconds[pace], folder=where, nursery=nursery, **faulty)
-            except Failed as error:
-                print(f"seed {asked.seed}, {name_of(pace)}: {error}\nlogs: {folder}", file=sys.stderr)
-                return 1
-            faults += done
-            print(told(pace, found[pace], done), flush=True)
+    for pace in [pace for pace in seconds if asked.only in (None, name_of(pace))]:
+        where, faulty = folder / name_of(pace), {"machines": asked.machines, "seed": asked.seed}
+        try:
+            found[pace], done = disturb(pace, seconds[pace], folder=where, **faulty)
+        except Failed as error:
+            print(f"seed {asked.seed}, {name_of(pace)}: {error}\nlogs: {folder}", file=sys.stderr)
+            return 1
+        faults += done
+        print(told(pace, found[pace], done), flush=True)
     sound = all(one.sound for one in found.values())
     if asked.keep is None and sound:
         shutil.rmtree(folder)

@@ -28,7 +28,6 @@ from pathlib import Path
 
 from _chaos_audit import Findings, examine
 from _flock import Failed, Flock
-from _nursery import Nursery
 from _smoke import smoke
 
 from paceline.launcher.faults import Faults
@@ -60,18 +59,17 @@ def made_up(seed: int, *, hours: float = HOURS) -> tuple[Row, ...]:
     return tuple(sorted((row for row in rows if row.at_s <= hours * 3600), key=lambda row: row.at_s))
 
 
-def play(rows: Sequence[Row], *, speed_up: float, pace: str, folder: Path, nursery: Nursery) -> tuple[Findings, Flock]:
+def play(rows: Sequence[Row], *, speed_up: float, pace: str, folder: Path) -> tuple[Findings, Flock]:
     """The whole trace on a training that ends after it, and its audit."""
     with Flock(
         folder,
-        nursery,
         call="_chaos_training:train",
         pace=pace,
         machines=MACHINES,
         sample_ms=SAMPLE_MS,
         minimum=1,
         maximum=MOST,
-        voice="spot",
+        label="spot",
     ) as flock:
         faults = Faults(market=Market(rows, room=MOST, speed_up=speed_up))
         began, stood = time.time(), None
@@ -140,9 +138,7 @@ def main() -> int:
     print(f"{len(rows)} events ({trace}): {seconds:.0f} s at {asked.speed_up:g} times", file=sys.stderr)
     folder = asked.keep or Path(tempfile.mkdtemp(prefix="spot-"))
     try:
-        with Nursery() as nursery:
-            where = folder / "training"
-            found, flock = play(rows, speed_up=asked.speed_up, pace=asked.pace, folder=where, nursery=nursery)
+        found, flock = play(rows, speed_up=asked.speed_up, pace=asked.pace, folder=folder / "training")
     except Failed as error:
         print(f"{trace}: {error}\nlogs: {folder}", file=sys.stderr)
         return 1

@@ -15,6 +15,7 @@ settings.register_profile("quick", deadline=None, max_examples=20)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "thorough"))
 for folder in ("natural", "fleet", "cli"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
 # A suite that was started with nohup or & ignores these signals, and what it starts would inherit that. A handler that
 # does nothing ignores them as well, but the children begin with the system's own: they are sent some in tests.

@@ -19,7 +19,6 @@ from paceline.combine.gradients.scaling import give_back
 from paceline.errors import FleetError, MisuseError
 from paceline.exit import end_with_one_line
 from paceline.feed import Order
-from paceline.loop.replicas import Model, Replica
 from paceline.loop.steps import Steps
 from paceline.loop.values import Values
 from paceline.observe.exports.trackers import Trackers
@@ -30,6 +29,7 @@ from paceline.training.collective import CollectiveCalls
 from paceline.training.construct import StepsConstructor
 from paceline.training.join import join_training
 from paceline.training.loading import Loading
+from paceline.training.replica import Model, Replica
 from paceline.training.saving import Saving
 from paceline.training.untracked import UntrackedChecks
 

@@ -23,7 +23,8 @@ import spot
 def life(folder: Path, notes: list[dict[str, Any]], **facts: Any) -> _flock.Life:
     diary = folder / "diary"
     diary.write_text("".join(json.dumps(note) + "\n" for note in notes) + '{"what": "cut of')
-    return _flock.Life(0, 1, diary, folder / "err", folder / "replica", **facts)
+    worker = _flock.Worker(None, pid=1)  # type: ignore[arg-type]
+    return _flock.Life(0, worker, diary, folder / "err", folder / "replica", **facts)
 
 
 @pytest.mark.parametrize(

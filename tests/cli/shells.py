@@ -13,7 +13,7 @@ import paceline
 SOURCE = str(Path(paceline.__file__).parents[1])
 TIMES = {
     "GRACE_S": "fixed",
-    "INTERRUPT_GRACE_S": "processes",
+    "INTERRUPT_GRACE_S": "pool",
     "LEAVE_S": "elastic",
     "FIRST_S": "restarts",
     "SOON_S": "elastic",

@@ -12,7 +12,7 @@ import pytest
 from shells import Shell, wait_for, wait_for_end
 
 from paceline.cli import demo as command
-from paceline.cli import shipped_examples as shipped
+from paceline.cli import examples as shipped
 from paceline.machines import parse_fleet
 from paceline.observe import read_log
 

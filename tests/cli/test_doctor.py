@@ -8,7 +8,6 @@ import pytest
 from shells import Shell
 
 from paceline.cli import doctor
-from paceline.cli import measurements as probing
 from paceline.cli.doctor import check_network, check_python, check_runs, judge_torch
 
 
@@ -40,7 +39,7 @@ def test_no_way_outwards_is_worth_a_note_only(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_way_to_this_computer_is_its_loopback() -> None:
-    assert probing.interface_outwards("127.0.0.1") in {f"{name} (127.0.0.1)" for _, name in socket.if_nameindex()}
+    assert doctor.interface_outwards("127.0.0.1") in {f"{name} (127.0.0.1)" for _, name in socket.if_nameindex()}
 
 
 def test_a_roster_is_tried_with_a_worker() -> None:
@@ -63,7 +62,7 @@ def test_a_check_that_breaks_fails_and_the_others_still_run(tmp_path: Path, monk
 
 
 def test_the_probe_measures_for_about_the_time_it_was_given() -> None:
-    assert probing.probe("cpu", 0.2) > 1
+    assert doctor.probe("cpu", 0.2) > 1
 
 
 @pytest.mark.fleet

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from shells import SOURCE, Shell
 
-from paceline.cli.examples import chosen
-from paceline.cli.shipped_examples import examples_folder, first_sentence, read_examples
+from paceline.cli.examples import chosen, examples_folder, first_sentence, read_examples
 
 ROOT = Path(SOURCE).parent
 

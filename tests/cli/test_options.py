@@ -1,17 +1,10 @@
 """What a request of the command line comes down to, without starting anything."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 from paceline.cli.options import Size, read_faults, read_size
-from paceline.launcher.failures import Failure
-from paceline.launcher.output import Voice
-from paceline.launcher.restarts import Slot, hopeless, pause_s
-from paceline.launcher.tokens import invitation, own_token, their_token, written
-from paceline.launcher.workers import Worker
 
 
 @pytest.mark.parametrize(
@@ -103,111 +96,3 @@ def test_a_trace_is_checked_before_it_is_played(
         read_faults(None, size=Size(2, (1, 2)), seed=None, spot=file, speed_up=speed_up, notice=notice)
     with pytest.raises(ValueError, match="--speed-up belongs to a trace"):
         read_faults(None, size=Size(2, (1, 2)), seed=None, spot=None, speed_up=3.0, notice=None)
-
-
-def test_a_token_is_made_kept_in_a_private_file_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
-    file = tmp_path / "token"
-    made = own_token(None, file)
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert own_token(None, file) == their_token(None, file) == made
-    assert len(own_token(None, None)) >= 24
-    assert own_token(None, None) != own_token(None, None)
-    monkeypatch.setenv("PACELINE_TOKEN", "from-the-environment")
-    assert own_token(None, None) == their_token(None, None) == "from-the-environment"
-    assert own_token("given-by-hand", None) == "given-by-hand"
-
-
-@pytest.mark.parametrize("token", ["", "short", "with a space in it", "ü" * 12, "x" * 2000, "new\nline12345"])
-def test_a_token_that_is_no_token_is_refused(token: str) -> None:
-    with pytest.raises(ValueError, match="--token: a token is 8 to 1024 plain characters"):
-        own_token(token, None)
-
-
-def test_joining_without_a_token_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
-    with pytest.raises(ValueError, match="set PACELINE_TOKEN, or give --token-file"):
-        their_token(None, None)
-    with pytest.raises(ValueError, match="cannot be read from"):
-        their_token(None, tmp_path / "none")
-    with pytest.raises(ValueError, match="not both"):
-        their_token("12345678", tmp_path / "none")
-
-
-def test_the_invitation_keeps_the_token_out_of_the_options_and_says_who_can_join() -> None:
-    line = invitation("10.0.0.7:29400", "s3cret-token", ["train.py", "--lr", "0.1", "a b"], loopback=False)
-    assert line == (
-        "to join from another machine: PACELINE_TOKEN=s3cret-token "
-        "paceline run --join 10.0.0.7:29400 train.py --lr 0.1 'a b'"
-    )
-    assert "to join from this computer (--host" in invitation("127.0.0.1:1", "s3cret-token", ["t.py"], loopback=True)
-    assert written("::1", 80) == "[::1]:80"
-
-
-def test_the_pause_before_a_restart_doubles_except_after_a_fault_that_was_asked_for() -> None:
-    slot = Slot(0)
-    assert [slot.retry(100.0) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
-    assert slot.due == 130.0
-    slot.struck = True
-    assert slot.retry(0.0) == 0.5
-    assert pause_s(10**6) == 30
-
-
-def test_a_minute_of_life_forgives_what_lies_behind() -> None:
-    slot = failed(Slot(0), 1, "ValueError: no")
-    slot.retry(0.0)
-    slot.begin(cast(Worker, SimpleNamespace(running=True)), 100.0)
-    slot.aged(159.0, entered=False)
-    assert (slot.deaths, slot.failure is None, slot.entered) == (1, False, False)
-    slot.aged(161.0, entered=False)
-    assert (slot.deaths, slot.failure is None, slot.entered) == (0, True, True)
-
-
-def failed(slot: Slot, code: int, *lines: str) -> Slot:
-    """The slot, about to start again after a failure with these last words."""
-    voice = Voice(slot.number, lambda text: None, holds=True)
-    voice.held = [*lines]
-    worker = cast(Worker, SimpleNamespace(rank=slot.number, code=code, ended=f"ended with exit code {code}"))
-    slot.failure, slot.due = Failure(worker, 0.0, voice), 1.0
-    return slot
-
-
-def test_the_run_is_hopeless_when_all_fail_alike_and_nobody_elsewhere_trains_on() -> None:
-    slots = [failed(Slot(number), 1, "ValueError: no") for number in range(3)]
-    assert hopeless(slots[0], slots) == "every worker failed the same way"
-    assert hopeless(slots[0], slots, outsiders=1) == ""
-    assert hopeless(slots[0], [*slots[:2], failed(Slot(2), 1, "KeyError: 3")]) == ""
-    assert hopeless(slots[0], [*slots[:2], Slot(2, due=5.0)]) == ""
-    assert hopeless(slots[0], [*slots[:2], Slot(2)]) == "every worker failed the same way"  # gone for good
-    assert hopeless(slots[0], slots[:1]) == "its only worker failed"
-
-
-def test_workers_that_the_fleets_failure_ended_are_alike_in_whatever_words() -> None:
-    slots = [failed(Slot(number), 75, f"paceline: worker {number} waits in vain") for number in range(2)]
-    assert hopeless(slots[0], slots) == "every worker failed the same way"
-
-
-def test_three_crashes_are_hopeless_only_for_a_worker_that_was_never_in_the_fleet() -> None:
-    slot, well = failed(Slot(0), 1, "ValueError: no"), Slot(1, due=0.0)
-    slot.crashes = 2
-    assert hopeless(slot, [slot, well]) == ""
-    slot.crashes = 3
-    assert "worker 0 failed 3 times" in hopeless(slot, [slot, well])
-    slot.entered = True
-    assert hopeless(slot, [slot, well]) == ""
-
-
-def test_a_number_is_held_by_one_launcher_of_a_computer() -> None:
-    from paceline.launcher.numbers import Places
-
-    one, other, elsewhere = Places(70001), Places(70001), Places(70002)
-    try:
-        assert [one.take(), one.take()] == [0, 1]
-        assert [other.take(), other.take()] == [2, 3]
-        assert one.take(2) == 4
-        assert elsewhere.take() == 0
-        one.close()
-        assert other.take() == 0
-    finally:
-        for places in (one, other, elsewhere):
-            places.close()

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nursery import Nursery, Worker
+from nursery import Nursery, Worker, end_all
 
 from ports import own_port
 
@@ -30,7 +30,22 @@ class Outcome:
 
 @cache
 def nursery() -> Nursery:
-    return Nursery()
+    return Nursery(Path(__file__).parents[1], Path(__file__).parent)
+
+
+def start(folder: Path, number: int, case: str, args: Any, env: dict[str, str]) -> Worker:
+    """A worker that runs a case; what it writes and its value go to files of its number in ``folder``."""
+    out, err, value = (folder / f"{name}.{number}" for name in ("out", "err", "value"))
+    value.unlink(missing_ok=True)
+    return nursery().start("crew:work", case, str(value), json.dumps(args), env=env, out=out, err=err)
+
+
+def outcome(folder: Path, number: int, code: int | None) -> Outcome:
+    """How this worker has ended, as far as it has."""
+    value = folder / f"value.{number}"
+    parsed = json.loads(value.read_text()) if value.exists() else None
+    texts = [_text(folder / f"{name}.{number}") for name in ("out", "err")]
+    return Outcome(999 if code is None else code, parsed, *texts)
 
 
 class Crew:
@@ -48,17 +63,13 @@ class Crew:
             place = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank}
             variables |= {key: str(value) for key, value in place.items()}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        out, err, value = (str(self.folder / f"{name}.{rank}") for name in ("out", "err", "value"))
-        return Worker(nursery(), argv=[case, value, json.dumps(args)], env=variables | env, out=out, err=err)
+        return start(self.folder, rank, case, args, variables | env)
 
     def __enter__(self) -> Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self.workers:
-            if worker.poll() is None:
-                worker.kill_group()
-                worker.wait()
+        end_all(self.workers)
 
     def wait_for(self, name: str, *, within: float = 60.0) -> None:
         """Until a worker has made the file ``name`` in the crew's folder."""
@@ -77,14 +88,7 @@ class Crew:
         return self._read()
 
     def _read(self) -> list[Outcome]:
-        outcomes = []
-        for rank, worker in enumerate(self.workers):
-            value = self.folder / f"value.{rank}"
-            parsed = json.loads(value.read_text()) if value.exists() else None
-            texts = [_text(self.folder / f"{name}.{rank}") for name in ("out", "err")]
-            code = worker.poll()
-            outcomes.append(Outcome(999 if code is None else code, parsed, *texts))
-        return outcomes
+        return [outcome(self.folder, rank, worker.poll()) for rank, worker in enumerate(self.workers)]
 
 
 def run(case: str, size: int, folder: Path, *, args: Any = None, env: dict[str, str] | None = None) -> list[Any]:

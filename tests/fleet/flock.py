@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from crew import Outcome, _text, nursery
-from nursery import Worker
+from crew import Outcome, _text, outcome, start
+from nursery import Worker, elastic_variables, end_all
 
 from paceline.observe import RunLog, read_log
 from paceline.observe.analysis.audit import audit
@@ -62,29 +62,15 @@ class Flock:
 
     def start(self, slot: int, *, expected: bool = False, **env: str) -> None:
         """Start a worker, or start it again."""
-        variables = {
-            "PACELINE_RUN_DIR": str(self.folder / "run"),
-            "PACELINE_ROSTER": self.steward.address,
-            "PACELINE_TOKEN": TOKEN,
-            "PACELINE_WORKER": str(slot),
-            "PACELINE_LAUNCHER": "1",
-            "QUICK_EXIT": "1",
-        }
-        out, err, value = (str(self.folder / f"{name}.{slot}") for name in ("out", "err", "value"))
-        Path(value).unlink(missing_ok=True)
-        argv = [self.case, value, json.dumps(self.args)]
-        self.workers[slot] = Worker(
-            nursery(), argv=argv, env=variables | self.env | self.own.get(slot, {}) | env, out=out, err=err
-        )
+        told = elastic_variables(slot, run_dir=self.folder / "run", address=self.steward.address, token=TOKEN)
+        variables = {**told, "QUICK_EXIT": "1", **self.env, **self.own.get(slot, {}), **env}
+        self.workers[slot] = start(self.folder, slot, self.case, self.args, variables)
 
     def __enter__(self) -> Flock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self.workers.values():
-            if worker.poll() is None:
-                worker.kill_group()
-                worker.wait()
+        end_all(self.workers.values())
         self.steward.close()
 
     # -- faults ----------------------------------------------------------------------------------------------------
@@ -154,11 +140,7 @@ class Flock:
 
     def outcome(self, slot: int) -> Outcome:
         """How this worker has ended, as far as it has."""
-        value = self.folder / f"value.{slot}"
-        code = self.workers[slot].poll()
-        parsed = json.loads(value.read_text()) if value.exists() else None
-        texts = [_text(self.folder / f"{name}.{slot}") for name in ("out", "err")]
-        return Outcome(999 if code is None else code, parsed, *texts)
+        return outcome(self.folder, slot, self.workers[slot].poll())
 
     def said(self, slot: int) -> str:
         """What this worker has written to stderr so far."""

@@ -244,7 +244,7 @@ def test_killing_the_launcher_itself_leaves_nothing_running(shell: Shell) -> Non
 
 HELD_UP = """
 import subprocess, time
-import paceline.launcher.workers as workers
+import paceline.launcher.processes as processes
 
 class Popen(subprocess.Popen):
     def __init__(self, command, **options):
@@ -252,7 +252,7 @@ class Popen(subprocess.Popen):
         if "train.py" in command:
             time.sleep(600)
 
-workers.subprocess.Popen = Popen
+processes.subprocess.Popen = Popen
 from paceline.cli import main
 main()
 """

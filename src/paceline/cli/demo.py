@@ -2,7 +2,7 @@
 
 Both are started by the launcher of ``paceline run``, on the same emulated machines, with the same network, data and
 batches. The limit is known beforehand, since the machines are emulated: with f_i times s seconds a sample on machine i,
-the fleet can do at most ``sum_i 1 / (f_i * s)`` samples a second, whoever deals the work.
+the fleet can do at most ``sum_i 1 / (f_i * s)`` samples a second, however the work is dealt.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.errors import refuse
-from paceline.cli.shipped_examples import examples_folder
+from paceline.cli.errors import leave_with, refuse
+from paceline.cli.examples import examples_folder
+from paceline.launcher.screen import short_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,9 +55,6 @@ def demo(
         show.run_dir = new_run_dir(runs, "demo").resolve()
     except ValueError as error:
         refuse(f"demo: {error}")
-
-    from paceline.cli.run import leave_with
-
     leave_with(show.run())
 
 
@@ -158,19 +156,16 @@ class Show:
         self._console.print(f"{text} At best {number(speed)} samples/s: {seconds} and a few to start.\n")
 
     def _train(self, script: str) -> int:
-        from paceline.launcher.fixed import Order, launch
+        from paceline.launcher.fixed import launch_fixed
+        from paceline.launcher.supervise import Order, worker_settings
 
         size = len(self._fleet)
         batch = size * max(1, round(BATCH / size))
         wanted = ("--epochs", str(self._epochs), "--global-batch", str(batch))
-        settings = {
-            "PACELINE_NAME": "demo",
-            "PACELINE_RUN_DIR": str(self.run_dir),
-            "PACELINE_EMULATE": self._emulate,
-            "PACELINE_SAMPLE_MS": f"{self._sample_ms:g}",
-        }
+        machines = {"emulate": self._emulate, "sample_ms": f"{self._sample_ms:g}"}
+        settings = worker_settings(name="demo", run_dir=self.run_dir, **machines)
         command = (sys.executable, "-u", str(self._scripts / script), *wanted)
-        return launch(Order(command, size, settings, self.run_dir))
+        return launch_fixed(Order(command, size, settings, self.run_dir))
 
     def _conclude(self, plain: Result, paced: Result) -> None:
         from paceline.observe.words.numbers import times
@@ -184,7 +179,7 @@ class Show:
             f"\n[bold]Paceline trained {gain} times as fast[/] on the same machines{first}, with the same "
             f"{plain.samples[0]} samples a step.\nTo read its verdict again:",
         )
-        self._console.print(f"paceline report {_short(self.run_dir)}", soft_wrap=True)
+        self._console.print(f"paceline report {short_path(self.run_dir)}", soft_wrap=True)
         self._console.print(report_lines(self.run_dir), soft_wrap=True, markup=False)
 
 
@@ -234,12 +229,8 @@ def report_lines(run_dir: Path) -> str:
     from paceline.observe.page import write_report
 
     try:
-        return f"To see it, open this in a browser:\n{_short(write_report(read_log(run_dir)))}"
+        return f"To see it, open this in a browser:\n{short_path(write_report(read_log(run_dir)))}"
     except ValueError as error:
-        return f"No pictures: {error}. Then: paceline report {_short(run_dir)} --html"
+        return f"No pictures: {error}. Then: paceline report {short_path(run_dir)} --html"
     except OSError as error:
         return f"No pictures: the report cannot be written ({error.strerror or error})."
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import re
+import socket
 import statistics
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.measurements import all_reduce_ms, devices, interface_outwards, probe
-
 OLDEST_TORCH, NEWEST_TESTED = (2, 11), (2, 13)
 MARKS = {"ok": "ok   ", "note": "note ", "failed": "FAIL "}
+ALL_REDUCE = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+tensor, times = torch.ones(1 << 18), []
+for _ in range(11):
+    dist.barrier()
+    started = time.perf_counter()
+    dist.all_reduce(tensor)
+    times.append(time.perf_counter() - started)
+print(sorted(times[1:])[5] * 1000)
+dist.destroy_process_group()
+"""
+SIOCGIFADDR = 0x8915
+BATCH = 64
+"""Samples, of the small ConvNet that devices are measured with."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +146,10 @@ def sleep_overshoot(times: int = 50, seconds: float = 0.001) -> float:
 
 
 def check_port() -> Check:
-    from paceline.launcher.rendezvous import Meeting
+    from paceline.launcher.rendezvous import RendezvousStore
 
-    with Meeting() as meeting:
-        return Check("port", "ok", f"a free port can be bound (127.0.0.1:{meeting.port})")
+    with closing(RendezvousStore()) as store:
+        return Check("port", "ok", f"a free port can be bound (127.0.0.1:{store.port})")
 
 
 def check_network() -> Check:
@@ -232,3 +250,102 @@ def _print(check: Check) -> None:
     typer.echo(f"{MARKS[check.state]} {check.name:<11} {check.text}")
     if check.advice:
         typer.echo(f"{'':17} -> {check.advice}")
+
+
+# -- measurements ------------------------------------------------------------------------------------------------
+
+
+def all_reduce_ms(timeout_s: float = 30.0) -> tuple[float | None, str]:
+    """Median milliseconds of adding 1 MB between two new processes; None and the reason when it does not work."""
+    from paceline.launcher.processes import WorkerProcess, describe_exit
+    from paceline.launcher.rendezvous import RendezvousStore, loopback
+
+    here = {"GLOO_SOCKET_IFNAME": name} if (name := loopback()) else {}
+    with closing(RendezvousStore()) as store:
+        store.host()
+        given = [{**here, **os.environ, "OMP_NUM_THREADS": "1", **store.environment(rank, 2)} for rank in range(2)]
+        workers = [WorkerProcess(rank, [sys.executable, "-c", ALL_REDUCE], given[rank]) for rank in range(2)]
+        try:
+            said = [worker.process.communicate(timeout=timeout_s) for worker in workers]
+        except TimeoutExpired:
+            return None, f"no answer within {timeout_s:.0f} s"
+        finally:
+            for worker in workers:
+                worker.send(9)
+                worker.process.wait()
+    for worker, (_, error) in zip(workers, said):
+        if code := worker.process.returncode:
+            lines = error.decode(errors="replace").strip().splitlines() or [describe_exit(code)]
+            return None, lines[-1]
+    return float(said[0][0]), ""
+
+
+def devices() -> list[str]:
+    """Every device of this computer that a worker can be given."""
+    import torch
+
+    names = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return ["cpu", *names, *(["mps"] if torch.backends.mps.is_available() else [])]
+
+
+def probe(device: str, seconds: float) -> float:
+    """Samples/s of a small ConvNet, forward and backward, measured for ``seconds`` of which a third is warm-up."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a worker of `paceline run` has it
+    try:
+        net, x, y = _small_net(device)
+        _train(net, x, y, device, seconds / 3)
+        return _train(net, x, y, device, seconds * 2 / 3)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _small_net(device: str) -> tuple[Any, Any, Any]:
+    import torch
+    from torch import nn
+
+    net = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    )  # fmt: skip
+    return net.to(device), torch.randn(BATCH, 3, 32, 32).to(device), torch.randint(10, (BATCH,)).to(device)
+
+
+def _train(net: Any, x: Any, y: Any, device: str, seconds: float) -> float:
+    """Samples/s over ``seconds``; the device is waited for after every batch, so that the time is its own."""
+    import torch
+
+    batches, started = 0, time.perf_counter()
+    while batches == 0 or time.perf_counter() - started < seconds:
+        net.zero_grad()
+        loss: Any = torch.nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        if device != "cpu":
+            torch.accelerator.synchronize(device)
+        batches += 1
+    return batches * BATCH / (time.perf_counter() - started)
+
+
+def interface_outwards(host: str | None = None) -> str | None:
+    """``eth0 (10.0.0.7)``: where packets to ``host``, or to any other computer, leave; None when there is no way."""
+    family = socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as datagrams:
+        try:
+            datagrams.connect((host or "10.255.255.254", 9))  # sends nothing, only chooses the route
+        except OSError:
+            return None
+        address = str(datagrams.getsockname()[0])
+    name = next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
+    return f"{name} ({address})" if name else address
+
+
+def _address_of(interface: str) -> str | None:
+    """The IPv4 address of an interface; None where it has none or the system does not tell (not Linux)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
+        try:
+            answer = fcntl.ioctl(probe_socket, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])

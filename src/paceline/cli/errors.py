@@ -1,7 +1,10 @@
-"""One-line errors: what a user typed wrongly needs no stack trace."""
+"""How a command ends: with one line for what a user typed wrongly, or at once with an exit code."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from typing import NoReturn
 
 import typer
@@ -14,3 +17,11 @@ def refuse(message: str) -> NoReturn:
     """Print ``paceline: message`` to stderr, as one line, and exit with code 2."""
     typer.echo("paceline: " + " ".join(message.split()), err=True)
     raise typer.Exit(USAGE)
+
+
+def leave_with(code: int) -> NoReturn:
+    """End at once: a thread that still imports torch would hold the interpreter's own end up, or crash it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

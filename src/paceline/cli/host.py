@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.errors import refuse
+from paceline.cli.errors import leave_with, refuse
 from paceline.launcher.tokens import check_host, is_loopback, join_line, own_token, printable, written
 from paceline.observe.serve.addresses import reached_at
 
@@ -75,9 +75,6 @@ def host(
     typer.echo(welcome(address, shown, minimum=minimum, maximum=maximum), err=True)
     code = serve(steward)
     steward.close()
-
-    from paceline.cli.run import leave_with
-
     leave_with(code)
 
 

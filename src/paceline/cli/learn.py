@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.errors import refuse
+from paceline.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from paceline.deep.learning.fit import Progress
     from paceline.deep.learning.recordings import Recording
 
 Sources = Annotated[
@@ -69,7 +66,7 @@ def _learn(recordings: list[Recording], output: Path, updates: int, seed: int) -
     from paceline.deep.learning.held_out import held_out_scores, split
     from paceline.deep.model_file import save_model
 
-    with _progress() as progress:
+    with progress_bar("learning") as progress:
         model = fit(
             [part.until(split(part)) for part in recordings],
             training=Training(updates=updates, seed=seed),
@@ -92,17 +89,3 @@ def _tell(scores: dict[str, float], steps: int, output: Path) -> None:
     else:
         typer.echo("The model does not win here: a run that loads it will answer with the smoothed forecast.")
     typer.echo(f'Written to {output}. Use it with forecast="deep:{output}".')
-
-
-@contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """A bar on standard error; none in a pipe."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("learning", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

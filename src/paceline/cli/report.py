@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paceline.cli.errors import refuse
 from paceline.observe import RunLog, Verdict, latest, read_log, verdict
 from paceline.observe.log import sanitise
 from paceline.observe.words.progress import run_words
@@ -83,9 +84,9 @@ def _write(log: RunLog, path: Path, write: Callable[[RunLog, Path], Path], *, qu
         path.parent.mkdir(parents=True, exist_ok=True)
         written = write(log, path)
     except ValueError as error:
-        raise _fail(str(error)) from error
+        refuse(str(error))
     except OSError as error:
-        raise _fail(f"cannot write {path} ({error.strerror or error})") from error
+        refuse(f"cannot write {path} ({error.strerror or error})")
     typer.echo(f"wrote {written}", err=quietly)
     return written
 
@@ -126,19 +127,14 @@ def read_run(run: Path | None) -> RunLog:
     """The log meant, or one line on standard error and exit code 2."""
     folder = run or latest(RUNS)
     if folder is None:
-        raise _fail(f"no runs under {RUNS}/: name a run's folder")
+        refuse(f"no runs under {RUNS}/: name a run's folder")
     try:
         log = read_log(folder)
     except ValueError as error:
-        raise _fail(str(error)) from error
+        refuse(str(error))
     if not log.run and not log.records:
-        raise _fail(f"{log.path} holds no events" + (" that can be read" if log.unreadable else ""))
+        refuse(f"{log.path} holds no events" + (" that can be read" if log.unreadable else ""))
     return log
-
-
-def _fail(text: str) -> typer.Exit:
-    typer.echo(f"paceline: {text}", err=True)
-    return typer.Exit(2)
 
 
 def _header(log: RunLog, judged: Verdict) -> Text:

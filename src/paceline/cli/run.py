@@ -1,16 +1,14 @@
-"""``paceline run``: check what was asked, then start the workers and stay with them (`paceline.launcher.fixed`)."""
+"""``paceline run``: check what was asked, then start the workers and stay with them (`paceline.launcher`)."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.errors import refuse
+from paceline.cli.errors import leave_with, refuse
 from paceline.cli.options import Size, check_names, check_network, check_script, read_devices, read_faults, read_size
 
 if TYPE_CHECKING:
@@ -152,32 +150,33 @@ def run(
         page = _live_page(run_dir) if watch else None
     except ValueError as error:
         refuse(str(error))
-    settings = {
-        "PACELINE_NAME": run_name,
-        "PACELINE_RUN_DIR": str(run_dir),
-        "PACELINE_PACE": pace,
-        "PACELINE_COMBINE": combine,
-        "PACELINE_EMULATE": emulate,
-        "PACELINE_SAMPLE_MS": f"{sample_ms:g}" if emulate else None,
-        "PACELINE_FAILURES": chances,
-        "PACELINE_NETWORK": network,
-        "PACELINE_SEED": None if seed is None else str(seed),
-    }
-    given = {key: value for key, value in settings.items() if value is not None}
     called = (*(["-m"] if module else []), script, *(args or []))
 
-    from paceline.launcher.fixed import Order, launch
+    from paceline.launcher.supervise import Order, worker_settings
 
-    order = Order((sys.executable, "-u", *called), size.start, given, run_dir, devices=tuple(device_list), quiet=quiet)
+    settings = worker_settings(
+        name=run_name,
+        run_dir=run_dir,
+        pace=pace,
+        combine=combine,
+        emulate=emulate,
+        sample_ms=f"{sample_ms:g}" if emulate else None,
+        failures=chances,
+        network=network,
+        seed=seed,
+    )
+    order = Order((sys.executable, "-u", *called), size.start, settings, run_dir, tuple(device_list), quiet=quiet)
     if roster is None:
-        code = launch(order)
+        from paceline.launcher.fixed import launch_fixed
+
+        code = launch_fixed(order)
     else:
-        from paceline.launcher.elastic import supervise
+        from paceline.launcher.elastic import launch_elastic
         from paceline.launcher.tokens import invitation, printable
 
         shown = printable(roster.token, option=token, file=token_file)
         invites = "" if join else invitation(roster.address, shown, called, loopback=roster.loopback)
-        code = supervise(order, roster, faults=faults, invitation=invites)
+        code = launch_elastic(order, roster, faults=faults, invitation=invites)
     if page is not None:
         page.close()
     leave_with(code)
@@ -187,13 +186,13 @@ def _roster(
     size: Size, *, host: str | None, port: int | None, join: str | None, token: str | None, token_file: Path | None
 ) -> Roster | None:
     """The roster of a fleet that comes and goes, its own or that of the fleet to join; None for a fixed fleet."""
-    from paceline.launcher.roster import RosterElsewhere, RosterHere
+    from paceline.launcher.roster import OwnRoster, remote_roster
     from paceline.launcher.tokens import check_host, own_token, their_token
 
     if join is not None:
         if host or port:
             raise ValueError("--host and --port say where a roster of one's own listens: leave them out with --join")
-        return RosterElsewhere(join, token=their_token(token, token_file))
+        return remote_roster(join, their_token(token, token_file))
     if size.bounds is None:
         options = {"--host": host, "--port": port, "--token": token, "--token-file": token_file}
         if given := [option for option, value in options.items() if value is not None]:
@@ -201,7 +200,7 @@ def _roster(
         return None
     minimum, maximum = size.bounds
     where = check_host(host or "127.0.0.1")
-    return RosterHere(minimum=minimum, maximum=maximum, token=own_token(token, token_file), host=where, port=port or 0)
+    return OwnRoster(minimum=minimum, maximum=maximum, token=own_token(token, token_file), host=where, port=port or 0)
 
 
 def _run_dir(runs: Path, name: str) -> Path:
@@ -212,24 +211,16 @@ def _run_dir(runs: Path, name: str) -> Path:
 
 def _live_page(run_dir: Path) -> LivePage:
     """The run's live page, being served; its folder may still be empty. Raises ValueError when something is missing."""
-    from paceline.launcher.screen import forget
+    from paceline.launcher.screen import remove_empty
     from paceline.observe.serve.server import LivePage
 
     try:
         page = LivePage(run_dir)
     except ImportError as error:
-        forget(run_dir)
+        remove_empty(run_dir)
         raise ValueError(f"--watch: the live page needs {error.name}: pip install 'paceline[view]'") from None
     except ValueError as error:
-        forget(run_dir)
+        remove_empty(run_dir)
         raise ValueError(f"--watch: {error}") from None
     typer.echo(f"paceline: live page at {page.url}", err=True)
     return page
-
-
-def leave_with(code: int) -> NoReturn:
-    """End at once: a thread that still imports torch would hold the interpreter's own end up, or crash it."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)

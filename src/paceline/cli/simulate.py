@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -14,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.errors import refuse
+from paceline.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from paceline.simulate.comparison import Progress
@@ -79,7 +77,7 @@ def simulate(
             _simulate_network(source, seconds, asked, html, as_json)
             return
         settings = {"overhead_s": overhead_ms / 1000, "warm_up": warm_up, "seed": seed}
-        with _progress(seconds.size) as progress:
+        with progress_bar("simulating", wanted=seconds.size >= LONG) as progress:
             outcomes = _contest(seconds, scenario == STUCK, model, progress, **settings)
         rows = figures(outcomes)
         if html is not None:
@@ -143,7 +141,7 @@ def _simulate_network(source: str, seconds: Floats, asked: Asked, html: Path | N
 
     link, size = parse_link(asked.link), words.model_bytes(asked.parameters, asked.megabytes)
     share = _equal_share(asked.batch, asked.run, seconds.shape[1])
-    with _progress(seconds.size) as progress:
+    with progress_bar("simulating", wanted=seconds.size >= LONG) as progress:
         outcomes = compare_network(
             seconds, link, model_bytes=size, share=share, warm_up=asked.warm_up, progress=progress
         )
@@ -236,17 +234,3 @@ def _seconds(
         few = stuck.WORKERS if workers is None else workers
         return source, stuck.machines(steps=many, workers=few, seed=seed)
     return source, make(name, steps=many, workers=WORKERS if workers is None else workers, seed=seed)
-
-
-@contextmanager
-def _progress(size: int) -> Iterator[Progress | None]:
-    """A bar on standard error while long work lasts; none in a pipe."""
-    if size < LONG or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("simulating", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

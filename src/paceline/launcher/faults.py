@@ -71,13 +71,13 @@ class Faults:
     def play(self, workers: Workers, *, step: int, elapsed_s: float) -> None:
         """Do what is due after step ``step`` (-1: none yet) and ``elapsed_s`` seconds."""
         while self._events and self._events[0].step <= step:
-            self._strike(self._events.pop(0), workers)
+            self._play_event(self._events.pop(0), workers)
         if self._market is not None:
             self._trade_all(self._market, workers, elapsed_s)
 
     # -- events ----------------------------------------------------------------------------------------------------
 
-    def _strike(self, event: Event, workers: Workers) -> None:
+    def _play_event(self, event: Event, workers: Workers) -> None:
         if event.action == "join":
             number = workers.add(new=True)
             what = "skipped, the fleet is full" if number is None else f"worker {number} is started"
@@ -132,7 +132,7 @@ class Faults:
         if node in self._arriving:
             self._arriving.remove(node)
             return
-        if (number := self._slots.pop(node, None)) is None:  # its worker had gone before, and another has its place
+        if (number := self._slots.pop(node, None)) is None:  # its worker had gone before, and another has its number
             return
         workers.note(f"spot: {node} is reclaimed, worker {number} goes")
         if self._notice_s:

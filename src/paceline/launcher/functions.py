@@ -7,7 +7,6 @@ that uses CUDA cannot. A copy has one thread, because a copied pool of OpenMP th
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import pickle
@@ -16,22 +15,21 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.errors import WorkerFailed
-from paceline.launcher.function_worker import Report, work
-
-if TYPE_CHECKING:
-    from paceline.launcher.rendezvous import Meeting
+from paceline.launcher.function_worker import FunctionReport, work
+from paceline.launcher.pool import INTERRUPT_GRACE_S, TERM_GRACE_S, TICK_S
+from paceline.launcher.processes import describe_exit
+from paceline.launcher.rendezvous import RendezvousStore
+from paceline.launcher.supervise import worker_settings
 
 GRACE_S = 6.0
 """After a failure, or when all have answered, the others have so long to end by themselves."""
-INTERRUPT_GRACE_S = 5.0
-TERM_GRACE_S = 2.0
-TICK_S = 0.1
 
 
 def launch(
@@ -70,38 +68,27 @@ def launch(
         raise ValueError(f'method must be "spawn" or "fork", got {method!r}')
     if method == "fork":
         _check_fork()
-    settings = {
-        "PACELINE_NAME": name or getattr(fn, "__name__", "run"),
-        "PACELINE_RUN_DIR": None if run_dir is None else str(Path(run_dir).resolve()),
-        "PACELINE_PACE": pace,
-        "PACELINE_COMBINE": combine,
-        "PACELINE_EMULATE": emulate,
-        "PACELINE_SAMPLE_MS": None if sample_ms is None else f"{sample_ms:g}",
-    }
-    given = {key: value for key, value in settings.items() if value is not None} | dict(env or {})
-
-    from paceline.launcher.rendezvous import Meeting
-
-    with Meeting() as meeting:
-        crew = _Crew(meeting, method)
+    settings = worker_settings(
+        name=name or getattr(fn, "__name__", "run"),
+        run_dir=None if run_dir is None else Path(run_dir).resolve(),
+        pace=pace,
+        combine=combine,
+        emulate=emulate,
+        sample_ms=None if sample_ms is None else f"{sample_ms:g}",
+    )
+    with closing(RendezvousStore()) as store:
+        pool = FunctionPool(store, method)
         try:
             for rank in range(workers):
                 device = {} if devices is None else {"PACELINE_DEVICE": str(devices[rank])}
-                crew.start(fn, args, {**given, **device, **place(rank, workers, meeting.address, meeting.port)})
-            meeting.host()
-            return crew.results()
+                pool.start(fn, args, {**settings, **(env or {}), **device, **store.environment(rank, workers)})
+            store.host()
+            return pool.results()
         except KeyboardInterrupt:
-            crew.interrupt()
+            pool.interrupt()
             raise
         finally:
-            crew.end()
-
-
-def place(rank: int, size: int, address: str, port: int) -> dict[str, str]:
-    """What a launcher tells a worker of its place in the fleet."""
-    own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    known = {key: str(value) for key, value in own.items()}
-    return {**known, "MASTER_ADDR": address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            pool.end()
 
 
 def choose_method(fn: Callable[..., Any], args: Sequence[Any]) -> str:
@@ -155,24 +142,24 @@ def _check_fork() -> None:
         )
 
 
-class _Crew:
+class FunctionPool:
     """The worker processes of one launch."""
 
-    def __init__(self, meeting: Meeting, method: str) -> None:
-        self._meeting, self._context = meeting, multiprocessing.get_context(method)
+    def __init__(self, store: RendezvousStore, method: str) -> None:
+        self._store, self._context = store, multiprocessing.get_context(method)
         self._processes: list[Any] = []
         self._readers: list[Connection] = []
-        self._reports: dict[int, Report] = {}
+        self._reports: dict[int, FunctionReport] = {}
         self._ended: set[int] = set()
-        self._failures: list[Report] = []
+        self._failures: list[FunctionReport] = []
         """In the order in which they became known."""
 
     def start(self, fn: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> None:
         reader, writer = multiprocessing.Pipe(duplex=False)
-        copied = self._context.get_start_method() == "fork"
-        order = (fn, tuple(args)) if copied else pickle.dumps((fn, tuple(args)))
+        forked = self._context.get_start_method() == "fork"
+        order = (fn, tuple(args)) if forked else pickle.dumps((fn, tuple(args)))
         process = self._context.Process(  # type: ignore[attr-defined]
-            target=partial(work, leave=self._leave) if copied else work,
+            target=partial(work, leave=self._leave) if forked else work,
             args=(order, dict(environment), writer, os.getpid()),
             name=f"paceline worker {len(self._processes)}",
         )
@@ -184,8 +171,8 @@ class _Crew:
         writer.close()
 
     def _leave(self) -> None:
-        """In a copy: close what belongs to the original."""
-        self._meeting.__exit__()
+        """In a fork: close what belongs to its parent."""
+        self._store.close()
         for reader in self._readers:
             reader.close()
 
@@ -235,10 +222,10 @@ class _Crew:
                 self._failed_silently(rank, process.exitcode)
 
     def _failed_silently(self, rank: int, code: int) -> None:
-        from paceline.launcher.workers import how
-
-        self._meeting.announce_death(rank, how(code))
-        self._reports[rank] = Report(rank, error=f"worker {rank} {how(code)}, without an error of its own")
+        self._store.announce_death(rank, describe_exit(code))
+        self._reports[rank] = FunctionReport(
+            rank, error=f"worker {rank} {describe_exit(code)}, without an error of its own"
+        )
         self._failures.append(self._reports[rank])
 
     def _explain(self) -> WorkerFailed:
@@ -250,13 +237,13 @@ class _Crew:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Ctrl-C: they may save what they want to save. Once more: at once."""
-        with contextlib.suppress(KeyboardInterrupt):
+        """Ctrl-C: workers may save what they want to save. Once more: they are killed at once."""
+        with suppress(KeyboardInterrupt):
             self._signal(signal.SIGINT)
             self._await(INTERRUPT_GRACE_S)
 
     def end(self) -> None:
-        """Whatever happened, nobody stays behind."""
+        """Whatever happened, no worker stays behind."""
         try:
             if any(not _over(process.pid) for process in self._running()):
                 self._signal(signal.SIGTERM)
@@ -278,15 +265,15 @@ class _Crew:
 
     def _signal(self, number: int) -> None:
         for process in self._running():
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
     @staticmethod
     def _kill(process: Any) -> None:
         """A worker is the head of a process group: all that it started goes with it."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
 
 

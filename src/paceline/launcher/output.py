@@ -1,9 +1,9 @@
-"""What the workers print: worker 0 speaks as if it were alone, the others' lines carry their rank.
+"""What the workers print: worker 0's lines are passed on as they are, the others' carry their number.
 
-Last words are held back. A traceback, a usage message or a ``paceline: `` line may be the beginning of a worker's end,
-and when one worker fails the others soon follow with the same words or with complaints about the first. So from such
-a line on a worker's stderr is held until it ends, or until two seconds show that it lives on: a process with torch in
-it takes most of a second to end.
+Error messages are held back. A traceback, a usage message or a ``paceline: `` line may be the last that a worker
+writes, and when one worker fails the others soon follow with the same lines or with complaints about the first. So from
+such a line on a worker's stderr is held until the worker ends, or until two seconds show that it lives on: a process
+with torch in it takes most of a second to end.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from collections.abc import Callable
 
 HOLD_S = 2.0
 MOST_HELD = 5000
-"""Lines; a worker that holds more than this lives on and has a lot to say."""
+"""Lines; a worker that writes more than this lives on."""
 PARTIAL_S = 0.1
 """Worker 0's unfinished line (a progress bar, a prompt) is shown after so long."""
 
-LAST_WORDS = re.compile(r'.*Traceback \(most recent call last\):$|  File "[^"]*", line \d+$|paceline: |usage: ')
+ERROR_START = re.compile(r'.*Traceback \(most recent call last\):$|  File "[^"]*", line \d+$|paceline: |usage: ')
 ENGINE_PREFIX = re.compile(r"^\[rank\d+\]: ?")
-"""torch.distributed puts this before each line of a traceback; the launcher has its own prefix."""
+"""torch.distributed puts this before each line of a traceback; the launcher has a prefix of its own."""
 
 
-class Voice:
-    """One stream of one worker, cut into lines. ``out`` gets text ready to print, line ends included."""
+class OutputStream:
+    """Stdout or stderr of one worker, cut into lines. ``out`` gets text ready to print, line ends included."""
 
-    def __init__(self, rank: int, out: Callable[[str], None], *, holds: bool) -> None:
+    def __init__(self, number: int, out: Callable[[str], None], *, holds: bool) -> None:
         self.held: list[str] = []
         """Lines held back, without prefix and line end."""
         self.held_since: float | None = None
         self.shown: list[str] = []
         """What was held back last and then printed, because the worker lived on."""
         self.shown_since: float | None = None
-        self._rank, self._out, self._holds = rank, out, holds
+        self._number, self._out, self._holds = number, out, holds
         self._partial = b""
         self._partial_since = 0.0
         self._mid_line = False
@@ -45,14 +45,16 @@ class Voice:
         self._partial = rest
 
     def tick(self, now: float, *, failing: bool) -> None:
-        """Show what has waited long enough; while the fleet is failing, last words go on waiting for their end."""
+        """Show what has waited long enough; while the fleet is failing, held lines wait for the worker's end."""
         if self.held_since is not None and not failing and now - self.held_since > HOLD_S:
             self.release()
-        if self._rank == 0 and self._partial and self.held_since is None and now - self._partial_since > PARTIAL_S:
+        if self._number == 0 and self._partial and self.held_since is None and now - self._partial_since > PARTIAL_S:
             self._show_partial(self._partial.decode(errors="replace"))
 
     def _show_partial(self, text: str) -> None:
-        if not (self._holds and LAST_WORDS.match(text)):  # else the rest of the line is on its way, and it is held back
+        if not (
+            self._holds and ERROR_START.match(text)
+        ):  # else the rest of the line is on its way, and it is held back
             self._out(text)
             self._partial, self._mid_line = b"", True
 
@@ -70,7 +72,7 @@ class Voice:
 
     def _line(self, text: str, now: float) -> None:
         text = ENGINE_PREFIX.sub("", text) if self._holds else text
-        if self.held_since is None and not (self._holds and LAST_WORDS.match(text)):
+        if self.held_since is None and not (self._holds and ERROR_START.match(text)):
             self._print(text)
             return
         self.held_since = now if self.held_since is None else self.held_since
@@ -79,23 +81,23 @@ class Voice:
             self.release()
 
     def _print(self, text: str) -> None:
-        if self._rank:
+        if self._number:
             text = text.rpartition("\r")[2]  # of a progress bar, what a terminal would show last
-        self._out(f"{text}\n" if self._mid_line else prefixed(self._rank, text))
+        self._out(f"{text}\n" if self._mid_line else prefixed(self._number, text))
         self._mid_line = False
 
 
-def prefixed(rank: int, text: str) -> str:
+def prefixed(number: int, text: str) -> str:
     """A worker's line as it is printed.
 
     >>> prefixed(2, "loss 0.3")
     '[2] loss 0.3\\n'
     """
-    return f"[{rank}] {text}\n" if rank else f"{text}\n"
+    return f"[{number}] {text}\n" if number else f"{text}\n"
 
 
 def headline(lines: list[str]) -> str:
-    """What last words come down to: the line with the exception's name, else the last line.
+    """What an error message comes down to: the line with the exception's name, else the last line.
 
     >>> headline(["Traceback (most recent call last):", '  File "a.py", line 1', "ValueError: no", "a warning"])
     'ValueError: no'

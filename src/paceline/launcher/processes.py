@@ -1,148 +1,185 @@
-"""A launcher's worker processes: started, listened to, stopped by signals and, whatever happens, ended."""
+"""One worker process as a launcher sees it: started so that it cannot outlive the launcher, described when it ends."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
-import selectors
 import signal
-import time
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import IO
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from paceline.launcher.output import Voice
-from paceline.launcher.screen import Watching
-from paceline.launcher.signals import Signals
-from paceline.launcher.workers import Guard, Worker
+if TYPE_CHECKING:
+    from paceline.launcher.output import OutputStream
 
-INTERRUPT_GRACE_S = 5.0
-TERM_GRACE_S = 2.0
-LINGER_S = 0.5
-"""How long output is awaited from a worker that has ended (a process it detached may hold its stdout open)."""
-TICK_S = 0.1
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+"""Loaded beforehand: a process that was only just forked should not."""
+FLEET_FAILED = 75
+"""Exit code of a worker that was ended by the fleet's failure and not by its own."""
+
+WATCHDOG = """
+import os, signal, sys
+groups = set()
+for line in sys.stdin:
+    number = int(line)
+    groups.add(number) if number > 0 else groups.discard(-number)
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+"""Reads a line for each worker that starts (its process id) and each that has ended (minus its process id); when the
+launcher dies, stdin ends and the watchdog kills the process groups of those that are left."""
 
 
-class Crew:
-    """The workers of one launcher. ``leave_s`` is how long they may take to leave after SIGTERM."""
+class WorkerProcess:
+    """One worker process, in a session of its own: a signal to its group reaches its loader processes as well."""
 
     def __init__(
-        self, command: Sequence[str], *, signals: Signals, watching: Watching, leave_s: float = INTERRUPT_GRACE_S
+        self, number: int, command: Sequence[str], environment: Mapping[str, str], *, watchdog: Watchdog | None = None
     ) -> None:
-        self.stopped_by = 0
-        """The signal that ends the run, as soon as there is one."""
-        self._command, self._signals, self._watching, self._leave_s = command, signals, watching, leave_s
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(signals.waker, selectors.EVENT_READ, signals.drain)
-        self._voices: dict[Worker, list[Voice]] = {}
-        self._streams: dict[Worker, set[IO[bytes]]] = {}
-        """Those that are still open."""
-        self._ended_at: dict[Worker, float] = {}
-        self._ladder: list[tuple[float, int]] = []
-        self._guard = Guard()
+        self.number = number
+        self.code: int | None = None
+        """How it ended, as `subprocess` says it (negative: by a signal); None while it runs."""
+        self.stderr: OutputStream
+        """What it writes to stderr; set by the pool that reads it."""
+        self.signalled = False
+        """Whether the launcher itself sent the signal that may have ended it."""
+        self.process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_prepared(watchdog),
+        )
 
-    def start(self, rank: int, environment: Mapping[str, str]) -> Worker:
-        worker = Worker(rank, self._command, environment, guard=self._guard)
-        out, err = worker.process.stdout, worker.process.stderr
-        assert out is not None
-        assert err is not None
-        worker.words = Voice(rank, self._watching.err, holds=True)
-        self._voices[worker] = [Voice(rank, self._watching.out, holds=False), worker.words]
-        self._streams[worker] = {out, err}
-        for stream, voice in zip((out, err), self._voices[worker]):
-            os.set_blocking(stream.fileno(), False)
-            self._selector.register(stream, selectors.EVENT_READ, partial(self._read, worker, stream, voice))
-        return worker
+    @property
+    def running(self) -> bool:
+        return self.code is None
 
-    # -- while they run --------------------------------------------------------------------------------------------
-
-    def listen(self, seconds: float = TICK_S) -> None:
-        """Pass on what the workers print, until something has happened or the time is over."""
-        for key, _ in self._selector.select(seconds):
-            key.data()
-
-    def reap(self, now: float) -> list[Worker]:
-        """Those that have ended since the last call."""
-        ended = [worker for worker in self._voices if worker.reap()]
-        for worker in ended:
-            self._ended_at[worker] = now
-            self._guard.release(worker)
-        return ended
-
-    def settled(self, worker: Worker, now: float) -> bool:
-        """Whether it has ended and said all it had to say."""
-        if worker not in self._ended_at:
+    def reap(self) -> bool:
+        """Whether it has just ended; what it left running in its group is ended too."""
+        if not self.running or self.process.poll() is None:
             return False
-        return not self._streams[worker] or now - self._ended_at[worker] > LINGER_S
-
-    def dismiss(self, worker: Worker) -> None:
-        """Stop listening to a worker that has ended."""
-        for stream in [*self._streams[worker]]:
-            self._close(worker, stream)
-        del self._voices[worker], self._streams[worker], self._ended_at[worker]
-
-    def tick(self, now: float, *, failing: bool) -> None:
-        """Climb the ladder of signals, and show what the voices have held back for long enough."""
-        while self._ladder and self._ladder[0][0] <= now:
-            self.send(self._ladder.pop(0)[1])
-        for voices in self._voices.values():
-            for voice in voices:
-                voice.tick(now, failing=failing or bool(self.stopped_by))
-
-    # -- stopping --------------------------------------------------------------------------------------------------
-
-    def heed(self, now: float) -> None:
-        """Stop when a signal asks for it, or when nobody reads what is printed any more."""
-        for number in self._signals.take():
-            self._interrupted(number, now)
-        if self._watching.broken and not self.stopped_by:
-            self._interrupted(signal.SIGPIPE, now)
-
-    def end_all(self, now: float, *, grace_s: float) -> None:
-        """Who has not ended by itself after ``grace_s`` is asked to, then killed."""
-        self._ladder = [(now + grace_s, signal.SIGTERM), (now + grace_s + TERM_GRACE_S, signal.SIGKILL)]
+        self.code = self.process.returncode
+        self._kill_group()
+        return True
 
     def send(self, number: int) -> None:
-        for worker in self._voices:
-            worker.send(number)
-            worker.thaw()  # one that was frozen could not hear it
-
-    def abandon(self) -> None:
-        """Whatever happened to the launcher, no worker stays behind."""
-        self.send(signal.SIGKILL)
-        for worker in self._voices:
-            worker.process.wait()
-            self._guard.release(worker)
-        self._guard.dismiss()
-        self._selector.close()
-
-    def _interrupted(self, number: int, now: float) -> None:
-        """A first signal is passed on; a second one ends everything at once."""
-        if self.stopped_by:
-            self._ladder = [(now, signal.SIGKILL)]
+        """Send a signal to the worker itself; SIGKILL goes to all it started as well."""
+        if not self.running:
             return
-        self.stopped_by = number
-        if number == signal.SIGINT:
-            self.send(signal.SIGINT)
-            self.end_all(now, grace_s=INTERRUPT_GRACE_S)
-            self._watching.say("stopping ... (Ctrl-C once more kills the workers at once)")
-        else:
-            self.send(signal.SIGTERM)
-            self._ladder = [(now + self._leave_s, signal.SIGKILL)]
+        self.signalled = True
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self._kill_group()
 
-    # -- their output ----------------------------------------------------------------------------------------------
+    def suspend(self) -> None:
+        """Stop it with all it started, as a machine that stands still; `resume` has it go on."""
+        self._send_group(signal.SIGSTOP)
 
-    def _read(self, worker: Worker, stream: IO[bytes], voice: Voice) -> None:
-        try:
-            data = os.read(stream.fileno(), 1 << 16)
-        except BlockingIOError:
-            return
-        if data:
-            voice.feed(data, time.monotonic())
-            return
-        voice.close(time.monotonic())
-        self._close(worker, stream)
+    def resume(self) -> None:
+        self._send_group(signal.SIGCONT)
 
-    def _close(self, worker: Worker, stream: IO[bytes]) -> None:
-        self._selector.unregister(stream)
-        self._streams[worker].remove(stream)
-        stream.close()
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _send_group(self, number: int) -> None:
+        if self.running:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, number)
+
+    @property
+    def ended(self) -> str:
+        """How it ended, in words that follow its name: ``was killed by signal 9 (SIGKILL)``."""
+        assert self.code is not None
+        return describe_exit(self.code)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it ended because the run was stopped or the fleet failed: what it wrote last is not worth a line."""
+        return self.code == FLEET_FAILED or any("KeyboardInterrupt" in line for line in self.stderr.held)
+
+
+class Watchdog:
+    """A tiny process that ends the workers when the launcher is killed and cannot."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", WATCHDOG],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def enter(self) -> None:
+        """To be called in a new process that leads its group, before it is a worker: told by the launcher, the watchdog
+        might learn of it too late, for a busy computer may run the worker long before the launcher again."""
+        before = signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # where somebody ended the watchdog
+        self._tell(os.getpid())
+        signal.signal(signal.SIGPIPE, before)
+
+    def release(self, worker: WorkerProcess) -> None:
+        """The worker has ended: its process id may soon be another process's."""
+        self._tell(-worker.process.pid)
+
+    def close(self) -> None:
+        """All workers have ended."""
+        with contextlib.suppress(OSError):
+            self._process.communicate()
+
+    def _tell(self, number: int) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # somebody ended it: Linux still ends the workers with the launcher
+            os.write(self._process.stdin.fileno(), f"{number}\n".encode())
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words.
+
+    >>> describe_exit(-9)
+    'was killed by signal 9 (SIGKILL)'
+    >>> describe_exit(3)
+    'ended with exit code 3'
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def exit_code(code: int) -> int:
+    """The code as a shell gives it: 128 + n for signal n."""
+    return code if code >= 0 else 128 - code
+
+
+def _prepared(watchdog: Watchdog | None) -> Callable[[], None]:
+    """To be called in the new process: has it ended with its parent, whatever the parent dies of, by the watchdog and,
+    on Linux, by the system too."""
+    parent = os.getpid()
+
+    def prepare() -> None:
+        end_with_parent(parent)
+        if watchdog is not None:
+            watchdog.enter()
+
+    return prepare
+
+
+def end_with_parent(parent: int) -> None:
+    """Linux kills this process when its parent dies, whatever the parent dies of."""
+    if LIBC is not None:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before the request
+        os._exit(1)

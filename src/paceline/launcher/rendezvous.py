@@ -1,4 +1,4 @@
-"""Where the workers meet: a torch TCPStore on a loopback port, hosted by the launcher.
+"""Where the workers of a fixed fleet find each other: a torch TCPStore on a loopback port, hosted by the launcher.
 
 The port is bound before the first worker starts and the store is made in a thread, while the workers import torch
 themselves: their first connections wait in the socket's queue for the moment it takes.
@@ -11,11 +11,14 @@ import socket
 import threading
 from typing import Any
 
+ELASTIC_VARIABLES = ("PACELINE_ROSTER", "PACELINE_TOKEN", "PACELINE_WORKER")
+"""What makes a worker one of a fleet that comes and goes: not meant for those of a fixed fleet."""
+
 logger = logging.getLogger("paceline")
 
 
-class Meeting:
-    """The store that the workers find each other through."""
+class RendezvousStore:
+    """The store, from the binding of its port until `close`."""
 
     def __init__(self, address: str = "127.0.0.1") -> None:
         self.address = address
@@ -25,13 +28,20 @@ class Meeting:
         self._lock = threading.Lock()
         self._deaths: list[tuple[int, str]] = []
 
-    def __enter__(self) -> Meeting:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         with self._lock:
             self._store = None
             self._socket.close()
+
+    def environment(self, rank: int, size: int) -> dict[str, str]:
+        """Variables by which worker ``rank`` of ``size`` joins the others."""
+        numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+        return {
+            **{name: str(value) for name, value in numbers.items()},
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
 
     def host(self) -> None:
         """Make the store; returns at once."""
@@ -53,7 +63,7 @@ class Meeting:
 
             with self._lock:
                 listener = self._socket.detach()
-            if listener < 0:  # the meeting is over already
+            if listener < 0:  # closed already
                 return
             store = dist.TCPStore(
                 self.address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener

@@ -1,12 +1,19 @@
-"""The roster as a launcher sees it: its own, beside it in this process, or somebody else's."""
+"""The roster as a launcher sees it, its own in this process or a remote one; and the workers' identity there.
+
+A worker's identity is its computer's name and its number there, so a second launcher that joins a fleet from the same
+computer must use other numbers.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from itertools import count
+from typing import Any
 
 from paceline.launcher.tokens import is_loopback, written
 from paceline.observe.serve.addresses import reached_at
@@ -18,74 +25,81 @@ TAKING_S = 2.0
 """How long a newcomer is given to take over a peer's state before it counts as one that holds it."""
 
 
-class Roster(Protocol):
-    """What the supervisor asks of a roster. Workers of this computer are called by their number."""
+class Roster:
+    """What a launcher asks of a roster, answered for one elsewhere: that notices by itself who comes and goes, and only
+    workers connect to it. Workers of this computer are called by their number."""
 
-    address: str
-    """HOST:PORT, for workers."""
-    token: str
-    loopback: bool
-    """Whether only this computer can reach it."""
-    port: int
-    maximum: int | None
+    maximum: int | None = None
     """The most workers that the launcher knows to be allowed."""
+
+    def __init__(self, host: str, port: int, token: str) -> None:
+        self.address, self.port, self.token = written(host, port), port, token
+        self.loopback = is_loopback(host)
+        """Whether only this computer can reach it."""
 
     @property
     def finished(self) -> bool:
-        """Whether the training has ended well, so that nobody is needed any more."""
+        """Whether the training has ended well, so that no worker is needed any more."""
+        return False
 
     @property
     def inside(self) -> frozenset[int]:
-        """Those that are in the fleet."""
+        """Workers of this computer that are in the fleet."""
+        return frozenset()
 
     @property
     def outsiders(self) -> int:
         """How many are in the fleet that others have started: they need the roster here."""
+        return 0
 
     @property
     def waiting(self) -> str:
         """What the fleet waits for, as long as it does."""
+        return ""
 
     def started(self, number: int, *, first: bool) -> None:
         """A process was started; the fleet's first generation waits for those of the beginning (``first``)."""
 
-    def died(self, number: int, how: str) -> None: ...
+    def died(self, number: int, how: str) -> None:
+        """A process has ended."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The launcher ends."""
 
 
-class RosterHere:
-    """A roster of the launcher's own: it hears at once who has died, and knows who is in."""
+def remote_roster(address: str, token: str) -> Roster:
+    """The roster that ``--join`` names."""
+    from paceline.roster.wire import parse_address
 
-    def __init__(
-        self,
-        *,
-        minimum: int,
-        maximum: int,
-        token: str,
-        host: str = "127.0.0.1",
-        port: int = 0,
-    ) -> None:
+    try:
+        host, port = parse_address(address)
+    except ValueError as error:
+        raise ValueError(f"--join: {error}") from None
+    return Roster(host, port, token)
+
+
+class OwnRoster(Roster):
+    """A roster in the launcher's own process: it is told at once who has died, and knows who is in."""
+
+    def __init__(self, *, minimum: int, maximum: int, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
         from paceline.roster import Steward
 
-        self.token, self.loopback = token, is_loopback(host)
-        self.maximum: int | None = maximum
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}
         self._inside: set[str] = set()
         self._fresh: dict[str, float] = {}
-        """Until when those that just came in may still lack the training's state."""
+        """Until when workers that just came in may still lack the training's state."""
         self._started: set[str] = set()
         self._finished = False
         try:
-            self._steward = Steward(
+            self._server = Steward(
                 minimum=minimum, maximum=maximum, token=token, host=host, port=port, observe=self._observe
             )
         except OSError as error:
             raise ValueError(f"cannot listen on {written(host, port)} ({error.strerror or error})") from None
-        self._steward.start()
-        self.port = self._steward.port
-        self.address = written(reached_at(host), self.port)
+        self._server.start()
+        super().__init__(reached_at(host), self._server.port, token)
+        self.maximum, self.loopback = maximum, is_loopback(host)
 
     @property
     def finished(self) -> bool:
@@ -105,21 +119,21 @@ class RosterHere:
 
     @property
     def waiting(self) -> str:
-        return str(self._steward.snapshot()["waiting_for"])
+        return str(self._server.snapshot()["waiting_for"])
 
     def started(self, number: int, *, first: bool) -> None:
         self._started.add(worker_name(number))
         if first:
-            self._steward.expect(1)
+            self._server.expect(1)
 
     def died(self, number: int, how: str) -> None:
-        self._steward.died(worker_name(number), how)
+        self._server.died(worker_name(number), how)
 
     def close(self) -> None:
-        self._steward.close()
+        self._server.close()
 
     def _observe(self, kind: str, said: Mapping[str, Any]) -> None:
-        """Called from the steward's thread."""
+        """Called from the server's thread."""
         with self._lock:
             if kind == "registered":
                 self._names[said["id"]] = said["name"]
@@ -134,34 +148,6 @@ class RosterHere:
                 self._finished = True
 
 
-class RosterElsewhere:
-    """Somebody else's roster, which notices by itself who comes and goes; the workers here speak with it."""
-
-    maximum: int | None = None
-    finished = False
-    inside: frozenset[int] = frozenset()
-    outsiders = 0
-    waiting = ""
-
-    def __init__(self, address: str, *, token: str) -> None:
-        from paceline.roster.wire import parse_address
-
-        try:
-            host, self.port = parse_address(address)
-        except ValueError as error:
-            raise ValueError(f"--join: {error}") from None
-        self.address, self.token, self.loopback = written(host, self.port), token, is_loopback(host)
-
-    def started(self, number: int, *, first: bool) -> None:
-        pass
-
-    def died(self, number: int, how: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 def worker_name(number: int) -> str:
     """A worker's name in the fleet: its computer and its number there."""
     return f"{socket.gethostname()}/{number}"
@@ -171,3 +157,39 @@ def number_of(name: str) -> int | None:
     """The number of a worker of this computer; None for others."""
     host, _, number = name.rpartition("/")
     return int(number) if host == socket.gethostname() and number.isascii() and number.isdigit() else None
+
+
+class WorkerNumbers:
+    """The numbers that this launcher holds in the fleet whose roster listens on ``port``.
+
+    A number is held by binding a name in Linux's abstract namespace of sockets: nothing is left on the disk, and it is
+    free again when the launcher ends, whatever it ends of. Elsewhere every number counts as free, and the roster
+    refuses the second worker of a name.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._held: dict[int, socket.socket | None] = {}
+
+    def acquire(self, lowest: int = 0) -> int:
+        """The lowest number from ``lowest`` on that nobody holds; it is this launcher's until `close`."""
+        return next(number for number in count(lowest) if number not in self._held and self._bind(number))
+
+    def close(self) -> None:
+        for held in self._held.values():
+            if held is not None:
+                held.close()
+        self._held.clear()
+
+    def _bind(self, number: int) -> bool:
+        if not sys.platform.startswith("linux"):
+            self._held[number] = None
+            return True
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            name.bind(f"\0paceline-{os.getuid()}-{self._port}-{number}")
+        except OSError:
+            name.close()
+            return False
+        self._held[number] = name
+        return True

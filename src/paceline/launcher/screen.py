@@ -6,14 +6,38 @@ import errno
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from paceline.observe import RunLog
+    from paceline.observe.log.reader import Event
 
 
-class Watching:
+class LogFollower:
+    """Hands the events of a run's log to ``take`` as they are written, on a thread, from `start` to `close`."""
+
+    def __init__(self, run_dir: Path, take: Callable[[Iterator[Event]], None], *, poll_s: float = 0.1) -> None:
+        self._run_dir, self._take, self._poll_s = run_dir, take, poll_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="paceline-follow", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5.0)
+
+    def _follow(self) -> None:
+        from paceline.observe import follow
+
+        self._take(follow(self._run_dir, stop=self._stop, poll_s=self._poll_s))
+
+
+class Screen:
     """Prints, and shows the run in ``run_dir`` as its log grows; nothing of the latter when ``quiet``.
 
     On a terminal the live view takes over sys.stdout and sys.stderr, so that lines printed meanwhile appear above it;
@@ -22,18 +46,17 @@ class Watching:
 
     def __init__(self, run_dir: Path, *, quiet: bool = False) -> None:
         self.broken = False
-        """Whether nobody reads our output any more."""
+        """Whether nobody reads the launcher's output any more."""
         self._run_dir, self._quiet = run_dir, quiet
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="paceline-follow", daemon=True)
+        self._follower = LogFollower(run_dir, self._show)
 
-    def __enter__(self) -> Watching:
+    def __enter__(self) -> Screen:
         if not self._quiet:
-            self._thread.start()
+            self._follower.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_view()
+        self._follower.close()
 
     def out(self, text: str) -> None:
         self._write(sys.stdout, text)
@@ -58,7 +81,7 @@ class Watching:
         from paceline.observe.log.writer import EventLog
         from paceline.observe.words.numbers import wrapped
 
-        self._end_view()
+        self._follower.close()
         try:
             log = read_log(self._run_dir)
             if end is not None and log.end is None:
@@ -67,20 +90,20 @@ class Watching:
                 file.close()
                 log = read_log(self._run_dir)
         except ValueError:
-            forget(self._run_dir)
+            remove_empty(self._run_dir)
             return None
         if not self._quiet:
             if log.records:
                 self.err(f"\n{wrapped(verdict(log).text, sys.stderr)}\n")
-            self.err(f"run folder: {_short(self._run_dir)}\n")
+            self.err(f"run folder: {short_path(self._run_dir)}\n")
         return log
 
-    def _follow(self) -> None:
-        from paceline.observe import follow, make_view
+    def _show(self, events: Iterator[Event]) -> None:
+        from paceline.observe import make_view
 
         view = None
         try:
-            for event in follow(self._run_dir, stop=self._stop):
+            for event in events:
                 if event.get("event") == "end" and event.get("reason") == "error":
                     continue  # the launcher says it, once
                 view = view or make_view(sys.stderr)
@@ -88,11 +111,6 @@ class Watching:
         finally:
             if view:
                 view.close()
-
-    def _end_view(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=5.0)
 
     def _write(self, stream: TextIO, text: str) -> None:
         if self.broken:
@@ -118,7 +136,7 @@ def _silence(stream: TextIO) -> None:
     os.close(null)
 
 
-def forget(run_dir: Path) -> None:
+def remove_empty(run_dir: Path) -> None:
     """Remove the folder of a run that nobody recorded, and the folder of runs if that leaves it empty."""
     for folder in (run_dir, run_dir.parent):
         try:
@@ -127,5 +145,6 @@ def forget(run_dir: Path) -> None:
             return
 
 
-def _short(path: Path) -> str:
+def short_path(path: Path) -> str:
+    """As seen from the current folder, if it lies there."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -22,8 +22,8 @@ class Signals:
             os.set_blocking(end, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         # One that the caller ignores (nohup, a shell's background job) stays ignored.
-        heard = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._note) for number in heard}
+        handled = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._note) for number in handled}
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         return self
 

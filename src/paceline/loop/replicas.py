@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint import load
-from paceline.errors import FleetError, MisuseError
-from paceline.settings import is_compiled, must_agree
+from paceline.errors import FleetError
+from paceline.settings import must_agree
 from paceline.transport import Transport
-
-if TYPE_CHECKING:
-    from paceline.training.training import Training
-
-Model = TypeVar("Model", bound=torch.nn.Module)
-"""The user's own class."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -121,110 +113,3 @@ def hand_round(transport: Transport, content: Mapping[str, Any], *, device: torc
         if len(set(transport.gather("the leader's state that came", digest))) == 1:
             return checkpoint.unpack(data, device=device)
     raise FleetError("the leader's state did not reach every worker: leaders were lost, one after another")
-
-
-class Replica:
-    """This worker's models and everything tracked, which are the same on every worker."""
-
-    def __init__(self, context: Training) -> None:
-        self._context = context
-        self._known: list[torch.nn.Parameter] = []
-        """Parameters that were made equal on all workers."""
-        self._hooks: list[Any] = []
-        self.overlap = True
-        """Whether sums may start while backward runs."""
-
-    def add_model(self, module: Model, *, overlap: bool) -> Model:
-        """Take a model in: on this worker's device, with the leader's weights."""
-        context = self._context
-        if not isinstance(module, torch.nn.Module):
-            raise ValueError(f"fleet.model takes a torch.nn.Module, got {type(module).__name__}")
-        wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-        wrapped = next((part for part in module.modules() if isinstance(part, wrappers)), None)
-        if wrapped is not None:
-            raise ValueError(
-                f"the model is wrapped in {type(wrapped).__name__}: pass the plain module, Paceline combines the "
-                "gradients itself"
-            )
-        if context.steps is not None:
-            raise MisuseError("fleet.model after fleet.steps: bring every model before the first step")
-        module = module.to(context.device)
-        check_same_shape(context.transport, module)
-        self._spread([module])
-        context.models.append(module)
-        self._known += module.parameters()
-        if not is_compiled(module):
-            self._hooks.append(module.register_forward_pre_hook(_refuse_ddp))
-        self.overlap = self.overlap and overlap
-        return module
-
-    def _spread(self, models: Sequence[torch.nn.Module]) -> None:
-        if self._context.transport.size > 1 and not self._context.outside:
-            spread(self._context.transport, models)
-
-    def spread_new_parameters(self) -> None:
-        """Layers may have been replaced or added since the last loop: every worker gets the leader's weights there."""
-        context = self._context
-        parameters = [parameter for model in context.models for parameter in model.parameters()]
-        known = {id(parameter) for parameter in self._known}
-        new = sum(id(parameter) not in known for parameter in parameters)
-        facts = {"the number of parameters": len(parameters), "of them new since fleet.model": new}
-        must_agree(context.transport, "fleet.steps()", facts)
-        if new:
-            for model in context.models:
-                model.to(context.device)
-                check_same_shape(context.transport, model)
-            self._spread(context.models)
-            context.inform(f"{new} new parameters: every worker has the leader's")
-        self._known = parameters
-
-    def shapes_digest(self) -> str:
-        """The same on workers whose models have the same shapes."""
-        shapes = [shape_of(model) for model in self._context.models]
-        return blake2b(repr(shapes).encode(), digest_size=16).hexdigest()
-
-    def state(self) -> dict[str, Any]:
-        """The models, everything tracked, and ``fleet.state``: plain values and tensors."""
-        tracking = self._context.tracking
-        return {
-            "models": [checkpoint.plain(model.state_dict(), "the model's state") for model in self._context.models],
-            "tracked": {
-                name: checkpoint.plain(thing.state_dict(), f"the state of {name}")
-                for name, thing in tracking.things.items()
-            },
-            "state": tracking.state.state_dict(),
-        }
-
-    def restore(self, source: Path, content: Mapping[str, Any], *, guard: bool = False) -> None:
-        """Take over a `state`. ``source``: where it is from, for an error's text. ``guard``: warn of values that the
-        script overwrites unseen."""
-        tracking = self._context.tracking
-        content = {**content, "tracked": deepcopy(content["tracked"])}  # some keep what they are given
-        checkpoint.restore(source, content, tracking.things, self._context.models)
-        tracking.state.load_state_dict(content.get("state", {}), guard=guard)
-
-    def restore_peers(self, content: Mapping[str, Any]) -> None:
-        """Take over a peer's `state`."""
-        self.restore(Path("a peer's state"), content)
-
-    def make_equal(self) -> Repair:
-        """Every worker takes over the leader's models and everything tracked."""
-        context = self._context
-        state = hand_round(context.transport, self.state(), device=context.device)
-        mine = {"device": context.device.type, "distance": distance(context.models, state["models"])}
-        self.restore(Path("the leader's state"), state)
-        found = context.transport.gather("how far replicas were apart", mine)
-        return Repair([one["distance"] for one in found], [one["device"] for one in found])
-
-    def close(self) -> None:
-        """Leave the models as they came."""
-        for hook in self._hooks:
-            hook.remove()
-
-
-def _refuse_ddp(module: torch.nn.Module, inputs: Any) -> None:
-    if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
-        raise MisuseError(
-            "the fleet's model runs inside DistributedDataParallel, which would wait for gradients of its own: delete "
-            "the wrapper, Paceline combines the gradients"
-        )

@@ -17,10 +17,10 @@ from paceline.settings import LoopSettings, check_sync_batch_norm, must_agree, r
 from paceline.training.construct import LoopPlan, StepsConstructor
 
 if TYPE_CHECKING:
-    from paceline.loop.replicas import Replica
     from paceline.loop.steps import Steps
+    from paceline.training.context import TrainingContext
     from paceline.training.loading import Loading
-    from paceline.training.training import Training
+    from paceline.training.replica import Replica
     from paceline.training.untracked import UntrackedChecks
 
 
@@ -29,7 +29,7 @@ class LoopBuilder:
 
     def __init__(
         self,
-        context: Training,
+        context: TrainingContext,
         replica: Replica,
         untracked: UntrackedChecks,
         loading: Loading,

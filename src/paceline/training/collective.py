@@ -20,7 +20,7 @@ from paceline.training import gather as gathering
 from paceline.transport import Alone
 
 if TYPE_CHECKING:
-    from paceline.training.training import Training
+    from paceline.training.context import TrainingContext
 
 USUAL_BATCH = 64
 """Samples that go through at once where nobody says how many."""
@@ -29,7 +29,7 @@ USUAL_BATCH = 64
 class CollectiveCalls:
     """Deals a dataset over the fleet once, outside the steps, and hands every worker the same result."""
 
-    def __init__(self, context: Training) -> None:
+    def __init__(self, context: TrainingContext) -> None:
         self._context = context
 
     def evaluate(

@@ -30,9 +30,9 @@ from paceline.settings import LoopSettings, has_batch_norm, is_compiled
 from paceline.transport import Alone
 
 if TYPE_CHECKING:
-    from paceline.loop.replicas import Replica
+    from paceline.training.context import TrainingContext
+    from paceline.training.replica import Replica
     from paceline.training.saving import Saving
-    from paceline.training.training import Training
     from paceline.training.untracked import UntrackedChecks
 
 
@@ -59,7 +59,7 @@ class LoopPlan:
 class StepsConstructor:
     """Makes a loop's steps out of a plan, and holds what lives as long as the fleet does: learner and memory guards."""
 
-    def __init__(self, context: Training, replica: Replica, untracked: UntrackedChecks, saving: Saving) -> None:
+    def __init__(self, context: TrainingContext, replica: Replica, untracked: UntrackedChecks, saving: Saving) -> None:
         self._context, self._replica, self._untracked, self._saving = context, replica, untracked, saving
         self._guards: list[Guard] = []
         self._learner = self._make_learner()

@@ -19,7 +19,7 @@ from paceline.pace import make as make_pacer
 from paceline.run_recorder import RunRecorder
 from paceline.settings import must_agree
 from paceline.signals import leave_on_sigterm
-from paceline.training.training import Training
+from paceline.training.context import TrainingContext
 from paceline.transport import Alone, Fixed, Transport, launched
 from paceline.transport.elastic import transport as elastic
 
@@ -34,7 +34,7 @@ def join_training(
     name: str | None,
     run_dir: str | Path | None,
     quiet: bool,
-) -> Training:
+) -> TrainingContext:
     """What ``paceline.join`` does, up to a training with nothing in it yet."""
     other_pace, other_combine = os.environ.get("PACELINE_PACE"), os.environ.get("PACELINE_COMBINE")
     pacer, merge = make_pacer(other_pace or pace), make_combine(other_combine or combine)
@@ -57,7 +57,7 @@ def join_training(
             at_the_end.enter_context(leave_on_sigterm(transport))
         settings = {"pace": pacer.name, "combine": name_of(merge), "seed": seed, "nonfinite": nonfinite}
         must_agree(transport, "paceline.join()", {**settings, "combine": repr(merge)})
-        context = Training(
+        context = TrainingContext(
             transport=transport,
             recorder=RunRecorder(
                 transport,

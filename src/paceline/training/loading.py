@@ -20,9 +20,9 @@ from paceline.transport import Alone
 
 if TYPE_CHECKING:
     from paceline.feed import Source
-    from paceline.loop.replicas import Replica
     from paceline.loop.steps import Steps
-    from paceline.training.training import Training
+    from paceline.training.context import TrainingContext
+    from paceline.training.replica import Replica
     from paceline.training.untracked import UntrackedChecks
 
 logger = logging.getLogger("paceline")
@@ -31,7 +31,7 @@ logger = logging.getLogger("paceline")
 class Loading:
     """Loads checkpoints, and brings the script's loops to where they were saved."""
 
-    def __init__(self, context: Training, replica: Replica, untracked: UntrackedChecks) -> None:
+    def __init__(self, context: TrainingContext, replica: Replica, untracked: UntrackedChecks) -> None:
         self._context, self._replica, self._untracked = context, replica, untracked
 
     def load(self, path: str | Path, *, missing_ok: bool, loops: str | None) -> Any:

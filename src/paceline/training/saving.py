@@ -13,16 +13,16 @@ from paceline.checkpoint.autosave import Autosaver, Schedule
 from paceline.settings import must_agree
 
 if TYPE_CHECKING:
-    from paceline.loop.replicas import Replica
     from paceline.loop.steps import Steps
-    from paceline.training.training import Training
+    from paceline.training.context import TrainingContext
+    from paceline.training.replica import Replica
     from paceline.training.untracked import UntrackedChecks
 
 
 class Saving:
     """Writes checkpoints where this worker leads."""
 
-    def __init__(self, context: Training, replica: Replica, untracked: UntrackedChecks) -> None:
+    def __init__(self, context: TrainingContext, replica: Replica, untracked: UntrackedChecks) -> None:
         self._context, self._replica, self._untracked = context, replica, untracked
         self._autosaver: Autosaver | None = None
 

@@ -16,13 +16,13 @@ from paceline.loop.tracking import Living
 
 if TYPE_CHECKING:
     from paceline.loop.steps import Steps
-    from paceline.training.training import Training
+    from paceline.training.context import TrainingContext
 
 
 class UntrackedChecks:
     """Refuses, or warns of, what is not tracked and should be."""
 
-    def __init__(self, context: Training) -> None:
+    def __init__(self, context: TrainingContext) -> None:
         self._context = context
         self._last_search: tuple[Any, list[str]] = (None, [])
         """What was tracked and how far the script was when a checkpoint was written; and what was not tracked."""

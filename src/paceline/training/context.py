@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.run_recorder import RunRecorder
 
 
-class Training:
+class TrainingContext:
     """One worker's training. The parts that make loops, save, load and evaluate each hold it, and nothing of each
     other's."""
 
