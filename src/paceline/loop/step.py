@@ -45,7 +45,7 @@ class Step:
         applied (bool): after the commit, whether the parameters were updated; False after an overflow, or when nobody
             did anything.
         record (StepRecord | None): after the round, what happened in this step, on every worker; None before.
-        step (StepState): what the loop and the round's thread share of this step; the library's own.
+        step_state (StepState): what the loop and the round's thread share of this step; the library's own.
         work (StepRound): where this step's micro-batches go; the library's own.
         began (float): when the step began, by ``time.perf_counter()``; the library's own.
 

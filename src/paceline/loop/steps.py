@@ -140,10 +140,12 @@ class Steps:
 
     @property
     def gradients(self) -> Gradients:
+        """What is summed over the fleet, or over this worker's group."""
         return self.loop.gradients
 
     @property
     def membership(self) -> Membership | None:
+        """Follows who is there, where workers come and go."""
         return self.loop.membership
 
     # -- between steps ---------------------------------------------------------------------------------------------
