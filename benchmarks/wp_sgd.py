@@ -27,7 +27,7 @@ import numpy as np
 from _smoke import smoke
 from numpy.typing import NDArray
 
-from paceline.combine.averaging.weights import RULES, Mixture, Work, log_contraction, spread
+from paceline.combine.averaging.weights import RULES, LocalWork, Mixture, log_contraction, spread
 
 Floats = NDArray[np.float64]
 
@@ -109,10 +109,10 @@ def mixture(rule: str, steps: NDArray[np.int64], updates: Floats, strength: floa
     if rule == "fastest":
         return Mixture((steps == steps.max()) / np.sum(steps == steps.max()))
     shrunk = steps * log_contraction(RATE, strength)
-    work = Work(steps=steps, log_contraction=shrunk)
+    work = LocalWork(steps=steps, log_contraction=shrunk)
     if rule == "mse":
         distance, noise = spread(updates, work)
-        work = Work(steps=steps, log_contraction=shrunk, distance=distance, noise=noise)
+        work = LocalWork(steps=steps, log_contraction=shrunk, distance=distance, noise=noise)
     return RULES[rule](work)
 
 

@@ -24,7 +24,7 @@ from paceline.checkpoint import autosave
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint import file as checkpoint_file
 from paceline.checkpoint import folder as checkpoint_folder
-from paceline.checkpoint.autosave import Autosaver, Mark, Schedule
+from paceline.checkpoint.autosave import Autosaver, LastSave, Schedule
 
 # -- when ----------------------------------------------------------------------------------------------------------
 
@@ -32,16 +32,16 @@ from paceline.checkpoint.autosave import Autosaver, Mark, Schedule
 @given(every=st.integers(1, 50), last=st.integers(0, 200), step=st.integers(0, 400))
 def test_by_steps_it_is_due_once_a_multiple_lies_behind_the_last_time(every: int, last: int, step: int) -> None:
     passed = any(number % every == 0 for number in range(last + 1, step + 1))
-    assert Schedule(every_steps=every).due(step, 0.0, since=Mark(last, 0.0)) == passed
+    assert Schedule(every_steps=every).due(step, 0.0, since=LastSave(last, 0.0)) == passed
 
 
 @given(every=st.floats(0.1, 1e6), now=st.floats(0, 1e6), step=st.integers(1, 9))
 def test_by_the_clock_it_is_due_so_many_seconds_after_the_last_time(every: float, now: float, step: int) -> None:
-    assert Schedule(every_s=every).due(step, 50.0 + now, since=Mark(0, 50.0)) == (50.0 + now - 50.0 >= every)
+    assert Schedule(every_s=every).due(step, 50.0 + now, since=LastSave(0, 50.0)) == (50.0 + now - 50.0 >= every)
 
 
 def test_with_both_whichever_comes_first_counts_and_no_step_is_saved_twice() -> None:
-    schedule, since = Schedule(every_steps=10, every_s=60), Mark(12, 100.0)
+    schedule, since = Schedule(every_steps=10, every_s=60), LastSave(12, 100.0)
     assert [schedule.due(step, 130.0, since=since) for step in (13, 19, 20)] == [False, False, True]
     assert schedule.due(13, 160.0, since=since)
     assert not schedule.due(12, 1e9, since=since)
@@ -151,7 +151,7 @@ def test_only_the_leader_writes_and_a_new_one_goes_on_with_the_schedule(tmp_path
     second.leads = True
     second.train(*range(23, 33))
     second.saver.close()
-    assert (first.saver._since, second.saved) == (Mark(20, 19.0), [30])
+    assert (first.saver._since, second.saved) == (LastSave(20, 19.0), [30])
 
 
 def test_what_is_due_during_a_write_is_put_off_and_not_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

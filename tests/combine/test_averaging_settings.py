@@ -7,7 +7,7 @@ import pytest
 
 from paceline.combine.averaging.outer import Outer
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
-from paceline.combine.averaging.weights import Work
+from paceline.combine.averaging.weights import LocalWork
 from paceline.combine.choose import check_combine
 from paceline.pace import make
 
@@ -18,7 +18,7 @@ def test_rounds_come_every_two_seconds_unless_told_otherwise() -> None:
 
 
 def test_the_named_rule_weighs_the_work() -> None:
-    work = Work(steps=[3, 1])
+    work = LocalWork(steps=[3, 1])
     assert Averaging(weights="samples").mix(work).weights.tolist() == [0.75, 0.25]
     assert Averaging(weights="uniform").mix(work).weights.tolist() == [0.5, 0.5]
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from paceline.combine.averaging.sketch import SIZE, sketch
-from paceline.combine.averaging.weights import Work, spread
+from paceline.combine.averaging.weights import LocalWork, spread
 
 
 def update(seed: int) -> list[torch.Tensor]:
@@ -34,7 +34,7 @@ def test_on_average_over_seeds_lengths_and_inner_products_survive() -> None:
 def test_spread_from_sketches_is_close_to_spread_from_the_updates_themselves() -> None:
     goal = [5 * part for part in update(9)]
     updates = [[g + n for g, n in zip(goal, update(seed), strict=True)] for seed in range(3)]
-    work = Work(steps=[50, 50, 50], log_contraction=[-1.0, -1.0, -1.0])
+    work = LocalWork(steps=[50, 50, 50], log_contraction=[-1.0, -1.0, -1.0])
     exact = spread([torch.cat([part.flatten() for part in parts]).numpy() for parts in updates], work)
     found = np.mean([spread([sketch(parts, seed=s) for parts in updates], work) for s in range(20)], axis=0)
     assert found == pytest.approx(exact, rel=0.15)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.machines.spot import Change, Market, Row, read_spot
+from paceline.machines.spot import Market, Row, SpotChange, read_spot
 
 TRACE = "0,add,a\n0,add,b\n60000,add,c\n\n120000,remove,a\n120000,remove,c\n180000,add,d\n"
 
@@ -54,10 +54,10 @@ def test_a_missing_or_binary_file_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_time_runs_faster_by_the_speed_up() -> None:
     market = Market(rows("+ a 0,+ b 300,- a 600"), room=4, speed_up=300)
-    assert market.changes(0.0, inside=set()) == [Change("add", "a")]
+    assert market.changes(0.0, inside=set()) == [SpotChange("add", "a")]
     assert market.changes(0.99, inside={"a"}) == []
-    assert market.changes(1.0, inside={"a"}) == [Change("add", "b")]
-    assert market.changes(5.0, inside={"a", "b"}) == [Change("remove", "a")]
+    assert market.changes(1.0, inside={"a"}) == [SpotChange("add", "b")]
+    assert market.changes(5.0, inside={"a", "b"}) == [SpotChange("remove", "a")]
     assert not market.coming
 
 
@@ -69,33 +69,33 @@ def test_a_speed_up_is_a_number_above_0(speed_up: float) -> None:
 
 def test_a_node_without_room_waits_until_another_has_gone_and_may_go_while_it_waits() -> None:
     market = Market(rows("+ a 0,+ b 0,+ c 1,+ d 1,- c 2,- a 3"), room=2)
-    assert market.changes(1.0, inside=set())[2:] == [Change("wait", "c"), Change("wait", "d")]
+    assert market.changes(1.0, inside=set())[2:] == [SpotChange("wait", "c"), SpotChange("wait", "d")]
     assert market.changes(2.0, inside={"a", "b"}) == []
     assert market.coming
-    assert market.changes(3.0, inside={"a", "b"}) == [Change("remove", "a"), Change("add", "d")]
+    assert market.changes(3.0, inside={"a", "b"}) == [SpotChange("remove", "a"), SpotChange("add", "d")]
 
 
 def test_the_last_with_the_state_is_spared_until_another_has_it() -> None:
     market = Market(rows("+ a 0,- a 1,+ b 2"), room=2)
     market.changes(0.0, inside=set())
-    assert market.changes(1.0, inside={"a"}) == [Change("spare", "a")]
-    assert market.changes(2.0, inside={"a"}) == [Change("add", "b")]
+    assert market.changes(1.0, inside={"a"}) == [SpotChange("spare", "a")]
+    assert market.changes(2.0, inside={"a"}) == [SpotChange("add", "b")]
     assert market.changes(3.0, inside={"a"}) == []  # b starts, but does not hold the state yet
-    assert market.changes(4.0, inside={"a", "b"}) == [Change("remove", "a")]
+    assert market.changes(4.0, inside={"a", "b"}) == [SpotChange("remove", "a")]
     assert market.changes(5.0, inside={"b"}) == []
 
 
 def test_a_spared_node_that_comes_again_simply_stays() -> None:
     market = Market(rows("+ a 0,- a 1,+ a 2,+ b 3"), room=2)
     assert [change.what for change in market.changes(2.0, inside={"a"})] == ["add", "spare"]
-    assert market.changes(3.0, inside={"a"}) == [Change("add", "b")]
+    assert market.changes(3.0, inside={"a"}) == [SpotChange("add", "b")]
     assert market.changes(4.0, inside={"a", "b"}) == []
 
 
 def test_two_that_should_go_at_once_do_not_both_go_when_they_are_the_last() -> None:
     market = Market(rows("+ a 0,+ b 0,- a 1,- b 1"), room=2)
     market.changes(0.0, inside=set())
-    assert market.changes(1.0, inside={"a", "b"}) == [Change("remove", "a"), Change("spare", "b")]
+    assert market.changes(1.0, inside={"a", "b"}) == [SpotChange("remove", "a"), SpotChange("spare", "b")]
 
 
 @given(

@@ -29,7 +29,7 @@ FINISH_S = 60.0
 SLOW = "slow"
 
 
-class Mark(NamedTuple):
+class LastSave(NamedTuple):
     """When something was saved last, or the schedule began."""
 
     step: int
@@ -40,9 +40,9 @@ class Mark(NamedTuple):
 class Schedule:
     """Save at every multiple of ``every_steps`` steps, or ``every_s`` seconds after the last time, whichever is first.
 
-    >>> Schedule(every_steps=10).due(20, 1.0, since=Mark(12, 0.0))
+    >>> Schedule(every_steps=10).due(20, 1.0, since=LastSave(12, 0.0))
     True
-    >>> Schedule(every_s=60).due(20, 59.0, since=Mark(12, 0.0))
+    >>> Schedule(every_s=60).due(20, 59.0, since=LastSave(12, 0.0))
     False
     """
 
@@ -57,7 +57,7 @@ class Schedule:
         if self.every_s is not None and not (_is_number(self.every_s) and self.every_s > 0):
             raise ValueError(f"every_s must be a number of seconds above 0, got {self.every_s!r}")
 
-    def due(self, step: int, now: float, *, since: Mark) -> bool:
+    def due(self, step: int, now: float, *, since: LastSave) -> bool:
         """Whether to save before step ``step`` at ``now`` seconds, since it was done last."""
         if step <= since.step:
             return False
@@ -94,7 +94,7 @@ class Autosaver:
     ) -> None:
         self._folder, self._schedule, self._keep = folder, schedule, whole_number("keep", keep)
         self._leads, self._content, self._observe, self._clock = leads, content, observe, clock
-        self._since: Mark | None = None
+        self._since: LastSave | None = None
         self._thread: threading.Thread | None = None
         self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
         """What the writer's thread reports, for the training thread to deliver."""
@@ -110,7 +110,7 @@ class Autosaver:
         self._deliver_reports()
         now = self._clock()
         if self._since is None:
-            self._begin(Mark(step, now))
+            self._begin(LastSave(step, now))
         assert self._since is not None
         if not (self._schedule.due(step, now, since=self._since) or (last and step > self._since.step)):
             return
@@ -120,9 +120,9 @@ class Autosaver:
             if self._busy:
                 return  # it stays due
             self._save(step)
-        self._since = Mark(step, now)
+        self._since = LastSave(step, now)
 
-    def _begin(self, mark: Mark) -> None:
+    def _begin(self, mark: LastSave) -> None:
         self._since = mark
         if self._leads():
             try:

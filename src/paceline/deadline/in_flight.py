@@ -15,7 +15,7 @@ import torch
 
 from paceline.combine import Gradients
 from paceline.combine.gradients.accumulation import Aside
-from paceline.deadline.side_stream import Mark, SideStream
+from paceline.deadline.side_stream import SideStream, StreamMark
 from paceline.loop.step_state import StepState, Work
 
 
@@ -24,7 +24,7 @@ class MicroBatchInFlight(NamedTuple):
 
     done: Work
     aside: Aside
-    mark: Mark
+    mark: StreamMark
     began: float
 
 
@@ -61,7 +61,7 @@ class WorkInFlight:
         """The loop, which took it at ``began``, is done with one. A device is given one more to do meanwhile, and no
         more than that."""
         self._side_stream.keep(aside[0])
-        self._waiting.append(MicroBatchInFlight(done, aside, Mark(self._device), began))
+        self._waiting.append(MicroBatchInFlight(done, aside, StreamMark(self._device), began))
         self.land(step_state, leave=1 if self._device.type == "cuda" else 0)
 
     def land(self, step_state: StepState, *, leave: int = 0) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-class Mark:
+class StreamMark:
     """A point in the user's stream."""
 
     def __init__(self, device: torch.device) -> None:

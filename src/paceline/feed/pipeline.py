@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.feed.fetching import Fetcher, Piece
 from paceline.feed.keys import key
 from paceline.feed.loader_settings import Settings
-from paceline.feed.processes import Failure, InitWorker, as_it_is, received, shut_down
+from paceline.feed.processes import InitWorker, LoaderFailure, as_it_is, received, shut_down
 
 _Name = tuple[Any, ...]
 
@@ -51,7 +51,7 @@ class Remote(Dataset[Any]):
             self._fetcher = self._fetcher or Fetcher(self.dataset, collate=self._collate, seed=self._seed)
             return self._fetcher(task.piece, unwanted=lambda: bool(self._called_off[task.slot]))
         except Exception as error:
-            return Failure.of(error)
+            return LoaderFailure.of(error)
 
 
 class Pipeline:
@@ -99,7 +99,7 @@ class Pipeline:
             self._receive()
         del self._expected[name]
         data = self._loaded.pop(name)
-        if isinstance(data, Failure):
+        if isinstance(data, LoaderFailure):
             data.reraise()
         return data
 

@@ -16,14 +16,14 @@ from paceline.errors import LoaderDied
 
 
 @dataclass(frozen=True)
-class Failure:
+class LoaderFailure:
     """An exception on its way from a loader process, where torch would put its own words in place of the message."""
 
     error: Exception
     trace: str
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of(cls, error: Exception) -> LoaderFailure:
         trace = "".join(traceback.format_exception(error))
         try:
             pickle.loads(pickle.dumps(error))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from paceline.feed.keys import key
 from paceline.feed.loader_settings import Settings
-from paceline.feed.processes import Failure, InitWorker, as_it_is, received, shut_down
+from paceline.feed.processes import InitWorker, LoaderFailure, as_it_is, received, shut_down
 from paceline.feed.randomness import Generators, generators_kept, seed_generators
 
 Part = tuple[int, int]
@@ -44,7 +44,7 @@ class Guarded(IterableDataset[Any]):
             set_epoch(self.dataset, epoch)
             yield from self._divided(epoch, *part) if self._split else self.dataset
         except Exception as error:
-            yield Failure.of(error)
+            yield LoaderFailure.of(error)
 
     def _divided(self, epoch: int, worker: int, workers: int) -> Iterator[Any]:
         info = get_worker_info()
@@ -168,7 +168,7 @@ class Stream:
         assert self._samples is not None
         samples = []
         for sample in islice(self._samples, count):
-            if isinstance(sample, Failure):
+            if isinstance(sample, LoaderFailure):
                 sample.reraise()
             samples.append(sample)
         return samples

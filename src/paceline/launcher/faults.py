@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from paceline.machines.events import Event
-from paceline.machines.spot import Change, Market
+from paceline.machines.spot import Market, SpotChange
 
 
 class Workers(Protocol):
@@ -116,7 +116,7 @@ class Faults:
             self._slots = {other: taken for other, taken in self._slots.items() if taken != number} | {node: number}
             workers.note(f"spot: {node} comes as worker {number}")
 
-    def _trade(self, change: Change, workers: Workers) -> None:
+    def _trade(self, change: SpotChange, workers: Workers) -> None:
         node = change.node
         if change.what == "add":
             self._arriving.append(node)

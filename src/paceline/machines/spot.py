@@ -31,7 +31,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Change:
+class SpotChange:
     """What to do now."""
 
     what: Literal["add", "remove", "wait", "spare"]
@@ -108,9 +108,9 @@ class Market:
         """Whether any node has yet to come."""
         return bool(self._waiting) or any(row.adds for row in self._rows[self._next :])
 
-    def changes(self, elapsed_s: float, *, inside: Set[str]) -> list[Change]:
+    def changes(self, elapsed_s: float, *, inside: Set[str]) -> list[SpotChange]:
         """What to do at ``elapsed_s``, in order; ``inside`` are the nodes whose workers hold the training's state."""
-        made: list[Change] = []
+        made: list[SpotChange] = []
         staying = set(inside)
         for node in [*self._owed]:
             if not self._last(node, staying):
@@ -122,29 +122,29 @@ class Market:
             made += self._come(row.node) if row.adds else self._go(row.node, staying)
         return made
 
-    def _come(self, node: str) -> list[Change]:
+    def _come(self, node: str) -> list[SpotChange]:
         if node in self._owed:  # it was spared when it should have gone, and now comes again
             self._owed.remove(node)
             return []
         if len(self._playing) < self._room:
             self._playing.append(node)
-            return [Change("add", node)]
+            return [SpotChange("add", node)]
         self._waiting.append(node)
-        return [Change("wait", node)]
+        return [SpotChange("wait", node)]
 
-    def _go(self, node: str, staying: set[str]) -> list[Change]:
+    def _go(self, node: str, staying: set[str]) -> list[SpotChange]:
         if node in self._waiting:
             self._waiting.remove(node)
             return []
         if self._last(node, staying):
             self._owed.append(node)
-            return [Change("spare", node)]
+            return [SpotChange("spare", node)]
         return self._take_out(node, staying)
 
     def _last(self, node: str, staying: set[str]) -> bool:
         return self._playing == [node] or staying == {node}
 
-    def _take_out(self, node: str, staying: set[str]) -> list[Change]:
+    def _take_out(self, node: str, staying: set[str]) -> list[SpotChange]:
         self._playing.remove(node)
         staying.discard(node)
-        return [Change("remove", node), *(self._come(self._waiting.pop(0)) if self._waiting else [])]
+        return [SpotChange("remove", node), *(self._come(self._waiting.pop(0)) if self._waiting else [])]

@@ -22,7 +22,7 @@ from paceline.combine.averaging.elastic_weights import Exchange, Memory
 from paceline.combine.averaging.outer import OuterSGD
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
 from paceline.combine.averaging.sketch import SIZE, sketch
-from paceline.combine.averaging.weights import Work, log_contraction, over_members, spread
+from paceline.combine.averaging.weights import LocalWork, log_contraction, over_members, spread
 from paceline.transport import Transport
 
 Table = NDArray[np.float64]
@@ -133,10 +133,10 @@ class Averages:
             "log_contraction": rows[:, CONTRACTION],
             "momentum": float(rows[:, MOMENTUM].max(initial=0.0)),
         }
-        work = Work(**facts)
+        work = LocalWork(**facts)
         if self._settings.weights == "mse":
             distance, noise = spread(rows[:, len(FACTS) :], work)
-            work = Work(**facts, distance=distance, noise=noise)
+            work = LocalWork(**facts, distance=distance, noise=noise)
         mixture = self._settings.mix(work)
         return (mixture if groups is None else over_members(mixture, groups)).coefficients
 

@@ -10,7 +10,7 @@ from paceline.combine.averaging.merging import copies
 from paceline.machines.failures import Failures, Trouble
 
 
-class Outages:
+class EmulatedOutages:
     """Of one worker."""
 
     def __init__(self, failures: Failures | None, parameters: Sequence[torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from paceline.combine.averaging.dealing import PeriodDealer
 from paceline.combine.averaging.exchange import RoundExchange
 from paceline.combine.averaging.merging import Averages, copies, make_merging
-from paceline.combine.averaging.outages import Outages
+from paceline.combine.averaging.outages import EmulatedOutages
 from paceline.combine.averaging.period import Ints, Period
 from paceline.combine.averaging.rounds import Round
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
@@ -55,7 +55,7 @@ class Periods:
         """When the last round was over, for this worker."""
         self._call = 0.0
         """What this worker waits to do together with the others, as a number; 0: nothing."""
-        self._outages = Outages(parts.failures, loop.gradients.everything)
+        self._outages = EmulatedOutages(parts.failures, loop.gradients.everything)
 
     # -- periods -------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from paceline.combine.averaging import elastic_weights as elastic
 from paceline.combine.averaging.elastic_weights import Exchange, Memory, Reading
 from paceline.combine.averaging.outer import Outer
-from paceline.combine.averaging.weights import RULES, Mixture, Work
+from paceline.combine.averaging.weights import RULES, LocalWork, Mixture
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -100,7 +100,7 @@ class Averaging:
                 f"{' and '.join(asked)} out, or start it with paceline run -n WORKERS"
             )
 
-    def mix(self, work: Work) -> Mixture:
+    def mix(self, work: LocalWork) -> Mixture:
         """The round's weights from what each worker (or group) did."""
         return RULES[self.weights](work)
 

@@ -8,7 +8,7 @@ pure function from a few facts of each worker to a `Mixture`, and the round then
 ``scale`` is 1 for all rules but `normalised`. Who did no local step brings nothing and has weight 0 under every rule;
 when nobody did, the weights are equal and the update is zero anyway.
 
->>> work = Work(steps=[10, 10, 5], samples=[160, 160, 80], log_contraction=[-1.0, -1.0, -0.5])
+>>> work = LocalWork(steps=[10, 10, 5], samples=[160, 160, 80], log_contraction=[-1.0, -1.0, -0.5])
 >>> wp(work).weights.round(3).tolist()
 [0.384, 0.384, 0.233]
 >>> samples(work).weights.tolist()
@@ -32,7 +32,7 @@ NEGLIGIBLE = 1e-12
 """A raw weight of `mse` this small is rounding."""
 
 
-class Work:
+class LocalWork:
     """What each worker did since the common start; arrays in rank order (with groups: in the groups' order).
 
     ``steps`` are local optimiser steps and ``samples`` the samples in them (left out: in proportion to the steps).
@@ -101,17 +101,17 @@ def log_contraction(learning_rate: float, weight_decay: float) -> float:
     return math.log1p(-product)
 
 
-def uniform(work: Work) -> Mixture:
+def uniform(work: LocalWork) -> Mixture:
     """Everybody alike: SimuParallel SGD, P2's baseline."""
     return _mixture(work, np.ones_like(work.steps))
 
 
-def samples(work: Work) -> Mixture:
+def samples(work: LocalWork) -> Mixture:
     """In proportion to the samples done: ``a_i ~ n_i``."""
     return _mixture(work, work.samples)
 
 
-def wp(work: Work) -> Mixture:
+def wp(work: LocalWork) -> Mixture:
     """P2: ``a_i ~ rho^(T_max - T_i)``; with a schedule, the product of ``1 - eta_t * lambda`` over the steps missing.
 
     Written as ``beta_max / beta_i``, so that each worker's own product is all it has to send. At lambda = 0, or when
@@ -121,7 +121,7 @@ def wp(work: Work) -> Mixture:
     return _mixture(work, np.exp(-np.maximum(behind, 0.0)))
 
 
-def normalised(work: Work) -> Mixture:
+def normalised(work: LocalWork) -> Mixture:
     """FedNova: updates per unit of local work, ``x <- x + tau_eff * sum_i p_i D_i / |a_i|``, ``p_i ~ samples``.
 
     ``|a|`` (`local_work`) is what one worker's steps add up to, ``tau_eff = sum_i p_i |a_i|``. The coefficients need
@@ -145,7 +145,7 @@ def local_work(steps: Floats, momentum: float = 0.0) -> Floats:
     return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
 
 
-def mse(work: Work) -> Mixture:
+def mse(work: LocalWork) -> Mixture:
     """Ours: the weights of least expected squared error on a quadratic, ``D2 (sum a_i beta_i)^2 + s2 sum a_i^2``.
 
     ``a_i ~ max(0, 1 - kappa beta_i)`` with ``kappa = D2 sum(beta) / (s2 + D2 sum(beta^2))`` over those with a weight
@@ -167,13 +167,13 @@ def mse(work: Work) -> Mixture:
     return _mixture(work, kept.astype(np.float64))
 
 
-def _kappa(work: Work, kept: NDArray[np.bool_]) -> float:
+def _kappa(work: LocalWork, kept: NDArray[np.bool_]) -> float:
     beta = work.contraction[kept]
     whole = work.noise + work.distance * float(beta @ beta)
     return work.distance * float(beta.sum()) / whole if whole > 0 else 0.0
 
 
-def spread(updates: ArrayLike, work: Work, *, fastest: int = FASTEST) -> tuple[float, float]:
+def spread(updates: ArrayLike, work: LocalWork, *, fastest: int = FASTEST) -> tuple[float, float]:
     """D2 and s2 for `mse`, from the updates (workers x parameters, or any linear sketch of them) of the fastest.
 
     s2 is the variance between them and ``D2 = (|mean update|^2 - s2 / n) / (1 - beta)^2``: what noise adds to the mean
@@ -191,7 +191,7 @@ def spread(updates: ArrayLike, work: Work, *, fastest: int = FASTEST) -> tuple[f
     return max(0.0, float(mean @ mean) - noise / len(order)) / left**2, noise
 
 
-RULES: dict[str, Callable[[Work], Mixture]] = {
+RULES: dict[str, Callable[[LocalWork], Mixture]] = {
     "wp": wp,
     "uniform": uniform,
     "samples": samples,
@@ -212,7 +212,7 @@ def over_members(mixture: Mixture, groups: Sequence[Sequence[int]]) -> Mixture:
     return Mixture(weights, mixture.scale)
 
 
-def _mixture(work: Work, raw: Floats) -> Mixture:
+def _mixture(work: LocalWork, raw: Floats) -> Mixture:
     raw = np.where(work.worked, raw, 0.0)
     total = raw.sum()
     return Mixture(raw / total if total > 0 else np.full(len(raw), 1 / len(raw)))
