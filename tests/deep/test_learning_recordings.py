@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.deep.learning.recordings import LEAST_STEPS, NO_BOUND, from_records, read, recording
+from paceline.cli.learn import recordings
+from paceline.deep.learning.recordings import LEAST_STEPS, NO_BOUND, from_records, recording
 from paceline.records import StepRecord
 
 
@@ -19,7 +20,7 @@ def record(step: int, **fields: object) -> StepRecord:
 def test_a_trace_is_a_recording_in_which_nobody_is_late(tmp_path: Path) -> None:
     file = tmp_path / "two.csv"
     file.write_text("".join(f"{step},1.0,{step + 1}.5\n" for step in range(LEAST_STEPS)))
-    (found,) = read(file)
+    (found,) = recordings(file)
     assert (found.name, found.steps, found.workers) == ("two.csv", LEAST_STEPS, 2)
     assert found.seconds[3].tolist() == [1.0, 4.5]
     assert not found.late.any()
@@ -31,7 +32,7 @@ def test_a_run_log_is_seconds_per_sample_and_a_share_not_done_is_a_bound(tmp_pat
     lines = [json.dumps({"event": "step", **step.to_json()}) for step in steps]
     (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
     for path in (tmp_path, tmp_path / "events.jsonl"):
-        (found,) = read(path)
+        (found,) = recordings(path)
         assert found.seconds[4].tolist() == [0.5, 1.0]
         assert found.seconds[5].tolist() == [0.5, 0.75]
         assert found.late.sum() == 1

@@ -33,12 +33,12 @@ def learn(
 ) -> None:
     """Learn to forecast step times (for --pace cutoff or joint with forecast "deep:FILE") and say how well it does."""
     try:
-        recordings = _read(sources)
+        read = _read(sources)
         _check(output, seed)
-        scores = _learn(recordings, output, updates, seed)
+        scores = _learn(read, output, updates, seed)
     except ValueError as error:
         refuse(f"learn: {error}")
-    size = {"steps": sum(part.steps for part in recordings), "workers": max(part.workers for part in recordings)}
+    size = {"steps": sum(part.steps for part in read), "workers": max(part.workers for part in read)}
     if as_json:
         typer.echo(json.dumps({"model": str(output), **size, "held_out": scores}))
         return
@@ -46,11 +46,22 @@ def learn(
 
 
 def _read(sources: list[Path]) -> list[Recording]:
-    from paceline.deep.learning.recordings import read
-
     if missing := next((source for source in sources if not source.exists()), None):
         raise ValueError(f"there is no {missing}: give runs' folders, event logs or traces")
-    return [recorded for source in sources for recorded in read(source)]
+    return [recorded for source in sources for recorded in recordings(source)]
+
+
+def recordings(source: Path) -> list[Recording]:
+    """Those in a trace (CSV) or in a run's folder or event log; ValueError for anything else."""
+    from paceline.deep.learning.recordings import from_records, recording
+
+    if source.is_dir() or source.suffix == ".jsonl":
+        from paceline.observe import read_log
+
+        return from_records(source.name, read_log(source).records)
+    from paceline.machines.trace import read_trace
+
+    return [recording(source.name, read_trace(source).seconds)]
 
 
 def _check(output: Path, seed: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -60,17 +59,6 @@ def recording(name: str, seconds: ArrayLike, late: ArrayLike | None = None) -> R
     if cut.shape != own.shape:
         raise ValueError(f"{name}: late says for every worker in every step whether it was cut off")
     return Recording(name, own, cut)
-
-
-def read(path: Path) -> list[Recording]:
-    """The recordings in a trace (CSV) or in a run's folder or event log; ValueError for anything else."""
-    if path.is_dir() or path.suffix == ".jsonl":
-        from paceline.observe import read_log
-
-        return from_records(path.name, read_log(path).records)
-    from paceline.machines.trace import read_trace
-
-    return [recording(path.name, read_trace(path).seconds)]
 
 
 def from_records(name: str, records: Sequence[StepRecord]) -> list[Recording]:
