@@ -30,7 +30,7 @@ register("sign", SignOfTheMean)
 """
 
 TRAINING = """
-with paceline.join(combine="sign", run_dir=RUN) as fleet:
+with paceline.join(combine="sign") as fleet:
     model = fleet.model(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     fleet.track(optimizer=optimizer)
@@ -44,14 +44,13 @@ with paceline.join(combine="sign", run_dir=RUN) as fleet:
 
 
 def test_a_combine_of_the_users_own_runs_in_a_fleet_and_in_its_report(tmp_path: Path) -> None:
-    training = TRAINING.replace("RUN", repr(str(tmp_path / "run")))
-    first, second = results(tmp_path / "two", training, before=BEFORE + TOY)
+    first, second = results(tmp_path / "two", TRAINING, before=BEFORE + TOY)
     assert first == second
-    alone = results(tmp_path / "one", TRAINING.replace("RUN", "None"), before=BEFORE + TOY, workers=1)[0]
+    alone = results(tmp_path / "one", TRAINING, before=BEFORE + TOY, workers=1)[0]
     assert apart(first[0], alone[0]) < 1e-12, "as one machine does with the whole batch"
     assert all(steps == int(steps) and steps <= 8 for steps in first[1]), "every update is the learning rate or nothing"
-    run = read_log(tmp_path / "run")
-    assert run.info["combine"] == "sign"
+    run = read_log(tmp_path / "two" / "run")
+    assert run.run["combine"] == "sign"
     assert len(run.records) == 8
     assert "samples/s" in str(verdict(run))
 
