@@ -176,7 +176,7 @@ def test_a_memory_follows_its_workers_to_their_new_ranks() -> None:
     for distances in ([1.0, 2.0, 3.0], [1.0, 8.0, 3.0]):
         settings.weigh(memory, distances, [True, True, False])
         settings.weigh(alone, distances[1:2], [True])
-    memory.follow((1, None))
+    memory.members_changed((1, None))
     assert memory.exchanges.tolist() == [2, 0]
     assert memory.missed.tolist() == [0, 0]
     assert memory.log_distances[:, 0].tolist() == pytest.approx(alone.log_distances[:, 0].tolist(), nan_ok=True)

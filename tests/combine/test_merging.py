@@ -79,7 +79,7 @@ def test_a_part_may_be_worked_out_again_among_fewer_and_nothing_was_changed(
         merging.part(FACTS_OF_TWO)
     assert parameter.item() == 3.0
     assert str(merging.state_dict()) == before
-    merging.follow((0,))
+    merging.members_changed((0,))
     alone = merging.part(FACTS_OF_TWO[:1])[0].item()
     assert alone == pytest.approx(2.0 * (1.0 if isinstance(settings, Averaging) else settings.alpha_for(1)))
 
@@ -106,7 +106,7 @@ def test_springs_pull_the_worker_and_the_centre() -> None:
 def test_a_newcomer_begins_at_the_centre_with_a_peers_memory() -> None:
     _, giver = merging_of_two(ElasticAverage())
     giver.take(FACTS_OF_TWO, [torch.tensor([1.0])], ())
-    giver.follow((0, None))
+    giver.members_changed((0, None))
     with giver.shown():
         state = giver.state_dict()
         parameter = torch.nn.Parameter(giver._parameters[0].detach().clone())

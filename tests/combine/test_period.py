@@ -76,5 +76,5 @@ def test_figures_follow_who_they_are_of_and_newcomers_are_like_the_others(
 def test_a_period_goes_on_without_those_who_are_lost() -> None:
     period = Period(began=0.0, shares=(9, 5, 7), windows=(7,), batches=(3,), member=0)
     period.count(period.parts())
-    period.follow((2, 0))
+    period.members_changed((2, 0))
     assert (period.shares, period.windows, period.samples, period.parts()) == ((7, 9), (7,), 3, (3,))

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from programs import BEFORE, apart, results
+from typer.testing import CliRunner
 
+from paceline.cli import app
 from paceline.observe import read_log, verdict
 
 pytestmark = pytest.mark.fleet
@@ -52,7 +54,9 @@ def test_a_combine_of_the_users_own_runs_in_a_fleet_and_in_its_report(tmp_path: 
     run = read_log(tmp_path / "two" / "run")
     assert run.run["combine"] == "sign"
     assert len(run.records) == 8
-    assert "samples/s" in str(verdict(run))
+    assert verdict(run).figures.samples_per_s > 0
+    report = CliRunner().invoke(app, ["report", str(tmp_path / "two" / "run")]).stdout
+    assert "combine sign" in report
 
 
 def test_an_unknown_combine_is_refused_with_the_names_that_there_are(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ def test_what_a_lost_worker_did_in_earlier_laps_is_given_back() -> None:
         plan=plan, shares=(6, 4, 2), epoch=0, dealt=12, expected=12, last=True, compare=False, opened=0.0,
         workers=(0, 1, 2), generation=1, ranges=(((0, 5),), ((6, 9),), ((10, 12),)),
     )  # fmt: skip
-    assert turn.follow((0, 2), workers=(0, 2), generation=2) == [(6, 9)]
+    assert turn.members_changed((0, 2), workers=(0, 2), generation=2) == [(6, 9)]
     assert turn.counted == (5, 2)
     assert turn.plan.samples == turn.shares == (6, 2)
     assert turn.plan.forecast_s == (0.1, 0.3)

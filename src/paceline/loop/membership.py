@@ -130,12 +130,12 @@ class Membership:
         loop, combine, generation = self._steps.loop, self._steps.combine, change.generation
         with loop.training.changed:
             show()
-            loop.training.follow(change.kept, ahead=_ahead(change))
+            loop.training.members_changed(change.kept, ahead=_ahead(change))
             loop.full_shares = _kept_shares(loop.full_shares, change.kept)
             combine.members_changed(change.kept)
             step_state = combine.open_step
             if step_state is not None:
-                lost = step_state.follow(change.kept, workers=generation.workers, generation=generation.number)
+                lost = step_state.members_changed(change.kept, workers=generation.workers, generation=generation.number)
                 loop.dealing.give_back(lost)
                 loop.training.plan_ahead(step_state)
         self._announce(change)

@@ -163,8 +163,8 @@ class StepState:
         if self.until is None and self.plan.deadline_s is not None:
             self.opened, self.until = since, since + self.plan.deadline_s
 
-    def follow(self, kept: Sequence[int | None], *, workers: tuple[int, ...], generation: int) -> list[Range]:
-        """Members changed in the middle of the step: by new rank, ``kept`` says who they were. Returns what those who
+    def members_changed(self, kept: Sequence[int | None], *, workers: tuple[int, ...], generation: int) -> list[Range]:
+        """In the middle of the step: by new rank, ``kept`` says who they were. Returns what those who
         are gone had done in earlier laps: it was counted, and its gradients are gone with them."""
         lost = [piece for rank, mine in enumerate(self.ranges) if rank not in kept for piece in mine]
         self.workers, self.generation = workers, generation

@@ -103,7 +103,7 @@ class TrainingState:
         if self._transport.rank == 0 and len(self._history) > 0:
             step_state.next_plan = self._plan_after(step_state)
 
-    def follow(self, kept: Sequence[int | None], *, ahead: Sequence[int]) -> None:
+    def members_changed(self, kept: Sequence[int | None], *, ahead: Sequence[int]) -> None:
         """Other members are there: by new rank, ``kept`` says who they were. What those who are gone had claimed is
         dealt again; a plan for the old members is void."""
         self.dealing.reform(kept, rank=self._transport.rank, ahead=ahead)

@@ -178,8 +178,8 @@ class Memory:
         self.log_distances[:, worker] = np.nan
         self.exchanges[worker] = self.missed[worker] = 0
 
-    def follow(self, kept: Sequence[int | None]) -> None:
-        """Members changed: by new rank, ``kept`` says who they were; None: a newcomer, of whom nothing is known."""
+    def members_changed(self, kept: Sequence[int | None]) -> None:
+        """By new rank, ``kept`` says who they were; None: a newcomer, of whom nothing is known."""
         places = [0 if old is None else old for old in kept]
         self.log_distances = self.log_distances[:, places]
         self.exchanges, self.missed = self.exchanges[places], self.missed[places]

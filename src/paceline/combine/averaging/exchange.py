@@ -148,7 +148,7 @@ class RoundExchange:
 
     def members_changed(self, kept: Sequence[int | None]) -> None:
         self.fit()
-        self.merging.follow(kept)
+        self.merging.members_changed(kept)
 
     def fit(self) -> None:
         """The header has room for those who are there."""

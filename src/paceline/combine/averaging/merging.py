@@ -47,8 +47,8 @@ class Merging(Protocol):
     def take(self, table: Table, total: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The round is over: set the parameters by the fleet's sum of all parts, which is left as it is."""
 
-    def follow(self, kept: Sequence[int | None]) -> None:
-        """Members changed: by new rank, ``kept`` says who they were; None: a newcomer."""
+    def members_changed(self, kept: Sequence[int | None]) -> None:
+        """By new rank, ``kept`` says who they were; None: a newcomer."""
 
     def shown(self) -> Any:
         """A context in which the parameters are those to evaluate and save."""
@@ -101,7 +101,7 @@ class Averages:
         if table[self._transport.rank, PRESENT] > 0:
             torch._foreach_copy_([p.data for p in self._parameters], self._start)
 
-    def follow(self, kept: Sequence[int | None]) -> None:
+    def members_changed(self, kept: Sequence[int | None]) -> None:
         """The start, and the outer optimiser's velocity, are everybody's."""
 
     @torch.no_grad()
@@ -196,8 +196,8 @@ class Springs:
     def _weigh(self, memory: Memory, table: Table) -> Exchange:
         return self._settings.weigh(memory, table[:, DISTANCE], table[:, PRESENT] > 0)
 
-    def follow(self, kept: Sequence[int | None]) -> None:
-        self._memory.follow(kept)
+    def members_changed(self, kept: Sequence[int | None]) -> None:
+        self._memory.members_changed(kept)
 
     def _fade(self, optimizers: Sequence[torch.optim.Optimizer], kept: float) -> None:
         """After a hard pull the momentum points where the worker no longer is."""

@@ -72,7 +72,7 @@ class Period:
         self.steps += 1
         self.done = [done + part for done, part in zip(self.done, parts, strict=True)]
 
-    def follow(self, kept: Sequence[int | None]) -> None:
+    def members_changed(self, kept: Sequence[int | None]) -> None:
         """Some were lost: by new rank, ``kept`` says who the others were. This worker's own part stays as it is."""
         self.shares = tuple(0 if old is None else self.shares[old] for old in kept)
 

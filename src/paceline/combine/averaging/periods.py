@@ -273,7 +273,7 @@ class Periods:
         self.dealer.members_changed(kept)
         self.exchange.members_changed(kept)
         if self.open is not None:
-            self.open.follow(kept)
+            self.open.members_changed(kept)
         self._warn_of_alpha()
 
     def _warn_of_alpha(self) -> None:
