@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.combine.averaging.weights import (
     RULES,
     Mixture,
-    Work,
+    LocalWork,
     local_work,
     log_contraction,
     mse,
@@ -28,10 +28,10 @@ STEPS = st.lists(st.integers(0, 500), min_size=1, max_size=12)
 RATES = st.floats(0.0, 0.9)
 
 
-def work(steps: Any, rate: float, **facts: Any) -> Work:
+def work(steps: Any, rate: float, **facts: Any) -> LocalWork:
     """Workers with one constant ``eta * lambda``."""
     steps = np.asarray(steps)
-    return Work(steps=steps, samples=16 * steps, log_contraction=steps * log_contraction(rate, 1.0), **facts)
+    return LocalWork(steps=steps, samples=16 * steps, log_contraction=steps * log_contraction(rate, 1.0), **facts)
 
 
 @given(STEPS, RATES, st.floats(0, 0.99), st.floats(0, 1e6), st.floats(0, 1e6))
@@ -103,7 +103,7 @@ def test_wp_weights_fall_by_rho_for_every_step_behind() -> None:
 def test_wp_with_a_schedule_uses_the_product_over_the_missing_steps() -> None:
     rates, decay = np.linspace(0.5, 0.1, 20), 0.3
     logs = np.cumsum([log_contraction(rate, decay) for rate in rates])
-    weights = wp(Work(steps=[20, 12], log_contraction=[logs[19], logs[11]])).weights
+    weights = wp(LocalWork(steps=[20, 12], log_contraction=[logs[19], logs[11]])).weights
     assert weights[1] / weights[0] == pytest.approx(np.prod(1 - rates[12:] * decay))
 
 
@@ -212,7 +212,7 @@ def test_averaging_after_one_plain_sgd_step_each_equals_combining_gradients(batc
     parts = np.split(np.arange(sum(batches)), np.cumsum(batches)[:-1])
     updates = np.array([-rate * rows[p].T @ (rows[p] @ start - targets[p]) / len(p) for p in parts])
     whole = -rate * rows.T @ (rows @ start - targets) / sum(batches)
-    mixture = samples(Work(steps=[1] * len(batches), samples=batches))
+    mixture = samples(LocalWork(steps=[1] * len(batches), samples=batches))
     assert mixture.coefficients @ updates == pytest.approx(whole, abs=1e-12)
 
 
@@ -235,7 +235,7 @@ def test_members_of_a_group_share_its_weight() -> None:
 )
 def test_facts_that_cannot_be_are_refused(facts: Any, part: str) -> None:
     with pytest.raises(ValueError, match=part):
-        Work(**facts)
+        LocalWork(**facts)
 
 
 @pytest.mark.parametrize(("rate", "decay"), [(1.0, 1.0), (-0.1, 1.0), (math.inf, 0.1), (0.1, -1.0)])
