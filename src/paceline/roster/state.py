@@ -31,7 +31,7 @@ class Hello:
     generation: int = 0
     """The last generation it was in, when it comes back after its connection broke."""
     was: Generation | None = None
-    """The same in full, for a roster that has lost its book."""
+    """The same in full, for a roster that has lost its roster."""
     returning: bool = False
     """It was let in before, by this roster or by one that it takes this one for."""
 
@@ -93,7 +93,7 @@ class Last:
 
 
 @dataclass
-class Book:
+class RosterState:
     """Everything the roster decides from."""
 
     minimum: int
@@ -103,7 +103,7 @@ class Book:
     finishing: bool = False
     """A member has finished the training: nobody enters any more."""
     searching: bool = False
-    """There was a fleet before this roster, whose book is lost: its members may come back and tell."""
+    """There was a fleet before this roster, whose state the roster has lost: its members may come back and tell."""
     number: int = 0
     """The last number given to a generation."""
     workers: dict[int, Worker] = field(default_factory=dict)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from paceline.errors import SAME_CALLS, Dropped, FleetError, GenerationOver, LoaderDied, PacelineError
-from paceline.roster import LEFT, Generation, Gone, Member, RunOver
+from paceline.roster import LEFT, Generation, Gone, RosterClient, RunOver
 from paceline.signals import Leave
 from paceline.transport.base import Pending
 from paceline.transport.distributed import Linked, choose_backend, facts_of, one_line
@@ -106,7 +106,7 @@ class Elastic(Linked):
         self._undertaker: threading.Thread | None = None
         slot = os.environ.get("PACELINE_WORKER", "")
         facts = {**facts_of(device), "emulated": emulated}
-        self._member = Member(
+        self._member = RosterClient(
             os.environ["PACELINE_ROSTER"],
             token=os.environ.get("PACELINE_TOKEN", ""),
             name=f"{facts['host']}/{slot or os.getpid()}",
