@@ -50,7 +50,9 @@ class Flock:
 
     def _host(self, *, expect: int, port: int = 0) -> RosterServer:
         minimum, maximum = self._sizes
-        server = RosterServer(minimum=minimum, maximum=maximum, token=TOKEN, port=port, expect=expect, state=self._state)
+        server = RosterServer(
+            minimum=minimum, maximum=maximum, token=TOKEN, port=port, expect=expect, state=self._state
+        )
         server.start()
         return server
 

@@ -1,4 +1,4 @@
-"""The roster: one small arbiter of who is in the fleet.
+"""The roster: one small server decides who is in the fleet.
 
 `RosterServer` serves (in the launcher, or by ``paceline host``), `RosterClient` is a worker's side of it, and a
 `Generation` is what they agree on. The rules are pure and stand in `membership_rules` and `decide`.

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from paceline.errors import SAME_CALLS, CallMismatch, FleetError, WorkerLost
 from paceline.roster.generation import Facts
 
-CALLS = "calls"
-"""The sequence of the user's own thread; the only one in which workers can be unlike."""
+CALLS, ROUNDS, GROUP = "calls", "rounds", "group"
+"""The sequences of collective calls: the user's thread's, in which alone workers can be unlike; rounds on a thread of
+their own; and a group's own sums."""
 STEADY = 2
 """Beats in a row that must say the same before it counts: two beats are never of the same moment."""
 REMIND_S = (5.0, 15.0, 30.0)

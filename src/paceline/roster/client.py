@@ -323,7 +323,7 @@ class RosterClient:
             self._send({"ready": list(asking)})
 
     def _give_up(self, rejected: Rejected, refused_s: float) -> None:
-        """The run has ended, or goes on with another process in this one's place: say so to whoever waits."""
+        """The run has ended, or goes on with another process in this one's place: say so to the thread that waits."""
         if rejected.kind == "ended":
             with self._changed:
                 self._ended = str(rejected)

@@ -65,7 +65,7 @@ class RosterConnection:
         return bool(self._early)
 
     def break_off(self) -> None:
-        """End the connection, from any thread: whoever reads it wakes, and closes it."""
+        """End the connection, from any thread: the thread that reads it wakes, and closes it."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 

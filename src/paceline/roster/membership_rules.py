@@ -286,7 +286,7 @@ class MembershipRules:
         return next((name for name, known in self.roster.ids.items() if known == id), "")
 
     def _end_generation(self, why: str) -> None:
-        """The last generation's rounds can no longer end: whoever is still in it must leave it."""
+        """The last generation's rounds can no longer end: the members still in it must leave it."""
         last = self.roster.last
         assert last is not None
         if not last.over:

@@ -36,7 +36,7 @@ UNPROVEN = 64
 
 
 class RosterServer:
-    """The arbiter of who is in.
+    """Decides who is in the fleet, and tells the workers.
 
     ``expect``: workers that are being started, for whom the first generation waits. ``state``: a file from which a
     restarted roster goes on. ``observe(kind, data)`` is called on the roster's thread with *registered*, *refused*,
@@ -328,7 +328,7 @@ class RosterServer:
             self._unsavable = True
 
     def _arm(self) -> None:
-        """Listen for room to write exactly where something waits to be sent; give up whoever never reads."""
+        """Listen for room to write exactly where something waits to be sent; give up a worker that never reads."""
         for connection in list(self._connections):
             if connection.backlog > MAX_UNSENT:
                 self._lose(connection, cut=True)

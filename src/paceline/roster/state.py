@@ -62,7 +62,7 @@ class Seat:
 
     id: int
     session: str
-    """Empty when taken over from what a returning worker said: then whoever was in that generation fits."""
+    """Empty when taken over from what a returning worker said: then any process of that generation fits."""
     gone: Gone | None = None
     sure: bool = False
     """A gone one that will not come back: it left, or its process has ended. A silent one may."""

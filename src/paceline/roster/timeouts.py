@@ -116,7 +116,7 @@ class Timeouts:
                 self._away[id, session] = (now + ABSENT_S - RETURN_S, (0, ""))
 
     def _check_calls(self, now: float) -> None:
-        """Calls that can never meet end the run; whoever waits long is told for whom."""
+        """Calls that can never meet end the run; a worker that waits long is told for whom."""
         last = self._rules.roster.last
         if last is None or last.over or self._rules.failure:
             return

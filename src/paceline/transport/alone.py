@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from paceline.transport.base import Transport
+
 
 class _Done:
     def wait(self) -> None:
@@ -18,13 +20,12 @@ class _Done:
         return True
 
 
-class Alone:
+class Alone(Transport):
     """The transport of a fleet of one."""
 
     name = "alone"
     backend = "none"
     solitary = True
-    elastic = False
     rank = 0
     size = 1
     generation = 0
