@@ -13,7 +13,7 @@ import torch
 from paceline.errors import GenerationOver
 from paceline.roster import Generation
 from paceline.roster.calls import CALLS, ROUNDS
-from paceline.transport.elastic.changes import Change
+from paceline.transport.elastic.changes import MembershipChange
 from paceline.transport.elastic.transport import Elastic
 from paceline.transport.group import Already, Group
 from paceline.transport.pending import Watched
@@ -43,7 +43,7 @@ def test_the_sum_of_a_worker_alone_can_be_abandoned() -> None:
 def test_the_training_never_sees_a_rank_and_size_of_other_members_than_it_follows() -> None:
     transport = bare()
     members = generation(5, 3, 4, 6)
-    change = Change(kept=(0, 1, 2), joined=(), left=(), facts=({}, {}, {}), generation=members)
+    change = MembershipChange(kept=(0, 1, 2), joined=(), left=(), facts=({}, {}, {}), generation=members)
     in_generation(transport, generation(6, 4, 6))  # another thread forms it by now
     transport.reform._show(change)
     assert (transport.rank, transport.size) == (1, 3) == (transport.workers.index(4), len(transport.workers))

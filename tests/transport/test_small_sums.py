@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import WorkerLost
-from paceline.transport.fixed import Fixed
+from paceline.transport.fixed import FixedTransport
 from paceline.transport.group import Group
 from paceline.transport.small_sums import MOST_BYTES, Outbox, StarSum, is_small
 
@@ -100,7 +100,7 @@ def test_a_connection_that_is_broken_already_is_a_named_error_too(call: str) -> 
     def broken(*_: Any) -> None:
         raise RuntimeError("Connection closed by peer")
 
-    transport = Fixed.__new__(Fixed)
+    transport = FixedTransport.__new__(FixedTransport)
     transport._formed, transport._noticed, transport._summed = Group(0, 2), threading.Event(), 0
     transport.group.alike = True
     transport.group._gloo = SimpleNamespace(send=broken, recv=broken, allreduce=broken)

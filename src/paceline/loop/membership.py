@@ -17,7 +17,7 @@ from paceline.checkpoint import content as checkpoint
 from paceline.errors import FleetError
 from paceline.loop.training_state import changes
 from paceline.signals import Leave
-from paceline.transport.elastic.changes import Change
+from paceline.transport.elastic.changes import MembershipChange
 from paceline.transport.elastic.transport import Elastic
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Membership:
         """Before this worker says anything of itself: see who is there."""
         self._transport.deliver_members_changed()
 
-    def members_changed(self, change: Change, show: Callable[[], None]) -> None:
+    def members_changed(self, change: MembershipChange, show: Callable[[], None]) -> None:
         loop, combine, generation = self._steps.loop, self._steps.combine, change.generation
         with loop.training.changed:
             show()
@@ -140,7 +140,7 @@ class Membership:
                 loop.training.plan_ahead(step_state)
         self._announce(change)
 
-    def _announce(self, change: Change) -> None:
+    def _announce(self, change: MembershipChange) -> None:
         generation = change.generation
         self._recorder.event(
             "generation",
@@ -168,7 +168,7 @@ class Membership:
         }
         return checkpoint.pack({**self._steps.combine.whole_state(), **run})
 
-    def take_over(self, data: torch.Tensor, change: Change) -> bool:
+    def take_over(self, data: torch.Tensor, change: MembershipChange) -> bool:
         """A newcomer takes over a peer's state. False: the fleet went on to a later loop while this worker waited, and
         its script has to come there first."""
         state = checkpoint.unpack(data, device=self._steps.loop.device)
@@ -190,7 +190,7 @@ class Membership:
         return True
 
 
-def _ahead(change: Change) -> list[int]:
+def _ahead(change: MembershipChange) -> list[int]:
     return [int(facts["ahead"]) for facts in change.facts]
 
 

@@ -45,9 +45,10 @@ class Spot(NamedTuple):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a worker says of itself, five times a second."""
+    """What a worker last said of itself."""
 
     generation: int = 0
+    """0 in a fleet of fixed size."""
     doing: str = "starting"
     begun: int = 0
     """Steps that the user's thread has begun."""

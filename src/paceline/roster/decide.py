@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.roster.generation import Generation, Gone
-from paceline.roster.state import Last, Ready, RosterState, Worker
+from paceline.roster.state import Last, Ready, RegisteredWorker, RosterState
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _with_newcomers(roster: RosterState, holders: list[int], empty: list[int]) -
 
 def _request(roster: RosterState, last: Last, id: int) -> Ready | None:
     """What a member of the last generation has said on leaving it; None when it has not."""
-    worker: Worker | None = roster.workers.get(id)
+    worker: RegisteredWorker | None = roster.workers.get(id)
     if worker is None or not last.seats[id].fits(worker) or worker.ready is None:
         return None
     return worker.ready if worker.ready.after == last.number else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.roster.state import Hello, Last, RosterState, Seat, Worker
+from paceline.roster.state import Hello, Last, RegisteredWorker, RosterState, Seat
 
 
 def is_member(roster: RosterState, hello: Hello) -> bool:
@@ -11,7 +11,7 @@ def is_member(roster: RosterState, hello: Hello) -> bool:
     return seat is not None and seat.session == hello.session
 
 
-def known_process(roster: RosterState, hello: Hello) -> Worker | None:
+def known_process(roster: RosterState, hello: Hello) -> RegisteredWorker | None:
     """The worker that this process already is; one that returns to a restarted roster is entered again, as away."""
     id = roster.ids.get(hello.name, -1)
     worker, last = roster.workers.get(id), roster.last
@@ -23,7 +23,7 @@ def known_process(roster: RosterState, hello: Hello) -> Worker | None:
     if seat.session != hello.session and (seat.session or hello.generation != last.number):
         return None
     seat.session = hello.session
-    roster.workers[id] = Worker(id, hello.name, hello.session, hello.facts, asked=True, present=False)
+    roster.workers[id] = RegisteredWorker(id, hello.name, hello.session, hello.facts, asked=True, present=False)
     return roster.workers[id]
 
 

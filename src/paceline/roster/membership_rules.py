@@ -13,7 +13,7 @@ from typing import Any
 from paceline.roster.decide import Draft, Wait, compose, decide, state_is_lost
 from paceline.roster.generation import Gone
 from paceline.roster.identity import adopt, free_id, is_member, known_process
-from paceline.roster.state import Hello, Last, Ready, RosterState, Seat, Worker
+from paceline.roster.state import Hello, Last, Ready, RegisteredWorker, RosterState, Seat
 
 FINISHED = "finished"
 LEFT = "left (SIGTERM)"
@@ -78,7 +78,7 @@ class MembershipRules:
         self.roster.expected = max(0, self.roster.expected + more)
         self.consider()
 
-    def register(self, hello: Hello) -> Worker:
+    def register(self, hello: Hello) -> RegisteredWorker:
         """A process presents itself, for the first time or after its connection broke; raises `Refused`."""
         if self.ended or (self.roster.finishing and not is_member(self.roster, hello)):
             raise Refused("ended", ENDED)
@@ -92,13 +92,13 @@ class MembershipRules:
             return known
         return self._enter(hello)
 
-    def _come_back(self, worker: Worker, hello: Hello) -> None:
+    def _come_back(self, worker: RegisteredWorker, hello: Hello) -> None:
         worker.facts, worker.ready, worker.present = hello.facts, None, False  # what it asked for it asks again
         self.heard(worker.id)
         if hello.generation and self.roster.seat_of(worker) is None:
             self._tell([worker.id], {"dropped": hello.generation})
 
-    def _enter(self, hello: Hello) -> Worker:
+    def _enter(self, hello: Hello) -> RegisteredWorker:
         roster = self.roster
         self._replace(hello.name)
         here = sum(worker.present for worker in roster.workers.values())
@@ -108,7 +108,7 @@ class MembershipRules:
             roster.ids[hello.name] = free_id(hello.name, set(roster.ids.values()))
             self.unsaved = True
         roster.expected = max(0, roster.expected - 1)
-        worker = Worker(roster.ids[hello.name], hello.name, hello.session, hello.facts)
+        worker = RegisteredWorker(roster.ids[hello.name], hello.name, hello.session, hello.facts)
         roster.workers[worker.id] = worker
         self._not_seen_to_end.add(hello.name)
         self._note("registered", id=worker.id, name=worker.name, facts=dict(worker.facts))
@@ -269,7 +269,7 @@ class MembershipRules:
         for worker in untold:
             worker.told = text
 
-    def _lose(self, id: int, text: str, *, sure: bool, worker: Worker | None = None) -> None:
+    def _lose(self, id: int, text: str, *, sure: bool, worker: RegisteredWorker | None = None) -> None:
         last = self.roster.last
         seat = last.seats.get(id) if last else None
         worker = worker or self.roster.workers.get(id)

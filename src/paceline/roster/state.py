@@ -37,7 +37,7 @@ class Hello:
 
 
 @dataclass
-class Worker:
+class RegisteredWorker:
     """A living process, in the last generation or not."""
 
     id: int
@@ -69,7 +69,7 @@ class Seat:
     has_news: bool = False
     """It was told to re-form at its next step boundary."""
 
-    def fits(self, worker: Worker | None) -> bool:
+    def fits(self, worker: RegisteredWorker | None) -> bool:
         return worker is not None and worker.session == self.session
 
 
@@ -106,17 +106,17 @@ class RosterState:
     """There was a fleet before this roster, whose state the roster has lost: its members may come back and tell."""
     number: int = 0
     """The last number given to a generation."""
-    workers: dict[int, Worker] = field(default_factory=dict)
+    workers: dict[int, RegisteredWorker] = field(default_factory=dict)
     last: Last | None = None
     ids: dict[str, int] = field(default_factory=dict)
     """By name; never forgotten."""
 
-    def seat_of(self, worker: Worker) -> Seat | None:
+    def seat_of(self, worker: RegisteredWorker) -> Seat | None:
         """The place of this very process in the last generation, if it is still its own."""
         seat = self.last.seats.get(worker.id) if self.last else None
         return seat if seat is not None and seat.fits(worker) and seat.gone is None else None
 
-    def newcomers(self) -> list[Worker]:
+    def newcomers(self) -> list[RegisteredWorker]:
         """Those that ask to enter and are not members, by id."""
         asking = [worker for worker in self.workers.values() if worker.ready and worker.present]
         return sorted((worker for worker in asking if self.seat_of(worker) is None), key=lambda worker: worker.id)

@@ -20,7 +20,7 @@ from paceline.run_recorder import RunRecorder
 from paceline.settings import must_agree
 from paceline.signals import leave_on_sigterm
 from paceline.training.context import TrainingContext
-from paceline.transport import Alone, Elastic, Fixed, Transport, joins_roster, launched
+from paceline.transport import Alone, Elastic, FixedTransport, Transport, joins_roster, launched
 
 
 def join_training(
@@ -94,7 +94,7 @@ def _make_transport(pacer: Pacer, combine: Choice, device: torch.device, machine
     backend = "gloo" if aside else None
     if joins_roster():
         return Elastic(device, emulated=machine.describe() if machine else None, backend=backend)
-    return Fixed(device, backend=backend) if launched() else Alone()
+    return FixedTransport(device, backend=backend) if launched() else Alone()
 
 
 def _slot() -> int:

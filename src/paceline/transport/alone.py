@@ -10,14 +10,7 @@ from typing import Any
 import torch
 
 from paceline.transport.base import Transport
-
-
-class _Done:
-    def wait(self) -> None:
-        return
-
-    def abandon(self) -> bool:
-        return True
+from paceline.transport.group import Already
 
 
 class Alone(Transport):
@@ -39,8 +32,8 @@ class Alone(Transport):
     def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
         yield
 
-    def sum(self, tensor: torch.Tensor) -> _Done:
-        return _Done()
+    def sum(self, tensor: torch.Tensor) -> Already:
+        return Already()
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         return

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from paceline.roster.calls import CALLS, Spot
 
 
-class Place(NamedTuple):
+class CallPlace(NamedTuple):
     """Where this worker is, replaced whole, so that another thread never reads half of a change."""
 
     call: int = 0
@@ -30,7 +30,7 @@ class CallSequences:
         self.doing = "starting"
         self.begun = 0
         """Steps that the user's thread has begun."""
-        self.places = dict.fromkeys(lanes, Place())
+        self.places = dict.fromkeys(lanes, CallPlace())
         self._on_change = on_change
 
     def note(self, doing: str, *, begun: int | None = None) -> None:
@@ -42,7 +42,7 @@ class CallSequences:
 
     def enter(self, label: str, *, lane: str, since: float, call: int | None = None) -> int:
         """Begin the next call of this lane, or call number ``call``: from now on this worker waits for the others."""
-        place = Place(self.places[lane].call + 1 if call is None else call, label, since)
+        place = CallPlace(self.places[lane].call + 1 if call is None else call, label, since)
         self.places[lane] = place
         self._on_change()
         return place.call
@@ -53,7 +53,7 @@ class CallSequences:
 
     def skip_to(self, call: int, *, lane: str = CALLS) -> None:
         """This worker has taken over another one's place in the training, calls included."""
-        self.places[lane] = Place(call)
+        self.places[lane] = CallPlace(call)
 
     def fall_back(self, call: int, *, lane: str) -> None:
         """The call under way is no longer this worker's business: ``call`` was its last."""

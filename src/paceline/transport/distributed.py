@@ -1,7 +1,7 @@
 """What the transports over torch.distributed share: sums over a process group, and small facts through a store.
 
-Who is there, and what becomes of a call that cannot end, is each transport's own: `Fixed` names the lost worker and
-gives up, `Elastic` re-forms the group and makes the call again.
+Who is there, and what becomes of a call that cannot end, is each transport's own: `FixedTransport` names the lost
+worker and gives up, `Elastic` re-forms the group and makes the call again.
 """
 
 from __future__ import annotations

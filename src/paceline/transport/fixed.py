@@ -41,7 +41,7 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-class Fixed(Distributed):
+class FixedTransport(Distributed):
     """The transport of a fleet whose size does not change."""
 
     name = "fixed"
@@ -87,7 +87,7 @@ class Fixed(Distributed):
         return self._formed
 
     @property
-    def watch(self) -> Fixed:
+    def watch(self) -> FixedTransport:
         return self
 
     def _connect(self, group: Group, name: str) -> None:

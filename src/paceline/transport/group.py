@@ -64,6 +64,9 @@ class Already:
     def wait(self, _: timedelta | None = None) -> None:
         return
 
+    def abandon(self) -> bool:
+        return True
+
 
 class Group:
     """Workers in one process group, with a store beside it."""

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from paceline.errors import FleetError, WorkerLost
-from paceline.roster.calls import CALLS, ERRORS, GROUP, Spot, passed_by, reminder_due_s, sentence, unlike_labels
-from paceline.transport.calls import CallSequences, Place
+from paceline.roster.calls import CALLS, ERRORS, GROUP, Beat, Spot, passed_by, reminder_due_s, sentence, unlike_labels
+from paceline.transport.calls import CallPlace, CallSequences
 from paceline.transport.network import Store
 
 logger = logging.getLogger("paceline")
@@ -35,23 +35,13 @@ ABSENT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a worker last said of itself."""
+class Seen:
+    """A worker's last beat."""
 
+    beat: Beat
     count: int
-    doing: str
-    begun: int
-    """Steps that the user's thread has begun."""
-    spots: dict[str, Spot]
-
-    @classmethod
-    def read(cls, text: bytes | str) -> Beat:
-        count, doing, begun, spots = json.loads(text)
-        return cls(count, doing, begun, {lane: Spot(*spot) for lane, spot in spots.items()})
-
-
-Seen = dict[int, tuple[Beat, float]]
-"""By rank: the last beat and the time, on the reader's clock, when it was first read."""
+    at: float
+    """When it was first read, on the reader's clock."""
 
 
 class Heartbeat:
@@ -79,7 +69,7 @@ class Heartbeat:
         self._store, self._launcher, self._rank, self._size, self._names = store, launcher, rank, size, names
         self._on_failure, self._sequences = on_failure, sequences
         self._reminded = 0
-        self._seen: Seen = {}
+        self._seen: dict[int, Seen] = {}
         self._using_store = threading.RLock()
         self._stop, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-heartbeat", daemon=True)
@@ -129,7 +119,7 @@ class Heartbeat:
 
     def diagnose(self, error: BaseException) -> FleetError:
         """Name the worker behind a connection that broke: wait until one is known dead, has left, or is silent."""
-        seen: Seen = {}
+        seen: dict[int, Seen] = {}
         until = time.monotonic() + SILENT_S
         while time.monotonic() < until:
             try:
@@ -191,7 +181,7 @@ class Heartbeat:
         self.failure = failure
         self._on_failure()
 
-    def _look(self, seen: Seen, silent_s: float) -> FleetError | None:
+    def _look(self, seen: dict[int, Seen], silent_s: float) -> FleetError | None:
         """One look at the store: the failure it shows, if any. ``seen`` is brought up to date."""
         if self._store.check(["failure"]):
             return self.publish("fleet", "")
@@ -204,25 +194,25 @@ class Heartbeat:
         absent = [name for rank, name in enumerate(self._names) if rank not in seen]
         if absent and since is not None and now - since > ABSENT_S:
             return self.publish("lost", f"{', '.join(absent)} never came, in {ABSENT_S / 60:.0f} minutes")
-        silent = [rank for rank, (_, at) in seen.items() if rank != self._rank and now - at > silent_s]
+        silent = [rank for rank, last in seen.items() if rank != self._rank and now - last.at > silent_s]
         if silent:
             return self.publish("lost", self._lost_text(seen, silent))
         if self._sequences.places[GROUP].since is not None:
             return self._look_for_strays(seen, self._sequences.places[GROUP])
         return self._look_for_mismatch(seen, at) if at.since is not None else None
 
-    def _look_for_strays(self, seen: Seen, at: Place) -> FleetError | None:
+    def _look_for_strays(self, seen: dict[int, Seen], at: CallPlace) -> FleetError | None:
         # A member of my group that left out our call and waits in one of the whole fleet, to which I come only later.
-        spots = {rank: seen[rank][0].spots for rank in self.group if rank in seen and rank != self._rank}
+        spots = {rank: seen[rank].beat.spots for rank in self.group if rank in seen and rank != self._rank}
         gone = {rank: spot[CALLS] for rank, spot in spots.items() if spot[GROUP].call < at.call}
         mine = self._sequences.places[CALLS].call
         astray = {rank: spot.label for rank, spot in gone.items() if spot.waiting and spot.call > mine}
         return self.mismatch({self._rank: at.label, **astray}) if astray else None
 
-    def _look_for_mismatch(self, seen: Seen, at: Place) -> FleetError | None:
+    def _look_for_mismatch(self, seen: dict[int, Seen], at: CallPlace) -> FleetError | None:
         # A worker that waits in another call under the number of mine: neither wait can ever end.
-        spots = {rank: beat.spots[CALLS] for rank, (beat, _) in seen.items()} | {self._rank: at.spot()}
-        begun = {rank: beat.begun for rank, (beat, _) in seen.items()} | {self._rank: self._sequences.begun}
+        spots = {rank: last.beat.spots[CALLS] for rank, last in seen.items()} | {self._rank: at.spot()}
+        begun = {rank: last.beat.begun for rank, last in seen.items()} | {self._rank: self._sequences.begun}
         if unlike := unlike_labels(self._rank, spots):
             return self.mismatch(unlike)
         # One that has begun more steps than I have without coming here: it left my call out.
@@ -234,29 +224,30 @@ class Heartbeat:
         """These workers are in unlike calls under one number: publish that."""
         return self.publish("mismatch", sentence(labels, dict(enumerate(self._names))))
 
-    def _read(self, seen: Seen) -> None:
+    def _read(self, seen: dict[int, Seen]) -> None:
         """Note every worker's last beat, and when (on this worker's clock) it was first seen."""
         for rank in range(self._size):
             if self._store.check([f"beat/{rank}"]):
-                fresh = Beat.read(self._store.get(f"beat/{rank}"))
-                if rank not in seen or seen[rank][0].count != fresh.count:
-                    seen[rank] = (fresh, time.monotonic())
+                count, doing, begun, spots = json.loads(self._store.get(f"beat/{rank}"))
+                if rank not in seen or seen[rank].count != count:
+                    beat = Beat(doing=doing, begun=begun, spots={lane: Spot(*spot) for lane, spot in spots.items()})
+                    seen[rank] = Seen(beat, count, time.monotonic())
 
     # -- in words --------------------------------------------------------------------------------------------------
 
     def _whom(self, lane: str) -> str:
         """The workers that are not yet in my call, and what they do."""
-        beats = {rank: self._seen[rank][0] if rank in self._seen else None for rank in range(self._size)}
+        beats = {rank: self._seen[rank].beat if rank in self._seen else None for rank in range(self._size)}
         mine = self._sequences.places[lane].call
         if lane == GROUP:
             beats = {rank: beat for rank, beat in beats.items() if rank in self.group}
         behind = [(rank, beat) for rank, beat in beats.items() if beat is None or beat.spots[lane].call < mine]
         return "; ".join(f"{self._names[rank]} ({beat.doing if beat else 'not started'})" for rank, beat in behind)
 
-    def _lost_text(self, seen: Seen, silent: list[int]) -> str:
+    def _lost_text(self, seen: dict[int, Seen], silent: list[int]) -> str:
         return "; ".join(
             f"{self._names[rank]} went silent (killed, frozen, or its network is cut); "
-            f"it was last seen at: {seen[rank][0].doing}"
+            f"it was last seen at: {seen[rank].beat.doing}"
             for rank in silent
         )
 

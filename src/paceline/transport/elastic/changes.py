@@ -12,7 +12,7 @@ from paceline.roster import Generation, Gone
 
 
 @dataclass(frozen=True)
-class Change:
+class MembershipChange:
     """From the membership that the training knows so far to the next."""
 
     kept: tuple[int | None, ...]
@@ -31,14 +31,14 @@ class MembershipListener(Protocol):
     def facts(self) -> Any:
         """What the others should know of this worker's part (JSON)."""
 
-    def members_changed(self, change: Change, show: Callable[[], None]) -> None:
+    def members_changed(self, change: MembershipChange, show: Callable[[], None]) -> None:
         """Other members are there from now on; ``show`` makes the transport's rank, size and workers say so. Must
         depend on nothing but what all of them know."""
 
     def give_state(self) -> torch.Tensor:
         """The whole state at this step boundary, for a newcomer, as bytes."""
 
-    def take_over(self, data: torch.Tensor, change: Change) -> bool:
+    def take_over(self, data: torch.Tensor, change: MembershipChange) -> bool:
         """Take over a peer's state. False: its loop is one that this worker's script has yet to come to."""
 
 
@@ -49,7 +49,7 @@ def change_to(
     renewed: Collection[int],
     gone: Mapping[int, Gone],
     facts: Sequence[Any],
-) -> Change:
+) -> MembershipChange:
     """From ``workers``, by rank (below 0: nobody), to a generation. ``renewed``: who came, or came once more, since;
     ``gone``: who left since, and why."""
     old = {worker: rank for rank, worker in enumerate(workers)}
@@ -57,4 +57,4 @@ def change_to(
     joined = tuple(worker for worker, before in zip(now.workers, kept, strict=True) if before is None)
     staying = {workers[rank] for rank in kept if rank is not None}
     left = tuple(gone.get(one) or Gone(one, "left") for one in workers if one >= 0 and one not in staying)
-    return Change(kept, joined, left, tuple(facts), now)
+    return MembershipChange(kept, joined, left, tuple(facts), now)

@@ -20,7 +20,7 @@ from paceline.errors import Dropped
 from paceline.roster.calls import CALLS, ROUNDS
 from paceline.transport.distributed import one_line
 from paceline.transport.elastic.calls import Lanes, gift
-from paceline.transport.elastic.changes import Change
+from paceline.transport.elastic.changes import MembershipChange
 from paceline.transport.elastic.connector import STORE
 from paceline.transport.network import ENGINE_TIMEOUT, dist
 
@@ -33,6 +33,9 @@ logger = logging.getLogger("paceline")
 STATE_TAG = 1 << 29
 LOOP, TOLD = "loop", "told"
 
+Show = Callable[[MembershipChange], None]
+"""Makes the transport's rank, size and workers say who is there after a change."""
+
 
 class HandOver:
     """This worker's part in handing over results and states."""
@@ -41,7 +44,7 @@ class HandOver:
         self._transport, self._lanes = transport, lanes
         self.sent: list[Any] = []
         """What was handed over, on its way."""
-        self.later: tuple[torch.Tensor, Change] | None = None
+        self.later: tuple[torch.Tensor, MembershipChange] | None = None
         """A state that was handed to this newcomer, of a loop that its script has yet to come to."""
         self.recorded = threading.Event()
         """Not set: a round aside was handed over, and is not in the training's state yet, under the old membership."""
@@ -108,12 +111,12 @@ class HandOver:
         self._transport.receive(data, giver, STATE_TAG + 1)
         return data
 
-    def take_over(self, data: torch.Tensor, change: Change, show: Callable[[Change], None]) -> None:
+    def take_over(self, data: torch.Tensor, change: MembershipChange, show: Show) -> None:
         """Take over a peer's state, now or once this worker's script has come to the fleet's loop."""
         if not self._take_over(data, change, show):
             self.later = (data, change)
 
-    def take_over_later(self, show: Callable[[Change], None], *, in_time: bool) -> bool:
+    def take_over_later(self, show: Show, *, in_time: bool) -> bool:
         """The script of a newcomer has come to the loop that the fleet was in when it entered. False: the group was
         re-formed meanwhile (``in_time``), so it is to enter as one who is new."""
         later, self.later = self.later, None
@@ -122,7 +125,7 @@ class HandOver:
         self._transport.outside = not self._take_over(*later, show)
         return not self._transport.outside
 
-    def _take_over(self, data: torch.Tensor, change: Change, show: Callable[[Change], None]) -> bool:
+    def _take_over(self, data: torch.Tensor, change: MembershipChange, show: Show) -> bool:
         assert self._transport.listener is not None
         show(change)
         return self._transport.listener.take_over(data, change)

@@ -23,7 +23,7 @@ from paceline.roster import Generation, Gone, RosterClient, RunOver
 from paceline.signals import Leave
 from paceline.transport.distributed import one_line
 from paceline.transport.elastic.calls import Lanes
-from paceline.transport.elastic.changes import Change, change_to
+from paceline.transport.elastic.changes import MembershipChange, change_to
 from paceline.transport.elastic.connector import PREFIX, Connector
 from paceline.transport.elastic.handover import HandOver
 from paceline.transport.group import Group
@@ -67,7 +67,7 @@ class Reform:
         self.over = 0
         """The last generation that the roster has said to be over."""
         self._lock = threading.RLock()
-        self._undelivered: Change | None = None
+        self._undelivered: MembershipChange | None = None
         """What the training has yet to hear."""
         self._renewed: set[int] = set()
         """Those who came, or came once more, since the training last heard of a change."""
@@ -268,7 +268,7 @@ class Reform:
         if self.group.rank == 0 and not transport.outside:
             threading.Thread(target=_tidy, args=(self.connector.aside.clone(), self.number), daemon=True).start()
 
-    def _change(self, facts: Sequence[Any]) -> Change:
+    def _change(self, facts: Sequence[Any]) -> MembershipChange:
         assert self.now is not None
         workers = self._transport.workers
         return change_to(self.now, workers=workers, renewed=self._renewed, gone=self._gone, facts=facts)
@@ -302,7 +302,7 @@ class Reform:
             elif change is not None:
                 self._show(change)
 
-    def _show(self, change: Change) -> None:
+    def _show(self, change: MembershipChange) -> None:
         self._renewed, self._gone = set(), {}
         self._transport.show(change.generation)
 
