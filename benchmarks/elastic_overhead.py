@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.roster import Steward
+from paceline.roster import RosterServer
 
 WORKERS = 4
 TOKEN = "of the benchmark"
@@ -83,14 +83,14 @@ def work(name: str, folder: Path) -> list[list[float]]:
 
 def start(name: str) -> np.ndarray:
     """Run a model in processes of its own, under a roster here; worker 0's pairs."""
-    steward = Steward(minimum=WORKERS, maximum=WORKERS, token=TOKEN, expect=WORKERS)
-    with tempfile.TemporaryDirectory() as folder, closing(steward):
-        steward.start()
+    server = RosterServer(minimum=WORKERS, maximum=WORKERS, token=TOKEN, expect=WORKERS)
+    with tempfile.TemporaryDirectory() as folder, closing(server):
+        server.start()
         if smoking():
-            shared = {ROSTER: steward.address, "GLOO_SOCKET_IFNAME": "lo"}
+            shared = {ROSTER: server.address, "GLOO_SOCKET_IFNAME": "lo"}
             return np.array(forked(lambda: work(name, Path(folder)), WORKERS, **shared)[0])
         base = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **KEEP_MEMORY}
-        base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), ROSTER: steward.address}
+        base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), ROSTER: server.address}
         command = [sys.executable, __file__, name, folder]
         places = [{"RANK": rank, "WORLD_SIZE": WORKERS, "PACELINE_WORKER": rank} for rank in range(WORKERS)]
         settings = [base | {key: str(value) for key, value in place.items()} for place in places]

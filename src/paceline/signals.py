@@ -7,10 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from paceline.transport.elastic.transport import Elastic
+from typing import Protocol
 
 LEFT = 143
 """Exit code of a worker that left because it was asked to, as a shell gives it: 128 + 15."""
@@ -23,8 +20,16 @@ class Leave(SystemExit):
         super().__init__(LEFT)
 
 
+class Leaving(Protocol):
+    """The transport, as far as it hears that this worker was asked to leave."""
+
+    leaving: bool
+    at_rest: bool
+    """This worker is at no step: it may leave at once."""
+
+
 @contextmanager
-def leave_on_sigterm(transport: Elastic) -> Iterator[None]:
+def leave_on_sigterm(transport: Leaving) -> Iterator[None]:
     """Inside, a first SIGTERM makes this worker leave after its step; a second one ends it as usual.
 
     A handler of the user's own is left alone, and so is a worker that does not run on the main thread, where Python

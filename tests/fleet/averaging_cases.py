@@ -127,9 +127,9 @@ def line(case: dict[str, Any]) -> dict[str, Any]:
 
 def group_facts(case: dict[str, Any]) -> list[Any]:
     """What the members of this worker's group say of themselves, and the sum of their squares, small and large."""
-    from paceline.transport import Fixed
+    from paceline.transport import FixedTransport
 
-    transport = Fixed(torch.device("cpu"))
+    transport = FixedTransport(torch.device("cpu"))
     mine = next(group for group in case["groups"] if transport.rank in group)
     group = transport.subgroup(mine)
     small = torch.full((3,), float(transport.rank) ** 2)

@@ -70,7 +70,8 @@ def haunt(ghost: Ghost, steps: Any) -> None:
     """Points inside the engine: before a round, between its two sums, after it, and around a newcomer's state."""
     periods, members = steps.combine.periods, steps.membership
     merging = periods.merging
-    write, part, take, give, taking = periods._write_round, merging.part, merging.take, members.give, members.take
+    write, part, take = periods._write_round, merging.part, merging.take
+    give, taking = members.give_state, members.take_over
 
     def before_round(*args: Any) -> Any:
         ghost.at("before round", steps.rounds)
@@ -93,7 +94,7 @@ def haunt(ghost: Ghost, steps: Any) -> None:
         return taking(*args)
 
     periods._write_round, merging.part, merging.take = before_round, in_round, after_round
-    members.give, members.take = giving, taken
+    members.give_state, members.take_over = giving, taken
     _lose_the_second_sum(ghost, steps)
 
 
@@ -113,7 +114,7 @@ def _lose_the_second_sum(ghost: Ghost, steps: Any) -> None:
         return star
 
     def half_tell(send: Any, mark: Path, act: Any, what: Any, other: int) -> Any:
-        if other == 2 and act == transport._group.send:
+        if other == 2 and act == transport.group.engine.send:
             wait_for(mark)
             ghost.at("half told", steps.rounds)
         return send(act, what, other)

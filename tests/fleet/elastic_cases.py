@@ -115,7 +115,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
 def haunt(ghost: Ghost, steps: Any) -> None:
     """Points inside the engine: between the round and the commit, and while a newcomer is given or takes its state."""
     gradients, members = steps.gradients, steps.membership
-    mean, give, take = gradients.mean, members.give, members.take
+    mean, give, take = gradients.mean, members.give_state, members.take_over
 
     def after_round(*args: Any, **more: Any) -> Any:
         ghost.at("after round", steps.index)
@@ -129,7 +129,7 @@ def haunt(ghost: Ghost, steps: Any) -> None:
         ghost.at("taking", 0)
         return take(*args)
 
-    gradients.mean, members.give, members.take = after_round, giving, taking
+    gradients.mean, members.give_state, members.take_over = after_round, giving, taking
     start = gradients._start_sum
 
     def in_round(flat: Any) -> Any:

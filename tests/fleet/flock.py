@@ -16,7 +16,7 @@ from nursery import Worker, elastic_variables, end_all
 
 from paceline.observe import RunLog, read_log
 from paceline.observe.analysis.audit import audit
-from paceline.roster import Steward
+from paceline.roster import RosterServer
 from ports import own_port
 
 TOKEN = "a token for tests"
@@ -43,26 +43,28 @@ class Flock:
         self.case, self.folder, self.args, self.env = case, folder, args or {}, env or {}
         folder.mkdir(parents=True, exist_ok=True)
         self._sizes, self._state = (minimum, maximum), state
-        self.steward = self._host(expect=size, port=own_port() if state else 0)  # it may come back there
+        self.server = self._host(expect=size, port=own_port() if state else 0)  # it may come back there
         self.workers: dict[int, Worker] = {}
         for slot in range(size):
             self.start(slot, expected=True)
 
-    def _host(self, *, expect: int, port: int = 0) -> Steward:
+    def _host(self, *, expect: int, port: int = 0) -> RosterServer:
         minimum, maximum = self._sizes
-        steward = Steward(minimum=minimum, maximum=maximum, token=TOKEN, port=port, expect=expect, state=self._state)
-        steward.start()
-        return steward
+        server = RosterServer(
+            minimum=minimum, maximum=maximum, token=TOKEN, port=port, expect=expect, state=self._state
+        )
+        server.start()
+        return server
 
     def restart_roster(self, *, pause: float = 0.5) -> None:
-        port = self.steward.port
-        self.steward.close()
+        port = self.server.port
+        self.server.close()
         time.sleep(pause)
-        self.steward = self._host(expect=0, port=port)
+        self.server = self._host(expect=0, port=port)
 
     def start(self, slot: int, *, expected: bool = False, **env: str) -> None:
         """Start a worker, or start it again."""
-        told = elastic_variables(slot, run_dir=self.folder / "run", address=self.steward.address, token=TOKEN)
+        told = elastic_variables(slot, run_dir=self.folder / "run", address=self.server.address, token=TOKEN)
         variables = {**told, "QUICK_EXIT": "1", **self.env, **self.own.get(slot, {}), **env}
         self.workers[slot] = start(self.folder, slot, self.case, self.args, variables)
 
@@ -71,7 +73,7 @@ class Flock:
 
     def __exit__(self, *_: object) -> None:
         end_all(self.workers.values())
-        self.steward.close()
+        self.server.close()
 
     # -- faults ----------------------------------------------------------------------------------------------------
 
@@ -85,7 +87,7 @@ class Flock:
 
     def tell_death(self, slot: int) -> None:
         """As a launcher does."""
-        self.steward.died(f"{socket.gethostname()}/{slot}", "was killed by signal 9 (SIGKILL)")
+        self.server.died(f"{socket.gethostname()}/{slot}", "was killed by signal 9 (SIGKILL)")
 
     # -- watching --------------------------------------------------------------------------------------------------
 

@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.roster import client as member
-from paceline.roster import wire
-from paceline.transport import small_sums as star
+from paceline.roster import client, wire
+from paceline.transport import small_sums
 
 
 def train(args: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
         data, batch = elastic_cases.data(), elastic_cases.BATCH
         steps = fleet.steps(data, global_batch=batch, micro_batch=4, epochs=args["epochs"])
         if "trap" in args:
-            steps.membership.give = lambda: with_code(args["trap"])
+            steps.membership.give_state = lambda: with_code(args["trap"])
         scissors = Scissors(args.get("cut_in_round"))
         for step in steps:
             scissors.step = step.index
@@ -60,7 +59,7 @@ def move() -> None:
     wire.DEAD_PATH_MS = int(os.environ.get("DEAD_PATH_MS", wire.DEAD_PATH_MS))
     if "COMPUTER" in os.environ:
         netns.enter(os.environ["COMPUTER"])
-        member.computer = lambda: os.environ["COMPUTER"]
+        client.computer = lambda: os.environ["COMPUTER"]
 
 
 class Scissors:
@@ -71,9 +70,9 @@ class Scissors:
         self.step = 0
         self._when, self._answers = when, Counter[int]()
         if when is not None and os.environ["PACELINE_WORKER"] == "0":
-            self._do, star.StarSum._do = star.StarSum._do, lambda *args: self._watch(*args)
+            self._do, small_sums.StarSum._do = small_sums.StarSum._do, lambda *args: self._watch(*args)
 
-    def _watch(self, sum: star.StarSum, act: Any, tensor: torch.Tensor, other: int) -> Any:
+    def _watch(self, sum: small_sums.StarSum, act: Any, tensor: torch.Tensor, other: int) -> Any:
         if sum._leads and act.__name__ == "send":
             last = self._answers[self.step - 1] - (sum._size - 1)
             if self.step == self._when and self._answers[self.step] == last:

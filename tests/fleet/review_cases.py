@@ -19,16 +19,15 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import paceline
-from paceline.transport import distributed as linked
-from paceline.transport import small_sums as star
-from paceline.transport.elastic import transport as elastic
+from paceline.transport import group, small_sums
+from paceline.transport.elastic import handover
 
 ME = os.environ.get("PACELINE_WORKER", "")
 
 
 def half_finish(steps: Any, *, at: int) -> None:
     """Worker 0 dies in the round of step ``at`` when worker 1 has its result and the others have not."""
-    gradients, waited = steps.gradients, star.StarSum.wait
+    gradients, waited = steps.gradients, small_sums.StarSum.wait
     exchange, exchange_aside = gradients.exchange, gradients.exchange_aside
     left = {"waits": 0}
     sums = len(gradients.buckets.buckets) + bool(gradients.accumulation.counters) + 1  # the header comes last
@@ -63,23 +62,23 @@ def half_finish(steps: Any, *, at: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     gradients.exchange, gradients.exchange_aside = armed, armed_aside
-    star.StarSum.wait = wait  # type: ignore[method-assign]
+    small_sums.StarSum.wait = wait  # type: ignore[method-assign]
 
 
 def hand_half_over() -> None:
     """Dies when it has handed a round's result to the first of those who lack it."""
 
     def give(self: Any, name: str, giver: int, behind: Any) -> None:
-        if self._rank != giver:
+        if self._transport.group.rank != giver:
             hand_over(self, name, giver, behind)
             return
         for number, tensor in enumerate(self._lanes[name].kept):
-            self.send(elastic._bytes_of(tensor), behind[0], number)
+            self._transport.send(handover.bytes_of(tensor), behind[0], number)
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    hand_over = elastic.Elastic._hand_over_tensors
-    elastic.Elastic._hand_over_tensors = give  # type: ignore[method-assign]
+    hand_over = handover.HandOver._tensors
+    handover.HandOver._tensors = give  # type: ignore[method-assign]
 
 
 def begin(args: dict[str, Any]) -> Any:
@@ -210,13 +209,13 @@ def reachable(address: Any) -> bool:
 
 def open_doors_while_forming() -> None:
     """Another thread of the script happens to open listeners while the group is built."""
-    create, doors = linked.gloo_device, []
+    create, doors = group.gloo_device, []
 
     def meanwhile(host: str, port: int) -> Any:
         doors.extend(socket.create_server(("127.0.0.1", 0)) for _ in range(20))
         return create(host, port)
 
-    linked.gloo_device = meanwhile
+    group.gloo_device = meanwhile
 
 
 def normed() -> nn.Module:

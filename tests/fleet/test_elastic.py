@@ -168,7 +168,7 @@ def test_the_roster_may_die_and_come_back(tmp_path: Path) -> None:
 def test_who_is_asked_to_leave_while_it_waits_for_a_roster_that_is_gone_leaves(tmp_path: Path) -> None:
     with Flock(CASE, 3, tmp_path, args={"epochs": 1000}) as flock:
         flock.wait_for_step(8)
-        flock.steward.close()
+        flock.server.close()
         flock.kill(1)
         flock.wait_until(lambda: flock.complaints().count("waiting for the roster, which is away") >= 2)
         for slot in (0, 2):
@@ -180,7 +180,7 @@ def test_who_is_asked_to_leave_while_it_waits_for_a_roster_that_is_gone_leaves(t
 def test_a_death_while_the_roster_is_away_pauses_the_fleet_until_it_is_back(tmp_path: Path) -> None:
     with Flock(CASE, 3, tmp_path, state=tmp_path / "roster.json", args=UNHURRIED) as flock:
         flock.wait_for_step(8)
-        flock.steward.close()
+        flock.server.close()
         flock.kill(1)
         flock.restart_roster(pause=1.0)
         flock.tell_death(1)

@@ -13,7 +13,7 @@ from flock import TOKEN, Flock
 from test_elastic import must_be_sound
 
 from paceline.observe import read_log
-from paceline.roster import Steward, wire
+from paceline.roster import RosterServer, wire
 
 pytestmark = [pytest.mark.fleet, pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())]
 
@@ -37,10 +37,10 @@ class Scattered(Flock):
         super().__exit__()
         self.network.__exit__()
 
-    def _host(self, *, expect: int, port: int = 0) -> Steward:
+    def _host(self, *, expect: int, port: int = 0) -> RosterServer:
         minimum, maximum = self._sizes
         with self.network.inside("roster"):
-            steward = Steward(
+            server = RosterServer(
                 minimum=minimum,
                 maximum=maximum,
                 token=TOKEN,
@@ -49,8 +49,8 @@ class Scattered(Flock):
                 expect=expect,
                 state=self._state,
             )
-            steward.start()
-        return steward
+            server.start()
+        return server
 
     def start(self, slot: int, *, expected: bool = False, **env: str) -> None:
         cable = json.dumps(self.network.cutting(str(slot)))
@@ -165,7 +165,7 @@ def test_a_half_that_is_too_small_waits_and_goes_on_once_the_cable_heals(tmp_pat
     with Scattered(3, tmp_path, minimum=2) as flock:
         flock.wait_for_commits(1, 8)
         flock.network.split("1", "2")
-        flock.wait_until(lambda: "1 of at least 2 is ready" in flock.steward.snapshot()["waiting_for"])
+        flock.wait_until(lambda: "1 of at least 2 is ready" in flock.server.snapshot()["waiting_for"])
         held = [len(flock.commits(slot)) for slot in range(3)]
         time.sleep(1.0)
         assert [len(flock.commits(slot)) for slot in range(3)] == held, "below the minimum nobody goes on"

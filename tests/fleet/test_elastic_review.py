@@ -165,7 +165,7 @@ def test_with_deadlines_and_counts_too_the_fleet_trains_on_while_the_roster_is_a
     args = {"pace": pace, "epochs": 12}
     with Flock(CASE, 3, tmp_path, state=tmp_path / "roster.json", args=args) as flock:
         flock.wait_for_step(8)
-        flock.steward.close()
+        flock.server.close()
         flock.wait_for_step(flock.records()[-1]["step"] + 10)
         flock.restart_roster(pause=0.0)
         outcomes = flock.wait()
@@ -178,7 +178,7 @@ def test_a_new_figure_may_be_added_while_the_roster_is_away(tmp_path: Path, pace
     args = {"add_from": 20, "epochs": 12, "pace": pace}
     with Flock(CASE, 2, tmp_path, state=tmp_path / "roster.json", args=args) as flock:
         flock.wait_for_step(8)
-        flock.steward.close()
+        flock.server.close()
         time.sleep(1.5)
         flock.restart_roster(pause=0.1)
         outcomes = flock.wait()
@@ -294,7 +294,7 @@ def test_an_optimiser_that_is_not_tracked_is_refused(tmp_path: Path) -> None:
 def test_the_fleet_trains_on_while_the_roster_is_away(tmp_path: Path, pace: Any) -> None:
     with Flock(CASE, 2, tmp_path, state=tmp_path / "roster.json", args={"pace": pace, **UNHURRIED}) as flock:
         flock.wait_for_step(8)
-        flock.steward.close()
+        flock.server.close()
         flock.wait_for_step(flock.records()[-1]["step"] + 20)  # more than the log can lag behind
         flock.restart_roster(pause=0.0)
         outcomes = flock.hurry()

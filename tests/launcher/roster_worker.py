@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.roster import Generation, Member, RunOver
+from paceline.roster import Generation, RosterClient, RunOver
 
 STEPS = int(os.environ.get("STEPS", "30"))
 LOG = Path(os.environ.get("LOG") or os.environ["PACELINE_RUN_DIR"] + "/events.jsonl")
@@ -29,7 +29,7 @@ def logged() -> int:
     return sum('"event": "step"' in line for line in lines)
 
 
-def enter(member: Member, after: int, *, fresh: bool) -> Generation:
+def enter(member: RosterClient, after: int, *, fresh: bool) -> Generation:
     generation = member.next_generation(after=after, fresh=fresh, orderly=True)
     print("generation", generation.number, *generation.workers, flush=True)
     return generation
@@ -37,7 +37,7 @@ def enter(member: Member, after: int, *, fresh: bool) -> Generation:
 
 def main() -> None:
     host = socket.gethostname()
-    member = Member(
+    member = RosterClient(
         os.environ["PACELINE_ROSTER"],
         token=os.environ["PACELINE_TOKEN"],
         name=f"{host}/{os.environ['PACELINE_WORKER']}",

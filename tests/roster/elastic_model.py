@@ -16,8 +16,8 @@ from typing import Any
 from elastic_worker import EPOCHS, LENGTH, Chance, Group, Rules, Worker
 
 from paceline.roster.generation import Generation
-from paceline.roster.membership_rules import CLOSED, Refused, Roll, Tell
-from paceline.roster.state import Book, Hello
+from paceline.roster.membership_rules import CLOSED, MembershipRules, Refused, Tell
+from paceline.roster.state import Hello, RosterState
 
 FAULTS_IN, FAULTS_IN_SETTLING = 24, 8
 """One move in so many is a fault, while the bytes last; more of them while somebody settles in a new generation."""
@@ -33,14 +33,14 @@ class World:
     ) -> None:
         self.chance, self.rules, self.adaptive = Chance(schedule), rules or Rules(), adaptive
         self.minimum, self.largest = minimum, workers + 1
-        self.roll = Roll(Book(minimum=minimum, maximum=self.largest))
+        self.membership = MembershipRules(RosterState(minimum=minimum, maximum=self.largest))
         self.workers: list[Worker] = []
         self.groups: dict[int, Group] = {}
         self.at_roster: deque[Callable[[], None]] = deque()
         """What the roster will see by itself: processes that ended, workers that went silent."""
         self.by_id: dict[int, Worker] = {}
         self.turn = self.settling = 0
-        self.roll.expect(workers)
+        self.membership.expect(workers)
         for slot in range(workers):
             self.start(f"host/{slot}")
 
@@ -52,7 +52,7 @@ class World:
 
     def register(self, worker: Worker) -> str:
         try:
-            worker.id = self.roll.register(Hello(worker.name, worker.session, {"name": worker.name})).id
+            worker.id = self.membership.register(Hello(worker.name, worker.session, {"name": worker.name})).id
         except Refused as refused:
             return refused.kind
         self.by_id[worker.id] = worker
@@ -88,22 +88,24 @@ class World:
         self.at_roster.append(lambda: self.lose(worker) if worker.id >= 0 else self.miss_birth(worker))
 
     def lose(self, worker: Worker) -> None:
-        if self.by_id.get(worker.id) is worker and worker.id in self.roll.book.workers:
-            self.roll.lost(worker.id, CLOSED, sure=False)
-        self.at_roster.append(lambda: self.by_id.get(worker.id) is worker and self.roll.died(worker.name, "was killed"))
+        if self.by_id.get(worker.id) is worker and worker.id in self.membership.roster.workers:
+            self.membership.lost(worker.id, CLOSED, sure=False)
+        self.at_roster.append(
+            lambda: self.by_id.get(worker.id) is worker and self.membership.died(worker.name, "was killed")
+        )
 
     def miss_birth(self, worker: Worker) -> None:
         if not any(other.alive and other.name == worker.name for other in self.workers):
-            self.roll.died(worker.name, "was killed before it was there")
+            self.membership.died(worker.name, "was killed before it was there")
 
     def freeze(self, worker: Worker) -> None:
         worker.frozen = True
         self.at_roster.append(lambda: self.miss(worker))
 
     def miss(self, worker: Worker) -> None:
-        known = self.by_id.get(worker.id) is worker and worker.id in self.roll.book.workers
+        known = self.by_id.get(worker.id) is worker and worker.id in self.membership.roster.workers
         if worker.alive and worker.frozen and known:
-            self.roll.silent(worker.id, "was silent")
+            self.membership.silent(worker.id, "was silent")
 
     def wake(self, worker: Worker) -> None:
         if worker.frozen and worker.alive:
@@ -163,7 +165,7 @@ class World:
         return moves[self.turn % len(moves) if self.chance.over else self.chance.choose(len(moves))]
 
     def post(self) -> None:
-        for said in self.roll.take():
+        for said in self.membership.drain():
             for id in said.to if isinstance(said, Tell) else ():
                 self.by_id[id].inbox.append(said.message)
 
@@ -171,7 +173,7 @@ class World:
         """No more faults: whoever sleeps wakes up, and the launcher starts what the minimum needs."""
         for worker in self.workers:
             self.wake(worker)
-        if self.roll.ended or self.roll.book.finishing:
+        if self.membership.ended or self.membership.roster.finishing:
             return
         living = {worker.name for worker in self.workers if worker.alive}
         for slot in range(self.largest):
@@ -181,11 +183,11 @@ class World:
 
     @property
     def over(self) -> bool:
-        return self.roll.ended and not any(worker.alive for worker in self.workers)
+        return self.membership.ended and not any(worker.alive for worker in self.workers)
 
     def describe(self) -> str:
         living = [f"{w.name} (id {w.id}, step {w.index}, calls {w.calls})" for w in self.workers if w.alive]
-        return f"{', '.join(living)}; the roster: {self.roll.waiting or 'waits for nobody'}"
+        return f"{', '.join(living)}; the roster: {self.membership.waiting or 'waits for nobody'}"
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 
@@ -196,8 +198,10 @@ class World:
                 assert other.history[one.index] == one.history[one.index], f"two commits of step {one.index}"
 
     def is_in(self, worker: Worker) -> bool:
-        known = self.roll.book.workers.get(worker.id)
-        fits = known is not None and known.session == worker.session and self.roll.book.seat_of(known) is not None
+        known = self.membership.roster.workers.get(worker.id)
+        fits = (
+            known is not None and known.session == worker.session and self.membership.roster.seat_of(known) is not None
+        )
         return worker.alive and not worker.outside and fits
 
     def audit(self) -> None:

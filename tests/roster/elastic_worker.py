@@ -410,7 +410,7 @@ class Worker:
 
     def next_generation(self, ready: Ready) -> Wait:
         self.asked_after, self.answer, self.dropped = ready.after, None, False
-        self.tell_roster(lambda: self.world.roll.ready(self.id, ready))
+        self.tell_roster(lambda: self.world.membership.ready(self.id, ready))
         yield lambda: self.answer is not None or self.ended or (self.dropped and not ready.fresh)
         if self.ended:
             raise Ended
@@ -421,14 +421,14 @@ class Worker:
 
     def tell_roster(self, message: Callable[[], None]) -> None:
         def deliver() -> None:
-            self.world.roll.heard(self.id)
+            self.world.membership.heard(self.id)
             message()
 
         if not self.left:
             self.outbox.append(deliver)
 
     def leave(self, why: str) -> None:
-        self.tell_roster(lambda: self.world.roll.leave(self.id, why))
+        self.tell_roster(lambda: self.world.membership.leave(self.id, why))
         self.left = True
 
     def hear(self, message: dict[str, Any]) -> None:

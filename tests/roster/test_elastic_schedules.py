@@ -90,7 +90,7 @@ def returned_behind_a_back(rules: Rules) -> None:
     world.kill(third)
     world.start(third.name)
     back = world.workers[-1]
-    world.drive(lambda: back.session in [asks.session for asks in world.roll.book.newcomers()], without=[first])
+    world.drive(lambda: back.session in [asks.session for asks in world.membership.roster.newcomers()], without=[first])
     world.drive(lambda: 2 in world.groups and second.id in world.groups[2].calls.get("settle", {}))
     assert set(world.groups[2].generation.fresh) == {newcomer.id, third.id}
     world.drive(lambda: not back.outside and first.followed == 2, without=[second])

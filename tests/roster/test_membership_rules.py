@@ -8,8 +8,8 @@ import pytest
 
 from paceline.roster.generation import Generation
 from paceline.roster.identity import free_id
-from paceline.roster.membership_rules import CLOSED, Happened, Refused, Roll, Tell
-from paceline.roster.state import Book, Hello, Ready
+from paceline.roster.membership_rules import CLOSED, Happened, MembershipRules, Refused, Tell
+from paceline.roster.state import Hello, Ready, RosterState
 
 FIRST = Ready(0, True, True)
 
@@ -23,14 +23,14 @@ def in_mid_step(after: int) -> Ready:
 
 
 class Desk:
-    """A roll, and what it has said."""
+    """A rules, and what it has said."""
 
     def __init__(self, *, minimum: int = 1, maximum: int = 8, expected: int = 0) -> None:
-        self.roll = Roll(Book(minimum, maximum, expected), leap=10**9)
+        self.rules = MembershipRules(RosterState(minimum, maximum, expected), leap=10**9)
 
     def come(self, *slots: int, session: str = "") -> None:
         for slot in slots:
-            self.roll.register(self.hello(slot, session))
+            self.rules.register(self.hello(slot, session))
 
     def hello(self, slot: int, session: str = "", **more: Any) -> Hello:
         return Hello(
@@ -39,10 +39,10 @@ class Desk:
 
     def ask(self, request: Ready, *ids: int) -> None:
         for id in ids:
-            self.roll.ready(id, request)
+            self.rules.ready(id, request)
 
     def said(self) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-        return [(one.to, one.message) for one in self.roll.take() if isinstance(one, Tell)]
+        return [(one.to, one.message) for one in self.rules.drain() if isinstance(one, Tell)]
 
     def told(self, key: str) -> list[tuple[int, ...]]:
         return [to for to, message in self.said() if key in message]
@@ -64,9 +64,9 @@ def test_the_first_generation_waits_for_all_that_were_started() -> None:
     desk.come(0, 1)
     desk.ask(FIRST, 0, 1)
     assert desk.published() is None
-    assert desk.roll.waiting == "waiting for 1 worker that was started and not heard of yet"
+    assert desk.rules.waiting == "waiting for 1 worker that was started and not heard of yet"
     desk.come(2)
-    assert desk.roll.waiting == "waiting for worker 2 (starting)"
+    assert desk.rules.waiting == "waiting for worker 2 (starting)"
     desk.ask(FIRST, 2)
     first = desk.published()
     assert first is not None
@@ -77,7 +77,7 @@ def test_a_worker_that_dies_before_it_registers_is_no_longer_expected() -> None:
     desk = Desk(minimum=2, expected=3)
     desk.come(0, 1)
     desk.ask(FIRST, 0, 1)
-    desk.roll.died("host/2", "was killed by signal 9 (SIGKILL)")
+    desk.rules.died("host/2", "was killed by signal 9 (SIGKILL)")
     first = desk.published()
     assert first is not None
     assert first.workers == (0, 1)
@@ -87,18 +87,18 @@ def test_a_death_after_the_socket_told_of_it_does_not_count_as_one_more_expected
     desk = Desk(minimum=1, expected=3)
     desk.come(0, 1)
     desk.ask(FIRST, 0)
-    desk.roll.lost(1, CLOSED, sure=True)
-    desk.roll.died("host/1", "was killed by signal 9 (SIGKILL)")
+    desk.rules.lost(1, CLOSED, sure=True)
+    desk.rules.died("host/1", "was killed by signal 9 (SIGKILL)")
     assert desk.published() is None
-    assert desk.roll.book.expected == 1
+    assert desk.rules.roster.expected == 1
 
 
 def test_a_lost_member_ends_its_generation_and_the_survivors_go_on_in_their_order() -> None:
     desk = Desk()
     desk.begin(0, 1, 2)
-    desk.roll.lost(1, CLOSED, sure=False)
+    desk.rules.lost(1, CLOSED, sure=False)
     assert desk.told("over") == [(0, 2)]
-    desk.roll.died("host/1", "was killed by signal 9 (SIGKILL)")
+    desk.rules.died("host/1", "was killed by signal 9 (SIGKILL)")
     desk.ask(in_mid_step(1), 2)
     assert desk.published() is None
     desk.ask(in_mid_step(1), 0)
@@ -138,14 +138,14 @@ def test_incumbents_rank_before_newcomers_whatever_their_ids() -> None:
 def test_below_the_minimum_survivors_finish_their_step_and_then_wait_for_a_named_number() -> None:
     desk = Desk(minimum=3)
     desk.begin(0, 1, 2)
-    desk.roll.lost(2, CLOSED, sure=True)
+    desk.rules.lost(2, CLOSED, sure=True)
     desk.ask(in_mid_step(1), 0, 1)
     second = desk.published()
     assert second is not None
     assert second.wanting == 1
     desk.ask(at_boundary(2), 0, 1)
     assert desk.published() is None
-    assert desk.roll.waiting == "waiting for 1 more worker: 2 of at least 3 are ready"
+    assert desk.rules.waiting == "waiting for 1 more worker: 2 of at least 3 are ready"
     desk.come(2, session="another process")
     desk.ask(FIRST, 2)
     third = desk.published()
@@ -156,7 +156,7 @@ def test_below_the_minimum_survivors_finish_their_step_and_then_wait_for_a_named
 def test_a_process_that_came_back_under_its_name_has_left_and_joined() -> None:
     desk = Desk()
     desk.begin(0, 1)
-    desk.roll.died("host/1", "was killed by signal 9 (SIGKILL)")
+    desk.rules.died("host/1", "was killed by signal 9 (SIGKILL)")
     desk.come(1, session="another process")
     desk.ask(FIRST, 1)
     desk.ask(at_boundary(1), 0)
@@ -169,8 +169,8 @@ def test_a_process_that_came_back_under_its_name_has_left_and_joined() -> None:
 def test_a_silent_member_that_wakes_before_the_fleet_has_gone_on_is_a_member_still() -> None:
     desk = Desk()
     desk.begin(0, 1)
-    desk.roll.silent(1, "was silent")
-    desk.roll.heard(1)
+    desk.rules.silent(1, "was silent")
+    desk.rules.heard(1)
     assert desk.told("over") == [(0,), (1,)]
     desk.ask(in_mid_step(1), 0, 1)
     second = desk.published()
@@ -181,10 +181,10 @@ def test_a_silent_member_that_wakes_before_the_fleet_has_gone_on_is_a_member_sti
 def test_a_silent_member_that_wakes_after_the_fleet_has_gone_on_enters_anew() -> None:
     desk = Desk()
     desk.begin(0, 1)
-    desk.roll.silent(1, "was silent for 2.1 s")
+    desk.rules.silent(1, "was silent for 2.1 s")
     desk.ask(in_mid_step(1), 0)
     assert desk.told("dropped") == [(1,)]
-    desk.roll.heard(1)
+    desk.rules.heard(1)
     desk.ask(in_mid_step(1), 1)
     assert desk.told("dropped") == [(1,)]
     desk.ask(Ready(1, True, True), 1)
@@ -199,12 +199,12 @@ def test_the_last_holder_of_the_state_is_waited_for_while_it_is_only_silent() ->
     desk.begin(0)
     desk.come(1)
     desk.ask(FIRST, 1)
-    desk.roll.silent(0, "was silent")
+    desk.rules.silent(0, "was silent")
     assert desk.published() is None
-    assert desk.roll.waiting == "waiting for worker 0 (silent): nobody else holds the training's state"
-    desk.roll.lost(0, CLOSED, sure=False)
+    assert desk.rules.waiting == "waiting for worker 0 (silent): nobody else holds the training's state"
+    desk.rules.lost(0, CLOSED, sure=False)
     assert desk.published() is None
-    desk.roll.confirm(0, "session 0")
+    desk.rules.confirm(0, "session 0")
     anew = desk.published()
     assert anew is not None
     assert (anew.number, anew.workers, anew.fresh) == (2, (1,), (1,))
@@ -221,7 +221,7 @@ def test_a_member_that_leaves_when_the_others_are_at_the_boundary_disturbs_nobod
     desk = Desk()
     desk.begin(0, 1, 2)
     desk.ask(at_boundary(1), 0, 1)
-    desk.roll.leave(2, "left (SIGTERM)")
+    desk.rules.leave(2, "left (SIGTERM)")
     said = desk.said()
     assert not [message for _, message in said if "over" in message]
     second = Generation.from_json(next(message["generation"] for _, message in said if "generation" in message))
@@ -235,14 +235,14 @@ def test_once_a_member_has_finished_nobody_enters_and_nobody_is_disturbed() -> N
     desk.come(2)
     desk.ask(FIRST, 2)
     desk.said()
-    desk.roll.leave(0, "finished")
+    desk.rules.leave(0, "finished")
     said = desk.said()
     assert ((2,), {"ended": "the run has ended"}) in said
     assert not [message for _, message in said if "over" in message]
     with pytest.raises(Refused, match="the run has ended"):
         desk.come(3)
-    desk.roll.leave(1, "finished")
-    assert desk.roll.ended
+    desk.rules.leave(1, "finished")
+    assert desk.rules.ended
 
 
 def test_a_full_fleet_refuses_and_a_lost_worker_makes_room() -> None:
@@ -250,7 +250,7 @@ def test_a_full_fleet_refuses_and_a_lost_worker_makes_room() -> None:
     desk.begin(0, 1)
     with pytest.raises(Refused, match="the fleet is full: 2 of at most 2"):
         desk.come(2)
-    desk.roll.silent(1, "was silent")
+    desk.rules.silent(1, "was silent")
     desk.come(2)
 
 
@@ -260,15 +260,15 @@ def test_a_name_in_use_is_refused_until_its_process_is_gone_or_silent() -> None:
     with pytest.raises(Refused, match="another process is there as 'host/1'") as refused:
         desk.come(1, session="another process")
     assert refused.value.kind == "busy"
-    desk.roll.silent(1, "was silent")
+    desk.rules.silent(1, "was silent")
     desk.come(1, session="another process")
-    assert desk.roll.book.workers[1].session == "another process"
+    assert desk.rules.roster.workers[1].session == "another process"
 
 
 def test_a_member_whose_answer_was_lost_with_its_connection_gets_it_again() -> None:
     desk = Desk()
     desk.begin(0, 1)
-    desk.roll.register(desk.hello(1))
+    desk.rules.register(desk.hello(1))
     desk.said()
     desk.ask(FIRST, 1)
     again = desk.published()
@@ -279,14 +279,14 @@ def test_a_member_whose_answer_was_lost_with_its_connection_gets_it_again() -> N
 def test_a_restarted_roster_goes_on_from_its_book_and_asks_the_members_to_form_anew() -> None:
     desk = Desk()
     first = desk.begin(0, 1)
-    saved = desk.roll.book.to_json()
+    saved = desk.rules.roster.to_json()
     after = Desk()
-    after.roll.book.restore(saved)
-    after.roll.register(after.hello(1, generation=1, was=first))
+    after.rules.roster.restore(saved)
+    after.rules.register(after.hello(1, generation=1, was=first))
     assert after.told("news") == [(1,)]
     after.ask(at_boundary(1), 1)
-    assert after.roll.waiting == "waiting for worker 0 (not back yet)"
-    after.roll.register(after.hello(0, generation=1, was=first))
+    assert after.rules.waiting == "waiting for worker 0 (not back yet)"
+    after.rules.register(after.hello(0, generation=1, was=first))
     after.ask(at_boundary(1), 0)
     second = after.published()
     assert second is not None
@@ -297,7 +297,7 @@ def test_a_roster_that_lost_its_book_takes_the_fleet_over_from_its_members_under
     first = Desk().begin(0, 1)
     after = Desk()
     for slot in (1, 0):
-        after.roll.register(after.hello(slot, generation=1, was=first))
+        after.rules.register(after.hello(slot, generation=1, was=first))
     after.ask(at_boundary(1), 0, 1)
     second = after.published()
     assert second is not None
@@ -307,11 +307,11 @@ def test_a_roster_that_lost_its_book_takes_the_fleet_over_from_its_members_under
 def test_a_roster_that_lost_its_book_does_not_begin_anew_while_the_old_fleet_may_come_back() -> None:
     first = Desk().begin(0, 1)
     after = Desk()
-    after.roll.register(after.hello(2, generation=0, was=None))
+    after.rules.register(after.hello(2, generation=0, was=None))
     after.ask(FIRST, 2)
     assert after.published() is None
     for slot in (1, 0):
-        after.roll.register(after.hello(slot, generation=1, was=first))
+        after.rules.register(after.hello(slot, generation=1, was=first))
     after.ask(at_boundary(1), 0, 1)
     second = after.published()
     assert second is not None
@@ -321,13 +321,13 @@ def test_a_roster_that_lost_its_book_does_not_begin_anew_while_the_old_fleet_may
 def test_of_several_old_fleets_the_youngest_is_taken_over() -> None:
     desk = Desk()
     first = desk.begin(0, 1, 2)
-    desk.roll.silent(2, "was silent")
+    desk.rules.silent(2, "was silent")
     desk.ask(in_mid_step(1), 0, 1)
     second = desk.published()
     after = Desk()
-    after.roll.register(after.hello(2, generation=1, was=first))
+    after.rules.register(after.hello(2, generation=1, was=first))
     for slot in (0, 1):
-        after.roll.register(after.hello(slot, generation=2, was=second))
+        after.rules.register(after.hello(slot, generation=2, was=second))
     after.ask(in_mid_step(1), 2)
     assert (2,) in after.told("dropped")
     after.ask(at_boundary(2), 0, 1)
@@ -339,18 +339,18 @@ def test_of_several_old_fleets_the_youngest_is_taken_over() -> None:
 def test_newcomers_that_were_sooner_than_the_fleet_of_a_lost_book_keep_their_ids() -> None:
     first = Desk().begin(0, 1)
     after = Desk()
-    after.roll.register(Hello("elsewhere/0", "new", {"name": "elsewhere/0"}))
-    worker = after.roll.register(after.hello(0, generation=1, was=first))
-    assert worker.id != after.roll.book.ids["elsewhere/0"]
+    after.rules.register(Hello("elsewhere/0", "new", {"name": "elsewhere/0"}))
+    worker = after.rules.register(after.hello(0, generation=1, was=first))
+    assert worker.id != after.rules.roster.ids["elsewhere/0"]
     assert (worker.id,) in after.told("dropped")
 
 
 def test_a_book_of_a_finished_run_leaves_numbers_and_names_alone() -> None:
     desk = Desk()
     desk.begin(0)
-    desk.roll.leave(0, "finished")
+    desk.rules.leave(0, "finished")
     after = Desk()
-    after.roll.book.restore(desk.roll.book.to_json())
+    after.rules.roster.restore(desk.rules.roster.to_json())
     again = after.begin(0)
     assert (again.number, again.fresh, again.left) == (2, (0,), ())
 
@@ -358,13 +358,13 @@ def test_a_book_of_a_finished_run_leaves_numbers_and_names_alone() -> None:
 def test_a_failure_reaches_everybody_once_and_is_forgotten_when_all_have_gone() -> None:
     desk = Desk()
     desk.begin(0, 1)
-    desk.roll.fail("mismatch", "worker 0 called this")
-    desk.roll.fail("mismatch", "worker 1 called that")
+    desk.rules.fail("mismatch", "worker 0 called this")
+    desk.rules.fail("mismatch", "worker 1 called that")
     assert desk.said() == [((0, 1), {"fail": "mismatch", "text": "worker 0 called this"})]
     with pytest.raises(Refused, match="worker 0 called this"):
         desk.come(2)
-    desk.roll.leave(0, "CallMismatch")
-    desk.roll.lost(1, CLOSED, sure=True)
+    desk.rules.leave(0, "CallMismatch")
+    desk.rules.lost(1, CLOSED, sure=True)
     desk.come(2)
 
 
@@ -372,7 +372,7 @@ def test_onlookers_hear_who_is_in_by_name() -> None:
     desk = Desk()
     desk.come(0, 1)
     desk.ask(FIRST, 0, 1)
-    happened = [one for one in desk.roll.take() if isinstance(one, Happened)]
+    happened = [one for one in desk.rules.drain() if isinstance(one, Happened)]
     assert [one.kind for one in happened] == ["registered", "registered", "generation"]
     assert happened[-1].data["names"] == ["host/0", "host/1"]
 

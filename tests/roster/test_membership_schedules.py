@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from paceline.roster.generation import Generation
-from paceline.roster.membership_rules import Happened, Refused, Roll, Tell
-from paceline.roster.state import Book, Hello, Ready
+from paceline.roster.membership_rules import Happened, MembershipRules, Refused, Tell
+from paceline.roster.state import Hello, Ready, RosterState
 
 SLOTS = 5
 MINIMUM = 2
@@ -60,8 +60,8 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.roll = Roll(Book(MINIMUM, SLOTS), leap=10**9)
-        self.saved = self.roll.book.to_json()
+        self.rules = MembershipRules(RosterState(MINIMUM, SLOTS), leap=10**9)
+        self.saved = self.rules.roster.to_json()
         self.slots: dict[int, Process] = {}
         self.published: list[tuple[Generation, dict[int, str]]] = []
         self.sessions = 0
@@ -72,9 +72,9 @@ class World:
     # -- the roster's ends -----------------------------------------------------------------------------------------
 
     def deliver(self, *, lost: bool = False) -> None:
-        decided = self.roll.take()
-        if self.roll.unsaved:
-            self.saved, self.roll.unsaved = self.roll.book.to_json(), False
+        decided = self.rules.drain()
+        if self.rules.unsaved:
+            self.saved, self.rules.unsaved = self.rules.roster.to_json(), False
         for one in decided:
             if isinstance(one, Happened) and one.kind == "generation":
                 self.check_published(Generation.from_json(one.data))
@@ -101,7 +101,7 @@ class World:
         assert not new.joined or new.orderly, "newcomers only at a step boundary"
         asked_orderly = all(one.asking and one.asking.orderly for id, one in members.items() if id not in new.fresh)
         assert new.orderly == asked_orderly
-        assert len(new.workers) >= MINIMUM or not new.orderly or self.roll.book.finishing
+        assert len(new.workers) >= MINIMUM or not new.orderly or self.rules.roster.finishing
         assert new.wanting == (0 if new.orderly else max(0, MINIMUM - len(new.workers)))
         if set(new.fresh) == set(new.workers) and self.published:
             before = self.published[-1][1]
@@ -148,7 +148,7 @@ class World:
         self.sessions += 1
         process = Process(f"host/{slot}", f"s{self.sessions}")
         try:
-            process.id = self.roll.register(Hello(process.name, process.session, {"name": process.name})).id
+            process.id = self.rules.register(Hello(process.name, process.session, {"name": process.name})).id
         except Refused as refused:
             self.check_refusal(refused)
         else:
@@ -162,14 +162,14 @@ class World:
             self.deliver()
 
     def check_refusal(self, refused: Refused) -> None:
-        last = self.roll.book.last
-        awaited = last is not None and last.stale and any(id not in self.roll.book.workers for id in last.alive())
-        ending = self.roll.ended or self.roll.book.finishing
+        last = self.rules.roster.last
+        awaited = last is not None and last.stale and any(id not in self.rules.roster.workers for id in last.alive())
+        ending = self.rules.ended or self.rules.roster.finishing
         assert (refused.kind == "ended" and ending) or (refused.kind == "busy" and awaited), refused
 
     def say_ready(self, process: Process, orderly: bool) -> None:
         process.asking = Ready(process.number, not process.holds_state, orderly)
-        self.roll.ready(process.id, process.asking)
+        self.rules.ready(process.id, process.asking)
 
     def all_ask_at_a_boundary(self) -> None:
         for process in list(self.slots.values()):
@@ -192,9 +192,9 @@ class World:
             return
         self.slots = {slot: one for slot, one in self.slots.items() if one is not process}
         if seen == "launcher":
-            self.roll.died(process.name, "was killed by signal 9 (SIGKILL)")
+            self.rules.died(process.name, "was killed by signal 9 (SIGKILL)")
         elif process.connected:
-            self.roll.lost(process.id, "is gone", sure=seen == "socket, surely")
+            self.rules.lost(process.id, "is gone", sure=seen == "socket, surely")
             self.away += [(process.id, process.session)] if seen == "socket" else []
         else:
             self.away.append((process.id, process.session))
@@ -202,7 +202,7 @@ class World:
 
     def become_sure_of_the_dead(self) -> None:
         for id, session in self.away:
-            self.roll.confirm(id, session)
+            self.rules.confirm(id, session)
         self.away = []
         self.deliver()
 
@@ -210,14 +210,14 @@ class World:
         process = self.some(connected=True, frozen=False)
         if process:
             process.frozen = True
-            self.roll.silent(process.id, "was silent for 2.1 s (frozen, or its network is cut)")
+            self.rules.silent(process.id, "was silent for 2.1 s (frozen, or its network is cut)")
             self.deliver()
 
     def wake(self) -> None:
         process = self.some(connected=True, frozen=True)
         if process:
             process.frozen = False
-            self.roll.heard(process.id)
+            self.rules.heard(process.id)
             self.deliver()
 
     def cut(self) -> None:
@@ -225,7 +225,7 @@ class World:
         if process:
             process.connected = False
             process.inbox.clear()
-            self.roll.lost(process.id, "is gone", sure=False)
+            self.rules.lost(process.id, "is gone", sure=False)
             self.deliver()
 
     def reconnect(self) -> None:
@@ -236,7 +236,7 @@ class World:
     def come_back(self, process: Process) -> None:
         hello = Hello(process.name, process.session, {"name": process.name}, process.number, process.inside, True)
         try:
-            process.id = self.roll.register(hello).id
+            process.id = self.rules.register(hello).id
         except Refused as refused:
             self.check_refusal(refused)
             if refused.kind == "ended":
@@ -245,7 +245,7 @@ class World:
         process.connected, process.frozen = True, False
         self.deliver()
         if process.asking:
-            self.roll.ready(process.id, process.asking)
+            self.rules.ready(process.id, process.asking)
             self.deliver()
 
     def leave(self) -> None:
@@ -259,31 +259,31 @@ class World:
     def go(self, process: Process | None, why: str) -> None:
         if process:
             self.slots = {slot: one for slot, one in self.slots.items() if one is not process}
-            self.roll.leave(process.id, why)
+            self.rules.leave(process.id, why)
             self.deliver()
 
     def restart_the_roster(self) -> None:
         while_answering, book_lost = self.chance.random() < 0.5, self.chance.random() < 0.3
         process = self.some(asking=None, connected=True, frozen=False) if while_answering else None
-        if process:  # it writes its book, and dies before anybody hears of what is in it
+        if process:  # it writes its roster, and dies before anybody hears of what is in it
             self.say_ready(process, True)
             self.deliver(lost=True)
-        book, calm = Book(MINIMUM, SLOTS), not any(one.frozen for one in self.slots.values())
+        roster, calm = RosterState(MINIMUM, SLOTS), not any(one.frozen for one in self.slots.values())
         newest = self.published[-1][0].number if self.published else 0
         survives = not book_lost or not calm or not any(one.number == newest for one in self.slots.values() if newest)
         if survives:
-            book.restore(self.saved)
-        self.roll = Roll(book, leap=self.saved["number"] + 1)
+            roster.restore(self.saved)
+        self.rules = MembershipRules(roster, leap=self.saved["number"] + 1)
         for one in self.slots.values():
             one.connected, one.inbox = False, []
-        if not survives:  # then those who live are the book, provided that they come back soon
+        if not survives:  # then those who live are the roster, provided that they come back soon
             for one in self.chance.sample(sorted(self.slots.values(), key=lambda one: -one.number), len(self.slots)):
                 self.come_back(one)
 
     def give_up_members_that_did_not_come_back(self) -> None:
-        last = self.roll.book.last
-        if self.roll.book.searching or (last is not None and last.stale):
-            absent = self.roll.give_up_absent("did not come back after the roster's restart")
+        last = self.rules.roster.last
+        if self.rules.roster.searching or (last is not None and last.stale):
+            absent = self.rules.give_up_absent("did not come back after the roster's restart")
             sessions = {one.session for one in self.slots.values()}
             was = self.published[-1][1] if self.published else {}
             self.away += [(id, session) for id, session in absent if was.get(id) not in sessions]
@@ -298,19 +298,19 @@ class World:
 
     def when_all_who_live_ask_they_are_answered(self) -> None:
         calm = all(one.connected and not one.frozen for one in self.slots.values()) and not self.away
-        last = self.roll.book.last
+        last = self.rules.roster.last
         settled = last is None or all(seat.gone is None or seat.sure for seat in last.seats.values())
         awaited = last is not None and [
-            id for id in last.alive() if not last.seats[id].fits(self.roll.book.workers.get(id))
+            id for id in last.alive() if not last.seats[id].fits(self.rules.roster.workers.get(id))
         ]
-        present = not awaited and not self.roll.book.searching
+        present = not awaited and not self.rules.roster.searching
         asking = [one for one in self.slots.values() if one.asking]
-        if calm and settled and present and not self.roll.ended and asking and len(asking) == len(self.slots):
+        if calm and settled and present and not self.rules.ended and asking and len(asking) == len(self.slots):
             assert len(asking) < MINIMUM
 
     def members_hear_that_their_generation_is_over_or_that_somebody_waits(self) -> None:
-        last = self.roll.book.last
-        if last is None or self.roll.ended:
+        last = self.rules.roster.last
+        if last is None or self.rules.ended:
             return
         inside = [
             one
@@ -318,7 +318,7 @@ class World:
             if one.connected and not one.frozen and not one.asking and one.number == last.number
             if last.seats.get(one.id) and last.seats[one.id].session == one.session
         ]
-        waiting = self.roll.book.newcomers() and not self.roll.book.finishing and len(last.alive()) < SLOTS
+        waiting = self.rules.roster.newcomers() and not self.rules.roster.finishing and len(last.alive()) < SLOTS
         assert all(one.over >= last.number for one in inside if last.over)
         assert all(one.news or one.over >= last.number for one in inside if waiting)
 
@@ -345,7 +345,7 @@ def play(seed: int, events: int = 100) -> World:
     """One random schedule; what must hold is checked after each event."""
     world = World(seed)
     for action in world.chance.choices(list(WEIGHTS), list(WEIGHTS.values()), k=events):
-        if world.roll.ended:
+        if world.rules.ended:
             break
         action(world)
         world.no_two_generations_can_both_run()
@@ -376,7 +376,7 @@ def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
             met["joined while running"] += bool(generation.joined) and set(generation.fresh) != everybody
             met["back under its id"] += bool(set(generation.joined) & {gone.id for gone in generation.left})
         met["rounds"] += world.committed > 0
-        met["ended"] += world.roll.ended
+        met["ended"] += world.rules.ended
     assert met["generations"] > 1000
     assert len(met) == 8
     assert all(times >= 5 for times in met.values()), met

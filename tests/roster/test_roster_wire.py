@@ -1,4 +1,4 @@
-"""Lines, proofs, patience, silence and calls: the roster's small pure parts."""
+"""Lines, proofs, silence and calls: the roster's small pure parts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.roster import process
+from paceline.roster import liveness
 from paceline.roster.calls import Beat, Heard, Spot, mismatch, waited_for
-from paceline.roster.liveness import BUSY, FINE, FROZEN, GONE, HOLDING_S, Silence
-from paceline.roster.process import Look, look_at
-from paceline.roster.silence_limit import CEILING_S, FLOOR_S, Patience
+from paceline.roster.liveness import (
+    BUSY,
+    CEILING_S,
+    FINE,
+    FLOOR_S,
+    FROZEN,
+    GONE,
+    HOLDING_S,
+    Look,
+    SilenceCheck,
+    SilenceLimit,
+    look_at,
+)
 from paceline.roster.wire import Garbled, Lines, decode, encode, parse_address, proof, proven
 
 
@@ -59,37 +69,37 @@ def test_a_bad_address_is_explained(address: str) -> None:
 
 
 @given(st.lists(st.floats(0, 100)))
-def test_patience_lies_between_its_floor_and_its_ceiling(gaps: list[float]) -> None:
-    patience = Patience()
+def test_the_limit_of_silence_lies_between_its_floor_and_its_ceiling(gaps: list[float]) -> None:
+    limit = SilenceLimit()
     for gap in gaps:
-        patience.note(gap)
-    assert FLOOR_S <= patience.limit_s <= CEILING_S
+        limit.note(gap)
+    assert FLOOR_S <= limit.limit_s <= CEILING_S
 
 
-def test_patience_grows_with_late_beats_and_forgets_them_in_time() -> None:
-    patience = Patience()
-    patience.note(1.2)
-    assert patience.limit_s == pytest.approx(FLOOR_S + 4.0)
+def test_the_limit_of_silence_grows_with_late_beats_and_forgets_them_in_time() -> None:
+    limit = SilenceLimit()
+    limit.note(1.2)
+    assert limit.limit_s == pytest.approx(FLOOR_S + 4.0)
     for _ in range(300):
-        patience.note(0.2)
-    assert patience.limit_s == pytest.approx(FLOOR_S)
+        limit.note(0.2)
+    assert limit.limit_s == pytest.approx(FLOOR_S)
 
 
-def judge(silence: Silence, silent_s: float, look: Look) -> str:
-    return silence.judge(silent_s, patience_s=1.2, look=look)
+def judge(silence: SilenceCheck, silent_s: float, look: Look) -> str:
+    return silence.judge(silent_s, limit_s=1.2, look=look)
 
 
 def test_a_process_that_is_gone_is_given_up_at_once() -> None:
-    assert judge(Silence(Look(ticks=7)), 0.5, Look(gone=True)) == GONE
+    assert judge(SilenceCheck(Look(ticks=7)), 0.5, Look(gone=True)) == GONE
 
 
-def test_a_stopped_process_is_given_up_when_patience_ends() -> None:
-    silence, stopped = Silence(Look(ticks=7)), Look(stopped=True, ticks=7)
+def test_a_stopped_process_is_given_up_at_its_limit() -> None:
+    silence, stopped = SilenceCheck(Look(ticks=7)), Look(stopped=True, ticks=7)
     assert [judge(silence, after, stopped) for after in (0.5, 1.1, 1.25)] == [FINE, FINE, FROZEN]
 
 
 def test_a_process_that_computes_is_waited_for_until_it_stops_computing() -> None:
-    silence = Silence(Look(ticks=0))
+    silence = SilenceCheck(Look(ticks=0))
     verdicts = [judge(silence, 0.1 * tick, Look(ticks=tick)) for tick in range(5, 60)]
     assert set(verdicts) == {FINE, BUSY}
     still = [judge(silence, 6 + 0.1 * tick, Look(ticks=59)) for tick in range(30)]
@@ -97,20 +107,20 @@ def test_a_process_that_computes_is_waited_for_until_it_stops_computing() -> Non
 
 
 def test_even_a_process_that_computes_is_not_waited_for_for_ever() -> None:
-    silence = Silence(Look(ticks=0))
+    silence = SilenceCheck(Look(ticks=0))
     verdicts = [judge(silence, 0.5 * tick, Look(ticks=tick)) for tick in range(1, int(2 * HOLDING_S) + 10)]
     assert FROZEN in verdicts[-10:]
     assert FROZEN not in verdicts[:-10]
 
 
-def test_where_nothing_is_known_of_a_process_patience_alone_decides() -> None:
-    silence = Silence(Look())
+def test_where_nothing_is_known_of_a_process_the_limit_alone_decides() -> None:
+    silence = SilenceCheck(Look())
     assert [judge(silence, after, Look()) for after in (0.5, 1.1, 1.8)] == [FINE, FINE, FROZEN]
 
 
 def test_a_process_is_looked_at_on_its_own_computer_only() -> None:
-    assert look_at(os.getpid(), "another computer") == process.UNKNOWN
-    assert look_at(2**22 + 1, process.computer()).gone == bool(process.computer())
+    assert look_at(os.getpid(), "another computer") == liveness.UNKNOWN
+    assert look_at(2**22 + 1, liveness.computer()).gone == bool(liveness.computer())
 
 
 def waiting(call: int, label: str, *, begun: int = 5, beats: int = 2) -> Heard:
@@ -157,7 +167,7 @@ def test_whoever_waits_long_is_told_for_whom_at_growing_intervals() -> None:
     assert waited_for(0, heard) == ("step 41", "worker 1 (its own code after step 40)")
     told = []
     for second in range(200):
-        if heard[0].nag_is_due(float(second)):
-            heard[0].nagged += 1
+        if heard[0].reminder_is_due(float(second)):
+            heard[0].reminded += 1
             told.append(second)
     assert told == [6, 16, 31, 91, 151]

@@ -19,12 +19,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import CallMismatch, FleetError
-from paceline.roster import Generation, Member, RunOver, Steward, wire
-from paceline.roster import client as member
-from paceline.roster import server as steward
-from paceline.roster import silence_limit as patience
-from paceline.roster import timeouts as minding
-from paceline.roster.handshake import Door, knock
+from paceline.roster import Generation, RosterClient, RosterServer, RunOver, client, liveness, server, timeouts, wire
+from paceline.roster.handshake import RosterConnection, shake_hands
 from ports import own_port
 
 TOKEN = "a token"
@@ -37,7 +33,7 @@ class Watch:
     def __init__(self, address: str, slot: int, *, token: str = TOKEN) -> None:
         self.over = threading.Event()
         name = f"here/{slot}"
-        self.member = Member(address, token=token, name=name, facts=FACTS, on_over=lambda number: self.over.set())
+        self.client = RosterClient(address, token=token, name=name, facts=FACTS, on_over=lambda number: self.over.set())
 
 
 class House:
@@ -49,10 +45,10 @@ class House:
         self.settings = {"minimum": 1, "maximum": 8, "token": TOKEN, **settings}
         self.watches: list[Watch] = []
         self.pool = ThreadPoolExecutor(16)
-        self.steward = self.open()
+        self.server = self.open()
 
-    def open(self) -> Steward:
-        one = Steward(observe=self._note, **self.settings)
+    def open(self) -> RosterServer:
+        one = RosterServer(observe=self._note, **self.settings)
         one.start()
         return one
 
@@ -67,26 +63,26 @@ class House:
             return next(data for one, data in reversed(self.happened) if one == kind)
 
     def come(self, slot: int, **more: Any) -> Watch:
-        self.watches.append(Watch(self.steward.address, slot, **more))
+        self.watches.append(Watch(self.server.address, slot, **more))
         return self.watches[-1]
 
     def ask(self, *watches: Watch, after: int, fresh: bool = False, orderly: bool = True) -> list[Future[Generation]]:
         def one(watch: Watch) -> Generation:
-            return watch.member.next_generation(after=after, fresh=fresh, orderly=orderly)
+            return watch.client.next_generation(after=after, fresh=fresh, orderly=orderly)
 
         return [self.pool.submit(one, watch) for watch in watches]
 
     def begin(self, count: int) -> list[Watch]:
         watches = [self.come(slot) for slot in range(count)]
-        self.steward.expect(0)
+        self.server.expect(0)
         asked = self.ask(*watches, after=0, fresh=True)
         assert {one.result(10).number for one in asked} == {1}
         return watches
 
     def close(self) -> None:
         for watch in self.watches:
-            watch.member.close()
-        self.steward.close()
+            watch.client.close()
+        self.server.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -94,13 +90,13 @@ class House:
 def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., House]]:
     """The same rules, a few times faster; but nobody's time runs out unless a test says when."""
     for where, name, seconds in (
-        (member, "BEAT_S", 0.05),
-        (member, "BUSY_S", 0.3),
-        (patience, "BEAT_S", 0.05),
-        (patience, "FLOOR_S", 60.0),
-        (patience, "CEILING_S", 60.0),
-        (minding, "RETURN_S", 60.0),
-        (steward, "PROVE_S", 60.0),
+        (client, "BEAT_S", 0.05),
+        (client, "BUSY_S", 0.3),
+        (liveness, "BEAT_S", 0.05),
+        (liveness, "FLOOR_S", 60.0),
+        (liveness, "CEILING_S", 60.0),
+        (timeouts, "RETURN_S", 60.0),
+        (server, "PROVE_S", 60.0),
     ):
         monkeypatch.setattr(where, name, seconds)
     made: list[House] = []
@@ -114,21 +110,21 @@ def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., House]]:
         one.close()
 
 
-def puppet(house: House, slot: int, session: str = "a puppet") -> Door:
+def puppet(house: House, slot: int, session: str = "a puppet") -> RosterConnection:
     """A worker moved by hand, on a computer of which nothing is known."""
     hello = {"name": f"here/{slot}", "session": session, "facts": FACTS, "process": [0, ""]}
     more = {"generation": 0, "was": None, "returning": False}
-    return knock(wire.parse_address(house.steward.address), token=TOKEN, hello={**hello, **more})
+    return shake_hands(wire.parse_address(house.server.address), token=TOKEN, hello={**hello, **more})
 
 
-def say(door: Door, **message: Any) -> None:
-    door.socket.sendall(wire.encode(message))
+def say(connection: RosterConnection, **message: Any) -> None:
+    connection.socket.sendall(wire.encode(message))
 
 
-def await_message(door: Door, key: str) -> dict[str, Any]:
-    door.socket.settimeout(10)
+def await_message(connection: RosterConnection, key: str) -> dict[str, Any]:
+    connection.socket.settimeout(10)
     while True:
-        for message in door.read():
+        for message in connection.read():
             if key in message:
                 return message
 
@@ -136,7 +132,7 @@ def await_message(door: Door, key: str) -> dict[str, Any]:
 def test_a_closed_connection_ends_the_generation_on_the_others_at_once(house: Callable[..., House]) -> None:
     here = house()
     watches = here.begin(4)
-    watches[3].member.close()
+    watches[3].client.close()
     assert all(watch.over.wait(30) for watch in watches[:3])  # long before any silence or absence counts
     second = here.ask(*watches[:3], after=1, orderly=False)
     assert {one.result(10).workers for one in second} == {(0, 1, 2)}
@@ -145,7 +141,7 @@ def test_a_closed_connection_ends_the_generation_on_the_others_at_once(house: Ca
 def test_what_the_launcher_saw_stands_in_the_next_generation(house: Callable[..., House]) -> None:
     here = house()
     watches = here.begin(2)
-    here.steward.died("here/1", "was killed by signal 9 (SIGKILL)")
+    here.server.died("here/1", "was killed by signal 9 (SIGKILL)")
     assert watches[0].over.wait(30)
     [second] = here.ask(watches[0], after=1, orderly=False)
     assert [(gone.id, gone.text) for gone in second.result(10).left] == [(1, "was killed by signal 9 (SIGKILL)")]
@@ -162,7 +158,7 @@ def test_a_silent_worker_is_dropped_and_told_so_when_it_wakes(
     say(frozen, ready=[0, True, True])
     assert asked[0].result(10).workers == (0, 1)
     await_message(frozen, "generation")
-    monkeypatch.setattr(patience, "FLOOR_S", 0.6)
+    monkeypatch.setattr(liveness, "FLOOR_S", 0.6)
     assert first.over.wait(30)  # not a word from the other one
     [second] = here.ask(first, after=1, orderly=False)
     [gone] = second.result(10).left
@@ -177,16 +173,16 @@ def test_a_newcomer_is_announced_and_enters_at_the_boundary(house: Callable[...,
     here = house()
     watches = here.begin(2)
     newcomer = here.come(5)
-    assert newcomer.member.running
+    assert newcomer.client.running
     entering = here.ask(newcomer, after=0, fresh=True)
     until = time.monotonic() + 30
-    while not all(watch.member.news for watch in watches):
+    while not all(watch.client.news for watch in watches):
         assert time.monotonic() < until
         time.sleep(0.005)
     here.ask(*watches, after=1)
     second = entering[0].result(10)
     assert (second.workers, second.fresh, second.orderly) == ((0, 1, 5), (5,), True)
-    assert not newcomer.member.news
+    assert not newcomer.client.news
 
 
 def test_a_run_that_has_ended_says_so_to_those_who_wait_and_those_who_come(house: Callable[..., House]) -> None:
@@ -194,11 +190,11 @@ def test_a_run_that_has_ended_says_so_to_those_who_wait_and_those_who_come(house
     watches = here.begin(2)
     waiting = here.ask(here.come(2), after=0, fresh=True)
     for watch in watches:
-        watch.member.leave("finished")
+        watch.client.leave("finished")
     with pytest.raises(RunOver, match="the run has ended"):
         waiting[0].result(10)
     here.await_event("finished")
-    assert here.steward.snapshot()["finished"]
+    assert here.server.snapshot()["finished"]
     with pytest.raises(RunOver, match="the run has ended"):
         here.come(3)
     assert not any(watch.over.is_set() for watch in watches)
@@ -207,7 +203,7 @@ def test_a_run_that_has_ended_says_so_to_those_who_wait_and_those_who_come(house
 def test_an_error_that_ends_one_worker_is_quoted_to_the_others(house: Callable[..., House]) -> None:
     here = house()
     watches = here.begin(2)
-    watches[1].member.leave("ValueError: no such file")
+    watches[1].client.leave("ValueError: no such file")
     assert watches[0].over.wait(30)
     [second] = here.ask(watches[0], after=1, orderly=False)
     assert [(gone.id, gone.text) for gone in second.result(10).left] == [(1, "ValueError: no such file")]
@@ -216,7 +212,7 @@ def test_an_error_that_ends_one_worker_is_quoted_to_the_others(house: Callable[.
 def test_a_worker_that_was_asked_to_leave_disturbs_nobody_and_is_quoted(house: Callable[..., House]) -> None:
     here = house()
     watches = here.begin(2)
-    watches[1].member.leave("left (SIGTERM)")
+    watches[1].client.leave("left (SIGTERM)")
     [second] = here.ask(watches[0], after=1)
     assert [(gone.id, gone.text) for gone in second.result(10).left] == [(1, "left (SIGTERM)")]
     assert not watches[0].over.is_set()
@@ -227,12 +223,12 @@ def test_a_wrong_token_is_refused_and_noted(house: Callable[..., House]) -> None
     with pytest.raises(FleetError, match="does not know this run's token"):
         here.come(0, token="another token")
     assert here.await_event("refused")["kind"] == "token"
-    assert here.come(0).member.id == 0
+    assert here.come(0).client.id == 0
 
 
 def test_a_stranger_who_trusts_any_roster_is_refused_all_the_same(house: Callable[..., House]) -> None:
     here = house()
-    with socket.create_connection(wire.parse_address(here.steward.address), timeout=30) as stranger:
+    with socket.create_connection(wire.parse_address(here.server.address), timeout=30) as stranger:
         lines = stranger.makefile("rb")
         theirs, mine = json.loads(lines.readline())["challenge"], wire.challenge()
         stranger.sendall(wire.encode({"challenge": mine, "proof": wire.proof("guessed", "worker", theirs, mine)}))
@@ -265,9 +261,9 @@ def test_a_worker_does_not_trust_a_roster_without_the_token() -> None:
 def test_garbage_before_the_proof_disturbs_nobody(
     house: Callable[..., House], garbage: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steward, "PROVE_S", 0.4)
+    monkeypatch.setattr(server, "PROVE_S", 0.4)
     here = house()
-    address = wire.parse_address(here.steward.address)
+    address = wire.parse_address(here.server.address)
     with socket.create_connection(address, timeout=30) as stranger, suppress(ConnectionError):
         stranger.sendall(garbage)
         while stranger.recv(65536):
@@ -288,11 +284,11 @@ def test_garbage_before_the_proof_disturbs_nobody(
 def test_nonsense_from_one_who_knows_the_token_disturbs_nobody(house: Callable[..., House], message: bytes) -> None:
     here = house()
     watches = here.begin(2)
-    with socket.create_connection(wire.parse_address(here.steward.address)) as stranger:
-        door = Door(stranger)
-        theirs = str(door.answer()["challenge"])
-        say(door, challenge="mine", proof=wire.proof(TOKEN, "worker", theirs, "mine"))
-        door.answer()
+    with socket.create_connection(wire.parse_address(here.server.address)) as stranger:
+        connection = RosterConnection(stranger)
+        theirs = str(connection.answer()["challenge"])
+        say(connection, challenge="mine", proof=wire.proof(TOKEN, "worker", theirs, "mine"))
+        connection.answer()
         stranger.sendall(message)
         assert here.await_event("refused")["kind"] == "garbled"
     assert not any(watch.over.is_set() for watch in watches)
@@ -304,17 +300,17 @@ def test_nonsense_from_a_worker_costs_it_its_connection_alone(
 ) -> None:
     here = house()
     watches = here.begin(1)
-    door = puppet(here, 1)
-    say(door, **nonsense)
+    connection = puppet(here, 1)
+    say(connection, **nonsense)
     assert here.await_event("refused")["kind"] == "garbled"
-    door.close()
+    connection.close()
     assert not watches[0].over.is_set()
 
 
 def test_one_who_says_nothing_is_shown_the_door(house: Callable[..., House], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steward, "PROVE_S", 0.4)
+    monkeypatch.setattr(server, "PROVE_S", 0.4)
     here = house()
-    address = wire.parse_address(here.steward.address)
+    address = wire.parse_address(here.server.address)
     with socket.create_connection(address, timeout=30) as loris, suppress(ConnectionError):
         for _ in range(3):
             loris.sendall(b" ")
@@ -325,8 +321,8 @@ def test_one_who_says_nothing_is_shown_the_door(house: Callable[..., House], mon
 
 def test_a_crowd_of_strangers_does_not_keep_a_worker_out(house: Callable[..., House]) -> None:
     here = house()
-    address = wire.parse_address(here.steward.address)
-    crowd = [socket.create_connection(address) for _ in range(steward.UNPROVEN + 20)]
+    address = wire.parse_address(here.server.address)
+    crowd = [socket.create_connection(address) for _ in range(server.UNPROVEN + 20)]
     here.begin(1)
     for stranger in crowd:
         stranger.close()
@@ -350,11 +346,11 @@ def test_a_full_fleet_is_refused_in_words(house: Callable[..., House]) -> None:
 def test_the_fleet_outlives_its_roster_and_goes_on_with_the_next(house: Callable[..., House], tmp_path: Path) -> None:
     here = house(state=tmp_path / "roster.json", port=own_port())
     watches = here.begin(3)
-    here.steward.close()
+    here.server.close()
     assert not any(watch.over.wait(0.2) for watch in watches)
-    here.steward = here.open()
+    here.server = here.open()
     until = time.monotonic() + 30
-    while not all(watch.member.news for watch in watches):
+    while not all(watch.client.news for watch in watches):
         assert time.monotonic() < until
         time.sleep(0.01)
     assert not any(watch.over.is_set() for watch in watches)
@@ -366,12 +362,12 @@ def test_the_fleet_outlives_its_roster_and_goes_on_with_the_next(house: Callable
 def test_a_member_that_died_while_the_roster_was_away_is_lost_after_a_while(
     house: Callable[..., House], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(minding, "RETURN_S", 1.0)
+    monkeypatch.setattr(timeouts, "RETURN_S", 1.0)
     here = house(state=tmp_path / "roster.json", port=own_port())
     watches = here.begin(2)
-    here.steward.close()
-    watches[1].member.close()
-    here.steward = here.open()
+    here.server.close()
+    watches[1].client.close()
+    here.server = here.open()
     assert watches[0].over.wait(30)
     [second] = here.ask(watches[0], after=1, orderly=False)
     assert [(gone.id, gone.text) for gone in second.result(10).left] == [
@@ -384,9 +380,9 @@ def test_a_request_made_while_the_roster_is_away_is_answered_by_the_next(
 ) -> None:
     here = house(state=tmp_path / "roster.json", port=own_port())
     watches = here.begin(2)
-    here.steward.close()
+    here.server.close()
     asked = here.ask(*watches, after=1)
-    here.steward = here.open()
+    here.server = here.open()
     assert {one.result(30).number for one in asked} == {2}
 
 
@@ -394,39 +390,39 @@ def test_a_torn_state_file_is_explained(tmp_path: Path) -> None:
     state = tmp_path / "roster.json"
     state.write_text('{"version": 1, "numb')
     with pytest.raises(ValueError, match="move it away to begin anew"):
-        Steward(minimum=1, maximum=2, token=TOKEN, state=state)
+        RosterServer(minimum=1, maximum=2, token=TOKEN, state=state)
 
 
 @pytest.mark.parametrize(("minimum", "maximum", "token"), [(0, 3, "t"), (8, 2, "t"), (1, 2, "")])
 def test_bad_settings_are_explained(minimum: int, maximum: int, token: str) -> None:
     with pytest.raises(ValueError, match=r"1 <= minimum <= maximum|needs a token"):
-        Steward(minimum=minimum, maximum=maximum, token=token)
+        RosterServer(minimum=minimum, maximum=maximum, token=token)
 
 
 def test_calls_that_can_never_meet_end_the_run_for_everybody(house: Callable[..., House]) -> None:
     here = house()
     watches = here.begin(2)
-    watches[0].member.report(doing="step 3", begun=3, spots={"calls": (9, "the round of step 3", True)})
-    watches[1].member.report(doing="saving", begun=3, spots={"calls": (9, "fleet.save()", True)})
+    watches[0].client.report(doing="step 3", begun=3, spots={"calls": (9, "the round of step 3", True)})
+    watches[1].client.report(doing="saving", begun=3, spots={"calls": (9, "fleet.save()", True)})
     for watch in watches:
         assert watch.over.wait(10)
-        assert isinstance(watch.member.failure, CallMismatch)
+        assert isinstance(watch.client.failure, CallMismatch)
         assert "worker 0 (cpu) called the round of step 3, but worker 1 (cpu) called fleet.save()" in str(
-            watch.member.failure
+            watch.client.failure
         )
         with pytest.raises(CallMismatch):
-            watch.member.next_generation(after=1, fresh=False, orderly=False)
+            watch.client.next_generation(after=1, fresh=False, orderly=False)
 
 
 def test_whoever_waits_is_told_for_whom(
     house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("paceline.roster.calls.NAG_S", (0.1, 50.0))
+    monkeypatch.setattr("paceline.roster.calls.REMIND_S", (0.1, 50.0))
     here = house()
     watches = here.begin(2)
     with caplog.at_level(logging.WARNING, logger="paceline"):
-        watches[0].member.report(doing="step 41", begun=41, spots={"calls": (9, "the round of step 41", True)})
-        watches[1].member.report(doing="its own code after step 40", begun=40, spots={"calls": (8, "before", False)})
+        watches[0].client.report(doing="step 41", begun=41, spots={"calls": (9, "the round of step 41", True)})
+        watches[1].client.report(doing="its own code after step 40", begun=40, spots={"calls": (8, "before", False)})
         until = time.monotonic() + 30
         while "waiting for worker 1 (its own code after step 40)" not in caplog.text:
             assert time.monotonic() < until
@@ -435,10 +431,10 @@ def test_whoever_waits_is_told_for_whom(
 
 def _stay(address: str, told: Any) -> None:
     watch = Watch(address, 1)
-    watch.member.next_generation(after=0, fresh=True, orderly=True)
+    watch.client.next_generation(after=0, fresh=True, orderly=True)
     told.put(os.getpid())
     watch.over.wait(30)
-    told.put(watch.member.dropped)
+    told.put(watch.client.dropped)
 
 
 @pytest.mark.slow
@@ -450,7 +446,7 @@ def test_a_real_process_that_is_stopped_or_killed_is_noticed(
     here = house(expect=2)
     context = multiprocessing.get_context("fork")
     told: Any = context.SimpleQueue()
-    child = context.Process(target=_stay, args=(here.steward.address, told))
+    child = context.Process(target=_stay, args=(here.server.address, told))
     child.start()
     first = here.come(0)
     assert here.ask(first, after=0, fresh=True)[0].result(10).workers == (0, 1)
@@ -458,7 +454,7 @@ def test_a_real_process_that_is_stopped_or_killed_is_noticed(
     try:
         os.kill(pid, how)
         if how == signal.SIGSTOP:
-            monkeypatch.setattr(patience, "FLOOR_S", 0.6)
+            monkeypatch.setattr(liveness, "FLOOR_S", 0.6)
         assert first.over.wait(30)
         [second] = here.ask(first, after=1, orderly=False)
         text = second.result(10).left[0].text

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from paceline.roster import persistence as storing
-from paceline.roster.handshake import Door
+from paceline.roster import persistence
+from paceline.roster.handshake import RosterConnection
 
 HOST = """
 import sys, threading
@@ -61,26 +61,26 @@ def usable(port: int) -> bool:
 
 
 def test_a_store_that_was_never_started_gives_its_port_back() -> None:
-    host = storing.StoreHost("127.0.0.1")
+    host = persistence.StoreHost("127.0.0.1")
     host.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", host.port), timeout=5)
 
 
-def _descriptor(door: Door, told: Any) -> None:
-    told.put(door.socket.fileno())
+def _descriptor(connection: RosterConnection, told: Any) -> None:
+    told.put(connection.socket.fileno())
 
 
 @pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="no fork here")
 def test_a_forked_child_does_not_hold_its_parents_connection_open() -> None:
     ours, theirs = socket.socketpair()
-    door = Door(ours)
+    connection = RosterConnection(ours)
     context = multiprocessing.get_context("fork")
     told = context.SimpleQueue()
-    child = context.Process(target=_descriptor, args=(door, told))
+    child = context.Process(target=_descriptor, args=(connection, told))
     child.start()
     assert told.get() == -1
-    assert door.socket.fileno() >= 0
+    assert connection.socket.fileno() >= 0
     child.join(10)
-    door.close()
+    connection.close()
     theirs.close()

@@ -12,42 +12,44 @@ from typing import Any
 
 import pytest
 
-from paceline.roster import process
-from paceline.roster import timeouts as minding
-from paceline.roster.liveness import BUSY, FROZEN, Silence
-from paceline.roster.process import Look, look_at
-from paceline.roster.silence_limit import Patience
-from paceline.roster.timeouts import Minder
+from paceline.roster import liveness, timeouts
+from paceline.roster.liveness import BUSY, FROZEN, Look, SilenceCheck, SilenceLimit, look_at
+from paceline.roster.timeouts import Timeouts
 
-LINUX = pytest.mark.skipif(not process.computer(), reason="the system tells nothing of processes")
+LINUX = pytest.mark.skipif(not liveness.computer(), reason="the system tells nothing of processes")
 
 
 class Watch:
-    """A minder of one worker, whose process is as ``look`` says."""
+    """A timeouts of one worker, whose process is as ``look`` says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, look: Look) -> None:
-        monkeypatch.setattr(minding, "look_at", lambda *process: look)
+        monkeypatch.setattr(timeouts, "look_at", lambda *process: look)
         self.frozen: list[str] = []
         self.lost = 0
         self.worker: Any = SimpleNamespace(
-            last_heard=100.0, last_beat=100.0, process=(1, ""), patience=Patience(), silence=None, given_up=False
+            last_heard=100.0,
+            last_beat=100.0,
+            process=(1, ""),
+            silence_limit=SilenceLimit(),
+            silence=None,
+            given_up=False,
         )
-        book = SimpleNamespace(workers={7: SimpleNamespace(doing="")}, last=None, searching=False)
-        roll: Any = SimpleNamespace(
-            book=book, silent=lambda id, text: self.frozen.append(text), consider=lambda: None, waiting=""
+        roster = SimpleNamespace(workers={7: SimpleNamespace(doing="")}, last=None, searching=False)
+        rules: Any = SimpleNamespace(
+            roster=roster, silent=lambda id, text: self.frozen.append(text), consider=lambda: None, waiting=""
         )
-        self.minder = Minder(roll, {7: self.worker}, lose=self.lose, note=lambda kind, data: None)
+        self.timeouts = Timeouts(rules, {7: self.worker}, lose=self.lose, note=lambda kind, data: None)
 
     def lose(self, connection: Any, *, cut: bool) -> None:
         self.lost += 1
 
     def pass_time(self, first: float, last: float) -> None:
         for tenth in range(round(10 * first), round(10 * last) + 1):
-            self.minder.forgive(tenth / 10)
-            self.minder.tick(tenth / 10)
+            self.timeouts.forgive(tenth / 10)
+            self.timeouts.tick(tenth / 10)
 
 
-def test_a_worker_that_stays_silent_is_given_up_after_its_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_stays_silent_is_given_up_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch, Look(ticks=5))
     watch.pass_time(100.0, 101.1)
     assert not watch.frozen
@@ -66,11 +68,11 @@ def test_held_up_between_reading_and_looking_the_roster_reads_again_before_it_ju
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watch = Watch(monkeypatch, Look(ticks=5))
-    watch.minder.forgive(100.1)
-    watch.minder.tick(103.0)
+    watch.timeouts.forgive(100.1)
+    watch.timeouts.tick(103.0)
     assert not watch.frozen
     watch.worker.last_heard = 102.9  # what lay there unread
-    watch.minder.tick(103.2)
+    watch.timeouts.tick(103.2)
     assert not watch.frozen
 
 
@@ -82,24 +84,24 @@ def test_a_process_that_is_gone_is_given_up_at_the_first_look(monkeypatch: pytes
 
 
 def test_one_that_waits_for_a_processor_is_waited_for_and_one_that_was_stopped_is_not() -> None:
-    starved = Silence(Look(ticks=5))
-    assert starved.judge(3.0, patience_s=1.2, look=Look(ticks=5, ready=True)) == BUSY
-    assert starved.judge(6.0, patience_s=1.2, look=Look(ticks=5)) == FROZEN
-    assert Silence(Look(ticks=5)).judge(3.0, patience_s=1.2, look=Look(ticks=5, ready=True, stopped=True)) == FROZEN
+    starved = SilenceCheck(Look(ticks=5))
+    assert starved.judge(3.0, limit_s=1.2, look=Look(ticks=5, ready=True)) == BUSY
+    assert starved.judge(6.0, limit_s=1.2, look=Look(ticks=5)) == FROZEN
+    assert SilenceCheck(Look(ticks=5)).judge(3.0, limit_s=1.2, look=Look(ticks=5, ready=True, stopped=True)) == FROZEN
 
 
 @LINUX
 def test_a_thread_that_runs_shows_and_a_process_that_sleeps_is_not_ready() -> None:
-    assert look_at(os.getpid(), process.computer()).ready, "it looks at itself"
+    assert look_at(os.getpid(), liveness.computer()).ready, "it looks at itself"
     script = "import time; print(flush=True); time.sleep(600)"
     sleeper = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     try:
         assert sleeper.stdout is not None
         sleeper.stdout.readline()
         until = time.monotonic() + 30
-        while look_at(sleeper.pid, process.computer()).ready and time.monotonic() < until:
+        while look_at(sleeper.pid, liveness.computer()).ready and time.monotonic() < until:
             time.sleep(0.05)
-        assert not look_at(sleeper.pid, process.computer()).ready
+        assert not look_at(sleeper.pid, liveness.computer()).ready
     finally:
         sleeper.kill()
         sleeper.communicate()
@@ -109,6 +111,6 @@ def test_a_thread_that_runs_shows_and_a_process_that_sleeps_is_not_ready() -> No
 def test_a_process_that_vanishes_between_two_looks_is_no_error_and_a_threads_name_may_be_anything(
     tmp_path: Path,
 ) -> None:
-    assert not process._ready(2**22 + 1)
+    assert not liveness._ready(2**22 + 1)
     (tmp_path / "stat").write_bytes(b"7 (worker \xc3) R 1 7 7")
-    assert process._stat(tmp_path / "stat")[0] == "R"
+    assert liveness._stat(tmp_path / "stat")[0] == "R"

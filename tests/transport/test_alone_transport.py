@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.errors import GenerationOver
 from paceline.transport import Alone
 
 
@@ -29,3 +30,17 @@ def test_sums_and_broadcasts_leave_tensors_as_they_are() -> None:
     alone.close(failure=KeyError("x"))
     alone.close()
     assert torch.equal(tensor, torch.arange(3))
+
+
+def test_where_members_never_change_nobody_asks_whether_they_can() -> None:
+    alone, tensor = Alone(), torch.arange(3)
+    assert not any((alone.elastic, alone.outside, alone.leaving, alone.roster_away))
+    assert alone.id == alone.rank
+    alone.deliver_members_changed()
+    alone.release()
+    assert not alone.given([tensor])
+    over = GenerationOver("generation 5 is over", generation=5)
+    alone.cut(over)
+    with pytest.raises(GenerationOver) as raised:
+        alone.re_form_after(over)
+    assert raised.value is over

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import FleetError
-from paceline.transport.elastic.calls import Gift, Lane, gift
+from paceline.roster.calls import CALLS, ROUNDS, Spot
+from paceline.transport.calls import CallSequences
+from paceline.transport.elastic.calls import Gift, Lane, Lanes, gift
 
 
 def at(finished: int, *, facts: bool = False) -> dict[str, Any]:
@@ -16,12 +18,36 @@ def at(finished: int, *, facts: bool = False) -> dict[str, Any]:
 
 
 def test_calls_are_counted_and_one_that_was_cut_short_keeps_its_number() -> None:
-    lane = Lane()
-    assert lane.enter("a round") == 1
-    lane.finish(facts=None, kept=(torch.ones(1),))
-    assert lane.enter("another") == 2
-    assert lane.enter("another") == 2, "it is made again"
-    assert (lane.entered, lane.finished, lane.label, lane.waiting) == (2, 1, "another", True)
+    sequences = CallSequences(CALLS, ROUNDS)
+    lanes = Lanes(sequences)
+    assert lanes.enter("a round", lane=CALLS) == 1
+    lanes[CALLS].finish(facts=None, kept=(torch.ones(1),))
+    assert lanes.enter("another", lane=CALLS) == 2
+    assert lanes.enter("another", lane=CALLS) == 2, "it is made again"
+    assert (lanes[CALLS].entered, lanes[CALLS].finished) == (2, 1)
+    assert sequences.spots()[CALLS] == Spot(2, "another", waiting=True)
+    sequences.leave(lane=CALLS)
+    assert sequences.spots() == {CALLS: Spot(2, "another", waiting=False), ROUNDS: Spot(0, "", waiting=False)}
+
+
+def test_one_that_fell_out_is_shown_in_its_last_call_and_at_no_step() -> None:
+    sequences = CallSequences(CALLS, ROUNDS)
+    lanes = Lanes(sequences)
+    sequences.note("step 40", begun=41)
+    lanes.skip_to(7, lane=CALLS)
+    lanes.enter("the round of step 40", lane=CALLS)
+    lanes.forget()
+    assert (sequences.begun, sequences.spots()[CALLS].call, lanes[CALLS].finished) == (0, 7, 7)
+
+
+def test_what_there_is_to_tell_is_told_at_once() -> None:
+    told: list[str] = []
+    sequences = CallSequences(CALLS, on_change=lambda: told.append(sequences.doing))
+    sequences.note("a long compile")
+    assert sequences.enter("fleet.agree()", lane=CALLS, since=1.0) == 1
+    assert sequences.longest_wait() == (CALLS, 1.0)
+    sequences.leave(lane=CALLS)
+    assert (told, sequences.longest_wait()) == (["a long compile"] * 3, (CALLS, None))
 
 
 def test_what_was_given_is_kept_to_be_given_on_and_counts_as_finished() -> None:

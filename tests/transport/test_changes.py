@@ -4,10 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.roster import Generation, Gone
-from paceline.transport.elastic.changes import Change, change_to
+from paceline.transport.elastic.changes import MembershipChange, change_to
 
 
-def change(before: tuple[int, ...], after: tuple[int, ...], renewed: set[int] | None = None, **gone: str) -> Change:
+def change(
+    before: tuple[int, ...], after: tuple[int, ...], renewed: set[int] | None = None, **gone: str
+) -> MembershipChange:
     left = {int(worker.removeprefix("w")): text for worker, text in gone.items()}
     return change_to(
         Generation(5, after, (), (), (), {}, ("", 0), True, 0),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ from lone import flat, linear, numbers, plain, sgd, training
 from paceline.combine.header import SUMS
 from paceline.observe import read_log
 from paceline.transport.distributed import choose_backend
-from paceline.transport.fixed import Fixed, launched
+from paceline.transport.fixed import launched
+from paceline.transport.slots import Slots
 from ports import own_port
 
 
@@ -87,7 +87,7 @@ def test_a_join_works_again_after_one_that_failed(launcher: None, tmp_path: Path
 def test_a_fleet_leaves_no_threads_behind(launcher: None, tmp_path: Path) -> None:
     before = {thread.name for thread in threading.enumerate()}
     with paceline.join(quiet=True, run_dir=tmp_path):
-        assert any(thread.name == "paceline-presence" for thread in threading.enumerate())
+        assert any(thread.name == "paceline-heartbeat" for thread in threading.enumerate())
     assert {thread.name for thread in threading.enumerate()} <= before
 
 
@@ -113,9 +113,8 @@ def test_figures_named_by_many_workers_at_once_do_not_use_up_the_slots() -> None
     store, found = Simultaneous(dist.HashStore(), workers), []
 
     def work() -> None:
-        me: Any = SimpleNamespace(_slots={}, _store=store, _ask_store=lambda request: request())
-        me._await = lambda keys: store.wait(keys)
-        found.append([Fixed.slot(me, name) for name in names])
+        mine = Slots(lambda: store, lambda request: request())
+        found.append([mine.number(name) for name in names])
 
     threads = [threading.Thread(target=work) for _ in range(workers)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Calls of a group, as the fleet's presence sees them. One process."""
+"""Calls of a group, as the fleet's heartbeats show them. One process."""
 
 from __future__ import annotations
 
@@ -9,17 +9,30 @@ import pytest
 import torch.distributed as dist
 
 from paceline.errors import CallMismatch, FleetError
-from paceline.transport import heartbeat as presence
-from paceline.transport.heartbeat import GROUP, Presence
+from paceline.roster.calls import CALLS, GROUP, ROUNDS
+from paceline.transport import heartbeat
+from paceline.transport.calls import CallSequences
+from paceline.transport.heartbeat import Heartbeat
 
 
 @pytest.fixture
-def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Presence]]:
+def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Heartbeat]]:
     """Three workers, of which 0 and 1 are a group, with the same rules twenty times faster; none is silent."""
-    for name, seconds in (("BEAT_S", 0.02), ("PATIENCE_S", 0.05), ("SILENT_S", 60.0)):
-        monkeypatch.setattr(presence, name, seconds)
+    for name, seconds in (("BEAT_S", 0.02), ("LOOK_S", 0.05), ("SILENT_S", 60.0)):
+        monkeypatch.setattr(heartbeat, name, seconds)
     store, launcher, names = dist.HashStore(), dist.HashStore(), [f"worker {rank} (cpu)" for rank in range(3)]
-    made = [Presence(store, launcher, rank, 3, names=names, on_failure=lambda: None) for rank in range(3)]
+    made = [
+        Heartbeat(
+            store,
+            launcher,
+            rank,
+            3,
+            names=names,
+            sequences=CallSequences(CALLS, ROUNDS, GROUP),
+            on_failure=lambda: None,
+        )
+        for rank in range(3)
+    ]
     for one in made[:2]:
         one.group = (0, 1)
     yield made
@@ -31,7 +44,7 @@ def pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-def await_failure(one: Presence) -> FleetError:
+def await_failure(one: Heartbeat) -> FleetError:
     for _ in range(3000):
         if one.failure is not None:
             return one.failure
@@ -39,7 +52,7 @@ def await_failure(one: Presence) -> FleetError:
     raise AssertionError("no failure was found")
 
 
-def test_groups_may_make_unlike_numbers_of_calls(crew: list[Presence]) -> None:
+def test_groups_may_make_unlike_numbers_of_calls(crew: list[Heartbeat]) -> None:
     for _ in range(5):
         for one in crew[:2]:
             one.enter("local step", lane=GROUP)
@@ -51,7 +64,7 @@ def test_groups_may_make_unlike_numbers_of_calls(crew: list[Presence]) -> None:
     assert all(one.failure is None for one in crew)
 
 
-def test_a_member_that_waits_for_the_fleet_while_its_group_waits_for_it_is_named(crew: list[Presence]) -> None:
+def test_a_member_that_waits_for_the_fleet_while_its_group_waits_for_it_is_named(crew: list[Heartbeat]) -> None:
     crew[0].enter("local step 7", lane=GROUP)
     crew[1].enter("fleet.agree()")
     failure = await_failure(crew[0])
@@ -59,7 +72,7 @@ def test_a_member_that_waits_for_the_fleet_while_its_group_waits_for_it_is_named
     assert "worker 0 (cpu) called local step 7, but worker 1 (cpu) called fleet.agree()" in str(failure)
 
 
-def test_a_member_that_has_been_in_the_groups_call_is_only_ahead(crew: list[Presence]) -> None:
+def test_a_member_that_has_been_in_the_groups_call_is_only_ahead(crew: list[Heartbeat]) -> None:
     for one in crew[:2]:
         one.enter("local step 7", lane=GROUP)
     crew[1].leave(lane=GROUP)
@@ -68,7 +81,7 @@ def test_a_member_that_has_been_in_the_groups_call_is_only_ahead(crew: list[Pres
     assert crew[0].failure is None
 
 
-def test_a_busy_worker_hears_of_a_failure_and_its_next_call_raises_it(crew: list[Presence]) -> None:
+def test_a_busy_worker_hears_of_a_failure_and_its_next_call_raises_it(crew: list[Heartbeat]) -> None:
     crew[0].publish("lost", "worker 1 (cpu) went silent")
     assert str(await_failure(crew[2])) == "worker 1 (cpu) went silent"
     with pytest.raises(FleetError, match="went silent"):

@@ -11,28 +11,32 @@ import pytest
 import torch.distributed as dist
 
 from paceline.errors import CallMismatch, FleetError, WorkerLost
-from paceline.transport import heartbeat as presence
-from paceline.transport.heartbeat import Presence
+from paceline.roster import calls
+from paceline.transport import heartbeat
+from paceline.transport.calls import CallSequences
+from paceline.transport.heartbeat import Heartbeat
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rules, twenty times faster; nobody is silent unless a test says when."""
-    for name, seconds in (("BEAT_S", 0.02), ("PATIENCE_S", 0.05), ("SILENT_S", 60.0), ("SILENT_AFTER_RESET_S", 60.0)):
-        monkeypatch.setattr(presence, name, seconds)
+    for name, seconds in (("BEAT_S", 0.02), ("LOOK_S", 0.05), ("SILENT_S", 60.0), ("SILENT_AFTER_RESET_S", 60.0)):
+        monkeypatch.setattr(heartbeat, name, seconds)
 
 
 class Eyes:
-    """Some workers' presences over one store."""
+    """Some workers' heartbeats over one store."""
 
     def __init__(self, size: int) -> None:
         self.store, self.launcher = dist.HashStore(), dist.HashStore()
         self.failed = [threading.Event() for _ in range(size)]
+        self.sequences = [CallSequences(calls.CALLS, calls.ROUNDS, calls.GROUP) for _ in range(size)]
         self.workers = [self._make(rank, size) for rank in range(size)]
 
-    def _make(self, rank: int, size: int) -> Presence:
+    def _make(self, rank: int, size: int) -> Heartbeat:
         names = [f"worker {number} (cpu)" for number in range(size)]
-        return Presence(self.store, self.launcher, rank, size, names=names, on_failure=self.failed[rank].set)
+        own, on_failure = self.sequences[rank], self.failed[rank].set
+        return Heartbeat(self.store, self.launcher, rank, size, names=names, sequences=own, on_failure=on_failure)
 
     def stop(self) -> None:
         for worker in self.workers:
@@ -66,7 +70,7 @@ class BeatClock:
             counts = self._beats()
             if all(count > before for count, before in zip(counts, self._counts)):
                 self._ticks, self._counts = self._ticks + 1, counts
-            return self._ticks * presence.BEAT_S
+            return self._ticks * heartbeat.BEAT_S
 
     def _beats(self) -> list[int]:
         keys = [f"beat/{rank}" for rank in self._living]
@@ -77,12 +81,12 @@ class BeatClock:
 def test_a_worker_that_beats_is_waited_for_however_long_it_takes(
     eyes: Callable[[int], Eyes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "SILENT_S", 0.5)
+    monkeypatch.setattr(heartbeat, "SILENT_S", 0.5)
     crew = eyes(2)
     clock = BeatClock(crew, living=(0, 1))
-    monkeypatch.setattr(presence, "time", clock)
+    monkeypatch.setattr(heartbeat, "time", clock)
     crew.workers[0].enter("a round")
-    wait_until(lambda: crew.failed[0].is_set() or clock.monotonic() > 2 * presence.SILENT_S)
+    wait_until(lambda: crew.failed[0].is_set() or clock.monotonic() > 2 * heartbeat.SILENT_S)
     assert crew.workers[0].failure is None
 
 
@@ -91,13 +95,13 @@ def test_a_worker_that_stops_beating_is_lost_and_named_with_what_it_did(
     eyes: Callable[[int], Eyes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crew = eyes(3)
-    monkeypatch.setattr(presence, "time", BeatClock(crew, living=(0, 2)))
-    crew.workers[1].doing("step 7")
+    monkeypatch.setattr(heartbeat, "time", BeatClock(crew, living=(0, 2)))
+    crew.sequences[1].note("step 7")
     wait_for_beat(crew, 1, "step 7")
     crew.workers[1].stop()
     for rank in (0, 2):
         crew.workers[rank].enter("a round")
-    monkeypatch.setattr(presence, "SILENT_S", 0.5)
+    monkeypatch.setattr(heartbeat, "SILENT_S", 0.5)
     for rank in (0, 2):
         assert crew.failed[rank].wait(30)
         failure = crew.workers[rank].failure
@@ -178,7 +182,7 @@ def test_everybody_who_heard_of_a_failure_says_so(eyes: Callable[[int], Eyes]) -
 def test_a_broken_connection_is_traced_to_the_silent_worker(
     eyes: Callable[[int], Eyes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "SILENT_AFTER_RESET_S", 0.2)
+    monkeypatch.setattr(heartbeat, "SILENT_AFTER_RESET_S", 0.2)
     crew = eyes(3)
     wait_for_beat(crew, 1, "starting")
     crew.workers[1].stop()
@@ -191,10 +195,10 @@ def test_a_broken_connection_is_traced_to_the_silent_worker(
 def test_a_broken_connection_with_all_alive_says_just_that(
     eyes: Callable[[int], Eyes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "SILENT_S", 0.2)
-    monkeypatch.setattr(presence, "SILENT_AFTER_RESET_S", 0.1)
+    monkeypatch.setattr(heartbeat, "SILENT_S", 0.2)
+    monkeypatch.setattr(heartbeat, "SILENT_AFTER_RESET_S", 0.1)
     crew = eyes(2)
-    monkeypatch.setattr(presence, "time", BeatClock(crew, living=(0, 1)))
+    monkeypatch.setattr(heartbeat, "time", BeatClock(crew, living=(0, 1)))
     found = crew.workers[0].diagnose(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed"))
     assert type(found) is FleetError
     assert str(found).endswith("yet all of them are alive: Connection closed")
@@ -204,9 +208,9 @@ def test_a_broken_connection_with_all_alive_says_just_that(
 def test_waiting_workers_are_named_in_a_warning_with_what_they_do(
     eyes: Callable[[int], Eyes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(presence, "NAG_S", (0.1, 0.3, 60.0))
+    monkeypatch.setattr(calls, "REMIND_S", (0.1, 0.3, 60.0))
     crew = eyes(2)
-    crew.workers[1].doing("a long compile")
+    crew.sequences[1].note("a long compile")
     wait_for_beat(crew, 1, "a long compile")
     with caplog.at_level("WARNING", logger="paceline"):
         crew.workers[0].enter("the round of step 0")

@@ -56,15 +56,15 @@ def test_who_waits_in_a_sum_that_can_never_come_is_freed(monkeypatch: pytest.Mon
     def over() -> None:
         raise GenerationOver("generation 3 is over", generation=3)
 
-    transport: Any = SimpleNamespace(_check=over, failed=lambda error: error, _store=None)
+    watch: Any = SimpleNamespace(check=over, failed=lambda error: error, group=None)
     with pytest.raises(GenerationOver):
-        Watched(under_way(Kernel(after=1_000_000), monkeypatch), transport, store=None).wait()
+        Watched(under_way(Kernel(after=1_000_000), monkeypatch), watch, group=None).wait()
 
 
 def test_an_engines_error_comes_out_as_the_transports(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport: Any = SimpleNamespace(_check=lambda: None, failed=lambda error: GenerationOver(str(error), generation=3))
+    watch: Any = SimpleNamespace(check=lambda: None, failed=lambda error: GenerationOver(str(error), generation=3))
     with pytest.raises(GenerationOver, match="remote process exited"):
-        Watched(under_way(Kernel(error="remote process exited"), monkeypatch), transport, store=None).wait()
+        Watched(under_way(Kernel(error="remote process exited"), monkeypatch), watch, group=None).wait()
 
 
 @pytest.mark.parametrize("runs_on", [False, True])
@@ -72,8 +72,8 @@ def test_a_kernel_that_was_aborted_is_done_with_its_tensor_or_known_not_to_be(
     monkeypatch: pytest.MonkeyPatch, runs_on: bool
 ) -> None:
     work = under_way(Kernel(error="aborted", runs_on=runs_on), monkeypatch)
-    transport: Any = SimpleNamespace()
-    assert Watched(work, transport, store=None).abandon() is not runs_on
+    watch: Any = SimpleNamespace()
+    assert Watched(work, watch, group=None).abandon() is not runs_on
 
 
 def test_a_wait_for_the_kernels_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import WorkerLost
-from paceline.transport.fixed import Fixed
+from paceline.transport.fixed import FixedTransport
+from paceline.transport.group import Group
 from paceline.transport.small_sums import MOST_BYTES, Outbox, StarSum, is_small
 
 
@@ -86,13 +87,9 @@ def test_where_devices_are_unlike_everybody_goes_the_way_that_all_can(alike: boo
     def went_by(way: str) -> Callable[..., Any]:
         return lambda *_: went.append(way)
 
-    transport = Fixed.__new__(Fixed)
-    transport._store = None
-    transport.backend, transport._rank, transport._size, transport._alike = "gloo", 1, 2, alike
-    transport._stars = transport._summed = 0
-    transport._outbox = Outbox()
-    transport._group = SimpleNamespace(send=went_by("star"), allreduce=went_by("ring"))
-    transport.sum(torch.zeros(3))
+    group = Group(1, 2)
+    group.alike, group._gloo = alike, SimpleNamespace(send=went_by("star"), allreduce=went_by("ring"))
+    group.start_sum(torch.zeros(3))
     assert went == ["star" if alike else "ring"], (
         "a GPU's tensor cannot go by the star, and the others must not wait there"
     )
@@ -103,15 +100,12 @@ def test_a_connection_that_is_broken_already_is_a_named_error_too(call: str) -> 
     def broken(*_: Any) -> None:
         raise RuntimeError("Connection closed by peer")
 
-    transport = Fixed.__new__(Fixed)
-    transport._store = None
-    transport.backend, transport._rank, transport._size = "gloo", 0, 2
-    transport._alike = True
-    transport._stars, transport._noticed = 0, threading.Event()
-    transport._summed = 0
-    transport._group = SimpleNamespace(send=broken, recv=broken, allreduce=broken)
+    transport = FixedTransport.__new__(FixedTransport)
+    transport._formed, transport._noticed, transport._summed = Group(0, 2), threading.Event(), 0
+    transport.group.alike = True
+    transport.group._gloo = SimpleNamespace(send=broken, recv=broken, allreduce=broken)
     lost = WorkerLost("worker 1 (cpu) was killed")
-    transport._presence = SimpleNamespace(failure=None, diagnose=lambda error: lost)  # type: ignore[assignment]
+    transport._heartbeat = SimpleNamespace(failure=None, diagnose=lambda error: lost)  # type: ignore[assignment]
     args = () if call == "sum" else (1, 7)
     with pytest.raises(WorkerLost, match="worker 1"):
         getattr(transport, call)(torch.zeros(3), *args)

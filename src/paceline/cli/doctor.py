@@ -166,18 +166,18 @@ def check_network() -> Check:
 
 def check_roster() -> Check:
     """What `-n MIN:MAX` and `paceline host` need: a roster that a worker with the token can enter."""
-    from paceline.roster import Member, Steward
+    from paceline.roster import RosterClient, RosterServer
 
-    steward = Steward(minimum=1, maximum=1, token="doctor")
-    steward.start()
+    server = RosterServer(minimum=1, maximum=1, token="doctor")
+    server.start()
     try:
         started = time.perf_counter()
-        member = Member(steward.address, token="doctor", name="doctor/0", facts={}, on_over=lambda _: None)
-        member.next_generation(after=0, fresh=True, orderly=True)
+        client = RosterClient(server.address, token="doctor", name="doctor/0", facts={}, on_over=lambda _: None)
+        client.next_generation(after=0, fresh=True, orderly=True)
         seconds = time.perf_counter() - started
-        member.leave("finished")
+        client.leave("finished")
     finally:
-        steward.close()
+        server.close()
     text = f"workers can come and go: one entered a fleet after {seconds * 1000:.1f} ms"
     return Check("roster", "ok", text, value=seconds)
 

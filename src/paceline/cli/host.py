@@ -17,7 +17,7 @@ from paceline.launcher.tokens import check_host, is_loopback, join_line, own_tok
 from paceline.observe.serve.addresses import reached_at
 
 if TYPE_CHECKING:
-    from paceline.roster import Steward
+    from paceline.roster import RosterServer
 
 Fewest = Annotated[int, typer.Option("--min", min=1, help="Below so many workers the training waits.")]
 Most = Annotated[int, typer.Option("--max", min=1, help="So many may be there at once.")]
@@ -56,25 +56,25 @@ def host(
     state: State = None,
 ) -> None:
     """Run a roster by itself: it says who is in a fleet whose workers are started elsewhere."""
-    from paceline.roster import Steward
+    from paceline.roster import RosterServer
 
     try:
         if maximum < minimum:
             raise ValueError(f"--min {minimum} is more than --max {maximum}")
         secret = own_token(token, token_file)
-        steward = Steward(
+        server = RosterServer(
             minimum=minimum, maximum=maximum, token=secret, host=check_host(host), port=port, state=state, observe=say
         )
     except ValueError as error:
         refuse(f"host: {error}")
     except OSError as error:
         refuse(f"host: cannot listen on {written(host, port)} ({error.strerror or error})")
-    steward.start()
-    address = written(reached_at(host), steward.port)
+    server.start()
+    address = written(reached_at(host), server.port)
     shown = printable(secret, option=token, file=token_file)
     typer.echo(welcome(address, shown, minimum=minimum, maximum=maximum), err=True)
-    code = serve(steward)
-    steward.close()
+    code = serve(server)
+    server.close()
     leave_with(code)
 
 
@@ -89,7 +89,7 @@ def welcome(address: str, token: str, *, minimum: int, maximum: int) -> str:
     )
 
 
-def serve(steward: Steward) -> int:
+def serve(server: RosterServer) -> int:
     """Wait for a signal, or for the training's end; returns the exit code."""
     from paceline.launcher.signals import Signals
 
@@ -100,7 +100,7 @@ def serve(steward: Steward) -> int:
             signals.drain()
             if stops := signals.take():
                 return 0 if stops[0] == signal.SIGINT else 128 + stops[0]
-            if steward.snapshot()["finished"]:
+            if server.snapshot()["finished"]:
                 return 0
 
 

@@ -24,7 +24,7 @@ from paceline.loop.step_state import LoopPhase, RoundPhase, StepState
 from paceline.loop.training_state import TrainingState
 from paceline.pace.shares import proportional
 from paceline.records import StepRecord
-from paceline.transport import Elastic, Transport
+from paceline.transport import Transport
 
 LISTEN_S = (0.001, 0.01)
 """Seconds between two looks for a signal of the others, at first and later."""
@@ -233,9 +233,10 @@ class Proxy:
 
     def _await_count(self, step_state: StepState) -> None:
         """P3's cut-off: wait until so many workers have done their share."""
-        if isinstance(transport := self._transport, Elastic):  # nobody can count while the roster is away
+        if (transport := self._transport).elastic:  # nobody can count while the roster is away
             self._hear(
-                self._name("complete", step_state), lambda: step_state.hurried or (transport.deaf and step_state.idle)
+                self._name("complete", step_state),
+                lambda: step_state.hurried or (transport.roster_away and step_state.idle),
             )
             return
         with self._transport.round(
@@ -340,14 +341,12 @@ class Proxy:
 
     def _release(self) -> None:
         """What the last call gave is in the training's state: they may follow who is there now."""
-        if isinstance(self._transport, Elastic):
-            self._transport.release()
+        self._transport.release()
 
     def _keep_up(self) -> None:
         """Before this worker says anything of itself: see who is there."""
-        if isinstance(self._transport, Elastic):
-            self._transport.release()
-            self._transport.follow()
+        self._transport.release()
+        self._transport.deliver_members_changed()
 
     @property
     def place(self) -> dict[str, int]:

@@ -82,7 +82,7 @@ class OwnRoster(Roster):
     """A roster in the launcher's own process: it is told at once who has died, and knows who is in."""
 
     def __init__(self, *, minimum: int, maximum: int, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
-        from paceline.roster import Steward
+        from paceline.roster import RosterServer
 
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}
@@ -92,7 +92,7 @@ class OwnRoster(Roster):
         self._started: set[str] = set()
         self._finished = False
         try:
-            self._server = Steward(
+            self._server = RosterServer(
                 minimum=minimum, maximum=maximum, token=token, host=host, port=port, observe=self._observe
             )
         except OSError as error:

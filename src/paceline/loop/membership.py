@@ -17,7 +17,7 @@ from paceline.checkpoint import content as checkpoint
 from paceline.errors import FleetError
 from paceline.loop.training_state import changes
 from paceline.signals import Leave
-from paceline.transport.elastic.changes import Change
+from paceline.transport.elastic.changes import MembershipChange
 from paceline.transport.elastic.transport import Elastic
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ class Membership:
         self._ahead, self._agreed, self._passes = ahead, agreed, passes
         self._leads, self._before_leaving = leads, before_leaving
         self._due = (0, False, False)
-        """Of the last round: its generation, whether the fleet is to be formed anew after it, and whether this worker
+        """Of the last round: its generation, whether the group is to be re-formed after it, and whether this worker
         has said that it leaves."""
         self.all_leave = False
         """Of the last round: whether everybody has said so."""
         self._led = transport.rank == 0
-        transport.settler, transport.intact = self, steps.gradients.intact
-        transport.begin_loop(steps.place.loop + 1, passes.call_results.to_json())
-        self._loop = transport.loop
+        transport.listener, transport.intact = self, steps.gradients.intact
+        transport.loop.begin(steps.place.loop + 1, passes.call_results.to_json())
+        self._loop = transport.loop.number
 
     # -- at step boundaries ----------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class Membership:
 
     def intentions(self) -> dict[str, float]:
         """What this worker's header says of the boundary after the step."""
-        anew = self._transport.wants_change or self._transport.below_minimum
+        anew = self._transport.reform.wants_change
         return {"leaves": float(self._transport.leaving), "changes": float(anew)}
 
     def heard(self, header: Header, *, workers: Sequence[int], generation: int) -> None:
@@ -77,30 +77,30 @@ class Membership:
         self.all_leave = bool(header.column("leaves").all())
 
     def at_boundary(self, *, agreed: Callable[[], bool] = lambda: True) -> None:
-        """Enter, leave, or form the fleet anew, where that is due. ``agreed`` may be a call of all workers: whether
+        """Enter, leave, or re-form the group, where that is due. ``agreed`` may be a call of all workers: whether
         this is the place for it."""
         if self._transport.outside:
             self._enter()
             return
         generation, anew, mine = self._due
-        if not anew:  # whoever was handed the last round's result goes on as those do who had it
+        if not anew:  # a worker that was handed the last round's result goes on as those do who had it
             return
-        self._transport.follow()
-        # The call is made by all who heard of the change or by none, however often the fleet was formed anew since.
+        self._transport.deliver_members_changed()
+        # The call is made by all who heard of the change or by none, however often the group was re-formed since.
         if not agreed() or generation != self._transport.generation:
             return
         if mine:
             self._leave(agreed=True)
         try:
-            self._transport.reform()
+            self._transport.re_form()
         except Leave:
             self._leave(agreed=False)
-        self._transport.follow()
+        self._transport.deliver_members_changed()
 
     def _enter(self) -> None:
-        if not self._transport.take_later():
+        if not self._transport.take_over_later():
             self._transport.doing("waiting to enter")
-            self._transport.reform()
+            self._transport.re_form()
 
     @property
     def still_outside(self) -> bool:
@@ -110,7 +110,7 @@ class Membership:
     @property
     def passed_by(self) -> bool:
         """Whether the fleet is in a later loop of the script: a newcomer has nothing to do in this one."""
-        return self._transport.outside and self._transport.fleets_loop() > self._loop
+        return self._transport.outside and self._transport.loop.of_fleet() > self._loop
 
     def _leave(self, *, agreed: bool) -> None:
         self._before_leaving()
@@ -124,9 +124,9 @@ class Membership:
 
     def keep_up(self) -> None:
         """Before this worker says anything of itself: see who is there."""
-        self._transport.follow()
+        self._transport.deliver_members_changed()
 
-    def follow(self, change: Change, show: Callable[[], None]) -> None:
+    def members_changed(self, change: MembershipChange, show: Callable[[], None]) -> None:
         loop, combine, generation = self._steps.loop, self._steps.combine, change.generation
         with loop.training.changed:
             show()
@@ -140,7 +140,7 @@ class Membership:
                 loop.training.plan_ahead(step_state)
         self._announce(change)
 
-    def _announce(self, change: Change) -> None:
+    def _announce(self, change: MembershipChange) -> None:
         generation = change.generation
         self._recorder.event(
             "generation",
@@ -158,17 +158,17 @@ class Membership:
                 self._recorder.event("step", vars(record))
         self._led = self._transport.rank == 0
 
-    def give(self) -> torch.Tensor:
+    def give_state(self) -> torch.Tensor:
         run = {
             "agreed": dict(self._agreed()),
             "run_dir": str(self._recorder.run_dir.absolute()),
-            "rounds": self._transport.rounds,
+            "rounds": self._transport.lanes.rounds,
             "loop": self._loop,
             "passes": self._passes.state_dict(),
         }
         return checkpoint.pack({**self._steps.combine.whole_state(), **run})
 
-    def take(self, data: torch.Tensor, change: Change) -> bool:
+    def take_over(self, data: torch.Tensor, change: MembershipChange) -> bool:
         """A newcomer takes over a peer's state. False: the fleet went on to a later loop while this worker waited, and
         its script has to come there first."""
         state = checkpoint.unpack(data, device=self._steps.loop.device)
@@ -182,7 +182,7 @@ class Membership:
                 raise ValueError(
                     f"this worker's script is not the fleet's: {name} is {ours.get(name)!r} here and {theirs!r} there"
                 )
-        self._transport.rounds = state["rounds"]
+        self._transport.lanes.rounds = state["rounds"]
         self._passes.load_state_dict(state["passes"])
         self._steps.combine.take_over(state, ahead=_ahead(change))
         self._recorder.go_on_in(Path(state["run_dir"]))
@@ -190,7 +190,7 @@ class Membership:
         return True
 
 
-def _ahead(change: Change) -> list[int]:
+def _ahead(change: MembershipChange) -> list[int]:
     return [int(facts["ahead"]) for facts in change.facts]
 
 

@@ -1,12 +1,12 @@
-"""The roster: one small arbiter of who is in the fleet.
+"""The roster: one small server decides who is in the fleet.
 
-`Steward` serves (in the launcher, or by ``paceline host``), `Member` is a worker's side of it, and a `Generation` is
-what they agree on. The rules are pure and stand in `roll` and `decide`.
+`RosterServer` serves (in the launcher, or by ``paceline host``), `RosterClient` is a worker's side of it, and a
+`Generation` is what they agree on. The rules are pure and stand in `membership_rules` and `decide`.
 """
 
-from paceline.roster.client import Member
+from paceline.roster.client import RosterClient
 from paceline.roster.generation import Generation, Gone, RunOver
 from paceline.roster.membership_rules import LEFT
-from paceline.roster.server import Steward
+from paceline.roster.server import RosterServer
 
-__all__ = ["LEFT", "Generation", "Gone", "Member", "RunOver", "Steward"]
+__all__ = ["LEFT", "Generation", "Gone", "RosterClient", "RosterServer", "RunOver"]

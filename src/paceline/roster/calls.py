@@ -1,7 +1,8 @@
-"""Where the members are in the program, from their beats: calls that can never meet, and who is waited for.
+"""Where workers are in the program, from their beats: calls that can never meet, and who is waited for.
 
-Every collective call is numbered in one sequence, the same on every worker. Two members that wait in the same call
-under unlike names wait for ever; so does one that waits in a call which another has passed by.
+Every collective call is numbered in one sequence, the same on every worker. Two workers that wait in the same call
+under unlike names wait for ever; so does one that waits in a call which another has passed by. The roster looks for
+that in an elastic fleet, the workers themselves (`paceline.transport.heartbeat`) in one of fixed size.
 """
 
 from __future__ import annotations
@@ -10,15 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from paceline.errors import SAME_CALLS
+from paceline.errors import SAME_CALLS, CallMismatch, FleetError, WorkerLost
 from paceline.roster.generation import Facts
 
-CALLS = "calls"
-"""The sequence of the user's own thread; the only one in which workers can be unlike."""
+CALLS, ROUNDS, GROUP = "calls", "rounds", "group"
+"""The sequences of collective calls: the user's thread's, in which alone workers can be unlike; rounds on a thread of
+their own; and a group's own sums."""
 STEADY = 2
 """Beats in a row that must say the same before it counts: two beats are never of the same moment."""
-NAG_S = (5.0, 15.0, 30.0)
+REMIND_S = (5.0, 15.0, 30.0)
 """When a waiting worker is told for whom; then once a minute."""
+ERRORS: dict[str, type[FleetError]] = {"lost": WorkerLost, "mismatch": CallMismatch, "fleet": FleetError}
+"""By the kind of a failure that is told to everybody: what each raises."""
+
+
+def reminder_due_s(reminded: int) -> float:
+    """After how many seconds of waiting the next reminder is due, when there were ``reminded`` before it.
+
+    >>> [reminder_due_s(reminded) for reminded in range(5)]
+    [5.0, 15.0, 30.0, 90.0, 150.0]
+    """
+    return REMIND_S[reminded] if reminded < len(REMIND_S) else REMIND_S[-1] + 60.0 * (reminded - len(REMIND_S) + 1)
 
 
 class Spot(NamedTuple):
@@ -32,9 +45,10 @@ class Spot(NamedTuple):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a worker says of itself, five times a second."""
+    """What a worker last said of itself."""
 
     generation: int = 0
+    """0 in a fleet of fixed size."""
     doing: str = "starting"
     begun: int = 0
     """Steps that the user's thread has begun."""
@@ -57,37 +71,43 @@ class Heard:
     steady: int = 0
     since: float = 0.0
     """Seconds, on the roster's clock, when the present waits were first heard of."""
-    nagged: int = 0
+    reminded: int = 0
 
     def note(self, beat: Beat, now: float) -> None:
         same = beat.waits() == self.beat.waits() and beat.generation == self.beat.generation
         self.steady = self.steady + 1 if same else 1
         if not same:
-            self.since, self.nagged = now, 0
+            self.since, self.reminded = now, 0
         self.beat = beat
 
-    def nag_is_due(self, now: float) -> bool:
+    def reminder_is_due(self, now: float) -> bool:
         """Whether this worker has waited long enough to be told, again, for whom."""
-        due = NAG_S[self.nagged] if self.nagged < len(NAG_S) else NAG_S[-1] + 60.0 * (self.nagged - len(NAG_S) + 1)
-        return bool(self.beat.waits()) and now - self.since > due
+        return bool(self.beat.waits()) and now - self.since > reminder_due_s(self.reminded)
 
 
 def mismatch(heard: Mapping[int, Heard], names: Mapping[int, str]) -> str | None:
     """A sentence that names members of one generation whose calls can never meet; None when all is well."""
     spots = {id: one.beat.spots[CALLS] for id, one in heard.items() if CALLS in one.beat.spots}
-    waiting = {id: spot for id, spot in spots.items() if spot.waiting and heard[id].steady >= STEADY}
-    for id, at in waiting.items():
-        labels = {other: spot.label for other, spot in waiting.items() if spot.call == at.call}
-        if len(set(labels.values())) > 1:
-            return _sentence(labels, names)
-        passed = {
-            other: f"step {heard[other].beat.begun - 1} without it"
-            for other, spot in spots.items()
-            if spot.call < at.call and heard[other].beat.begun > heard[id].beat.begun
-        }
-        if passed:
-            return _sentence({id: at.label, **passed}, names)
+    begun = {id: one.beat.begun for id, one in heard.items()}
+    steady = {id: spot for id, spot in spots.items() if spot.waiting and heard[id].steady >= STEADY}
+    for id in steady:
+        unlike = unlike_labels(id, steady) or passed_by(id, spots, begun)
+        if unlike:
+            return sentence(unlike, names)
     return None
+
+
+def unlike_labels(id: int, spots: Mapping[int, Spot]) -> dict[int, str]:
+    """The labels of all who wait in the call that worker ``id`` waits in, when they differ; else nothing."""
+    labels = {other: spot.label for other, spot in spots.items() if spot.waiting and spot.call == spots[id].call}
+    return labels if len(set(labels.values())) > 1 else {}
+
+
+def passed_by(id: int, spots: Mapping[int, Spot], begun: Mapping[int, int]) -> dict[int, str]:
+    """The label of worker ``id``'s call and those who have begun a later step than it without that call, if any."""
+    at = spots[id]
+    gone = [other for other, spot in spots.items() if spot.call < at.call and begun[other] > begun[id]]
+    return {id: at.label, **{other: f"step {begun[other] - 1} without it" for other in gone}} if gone else {}
 
 
 def waited_for(id: int, heard: Mapping[int, Heard]) -> tuple[str, str]:
@@ -115,7 +135,8 @@ def name_workers(facts: Mapping[int, Facts]) -> dict[int, str]:
     return names
 
 
-def _sentence(labels: Mapping[int, str], names: Mapping[int, str]) -> str:
+def sentence(labels: Mapping[int, str], names: Mapping[int, str]) -> str:
+    """That these workers are in unlike calls, with what each called."""
     callers: dict[str, list[int]] = {}
     for id in sorted(labels):
         callers.setdefault(labels[id], []).append(id)

@@ -1,7 +1,7 @@
 """A worker's side of the roster: one connection and one thread that beats, listens, and finds the roster again.
 
 The thread never fails a running round by itself: a roster that is away says nothing about the fleet. Only what the
-roster *says* changes `Member.over`, `Member.news` and `Member.dropped`.
+roster *says* changes `RosterClient.over`, `RosterClient.news` and `RosterClient.dropped`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.errors import CallMismatch, Dropped, FleetError, WorkerLost
+from paceline.errors import Dropped, FleetError
 from paceline.roster import wire
-from paceline.roster.calls import NAG_S
+from paceline.roster.calls import ERRORS, reminder_due_s
 from paceline.roster.generation import Generation, RunOver
-from paceline.roster.handshake import Door, Rejected, knock
-from paceline.roster.process import computer
-from paceline.roster.silence_limit import BEAT_S
+from paceline.roster.handshake import Rejected, RosterConnection, shake_hands
+from paceline.roster.liveness import BEAT_S, computer
 
 logger = logging.getLogger("paceline")
 
@@ -39,10 +38,8 @@ BYE_S = 2.0
 QUIET_S = 5.0
 """A roster that has not answered a beat for so long is warned about, once."""
 
-ERRORS: dict[str, type[FleetError]] = {"mismatch": CallMismatch, "lost": WorkerLost}
 
-
-class Member:
+class RosterClient:
     """This worker, as the roster knows it.
 
     ``name`` is unique in the fleet (``host/slot``) and keeps its id across restarts of the process. ``on_over(g)`` is
@@ -77,22 +74,22 @@ class Member:
         self._closing = self._leaving = False
         self._bye = threading.Event()
         self.id = -1
-        self._door: Door | None = self._find_roster()
-        self.id = self._door.id
-        self.running = self._door.running
-        self._thread = threading.Thread(target=self._run, name="paceline-member", daemon=True)
+        self._connection: RosterConnection | None = self._find_roster()
+        self.id = self._connection.id
+        self.running = self._connection.running
+        self._thread = threading.Thread(target=self._run, name="paceline-roster-client", daemon=True)
         self._thread.start()
 
     @property
     def store(self) -> tuple[str, int]:
         """Where the roster's store is."""
-        door = self._door
-        return self._address[0], door.store_port if door is not None else 0
+        connection = self._connection
+        return self._address[0], connection.store_port if connection is not None else 0
 
     @property
     def away(self) -> bool:
         """The roster does not answer, and is looked for."""
-        return self._door is None
+        return self._connection is None
 
     # -- for the engine --------------------------------------------------------------------------------------------
 
@@ -110,12 +107,12 @@ class Member:
         with self._changed:
             self._asking, self._reason, self.dropped = (after, fresh, orderly), "", False
         self._send({"ready": [after, fresh, orderly]})
-        began, nagged = time.monotonic(), 0
+        began, reminded = time.monotonic(), 0
         with self._changed:
             while not self._answered(after):
                 self._changed.wait(timeout=0.5)
                 waited_s = time.monotonic() - began
-                nagged = self._nag(waited_s, nagged)
+                reminded = self._remind(waited_s, reminded)
                 still(waited_s)
             assert self.generation is not None
             return self.generation
@@ -132,13 +129,12 @@ class Member:
             raise Dropped("this worker was silent for too long, and the fleet went on without it", generation=after)
         return self._asking is None and self.generation is not None and self.generation.number > after
 
-    def _nag(self, waited_s: float, nagged: int) -> int:
-        due = NAG_S[nagged] if nagged < len(NAG_S) else NAG_S[-1] + 60.0 * (nagged - len(NAG_S) + 1)
-        if waited_s < due:
-            return nagged
+    def _remind(self, waited_s: float, reminded: int) -> int:
+        if waited_s < reminder_due_s(reminded):
+            return reminded
         where = "waiting for the roster, which is away" if self.away else self._reason or "waiting"
         logger.warning("the next generation of the fleet: %s", where)
-        return nagged + 1
+        return reminded + 1
 
     def report(self, *, doing: str, begun: int, spots: Mapping[str, tuple[int, str, bool]]) -> None:
         """What the next beats say: what this worker does, the steps begun, and where it is in each row of calls."""
@@ -156,9 +152,9 @@ class Member:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        door = self._door
-        if door is not None:
-            door.break_off()
+        connection = self._connection
+        if connection is not None:
+            connection.break_off()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
 
@@ -166,26 +162,26 @@ class Member:
 
     def _run(self) -> None:
         while not self._closing:
-            door = self._door
-            assert door is not None
+            connection = self._connection
+            assert connection is not None
             try:
-                self._attend(door)
+                self._attend(connection)
             except (OSError, EOFError, wire.Garbled) as error:
-                door.close()
+                connection.close()
                 if self._leaving:
                     return
                 if not self._closing:
                     logger.warning("the roster is away (%s); training goes on, and it is looked for", _brief(error))
-                    self._door = None
+                    self._connection = None
                     self._find_again()
-        if self._door is not None:
-            self._door.close()
+        if self._connection is not None:
+            self._connection.close()
 
-    def _attend(self, door: Door) -> None:
+    def _attend(self, connection: RosterConnection) -> None:
         """Beat and listen until the connection breaks or the worker leaves."""
         count, beat_at, answered, warned = 0, time.monotonic(), time.monotonic(), False
         with selectors.DefaultSelector() as selector:
-            selector.register(door.socket, selectors.EVENT_READ)
+            selector.register(connection.socket, selectors.EVENT_READ)
             while not self._closing:
                 now = time.monotonic()
                 answered = now if now - beat_at > STOOD_STILL_S else answered  # it was this process that heard nothing
@@ -196,9 +192,9 @@ class Member:
                 if now - answered > QUIET_S and not warned:
                     warned = True
                     logger.warning("the roster has not answered for %.0f s; training goes on", QUIET_S)
-                if door.early or selector.select(max(0.0, beat_at - time.monotonic())):
+                if connection.early or selector.select(max(0.0, beat_at - time.monotonic())):
                     answered, warned = time.monotonic(), False
-                    for message in door.read():
+                    for message in connection.read():
                         self._hear(message)
 
     def _beat(self, count: int) -> bool:
@@ -260,26 +256,26 @@ class Member:
 
     def _send(self, message: wire.Message) -> bool:
         """Send now if the roster is there; what was asked for is asked again once it is back."""
-        door = self._door
-        if door is None:
+        connection = self._connection
+        if connection is None:
             return False
         try:
             with self._sending:
-                door.socket.sendall(wire.encode(message))
+                connection.socket.sendall(wire.encode(message))
         except OSError:
-            door.break_off()  # the thread sees it and looks for the roster
+            connection.break_off()  # the thread sees it and looks for the roster
             return False
         return True
 
     # -- finding the roster ----------------------------------------------------------------------------------------
 
-    def _find_roster(self) -> Door:
+    def _find_roster(self) -> RosterConnection:
         """The first time: for a minute, and a refusal is final."""
         began, attempt = time.monotonic(), 0
         while True:
             waited = time.monotonic() - began
             try:
-                return self._knock()
+                return self._shake_hands()
             except Rejected as rejected:
                 if rejected.kind != "busy" or waited > BUSY_S:
                     raise _refusal(rejected) from None
@@ -298,7 +294,7 @@ class Member:
         began, attempt, refusal = time.monotonic(), 0, ""
         while not self._closing:
             try:
-                self._resume(self._knock())
+                self._resume(self._shake_hands())
                 return
             except Rejected as rejected:
                 if str(rejected) != refusal:
@@ -312,19 +308,22 @@ class Member:
                     self._changed.wait(timeout=BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
             attempt += 1
 
-    def _resume(self, door: Door) -> None:
+    def _resume(self, connection: RosterConnection) -> None:
         if self._closing:
-            door.close()
+            connection.close()
             return
         logger.warning("the roster is back")
         with self._changed:
-            self._door, self.id = door, door.id  # a roster that has lost its book may give another
+            self._connection, self.id = (
+                connection,
+                connection.id,
+            )  # a roster that has lost its state may give another id
             asking = self._asking
         if asking is not None:
             self._send({"ready": list(asking)})
 
     def _give_up(self, rejected: Rejected, refused_s: float) -> None:
-        """The run has ended, or goes on with another process in this one's place: say so to whoever waits."""
+        """The run has ended, or goes on with another process in this one's place: say so to the thread that waits."""
         if rejected.kind == "ended":
             with self._changed:
                 self._ended = str(rejected)
@@ -332,7 +331,7 @@ class Member:
         elif not self.failure and (rejected.kind == "failed" or (rejected.kind == "busy" and refused_s > BUSY_S)):
             self._fail(FleetError(f"this worker was given up by the roster: {rejected}"))
 
-    def _knock(self) -> Door:
+    def _shake_hands(self) -> RosterConnection:
         was = self.generation
         hello = {
             "name": self._name,
@@ -343,7 +342,7 @@ class Member:
             "was": was.to_json() if was else None,
             "returning": self.id >= 0,
         }
-        return knock(self._address, token=self._token, hello=hello)
+        return shake_hands(self._address, token=self._token, hello=hello)
 
     def _nobody(self, error: BaseException) -> str:
         host, port = self._address

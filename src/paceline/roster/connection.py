@@ -7,8 +7,7 @@ from typing import Any
 
 from paceline.roster import wire
 from paceline.roster.calls import Beat, Heard
-from paceline.roster.liveness import Silence
-from paceline.roster.silence_limit import Patience
+from paceline.roster.liveness import SilenceCheck, SilenceLimit
 
 MAX_UNSENT = 16 * 1024 * 1024
 """Bytes that may wait for a worker that does not read; beyond that its connection is closed."""
@@ -36,8 +35,8 @@ class Connection:
         """Pid and computer."""
         self.last_heard = self.last_beat = now
         self.heard = Heard()
-        self.patience = Patience()
-        self.silence: Silence | None = None
+        self.silence_limit = SilenceLimit()
+        self.silence: SilenceCheck | None = None
         self.given_up = False
         """It was silent for too long; should it be heard again, that is news."""
         self._lines = wire.Lines(wire.MAX_FIRST_LINE)
@@ -85,7 +84,7 @@ class Connection:
 
     def note_beat(self, beat: Beat, now: float) -> None:
         if not self.given_up:
-            self.patience.note(now - self.last_beat)
+            self.silence_limit.note(now - self.last_beat)
         self.last_beat = now
         self.heard.note(beat, now)
 

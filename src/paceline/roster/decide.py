@@ -1,4 +1,4 @@
-"""When is there a next generation, and who is in it? One pure function of the roster's book.
+"""When is there a next generation, and who is in it? One pure function of the roster's state.
 
 Three rules keep two fleets from ever both going on: a generation's rounds need all its members; the next is drafted
 only when every living member has said that it left; and a training is begun anew only when all that held its state
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.roster.generation import Generation, Gone
-from paceline.roster.state import Book, Last, Ready, Worker
+from paceline.roster.state import Last, Ready, RegisteredWorker, RosterState
 
 
 @dataclass(frozen=True)
@@ -30,92 +30,92 @@ class Wait:
     text: str
 
 
-def decide(book: Book) -> Draft | Wait | None:
+def decide(roster: RosterState) -> Draft | Wait | None:
     """The next generation, or what it waits for; None when nobody asks for one."""
-    if not any(worker.ready and worker.present for worker in book.workers.values()):
+    if not any(worker.ready and worker.present for worker in roster.workers.values()):
         return None
-    if book.last is None or state_is_lost(book, book.last):
-        return _begin(book)
-    return _go_on(book, book.last)
+    if roster.last is None or state_is_lost(roster, roster.last):
+        return _begin(roster)
+    return _go_on(roster, roster.last)
 
 
-def compose(book: Book, draft: Draft, *, store_port: int) -> Generation:
+def compose(roster: RosterState, draft: Draft, *, store_port: int) -> Generation:
     """The generation that a draft becomes, numbered, with who came and who left since the one before."""
-    old = book.last.seats if book.last else {}
-    stayed = {id for id in draft.workers if id in old and old[id].fits(book.workers[id]) and not old[id].gone}
+    old = roster.last.seats if roster.last else {}
+    stayed = {id for id in draft.workers if id in old and old[id].fits(roster.workers[id]) and not old[id].gone}
     return Generation(
-        number=book.number + 1,
+        number=roster.number + 1,
         workers=draft.workers,
         fresh=draft.fresh,
         joined=tuple(id for id in draft.workers if id not in stayed),
         left=tuple(seat.gone or Gone(id, "was left out") for id, seat in old.items() if id not in stayed),
-        facts={id: book.workers[id].facts for id in draft.workers},
+        facts={id: roster.workers[id].facts for id in draft.workers},
         store=("", store_port),
         orderly=draft.orderly,
         wanting=draft.wanting,
     )
 
 
-def _begin(book: Book) -> Draft | Wait:
+def _begin(roster: RosterState) -> Draft | Wait:
     """The first generation, or the first after all that held the training's state are gone."""
-    asking = sorted(id for id, worker in book.workers.items() if worker.ready and worker.present)
-    starting = sorted(id for id, worker in book.workers.items() if worker.present and not worker.asked)
-    if book.last is None and book.searching:
+    asking = sorted(id for id, worker in roster.workers.items() if worker.ready and worker.present)
+    starting = sorted(id for id, worker in roster.workers.items() if worker.present and not worker.asked)
+    if roster.last is None and roster.searching:
         return Wait("waiting for the fleet that was there before the roster restarted without its book")
-    if book.last is None and book.expected > 0:
-        return Wait(f"waiting for {_count(book.expected)} that {_was(book.expected)} started and not heard of yet")
+    if roster.last is None and roster.expected > 0:
+        return Wait(f"waiting for {_count(roster.expected)} that {_was(roster.expected)} started and not heard of yet")
     if starting:
-        return Wait(f"waiting for {book.called(starting)}")
-    if len(asking) < book.minimum:
-        return _too_few(book, len(asking))
-    chosen = tuple(asking[: book.maximum])
+        return Wait(f"waiting for {roster.called(starting)}")
+    if len(asking) < roster.minimum:
+        return _too_few(roster, len(asking))
+    chosen = tuple(asking[: roster.maximum])
     return Draft(chosen, fresh=chosen, orderly=True)
 
 
-def _go_on(book: Book, last: Last) -> Draft | Wait:
-    members = {id: _request(book, last, id) for id in last.alive()}
+def _go_on(roster: RosterState, last: Last) -> Draft | Wait:
+    members = {id: _request(roster, last, id) for id in last.alive()}
     busy = [id for id, request in members.items() if request is None]
     if busy:
-        return Wait(f"waiting for {book.called(busy)}")
+        return Wait(f"waiting for {roster.called(busy)}")
     requests = {id: request for id, request in members.items() if request is not None}
     holders = [id for id, request in requests.items() if not request.fresh]
     if not holders:
         silent = [id for id, seat in last.seats.items() if seat.gone is not None and not seat.sure]
-        return Wait(f"waiting for {book.called(silent)}: nobody else holds the training's state")
+        return Wait(f"waiting for {roster.called(silent)}: nobody else holds the training's state")
     empty = [id for id, request in requests.items() if request.fresh]
     if not all(request.orderly or request.fresh for request in requests.values()):
         # In the middle of a step nobody can give its state: those that still lack one come in at the next boundary.
-        return Draft(tuple(holders), (), orderly=False, wanting=max(0, book.minimum - len(holders)))
-    return _with_newcomers(book, holders, empty)
+        return Draft(tuple(holders), (), orderly=False, wanting=max(0, roster.minimum - len(holders)))
+    return _with_newcomers(roster, holders, empty)
 
 
-def _with_newcomers(book: Book, holders: list[int], empty: list[int]) -> Draft | Wait:
-    room = 0 if book.finishing else max(0, book.maximum - len(holders) - len(empty))
-    entering = [worker.id for worker in book.newcomers()[:room]]
+def _with_newcomers(roster: RosterState, holders: list[int], empty: list[int]) -> Draft | Wait:
+    room = 0 if roster.finishing else max(0, roster.maximum - len(holders) - len(empty))
+    entering = [worker.id for worker in roster.newcomers()[:room]]
     chosen = (*holders, *empty, *entering)
-    if len(chosen) < book.minimum and not book.finishing:
-        return _too_few(book, len(chosen))
+    if len(chosen) < roster.minimum and not roster.finishing:
+        return _too_few(roster, len(chosen))
     return Draft(chosen, (*empty, *entering), orderly=True)
 
 
-def _request(book: Book, last: Last, id: int) -> Ready | None:
+def _request(roster: RosterState, last: Last, id: int) -> Ready | None:
     """What a member of the last generation has said on leaving it; None when it has not."""
-    worker: Worker | None = book.workers.get(id)
+    worker: RegisteredWorker | None = roster.workers.get(id)
     if worker is None or not last.seats[id].fits(worker) or worker.ready is None:
         return None
     return worker.ready if worker.ready.after == last.number else None
 
 
-def state_is_lost(book: Book, last: Last) -> bool:
+def state_is_lost(roster: RosterState, last: Last) -> bool:
     """Whether every process that may hold the training's state is known to be gone."""
     left = [id for id, seat in last.seats.items() if not seat.sure]
-    requests = [_request(book, last, id) if last.seats[id].gone is None else None for id in left]
+    requests = [_request(roster, last, id) if last.seats[id].gone is None else None for id in left]
     return all(request is not None and request.fresh for request in requests)
 
 
-def _too_few(book: Book, there: int) -> Wait:
-    missing = book.minimum - there
-    return Wait(f"waiting for {_count(missing, more=True)}: {there} of at least {book.minimum} {_is(there)} ready")
+def _too_few(roster: RosterState, there: int) -> Wait:
+    missing = roster.minimum - there
+    return Wait(f"waiting for {_count(missing, more=True)}: {there} of at least {roster.minimum} {_is(there)} ready")
 
 
 def _count(number: int, *, more: bool = False) -> str:

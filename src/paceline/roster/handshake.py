@@ -1,4 +1,4 @@
-"""A worker at the roster's door: connect, prove and be proven to, say who one is, and be let in or not."""
+"""A worker's handshake with the roster: connect, prove and be proven to, say who one is, and be let in or not."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from paceline.roster import wire
 
 ANSWER_S = 5.0
-"""How long the roster may take for each answer at the door."""
+"""How long the roster may take for each answer of the handshake."""
 
 
-_OPEN: weakref.WeakSet[Door] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[RosterConnection] = weakref.WeakSet()
 
 
 class Rejected(Exception):
@@ -25,7 +25,7 @@ class Rejected(Exception):
         self.kind = kind
 
 
-class Door:
+class RosterConnection:
     """A connection over which the roster has let this worker in."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -65,7 +65,7 @@ class Door:
         return bool(self._early)
 
     def break_off(self) -> None:
-        """End the connection, from any thread: whoever reads it wakes, and closes it."""
+        """End the connection, from any thread: the thread that reads it wakes, and closes it."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -75,39 +75,39 @@ class Door:
 
 def _close_in_child() -> None:
     """A forked child (a data loader's) must not hold its parent's connection open: its end is how a death is known."""
-    for door in list(_OPEN):
-        door.socket.close()
+    for connection in list(_OPEN):
+        connection.socket.close()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-def knock(address: tuple[str, int], *, token: str, hello: wire.Message) -> Door:
+def shake_hands(address: tuple[str, int], *, token: str, hello: wire.Message) -> RosterConnection:
     """Be let in. Raises `Rejected`, OSError or EOFError when nobody answers, `wire.Garbled` when it is no roster."""
     sock = socket.create_connection(address, timeout=ANSWER_S)
-    door = Door(sock)
+    connection = RosterConnection(sock)
     try:
         wire.tune(sock)
-        _prove(door, token)
+        _prove(connection, token)
         sock.sendall(wire.encode({"hello": hello}))
-        welcome = door.answer()
-        door.id, door.running = int(welcome["welcome"]), bool(welcome["running"])
-        door.store_port = int(welcome["store"])
-        return door
+        welcome = connection.answer()
+        connection.id, connection.running = int(welcome["welcome"]), bool(welcome["running"])
+        connection.store_port = int(welcome["store"])
+        return connection
     except (KeyError, TypeError):
-        door.close()
+        connection.close()
         raise wire.Garbled("it is not a roster") from None
     except BaseException:
-        door.close()
+        connection.close()
         raise
 
 
-def _prove(door: Door, token: str) -> None:
-    first = door.answer()
+def _prove(connection: RosterConnection, token: str) -> None:
+    first = connection.answer()
     if first.get("paceline") != wire.VERSION:
         raise wire.Garbled(f"it is not a roster of version {wire.VERSION}")
     theirs, mine = str(first["challenge"]), wire.challenge()
-    door.socket.sendall(wire.encode({"challenge": mine, "proof": wire.proof(token, "worker", theirs, mine)}))
-    if not wire.proven(door.answer()["proof"], wire.proof(token, "roster", theirs, mine)):
+    connection.socket.sendall(wire.encode({"challenge": mine, "proof": wire.proof(token, "worker", theirs, mine)}))
+    if not wire.proven(connection.answer()["proof"], wire.proof(token, "roster", theirs, mine)):
         raise Rejected("token", "whoever answers there does not know this run's token: it is not this run's roster")

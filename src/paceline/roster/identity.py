@@ -1,20 +1,20 @@
-"""Who is it that comes? A new process, one that was here before, or a member of a fleet whose book is lost."""
+"""Who is it that comes? A new process, one that was here before, or a member of a fleet unknown to this roster."""
 
 from __future__ import annotations
 
-from paceline.roster.state import Book, Hello, Last, Seat, Worker
+from paceline.roster.state import Hello, Last, RegisteredWorker, RosterState, Seat
 
 
-def is_member(book: Book, hello: Hello) -> bool:
+def is_member(roster: RosterState, hello: Hello) -> bool:
     """Whether this very process has a seat in the last generation."""
-    seat = book.last.seats.get(book.ids.get(hello.name, -1)) if book.last else None
+    seat = roster.last.seats.get(roster.ids.get(hello.name, -1)) if roster.last else None
     return seat is not None and seat.session == hello.session
 
 
-def known_process(book: Book, hello: Hello) -> Worker | None:
+def known_process(roster: RosterState, hello: Hello) -> RegisteredWorker | None:
     """The worker that this process already is; one that returns to a restarted roster is entered again, as away."""
-    id = book.ids.get(hello.name, -1)
-    worker, last = book.workers.get(id), book.last
+    id = roster.ids.get(hello.name, -1)
+    worker, last = roster.workers.get(id), roster.last
     if worker is not None:
         return worker if worker.session == hello.session else None
     seat = last.seats.get(id) if last else None
@@ -23,28 +23,28 @@ def known_process(book: Book, hello: Hello) -> Worker | None:
     if seat.session != hello.session and (seat.session or hello.generation != last.number):
         return None
     seat.session = hello.session
-    book.workers[id] = Worker(id, hello.name, hello.session, hello.facts, asked=True, present=False)
-    return book.workers[id]
+    roster.workers[id] = RegisteredWorker(id, hello.name, hello.session, hello.facts, asked=True, present=False)
+    return roster.workers[id]
 
 
-def adopt(book: Book, hello: Hello, *, leap: int) -> bool:
+def adopt(roster: RosterState, hello: Hello, *, leap: int) -> bool:
     """The roster knows nothing, and a worker comes that was here before: take its fleet over from what it says.
 
-    ``leap``: a number beyond all that may have been given, to go on from. Returns whether the book has changed.
+    ``leap``: a number beyond all that may have been given, to go on from. Returns whether the state has changed.
     """
-    was, found_out = hello.was, hello.returning and not book.number
+    was, found_out = hello.was, hello.returning and not roster.number
     if found_out:
-        book.number, book.searching = leap, True
-    if was is None or was.number != hello.generation or not book.searching:
+        roster.number, roster.searching = leap, True
+    if was is None or was.number != hello.generation or not roster.searching:
         return found_out
-    if book.last is not None and was.number <= book.last.number:  # of several, the youngest is the living one
+    if roster.last is not None and was.number <= roster.last.number:  # of several, the youngest is the living one
         return found_out
     ids = {str(was.facts[id]["name"]): id for id in was.workers}
-    if any(ids.get(name, -1) != id for name, id in book.ids.items() if name in ids or id in ids.values()):
+    if any(ids.get(name, -1) != id for name, id in roster.ids.items() if name in ids or id in ids.values()):
         return found_out  # newcomers were sooner, and have these numbers
-    book.ids.update(ids)
-    book.number = max(book.number, was.number)
-    book.last = Last(was, {id: Seat(id, "") for id in was.workers}, stale=True)
+    roster.ids.update(ids)
+    roster.number = max(roster.number, was.number)
+    roster.last = Last(was, {id: Seat(id, "") for id in was.workers}, stale=True)
     return True
 
 

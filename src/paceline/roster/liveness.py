@@ -1,9 +1,26 @@
-"""Is a silent worker to be given up? From how long, how long it may be, and what its process does."""
+"""Is a silent worker alive? From how long it is silent, how late its beats are as a rule, and what its process does.
+
+A worker on a busy machine beats late now and then; one on a quiet machine never does. So nobody tunes a timeout
+(`SilenceLimit`). A process that computes while its interpreter is held (a long call into a library) cannot beat, yet it
+is alive; so is one that waits for a processor, on a computer with too much to do. Only Linux tells, through /proc;
+elsewhere, and for workers on other computers, nothing is known of the process and the limit decides.
+"""
 
 from __future__ import annotations
 
-from paceline.roster.process import Look
+import os
+from collections import deque
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
+BEAT_S = 0.2
+FLOOR_S = 1.2
+CEILING_S = 20.0
+EXCESS_WEIGHT = 4.0
+REMEMBERED = 300
+"""Gaps that are remembered: a minute of them."""
 LOOK_S = 0.5
 """Silent for so long, a worker's process is looked at."""
 HOLDING_S = 120.0
@@ -12,7 +29,48 @@ HOLDING_S = 120.0
 FINE, BUSY, FROZEN, GONE = "fine", "busy", "frozen", "gone"
 
 
-class Silence:
+class SilenceLimit:
+    """How long a worker may be silent before it is given up, learned from the gaps between its own beats:
+
+        limit = FLOOR_S + 4 x (largest recent gap - BEAT_S), at most CEILING_S
+
+    >>> calm, loaded = SilenceLimit(), SilenceLimit()
+    >>> for gap in (0.2, 0.21, 0.2):
+    ...     calm.note(gap)
+    ...     loaded.note(gap + 0.5)
+    >>> round(calm.limit_s, 2), round(loaded.limit_s, 2)
+    (1.24, 3.24)
+    """
+
+    def __init__(self) -> None:
+        self._excesses: deque[float] = deque(maxlen=REMEMBERED)
+
+    def note(self, gap_s: float) -> None:
+        """Two beats came so many seconds apart."""
+        self._excesses.append(max(0.0, gap_s - BEAT_S))
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds of silence after which the worker is given up."""
+        return min(CEILING_S, FLOOR_S + EXCESS_WEIGHT * max(self._excesses, default=0.0))
+
+
+class Look(NamedTuple):
+    """What /proc says of a process."""
+
+    gone: bool = False
+    stopped: bool = False
+    ticks: int | None = None
+    """Processor time it has used so far, in clock ticks; None where nothing is known."""
+    ready: bool = False
+    """One of its threads runs, or would if it were given a processor."""
+
+
+UNKNOWN = Look()
+ENDED = Look(gone=True)
+
+
+class SilenceCheck:
     """One stretch of a worker's silence, judged again and again while it lasts."""
 
     def __init__(self, look: Look) -> None:
@@ -21,14 +79,59 @@ class Silence:
         self._due_s = 0.0
         """Seconds of silence before which there is nothing new to judge."""
 
-    def judge(self, silent_s: float, *, patience_s: float, look: Look) -> str:
+    def judge(self, silent_s: float, *, limit_s: float, look: Look) -> str:
         """After ``silent_s`` seconds: fine, busy (waited for, and named), frozen or gone (given up)."""
         if look.gone:
             return GONE
-        if silent_s < max(patience_s, self._due_s):
+        if silent_s < max(limit_s, self._due_s):
             return FINE
         computes = look.ticks is not None and self._ticks is not None and look.ticks > self._ticks
         if look.stopped or not (computes or look.ready) or silent_s > HOLDING_S:
             return FROZEN
-        self._ticks, self._due_s = look.ticks, silent_s + patience_s
+        self._ticks, self._due_s = look.ticks, silent_s + limit_s
         return BUSY
+
+
+@cache
+def computer() -> str:
+    """Names this boot of this computer and this space of process numbers: a pid of one means nothing in another.
+
+    Empty where the system does not say.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def look_at(pid: int, where: str) -> Look:
+    """How process ``pid`` on computer ``where`` is doing.
+
+    >>> look_at(os.getpid(), computer()).gone, look_at(1, "another computer")
+    (False, Look(gone=False, stopped=False, ticks=None, ready=False))
+    """
+    if not where or where != computer() or pid < 1:
+        return UNKNOWN
+    try:
+        fields = _stat(Path(f"/proc/{pid}/stat"))
+    except (FileNotFoundError, ProcessLookupError):
+        return ENDED
+    except OSError:
+        return UNKNOWN
+    state, ticks = fields[0], int(fields[11]) + int(fields[12])
+    return ENDED if state in "ZXx" else Look(stopped=state in "Tt", ticks=ticks, ready=_ready(pid))
+
+
+def _ready(pid: int) -> bool:
+    with suppress(OSError):  # it has ended since
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                if _stat(Path(f"/proc/{pid}/task/{thread}/stat"))[0] == "R":
+                    return True
+    return False
+
+
+def _stat(file: Path) -> list[str]:
+    """What /proc says of a process or thread, after its name, which may hold anything, spaces and brackets too."""
+    return file.read_text(errors="replace").rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""What the roster keeps beside its book: the book's file, and the torch store through which groups are formed."""
+"""What lies beside the roster: its state in a file, and the torch store through which groups are formed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("paceline")
 
 
 def load(path: Path) -> dict[str, Any] | None:
-    """The book that an earlier roster saved; None when there is none yet."""
+    """The state that an earlier roster saved; None when there is none yet."""
     try:
         saved = json.loads(path.read_text())
     except FileNotFoundError:
@@ -29,12 +29,12 @@ def load(path: Path) -> dict[str, Any] | None:
     return saved
 
 
-def save(path: Path, book: Mapping[str, Any]) -> None:
-    """Replace the file in one step: a crash leaves the old book or the new one, whole."""
+def save(path: Path, state: Mapping[str, Any]) -> None:
+    """Replace the file in one step: a crash leaves the old state or the new one, whole."""
     draft = path.with_name(f".{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     with draft.open("w") as file:
-        json.dump(book, file)
+        json.dump(state, file)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)

@@ -1,4 +1,4 @@
-"""The roster's server: one thread that listens, one `Roll` that decides, and the torch store beside it.
+"""The roster's server: one thread that listens, one `MembershipRules` that decides, and the torch store beside it.
 
 Run by the launcher, or by ``paceline host`` on its own. It holds no state of the training: if it dies the fleet
 trains on, and if it comes back with its state file the workers find it again by themselves.
@@ -18,15 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.roster import persistence as storing
-from paceline.roster import wire
+from paceline.roster import persistence, wire
 from paceline.roster.calls import Beat
 from paceline.roster.connection import MAX_UNSENT, Closed, Connection
 from paceline.roster.generation import Generation
-from paceline.roster.membership_rules import CLOSED, Happened, Refused, Roll
-from paceline.roster.process import look_at
-from paceline.roster.state import Book, Hello, Ready
-from paceline.roster.timeouts import TICK_S, Minder
+from paceline.roster.liveness import look_at
+from paceline.roster.membership_rules import CLOSED, Happened, MembershipRules, Refused
+from paceline.roster.state import Hello, Ready, RosterState
+from paceline.roster.timeouts import TICK_S, Timeouts
 
 logger = logging.getLogger("paceline")
 
@@ -36,8 +35,8 @@ UNPROVEN = 64
 """Connections that may be without proof at a time; a further one takes the oldest one's place."""
 
 
-class Steward:
-    """The arbiter of who is in.
+class RosterServer:
+    """Decides who is in the fleet, and tells the workers.
 
     ``expect``: workers that are being started, for whom the first generation waits. ``state``: a file from which a
     restarted roster goes on. ``observe(kind, data)`` is called on the roster's thread with *registered*, *refused*,
@@ -61,22 +60,22 @@ class Steward:
         if not token:
             raise ValueError("the roster needs a token: whoever knows it may join the run")
         self._token, self._state, self._observe = token, state, observe
-        book = Book(minimum, maximum, expected=expect)
-        saved = storing.load(state) if state else None
+        roster = RosterState(minimum, maximum, expected=expect)
+        saved = persistence.load(state) if state else None
         if saved:
-            book.restore(saved)
-        self._listener = socket.create_server((host, port), family=storing.family(host), backlog=256)
+            roster.restore(saved)
+        self._listener = socket.create_server((host, port), family=persistence.family(host), backlog=256)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-        self._store = storing.StoreHost(host)
-        self._roll = Roll(book, store_port=self._store.port, leap=int(time.time()))
+        self._store = persistence.StoreHost(host)
+        self._rules = MembershipRules(roster, store_port=self._store.port, leap=int(time.time()))
         self._lock = threading.RLock()
         self._selector = selectors.DefaultSelector()
-        self._bell, self._ear = socket.socketpair()
+        self._wake_sender, self._wake_receiver = socket.socketpair()
         self._connections: set[Connection] = set()
         self._by_worker: dict[int, Connection] = {}
-        self._minder = Minder(self._roll, self._by_worker, lose=self._lose, note=self._note)
+        self._timeouts = Timeouts(self._rules, self._by_worker, lose=self._lose, note=self._note)
         self._happened: deque[Happened] = deque()
         self._closing = False
         self._unsavable = False
@@ -92,62 +91,64 @@ class Steward:
     def died(self, name: str, how: str) -> None:
         """The process of this name has ended, as ``how`` says: ``was killed by signal 9 (SIGKILL)``."""
         with self._lock:
-            self._roll.died(name, how)
+            self._rules.died(name, how)
             self._carry_out()
-            id = self._roll.book.ids.get(name, -1)
-            if id in self._by_worker and id not in self._roll.book.workers:  # a child of it may hold its socket open
+            id = self._rules.roster.ids.get(name, -1)
+            if id in self._by_worker and id not in self._rules.roster.workers:  # a child of it may hold its socket open
                 self._drop(self._by_worker[id])
-        self._ring()
+        self._wake()
 
     def expect(self, more: int) -> None:
         """So many more processes were started (fewer, when negative): the first generation waits for them."""
         with self._lock:
-            self._roll.expect(more)
+            self._rules.expect(more)
             self._carry_out()
-        self._ring()
+        self._wake()
 
     def snapshot(self) -> dict[str, Any]:
         """Members, those who wait, the generation's number, whether the run finished, and what is waited for."""
         with self._lock:
-            book, last = self._roll.book, self._roll.book.last
+            roster, last = self._rules.roster, self._rules.roster.last
             inside = last.alive() if last else []
-            outside = [worker for worker in book.workers.values() if book.seat_of(worker) is None and worker.present]
+            outside = [
+                worker for worker in roster.workers.values() if roster.seat_of(worker) is None and worker.present
+            ]
             return {
                 "generation": last.number if last else 0,
                 "members": [{"id": id, "name": self._name(id)} for id in inside],
                 "waiting": [{"id": worker.id, "name": worker.name} for worker in outside],
-                "minimum": book.minimum,
-                "maximum": book.maximum,
-                "waiting_for": self._roll.waiting,
-                "finished": self._roll.ended,
-                "failure": self._roll.failure[1] if self._roll.failure else None,
+                "minimum": roster.minimum,
+                "maximum": roster.maximum,
+                "waiting_for": self._rules.waiting,
+                "finished": self._rules.ended,
+                "failure": self._rules.failure[1] if self._rules.failure else None,
             }
 
     def close(self) -> None:
         """Stop serving. Workers that are still there train on, and look for the roster."""
         with self._lock:
             self._closing = True
-        self._ring()
+        self._wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
         with self._lock:
             for connection in list(self._connections):
                 connection.close()
-            for one in (self._listener, self._bell, self._ear):
+            for one in (self._listener, self._wake_sender, self._wake_receiver):
                 one.close()
             self._store.close()
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._ear.setblocking(False)
+        self._wake_receiver.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._ear, selectors.EVENT_READ)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         while not self._closing:
             events = self._selector.select(TICK_S)
             with self._lock:
                 now = time.monotonic()  # of both: were the roster held up in between, nobody was silent for that long
-                self._minder.forgive(now)
+                self._timeouts.forgive(now)
                 for key, mask in events:
                     self._attend(key.fileobj, mask)
                 self._tick(now)
@@ -159,8 +160,8 @@ class Steward:
     def _attend(self, what: Any, mask: int) -> None:
         if what is self._listener:
             self._accept()
-        elif what is self._ear:
-            self._ear.recv(4096)
+        elif what is self._wake_receiver:
+            self._wake_receiver.recv(4096)
         elif what in self._connections:
             if mask & selectors.EVENT_WRITE:
                 what.flush()
@@ -170,10 +171,10 @@ class Steward:
                 logger.exception("the roster gives up the connection from %s", what.peer)
                 self._lose(what, cut=False)
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         """Wake the thread: another one has left it something to send or to report."""
         with suppress(OSError):  # it is awake already, or gone
-            self._bell.send(b"!", socket.MSG_DONTWAIT)
+            self._wake_sender.send(b"!", socket.MSG_DONTWAIT)
 
     def _accept(self) -> None:
         try:
@@ -224,7 +225,7 @@ class Steward:
         process = (int(said["process"][0]), str(said["process"][1]))
         self._give_up_if_gone(hello)
         try:
-            worker = self._roll.register(hello)
+            worker = self._rules.register(hello)
         except Refused as refused:
             self._refuse(connection, refused.kind, str(refused), name=hello.name)
             return
@@ -233,37 +234,37 @@ class Steward:
             self._drop(old)
         connection.worker, connection.session, connection.process = worker.id, hello.session, process
         self._by_worker[worker.id] = connection
-        self._minder.is_back(worker.id, worker.session)
+        self._timeouts.is_back(worker.id, worker.session)
         connection.send({"welcome": worker.id, "running": self._running(worker.id), "store": self._store.port})
 
     def _give_up_if_gone(self, hello: Hello) -> None:
         """The process that had this name may have ended a moment ago, its connection still open in a child of it."""
-        id = self._roll.book.ids.get(hello.name, -1)
-        old, connection = self._roll.book.workers.get(id), self._by_worker.get(id)
+        id = self._rules.roster.ids.get(hello.name, -1)
+        old, connection = self._rules.roster.workers.get(id), self._by_worker.get(id)
         if old and connection and old.session != hello.session and look_at(*connection.process).gone:
             self._lose(connection, cut=False)
 
     def _running(self, id: int) -> bool:
-        last = self._roll.book.last
-        return last is not None and any(other in self._roll.book.workers for other in last.alive() if other != id)
+        last = self._rules.roster.last
+        return last is not None and any(other in self._rules.roster.workers for other in last.alive() if other != id)
 
     def _hear_worker(self, connection: Connection, id: int, message: dict[str, Any]) -> None:
         now = time.monotonic()
         beat = Beat.read(message) if "beat" in message else None
         if beat:
             connection.note_beat(beat, now)
-            self._roll.book.workers[id].doing = beat.doing[:200]
+            self._rules.roster.workers[id].doing = beat.doing[:200]
             connection.send({"ack": message["beat"]})
         connection.last_heard, connection.silence = now, None
         if connection.given_up:
             connection.given_up = False
-            connection.last_beat = now  # a silence that was too long teaches no patience
-            self._roll.heard(id)
+            connection.last_beat = now  # a silence that was too long does not raise the limit
+            self._rules.heard(id)
         if "ready" in message:
             after, fresh, orderly = message["ready"]
-            self._roll.ready(id, Ready(int(after), bool(fresh), bool(orderly)))
+            self._rules.ready(id, Ready(int(after), bool(fresh), bool(orderly)))
         if "leave" in message:
-            self._roll.leave(id, str(message["leave"])[:1000])
+            self._rules.leave(id, str(message["leave"])[:1000])
             connection.send({"bye": True})
             self._drop(connection)
 
@@ -277,8 +278,8 @@ class Steward:
             return
         gone = not cut and look_at(*connection.process).gone
         if not gone and not cut:  # a cut cable says nothing of the process: it is waited for as long as it takes
-            self._minder.may_return(id, connection.session, connection.process)
-        self._roll.lost(id, "was cut off (nothing gets through to it)" if cut else CLOSED, sure=gone)
+            self._timeouts.may_return(id, connection.session, connection.process)
+        self._rules.lost(id, "was cut off (nothing gets through to it)" if cut else CLOSED, sure=gone)
 
     def _refuse(self, connection: Connection, kind: str, text: str, *, name: str = "") -> None:
         connection.send({"refused": kind, "text": text})
@@ -297,15 +298,15 @@ class Steward:
     def _tick(self, now: float) -> None:
         for connection in [one for one in self._connections if not one.proven and now - one.opened > PROVE_S]:
             self._drop(connection)
-        self._minder.tick(now)
+        self._timeouts.tick(now)
 
     def _note(self, kind: str, data: dict[str, Any]) -> None:
         self._happened.append(Happened(kind, data))
 
     def _carry_out(self) -> None:
-        """Send what the roll has decided; what must outlive the roster is on disk before anybody hears of it."""
-        decided = self._roll.take()
-        if self._roll.unsaved:
+        """Send what the rules have decided; what must outlive the roster is on disk before anybody hears of it."""
+        decided = self._rules.drain()
+        if self._rules.unsaved:
             self._save()
         for one in decided:
             if isinstance(one, Happened):
@@ -316,18 +317,18 @@ class Steward:
                     self._by_worker[id].send(one.message)
 
     def _save(self) -> None:
-        self._roll.unsaved = False
+        self._rules.unsaved = False
         if self._state is None:
             return
         try:
-            storing.save(self._state, self._roll.book.to_json())
+            persistence.save(self._state, self._rules.roster.to_json())
         except OSError as error:
             if not self._unsavable:
                 logger.warning("the roster cannot write %s (%s): a restart could not go on from it", self._state, error)
             self._unsavable = True
 
     def _arm(self) -> None:
-        """Listen for room to write exactly where something waits to be sent; give up whoever never reads."""
+        """Listen for room to write exactly where something waits to be sent; give up a worker that never reads."""
         for connection in list(self._connections):
             if connection.backlog > MAX_UNSENT:
                 self._lose(connection, cut=True)
@@ -347,12 +348,12 @@ class Steward:
                 logger.exception("the roster's onlooker failed")
 
     def _name(self, id: int) -> str:
-        last, worker = self._roll.book.last, self._roll.book.workers.get(id)
+        last, worker = self._rules.roster.last, self._rules.roster.workers.get(id)
         return worker.name if worker else str(last.generation.facts[id].get("name", "")) if last else ""
 
 
 def _read_hello(said: dict[str, Any]) -> Hello:
-    """What a process says of itself, checked: everything bounded, nothing taken on trust that could break the book."""
+    """What a process says of itself, checked: everything bounded, nothing taken on trust that could break its state."""
     name, session, facts = str(said["name"]), str(said["session"]), said["facts"]
     if not 0 < len(name) <= 200 or not 0 < len(session) <= 100:
         raise ValueError("a worker's name has 1 to 200 characters")

@@ -31,13 +31,13 @@ class Hello:
     generation: int = 0
     """The last generation it was in, when it comes back after its connection broke."""
     was: Generation | None = None
-    """The same in full, for a roster that has lost its book."""
+    """The same in full, for a roster that has lost its roster."""
     returning: bool = False
     """It was let in before, by this roster or by one that it takes this one for."""
 
 
 @dataclass
-class Worker:
+class RegisteredWorker:
     """A living process, in the last generation or not."""
 
     id: int
@@ -62,14 +62,14 @@ class Seat:
 
     id: int
     session: str
-    """Empty when taken over from what a returning worker said: then whoever was in that generation fits."""
+    """Empty when taken over from what a returning worker said: then any process of that generation fits."""
     gone: Gone | None = None
     sure: bool = False
     """A gone one that will not come back: it left, or its process has ended. A silent one may."""
     has_news: bool = False
     """It was told to re-form at its next step boundary."""
 
-    def fits(self, worker: Worker | None) -> bool:
+    def fits(self, worker: RegisteredWorker | None) -> bool:
         return worker is not None and worker.session == self.session
 
 
@@ -93,7 +93,7 @@ class Last:
 
 
 @dataclass
-class Book:
+class RosterState:
     """Everything the roster decides from."""
 
     minimum: int
@@ -103,20 +103,20 @@ class Book:
     finishing: bool = False
     """A member has finished the training: nobody enters any more."""
     searching: bool = False
-    """There was a fleet before this roster, whose book is lost: its members may come back and tell."""
+    """There was a fleet before this roster, whose state the roster has lost: its members may come back and tell."""
     number: int = 0
     """The last number given to a generation."""
-    workers: dict[int, Worker] = field(default_factory=dict)
+    workers: dict[int, RegisteredWorker] = field(default_factory=dict)
     last: Last | None = None
     ids: dict[str, int] = field(default_factory=dict)
     """By name; never forgotten."""
 
-    def seat_of(self, worker: Worker) -> Seat | None:
+    def seat_of(self, worker: RegisteredWorker) -> Seat | None:
         """The place of this very process in the last generation, if it is still its own."""
         seat = self.last.seats.get(worker.id) if self.last else None
         return seat if seat is not None and seat.fits(worker) and seat.gone is None else None
 
-    def newcomers(self) -> list[Worker]:
+    def newcomers(self) -> list[RegisteredWorker]:
         """Those that ask to enter and are not members, by id."""
         asking = [worker for worker in self.workers.values() if worker.ready and worker.present]
         return sorted((worker for worker in asking if self.seat_of(worker) is None), key=lambda worker: worker.id)

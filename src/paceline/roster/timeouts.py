@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from paceline.roster import liveness as silence
 from paceline.roster.calls import mismatch, name_workers, waited_for
 from paceline.roster.connection import Connection
-from paceline.roster.liveness import Silence
-from paceline.roster.membership_rules import Roll
-from paceline.roster.process import look_at
+from paceline.roster.liveness import BUSY, FROZEN, GONE, LOOK_S, SilenceCheck, look_at
+from paceline.roster.membership_rules import MembershipRules
 
 TICK_S = 0.1
 RETURN_S = 10.0
@@ -28,16 +26,21 @@ class Lose(Protocol):
     def __call__(self, connection: Connection, *, cut: bool) -> None: ...
 
 
-class Minder:
-    """Looks at every worker a few times a second, and tells the roll what the clock says.
+class Timeouts:
+    """Looks at every worker a few times a second, and tells the membership rules what the clock says.
 
     ``workers``: each registered worker's connection, by id, as the server keeps it. ``note``: for onlookers.
     """
 
     def __init__(
-        self, roll: Roll, workers: Mapping[int, Connection], *, lose: Lose, note: Callable[[str, dict[str, Any]], None]
+        self,
+        rules: MembershipRules,
+        workers: Mapping[int, Connection],
+        *,
+        lose: Lose,
+        note: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        self._roll, self._workers, self._lose, self._note = roll, workers, lose, note
+        self._rules, self._workers, self._lose, self._note = rules, workers, lose, note
         self._now = self._ticked = 0.0
         self._away: dict[tuple[int, str], tuple[float, tuple[int, str]]] = {}
         """By id and session: until when a lost process may come back, and where it runs."""
@@ -67,72 +70,72 @@ class Minder:
         self._ticked = now
         for id, connection in list(self._workers.items()):
             if not connection.given_up:
-                self._mind_silence(id, connection, now)
-        self._mind_lost(now)
-        self._mind_absent(now)
-        self._mind_calls(now)
-        self._roll.consider()
-        self._mind_waiting(now)
+                self._check_silence(id, connection, now)
+        self._check_lost(now)
+        self._check_absent(now)
+        self._check_calls(now)
+        self._rules.consider()
+        self._check_waiting(now)
 
-    def _mind_silence(self, id: int, connection: Connection, now: float) -> None:
+    def _check_silence(self, id: int, connection: Connection, now: float) -> None:
         silent_s = now - connection.last_heard
-        if silent_s < silence.LOOK_S:
+        if silent_s < LOOK_S:
             return
         look = look_at(*connection.process)
         if connection.silence is None:
-            connection.silence = Silence(look)
+            connection.silence = SilenceCheck(look)
             if not look.gone:  # whether it computes shows at the next look; by then what lies here unread is read
                 return
-        verdict = connection.silence.judge(silent_s, patience_s=connection.patience.limit_s, look=look)
-        if verdict == silence.GONE:
+        verdict = connection.silence.judge(silent_s, limit_s=connection.silence_limit.limit_s, look=look)
+        if verdict == GONE:
             self._lose(connection, cut=False)
-        elif verdict == silence.BUSY:
+        elif verdict == BUSY:
             text = f"worker {id} is silent for {silent_s:.0f} s, but its process computes, or would: it is waited for"
-            self._roll.book.workers[id].doing = "computing, without a word"
+            self._rules.roster.workers[id].doing = "computing, without a word"
             self._note("holding", {"id": id, "text": text})
-        elif verdict == silence.FROZEN:
+        elif verdict == FROZEN:
             connection.given_up = True
-            self._roll.silent(id, f"was silent for {silent_s:.1f} s (frozen, or its network is cut)")
+            self._rules.silent(id, f"was silent for {silent_s:.1f} s (frozen, or its network is cut)")
 
-    def _mind_lost(self, now: float) -> None:
+    def _check_lost(self, now: float) -> None:
         """Lost processes that have ended, or have had the time to come back."""
         for (id, session), (until, process) in list(self._away.items()):
             if now > until or look_at(*process).gone:
                 del self._away[id, session]
-                self._roll.confirm(id, session)
+                self._rules.confirm(id, session)
 
-    def _mind_absent(self, now: float) -> None:
+    def _check_absent(self, now: float) -> None:
         """Members that a restarted roster knows of and has not seen yet."""
-        book, last = self._roll.book, self._roll.book.last
-        if not book.searching and (last is None or not last.stale):
+        roster, last = self._rules.roster, self._rules.roster.last
+        if not roster.searching and (last is None or not last.stale):
             self._await_until = None
             return
         self._await_until = self._await_until or now + RETURN_S
         if now > self._await_until:
-            for id, session in self._roll.give_up_absent("did not come back after the roster's restart"):
+            for id, session in self._rules.give_up_absent("did not come back after the roster's restart"):
                 self._away[id, session] = (now + ABSENT_S - RETURN_S, (0, ""))
 
-    def _mind_calls(self, now: float) -> None:
-        """Calls that can never meet end the run; whoever waits long is told for whom."""
-        last = self._roll.book.last
-        if last is None or last.over or self._roll.failure:
+    def _check_calls(self, now: float) -> None:
+        """Calls that can never meet end the run; a worker that waits long is told for whom."""
+        last = self._rules.roster.last
+        if last is None or last.over or self._rules.failure:
             return
         heard = {id: self._workers[id].heard for id in last.alive() if id in self._workers}
         here = {id: one for id, one in heard.items() if one.beat.generation == last.number}
         text = mismatch(here, name_workers(last.generation.facts))
         if text:
-            self._roll.fail("mismatch", text)
+            self._rules.fail("mismatch", text)
             return
         for id, one in here.items():
-            if one.nag_is_due(now):
-                one.nagged += 1
+            if one.reminder_is_due(now):
+                one.reminded += 1
                 label, whom = waited_for(id, heard)
                 self._workers[id].send({"nag": f"{label}: waiting for {whom or 'the network'}"})
 
-    def _mind_waiting(self, now: float) -> None:
+    def _check_waiting(self, now: float) -> None:
         """Tell onlookers what a generation waits for, once that lasts: every re-forming waits for a moment."""
-        if not self._roll.waiting:
+        if not self._rules.waiting:
             self._waiting_since, self._waiting_told = now, ""
-        elif now - self._waiting_since > MENTION_S and self._roll.waiting != self._waiting_told:
-            self._waiting_told = self._roll.waiting
-            self._note("waiting", {"text": self._roll.waiting})
+        elif now - self._waiting_since > MENTION_S and self._rules.waiting != self._waiting_told:
+            self._waiting_told = self._rules.waiting
+            self._note("waiting", {"text": self._rules.waiting})

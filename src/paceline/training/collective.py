@@ -76,7 +76,7 @@ class CollectiveCalls:
         """Of calls that were made before: by the fleet, or by the run that this one goes on from."""
         context = self._context
         if context.outside and context.elastic is not None:
-            return CallResults.from_json(context.elastic.fleets_told())
+            return CallResults.from_json(context.elastic.loop.told_by_fleet())
         return context.passing.call_results if context.passing is not None else CallResults()
 
     # -- over a whole dataset ----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -15,8 +15,7 @@ from paceline.machines.failures import Failures
 from paceline.pace import Pacer
 from paceline.records import History
 from paceline.training.resume import Resume
-from paceline.transport import Transport
-from paceline.transport.elastic.transport import Elastic
+from paceline.transport import Elastic, Transport
 
 if TYPE_CHECKING:
     from paceline.loop.steps import Steps
@@ -62,12 +61,12 @@ class TrainingContext:
     @property
     def elastic(self) -> Elastic | None:
         """The transport, where workers come and go."""
-        return self.transport if isinstance(self.transport, Elastic) else None
+        return cast(Elastic, self.transport) if self.transport.elastic else None
 
     @property
     def outside(self) -> bool:
         """Whether this worker waits to enter a running fleet: until its first step its calls concern itself alone."""
-        return self.elastic is not None and self.elastic.outside
+        return self.transport.outside
 
     @property
     def is_leader(self) -> bool:
@@ -76,7 +75,7 @@ class TrainingContext:
     @property
     def identity(self) -> int:
         """This worker's number for good; in a fleet of fixed size its rank."""
-        return self.elastic.id if self.elastic is not None else self.transport.rank
+        return self.transport.id
 
     # -- where the script is -----------------------------------------------------------------------------------------
 

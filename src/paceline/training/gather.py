@@ -221,9 +221,8 @@ def _summed(transport: Transport, buffer: torch.Tensor) -> torch.Tensor | None:
             sums.append(transport.sum(buffer))
             sums[0].wait()
     except GenerationOver as over:
-        elastic: Any = transport
         if not broken_off(transport, over, sums):
             buffer = torch.empty_like(buffer)  # something may still write into the other one
-        elastic.recover(over)
-        return buffer if elastic.given([buffer]) else None
+        transport.re_form_after(over)
+        return buffer if transport.given([buffer]) else None
     return buffer

@@ -20,8 +20,7 @@ from paceline.run_recorder import RunRecorder
 from paceline.settings import must_agree
 from paceline.signals import leave_on_sigterm
 from paceline.training.context import TrainingContext
-from paceline.transport import Alone, Fixed, Transport, launched
-from paceline.transport.elastic import transport as elastic
+from paceline.transport import Alone, Elastic, FixedTransport, Transport, joins_roster, launched
 
 
 def join_training(
@@ -42,7 +41,7 @@ def join_training(
         raise ValueError(f'nonfinite must be "stop" or "skip", got {nonfinite!r}')
     here, seed = devices.choose(device), int(seed)
     try:
-        machine = machines.from_env(_slot(), around=elastic.asked_for())
+        machine = machines.from_env(_slot(), around=joins_roster())
         transport = _make_transport(pacer, merge, here, machine)
     except FleetError as error:
         end_with_one_line(error)
@@ -53,7 +52,7 @@ def join_training(
         check_combine(merge, pacer, transport.size, elastic=transport.elastic)
         failures = failures_from_env(seed)
         at_the_end = ExitStack()
-        if isinstance(transport, elastic.Elastic):
+        if transport.elastic:
             at_the_end.enter_context(leave_on_sigterm(transport))
         settings = {"pace": pacer.name, "combine": name_of(merge), "seed": seed, "nonfinite": nonfinite}
         must_agree(transport, "paceline.join()", {**settings, "combine": repr(merge)})
@@ -93,14 +92,14 @@ def _make_transport(pacer: Pacer, combine: Choice, device: torch.device, machine
     # Rounds with a deadline, and overlapped ones, run beside the user's kernels, which NCCL was not seen to bear.
     aside = may_set_deadlines(pacer) or (isinstance(combine, Averaging) and combine.overlap)
     backend = "gloo" if aside else None
-    if elastic.asked_for():
-        return elastic.Elastic(device, emulated=machine.describe() if machine else None, backend=backend)
-    return Fixed(device, backend=backend) if launched() else Alone()
+    if joins_roster():
+        return Elastic(device, emulated=machine.describe() if machine else None, backend=backend)
+    return FixedTransport(device, backend=backend) if launched() else Alone()
 
 
 def _slot() -> int:
     """Which of the emulated machines this worker plays."""
-    text = os.environ.get("PACELINE_WORKER" if elastic.asked_for() else "RANK", "0")
+    text = os.environ.get("PACELINE_WORKER" if joins_roster() else "RANK", "0")
     return int(text) if text.isdigit() else 0
 
 

@@ -2,7 +2,7 @@
 
 from paceline.transport.alone import Alone
 from paceline.transport.base import Pending, Transport
-from paceline.transport.elastic.transport import Elastic
-from paceline.transport.fixed import Fixed, launched
+from paceline.transport.elastic.transport import Elastic, joins_roster
+from paceline.transport.fixed import FixedTransport, launched
 
-__all__ = ["Alone", "Elastic", "Fixed", "Pending", "Transport", "launched"]
+__all__ = ["Alone", "Elastic", "FixedTransport", "Pending", "Transport", "joins_roster", "launched"]

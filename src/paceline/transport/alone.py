@@ -9,22 +9,16 @@ from typing import Any
 
 import torch
 
-
-class _Done:
-    def wait(self) -> None:
-        return
-
-    def abandon(self) -> bool:
-        return True
+from paceline.transport.base import Transport
+from paceline.transport.group import Already
 
 
-class Alone:
+class Alone(Transport):
     """The transport of a fleet of one."""
 
     name = "alone"
     backend = "none"
     solitary = True
-    elastic = False
     rank = 0
     size = 1
     generation = 0
@@ -38,8 +32,8 @@ class Alone:
     def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
         yield
 
-    def sum(self, tensor: torch.Tensor) -> _Done:
-        return _Done()
+    def sum(self, tensor: torch.Tensor) -> Already:
+        return Already()
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         return

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.errors import GenerationOver
+
 
 class Pending(Protocol):
     """A sum that is under way."""
@@ -24,19 +26,32 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Reaches the other workers."""
+    """Reaches the other workers. What has a default is so where members never change."""
 
     name: str
     backend: str
-    solitary: bool
+    solitary: bool = False
     """Nobody else can ever be there."""
-    elastic: bool
+    elastic: bool = False
     """Workers come and go: calls may end by `GenerationOver` and be made again among others."""
+    outside: bool = False
+    """This worker is not in the fleet (yet): its calls concern itself alone, until its first step."""
+    leaving: bool = False
+    """This worker was asked to leave, and does so after the step."""
+    at_rest: bool = True
+    """This worker is at no step: it may leave at once."""
+    roster_away: bool = False
+    """Signals do not come through: the roster, which keeps the store, is away."""
     rank: int
     size: int
     generation: int
     workers: tuple[int, ...]
     """Stable identities in rank order."""
+
+    @property
+    def id(self) -> int:
+        """Who this worker is, whatever its rank."""
+        return self.rank
 
     def round(
         self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()
@@ -71,7 +86,7 @@ class Transport(Protocol):
         """Note what this worker does now, for others to read when they wait for it; ``begun``: steps begun so far."""
 
     def signal(self, name: str) -> None:
-        """Say ``name``, to whoever waits for it."""
+        """Say ``name`` to the workers that wait for it."""
 
     def tally(self, name: str) -> int:
         """Say that one more worker has come to ``name``; returns how many have."""
@@ -88,3 +103,27 @@ class Transport(Protocol):
 
     def close(self, *, failure: BaseException | None = None) -> None:
         """Leave. With a failure, tell the others why first."""
+
+    # -- where workers come and go ---------------------------------------------------------------------------------
+
+    def cut(self, over: GenerationOver) -> None:
+        """What is still under way in this generation ends now."""
+        return
+
+    def re_form_after(self, over: GenerationOver) -> None:
+        """A call was cut short: re-form the group among those who live, and go on. Any thread may come here; one does
+        the work."""
+        raise over
+
+    def given(self, into: Sequence[torch.Tensor], *, aside: bool = False) -> bool:
+        """After `re_form_after`: whether others had finished the round under way; its result then stands in
+        ``into``."""
+        return False
+
+    def deliver_members_changed(self) -> None:
+        """Tell the training, before its next call, if the members changed; by whichever thread comes first."""
+        return
+
+    def release(self) -> None:
+        """What a round aside gave is in the training's state: the training may hear who is there now."""
+        return

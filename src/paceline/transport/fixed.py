@@ -18,12 +18,15 @@ from typing import Any
 import torch
 
 from paceline.errors import FleetError, LoaderDied, PacelineError
+from paceline.roster.calls import CALLS, GROUP, ROUNDS, name_workers
 from paceline.transport.alone import Alone
 from paceline.transport.base import Transport
-from paceline.transport.distributed import Linked, choose_backend, facts_of, one_line
-from paceline.transport.heartbeat import CALLS, Presence
+from paceline.transport.calls import CallSequences
+from paceline.transport.distributed import Distributed, choose_backend, facts_of, make_gloo, one_line
+from paceline.transport.group import Group
+from paceline.transport.heartbeat import Heartbeat
 from paceline.transport.nccl import NcclGroup
-from paceline.transport.network import Store, break_off, dist
+from paceline.transport.network import Store, dist
 from paceline.transport.subgroup import Subgroup
 
 EXIT_CODE = 75
@@ -38,43 +41,61 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-class Fixed(Linked):
+class FixedTransport(Distributed):
     """The transport of a fleet whose size does not change."""
 
     name = "fixed"
-    elastic = False
 
     def __init__(self, device: torch.device, *, backend: str | None = None) -> None:
         """``backend``: what the fleet needs, whatever else could be had."""
-        super().__init__(device)
+        super().__init__(device, CallSequences(CALLS, ROUNDS, GROUP))
         store, self.rank, self.size, self._meeting = _rendezvous()
-        self._rank, self._size = self.rank, self.size
         self.workers = tuple(range(self.size))
         self._holds_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         root = dist.PrefixStore("paceline" if restart == "0" else f"paceline{restart}", store)
         joined = root.add(f"joins/{self.rank}", 1)
-        self._store = dist.PrefixStore(f"join{joined}", root)
-        self._signals = dist.PrefixStore(f"board{joined}", root)
+        self._formed = Group(
+            self.rank,
+            self.size,
+            store=dist.PrefixStore(f"join{joined}", root),
+            signals=dist.PrefixStore(f"board{joined}", root),
+            board=dist.PrefixStore(f"board{joined}", _clone(root)),
+        )
         self._subgroups: dict[tuple[int, ...], Transport] = {}
         self._noticed = threading.Event()
         self._names = [f"worker {rank}" for rank in range(self.size)]
-        self._board = dist.PrefixStore(f"board{joined}", _clone(root))
         aside = _clone(root)
-        beats = dist.PrefixStore(f"join{joined}", aside)
-        self._presence = Presence(beats, aside, self.rank, self.size, names=self._names, on_failure=self._unblock)
+        self._heartbeat = Heartbeat(
+            dist.PrefixStore(f"join{joined}", aside),
+            aside,
+            self.rank,
+            self.size,
+            names=self._names,
+            sequences=self._sequences,
+            on_failure=self._unblock,
+        )
         facts = self.gather("join", facts_of(device))
-        self._name_workers(facts)
-        self._alike = len({fact["device"].split(":")[0] for fact in facts}) == 1
+        self._names[:] = name_workers(dict(enumerate(facts))).values()
+        self.group.alike = len({fact["device"].split(":")[0] for fact in facts}) == 1
         self.backend = backend or choose_backend(facts)
         with self.round("forming the group"):
-            self._group, self._gpus = self._form(f"group/{self.generation}", self.rank, self.size)
+            self._connect(self.group, f"group/{self.generation}")
 
-    def _form(self, name: str, rank: int, size: int) -> tuple[Any, NcclGroup | None]:
-        group = self._form_group(dist.PrefixStore(name, self._store), rank, size, towards=self._meeting)
-        if self.backend != "nccl":
-            return group, None
-        return group, NcclGroup(dist.PrefixStore(f"{name}/gpus", self._store), rank, size, self._device)
+    @property
+    def group(self) -> Group:
+        return self._formed
+
+    @property
+    def watch(self) -> FixedTransport:
+        return self
+
+    def _connect(self, group: Group, name: str) -> None:
+        """Form a process group; ``name``: of its keys in the store."""
+        group.connect(dist.PrefixStore(name, self.group.store), towards=self._meeting, make=make_gloo)
+        if self.backend == "nccl":
+            store = dist.PrefixStore(f"{name}/gpus", self.group.store)
+            group.gpus = NcclGroup(store, group.rank, group.size, self._device)
 
     def subgroup(self, ranks: Sequence[int]) -> Transport:
         """A transport among these workers, this one included. All workers call it, each for its own group."""
@@ -85,44 +106,34 @@ class Fixed(Linked):
         return self._subgroups[members]
 
     def _make_subgroup(self, members: tuple[int, ...]) -> Subgroup:
-        name = f"group/{self.generation}/{'-'.join(map(str, members))}"
-        engine, gpus = self._form(name, members.index(self.rank), len(members))
-        return Subgroup(
-            self,
-            members,
-            engine,
-            gpus=gpus,
-            alike=self._alike,
-            presence=self._presence,
-            pending=self._started,
-        )
+        group = Group(members.index(self.rank), len(members))
+        group.alike = self.group.alike
+        self._connect(group, f"group/{self.generation}/{'-'.join(map(str, members))}")
+        return Subgroup(self, members, group, heartbeat=self._heartbeat, pending=self._started)
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def _enter(self, label: str, *, lane: str) -> int:
-        return self._presence.enter(label, lane=lane)
+        return self._heartbeat.enter(label, lane=lane)
 
-    def _leave(self, *, lane: str) -> None:
-        self._presence.leave(lane=lane)
+    def check(self) -> None:
+        if self._heartbeat.failure:
+            raise self.failed(self._heartbeat.failure)
 
-    def _check(self) -> None:
-        if self._presence.failure:
-            raise self.failed(self._presence.failure)
+    def check_group(self, group: Group) -> None:
+        assert group is self.group, "it is the same from beginning to end"
 
-    def _check_store(self, store: Store) -> None:
-        assert store is self._store, "it is the same from beginning to end"
-
-    def _unlike_calls(self, labels: dict[int, str]) -> FleetError:
+    def unlike_calls(self, labels: dict[int, str]) -> FleetError:
         self._noticed.set()
-        return self._presence.mismatch(labels)
+        return self._heartbeat.mismatch(labels)
 
     @property
     def calls(self) -> int:
-        return self._presence.calls
+        return self._sequences.places[CALLS].call
 
     @calls.setter
     def calls(self, calls: int) -> None:
-        self._presence.skip_to(calls)
+        self._sequences.skip_to(calls)
 
     def gather(self, label: str, value: Any) -> list[Any]:
         mine = value() if callable(value) else value
@@ -136,9 +147,6 @@ class Fixed(Linked):
         finally:
             self._leave(lane=CALLS)
 
-    def doing(self, what: str, *, begun: int | None = None) -> None:
-        self._presence.doing(what, begun=begun)
-
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> PacelineError:
@@ -146,64 +154,59 @@ class Fixed(Linked):
         if (died := LoaderDied.told_by(error)) is not None:
             return died
         self._noticed.set()
-        return self._presence.failure or self._presence.diagnose(error)
+        return self._heartbeat.failure or self._heartbeat.diagnose(error)
 
     def close(self, *, failure: BaseException | None = None) -> None:
         if failure is None:
             self._say_goodbye()
         elif not isinstance(failure, FleetError):
-            self._presence.publish("lost", f"{self._names[self.rank]} ended with {one_line(failure)}")
+            self._heartbeat.publish("lost", f"{self._names[self.rank]} ended with {one_line(failure)}")
         self._noticed.set()
         if failure is not None:
             if self._holds_store:
-                self._presence.await_acknowledgements(HEARING_S)
+                self._heartbeat.await_acknowledgements(HEARING_S)
             self._break_off()
-        self._presence.stop()
+        self._heartbeat.stop()
         for gpus in self._abort_gpus():
             gpus.close()
         for subgroup in self._subgroups.values():
             subgroup.close()
-        self._outbox.empty()
-        self._group = self._gpus = None
+        self.group.detach()
+        self.group.gpus = None
 
     def _say_goodbye(self) -> None:
         """Leave together; the leader, which may hold the store, goes last."""
         self.gather("the end of the run", None)
         if self.rank:
-            self._store.set(f"bye/{self.rank}", "")
+            self.group.store.set(f"bye/{self.rank}", "")
             return
         until = time.monotonic() + UNBLOCK_S
         others = [f"bye/{rank}" for rank in range(1, self.size)]
-        while others and not self._store.check(others) and time.monotonic() < until:
+        while others and not self.group.store.check(others) and time.monotonic() < until:
             time.sleep(0.002)
 
     def _unblock(self) -> None:
         """Free this worker's main thread from a sum that will never end; failing that, end the process."""
-        self._abort_gpus()
         self._break_off()
         threading.Thread(target=self._leave_if_stuck, name="paceline-unblock", daemon=True).start()
 
+    def _groups(self) -> list[Group]:
+        return [self.group, *(one.group for one in self._subgroups.values() if isinstance(one, Subgroup))]
+
     def _abort_gpus(self) -> list[NcclGroup]:
-        gpus = [self._gpus, *(getattr(group, "gpus", None) for group in self._subgroups.values())]
-        for one in (found := [one for one in gpus if one is not None]):
-            one.abort()
+        found = [group.gpus for group in self._groups() if group.gpus is not None]
+        for gpus in found:
+            gpus.abort()
         return found
 
     def _break_off(self) -> None:
-        break_off(self._sockets, spare_port=self._meeting[1])
+        for group in self._groups():
+            group.break_off(spare_port=self._meeting[1])
 
     def _leave_if_stuck(self) -> None:
         if not self._noticed.wait(UNBLOCK_S):
-            print(f"paceline: {self._presence.failure}", file=sys.stderr, flush=True)
+            print(f"paceline: {self._heartbeat.failure}", file=sys.stderr, flush=True)
             os._exit(EXIT_CODE)
-
-    # -- the beginning ---------------------------------------------------------------------------------------------
-
-    def _name_workers(self, facts: list[dict[str, Any]]) -> None:
-        hosts = {fact["host"] for fact in facts}
-        for rank, fact in enumerate(facts):
-            where = fact["device"] if len(hosts) == 1 else f"{fact['host']}, {fact['device']}"
-            self._names[rank] = f"worker {rank} ({where})"
 
 
 def _rendezvous() -> tuple[Store, int, int, tuple[str, int]]:

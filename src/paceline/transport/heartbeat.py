@@ -15,15 +15,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from paceline.errors import SAME_CALLS, CallMismatch, FleetError, WorkerLost
+from paceline.errors import FleetError, WorkerLost
+from paceline.roster.calls import CALLS, ERRORS, GROUP, Beat, Spot, passed_by, reminder_due_s, sentence, unlike_labels
+from paceline.transport.calls import CallPlace, CallSequences
 from paceline.transport.network import Store
 
 logger = logging.getLogger("paceline")
 
 BEAT_S = 0.5
-PATIENCE_S = 1.0
+LOOK_S = 1.0
 """How long a wait lasts before the others' beats are read at all."""
 SILENT_S = 10.0
 """A worker that has not beaten for so long is lost. A live process beats from its own thread, whatever it computes."""
@@ -31,62 +32,24 @@ SILENT_AFTER_RESET_S = 3.0
 """The same once a connection broke: then somebody is certainly gone."""
 ABSENT_S = 600.0
 """How long a worker may take to start at all, measured from the first that waits for it."""
-NAG_S = (5.0, 15.0, 30.0)
-"""When a waiting worker says whom it waits for; then once a minute."""
-
-ERRORS: dict[str, type[FleetError]] = {"lost": WorkerLost, "mismatch": CallMismatch, "fleet": FleetError}
-
-
-CALLS, ROUNDS, GROUP = "calls", "rounds", "group"
-"""The sequences of collective calls: the user's thread's, rounds on a thread of their own, and a group's own sums."""
-
-
-class Spot(NamedTuple):
-    """Where a worker is in one sequence of calls."""
-
-    call: int
-    """Number of the collective call it is in or, when not waiting, was in last."""
-    label: str
-    waiting: bool
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a worker last said of itself."""
+class Seen:
+    """A worker's last beat."""
 
+    beat: Beat
     count: int
-    doing: str
-    begun: int
-    """Steps that the user's thread has begun."""
-    spots: dict[str, Spot]
-
-    @classmethod
-    def read(cls, text: bytes | str) -> Beat:
-        count, doing, begun, spots = json.loads(text)
-        return cls(count, doing, begun, {lane: Spot(*spot) for lane, spot in spots.items()})
+    at: float
+    """When it was first read, on the reader's clock."""
 
 
-class _Place(NamedTuple):
-    """Where this worker is, replaced whole, so that the other thread never reads half of a change."""
-
-    call: int
-    label: str
-    since: float | None
-    """When it began to wait there; None while it works towards the next call."""
-
-    def spot(self) -> Spot:
-        return Spot(self.call, self.label, self.since is not None)
-
-
-Seen = dict[int, tuple[Beat, float]]
-"""By rank: the last beat and the time, on the reader's clock, when it was first read."""
-
-
-class Presence:
+class Heartbeat:
     """This worker's heartbeat, and its eye on the others.
 
-    ``launcher`` is where a launcher notes the workers it saw die, under ``died/<rank>``.
-    ``on_failure`` is called (on the watch's thread) to unblock this worker's wait; the error is in `failure`.
+    ``launcher`` is where a launcher notes the workers it saw die, under ``died/<rank>``; ``sequences`` says where this
+    worker is. ``on_failure`` is called (on the heartbeat's thread) to unblock this worker's wait; the error is in
+    `failure`.
     """
 
     def __init__(
@@ -97,49 +60,32 @@ class Presence:
         size: int,
         *,
         names: list[str],
+        sequences: CallSequences,
         on_failure: Callable[[], None],
     ) -> None:
         self.failure: FleetError | None = None
         self.group: tuple[int, ...] = ()
         """The workers that share this one's sequence of group calls."""
         self._store, self._launcher, self._rank, self._size, self._names = store, launcher, rank, size, names
-        self._on_failure = on_failure
-        self._places = {lane: _Place(0, "", None) for lane in (CALLS, ROUNDS, GROUP)}
-        self._begun = 0
-        self._nagged = 0
-        self._doing = "starting"
-        self._seen: Seen = {}
+        self._on_failure, self._sequences = on_failure, sequences
+        self._reminded = 0
+        self._seen: dict[int, Seen] = {}
         self._using_store = threading.RLock()
         self._stop, self._wake = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-presence", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="paceline-heartbeat", daemon=True)
         self._thread.start()
 
     # -- said by this worker ---------------------------------------------------------------------------------------
 
-    def doing(self, what: str, *, begun: int | None = None) -> None:
-        self._doing = what
-        if begun is not None:
-            self._begun = begun
-
     def enter(self, label: str, *, lane: str = CALLS) -> int:
         """Begin collective call number N; from now on this worker waits for the others."""
-        place = _Place(self._places[lane].call + 1, label, time.monotonic())
-        self._places[lane] = place
+        call = self._sequences.enter(label, lane=lane, since=time.monotonic())
         if self.failure:  # found while this worker was busy: nobody may be there to wait for
             raise self.failure
-        return place.call
+        return call
 
     def leave(self, *, lane: str = CALLS) -> None:
-        self._places[lane] = self._places[lane]._replace(since=None)
-
-    @property
-    def calls(self) -> int:
-        """How many calls the user's thread has made."""
-        return self._places[CALLS].call
-
-    def skip_to(self, call: int) -> None:
-        """The user's thread has taken over another worker's place in the training, calls included."""
-        self._places[CALLS] = _Place(call, "", None)
+        self._sequences.leave(lane=lane)
 
     def stop(self) -> None:
         self._stop.set()
@@ -152,7 +98,7 @@ class Presence:
         with self._using_store:
             try:
                 stands = json.loads(self._store.compare_set("failure", "", said))
-                self._store.set(f"knows/{self._rank}", "")  # whoever holds the store may leave now
+                self._store.set(f"knows/{self._rank}", "")  # the worker that holds the store may leave now
             except (RuntimeError, ValueError) as error:
                 if not text:
                     return _store_gone(error)
@@ -173,7 +119,7 @@ class Presence:
 
     def diagnose(self, error: BaseException) -> FleetError:
         """Name the worker behind a connection that broke: wait until one is known dead, has left, or is silent."""
-        seen: Seen = {}
+        seen: dict[int, Seen] = {}
         until = time.monotonic() + SILENT_S
         while time.monotonic() < until:
             try:
@@ -192,8 +138,8 @@ class Presence:
         count = 0
         while not self._stop.is_set():
             count += 1
-            spots = {lane: place.spot() for lane, place in self._places.items()}
-            beat = [count, self._doing, self._begun, spots]
+            own = self._sequences
+            beat = [count, own.doing, own.begun, own.spots()]
             with self._using_store:
                 if self.failure:  # it is over, and the store may be gone any moment
                     return
@@ -205,33 +151,29 @@ class Presence:
             self._wake.wait(BEAT_S)
 
     def _watch(self) -> None:
-        lane, since = self._longest_wait()
-        if since is None or time.monotonic() - since < PATIENCE_S:
-            self._seen, self._nagged = {}, 0
+        lane, since = self._sequences.longest_wait()
+        if since is None or time.monotonic() - since < LOOK_S:
+            self._seen, self._reminded = {}, 0
             self._hear()
             return
         found = self._look(self._seen, SILENT_S)
         if found:
             self._fail(found)
             return
-        waited = time.monotonic() - since
-        if waited > (NAG_S[self._nagged] if self._nagged < len(NAG_S) else NAG_S[-1] + 60 * (self._nagged - 2)):
-            self._nagged += 1
-            logger.warning("%s: waiting for %s", self._places[lane].label, self._whom(lane) or "the network")
+        if time.monotonic() - since > reminder_due_s(self._reminded):
+            self._reminded += 1
+            label = self._sequences.places[lane].label
+            logger.warning("%s: waiting for %s", label, self._whom(lane) or "the network")
 
     def _hear(self) -> None:
-        """Of a failure that others found while this worker works by itself, before whoever holds the store is gone."""
+        """Of a failure that others found while this worker works by itself, before the holder of the store is gone."""
         if self._store.check(["failure"]):
             self.publish("fleet", "")
-            if self._longest_wait()[1] is not None:
+            if self._sequences.longest_wait()[1] is not None:
                 self._on_failure()
 
-    def _longest_wait(self) -> tuple[str, float | None]:
-        waits = [(place.since, lane) for lane, place in self._places.items() if place.since is not None]
-        return (min(waits)[1], min(waits)[0]) if waits else (CALLS, None)
-
     def _store_lost(self, error: BaseException) -> None:
-        if self._stop.is_set() or self.failure or self._longest_wait()[1] is None:
+        if self._stop.is_set() or self.failure or self._sequences.longest_wait()[1] is None:
             return
         self._fail(_store_gone(error))
 
@@ -239,86 +181,75 @@ class Presence:
         self.failure = failure
         self._on_failure()
 
-    def _look(self, seen: Seen, silent_s: float) -> FleetError | None:
+    def _look(self, seen: dict[int, Seen], silent_s: float) -> FleetError | None:
         """One look at the store: the failure it shows, if any. ``seen`` is brought up to date."""
         if self._store.check(["failure"]):
             return self.publish("fleet", "")
         for rank in range(self._size):
             if self._launcher.check([f"died/{rank}"]):
                 return self.publish("lost", f"{self._names[rank]} {self._launcher.get(f'died/{rank}').decode()}")
-        at, since = self._places[CALLS], self._longest_wait()[1]
+        at, since = self._sequences.places[CALLS], self._sequences.longest_wait()[1]
         self._read(seen)
         now = time.monotonic()
         absent = [name for rank, name in enumerate(self._names) if rank not in seen]
         if absent and since is not None and now - since > ABSENT_S:
             return self.publish("lost", f"{', '.join(absent)} never came, in {ABSENT_S / 60:.0f} minutes")
-        silent = [rank for rank, (_, at) in seen.items() if rank != self._rank and now - at > silent_s]
+        silent = [rank for rank, last in seen.items() if rank != self._rank and now - last.at > silent_s]
         if silent:
             return self.publish("lost", self._lost_text(seen, silent))
-        if self._places[GROUP].since is not None:
-            return self._look_for_strays(seen, self._places[GROUP])
+        if self._sequences.places[GROUP].since is not None:
+            return self._look_for_strays(seen, self._sequences.places[GROUP])
         return self._look_for_mismatch(seen, at) if at.since is not None else None
 
-    def _look_for_strays(self, seen: Seen, at: _Place) -> FleetError | None:
+    def _look_for_strays(self, seen: dict[int, Seen], at: CallPlace) -> FleetError | None:
         # A member of my group that left out our call and waits in one of the whole fleet, to which I come only later.
-        spots = {rank: seen[rank][0].spots for rank in self.group if rank in seen and rank != self._rank}
+        spots = {rank: seen[rank].beat.spots for rank in self.group if rank in seen and rank != self._rank}
         gone = {rank: spot[CALLS] for rank, spot in spots.items() if spot[GROUP].call < at.call}
-        mine = self._places[CALLS].call
+        mine = self._sequences.places[CALLS].call
         astray = {rank: spot.label for rank, spot in gone.items() if spot.waiting and spot.call > mine}
         return self.mismatch({self._rank: at.label, **astray}) if astray else None
 
-    def _look_for_mismatch(self, seen: Seen, at: _Place) -> FleetError | None:
+    def _look_for_mismatch(self, seen: dict[int, Seen], at: CallPlace) -> FleetError | None:
         # A worker that waits in another call under the number of mine: neither wait can ever end.
-        spots = {rank: beat.spots[CALLS] for rank, (beat, _) in seen.items()}
-        labels = {rank: spot.label for rank, spot in spots.items() if spot.waiting and spot.call == at.call}
-        if any(label != at.label for rank, label in labels.items() if rank != self._rank):
-            return self.mismatch({**labels, self._rank: at.label})
+        spots = {rank: last.beat.spots[CALLS] for rank, last in seen.items()} | {self._rank: at.spot()}
+        begun = {rank: last.beat.begun for rank, last in seen.items()} | {self._rank: self._sequences.begun}
+        if unlike := unlike_labels(self._rank, spots):
+            return self.mismatch(unlike)
         # One that has begun more steps than I have without coming here: it left my call out.
-        passed = [rank for rank, (beat, _) in seen.items() if beat.begun > self._begun and spots[rank].call < at.call]
-        if passed and at == self._places[CALLS]:
-            gone = {rank: f"step {seen[rank][0].begun - 1} without it" for rank in passed}
-            return self.mismatch({self._rank: at.label, **gone})
+        if (passed := passed_by(self._rank, spots, begun)) and at == self._sequences.places[CALLS]:
+            return self.mismatch(passed)
         return None
 
     def mismatch(self, labels: Mapping[int, str]) -> FleetError:
         """These workers are in unlike calls under one number: publish that."""
-        callers: dict[str, list[int]] = {}
-        for rank in sorted(labels):
-            callers.setdefault(labels[rank], []).append(rank)
-        said = [f"{_list(ranks, self._names)} called {label}" for label, ranks in callers.items()]
-        return self.publish("mismatch", f"{', but '.join(said)}: {SAME_CALLS}")
+        return self.publish("mismatch", sentence(labels, dict(enumerate(self._names))))
 
-    def _read(self, seen: Seen) -> None:
+    def _read(self, seen: dict[int, Seen]) -> None:
         """Note every worker's last beat, and when (on this worker's clock) it was first seen."""
         for rank in range(self._size):
             if self._store.check([f"beat/{rank}"]):
-                fresh = Beat.read(self._store.get(f"beat/{rank}"))
-                if rank not in seen or seen[rank][0].count != fresh.count:
-                    seen[rank] = (fresh, time.monotonic())
+                count, doing, begun, spots = json.loads(self._store.get(f"beat/{rank}"))
+                if rank not in seen or seen[rank].count != count:
+                    beat = Beat(doing=doing, begun=begun, spots={lane: Spot(*spot) for lane, spot in spots.items()})
+                    seen[rank] = Seen(beat, count, time.monotonic())
 
     # -- in words --------------------------------------------------------------------------------------------------
 
     def _whom(self, lane: str) -> str:
         """The workers that are not yet in my call, and what they do."""
-        beats = {rank: self._seen[rank][0] if rank in self._seen else None for rank in range(self._size)}
-        mine = self._places[lane].call
+        beats = {rank: self._seen[rank].beat if rank in self._seen else None for rank in range(self._size)}
+        mine = self._sequences.places[lane].call
         if lane == GROUP:
             beats = {rank: beat for rank, beat in beats.items() if rank in self.group}
         behind = [(rank, beat) for rank, beat in beats.items() if beat is None or beat.spots[lane].call < mine]
         return "; ".join(f"{self._names[rank]} ({beat.doing if beat else 'not started'})" for rank, beat in behind)
 
-    def _lost_text(self, seen: Seen, silent: list[int]) -> str:
+    def _lost_text(self, seen: dict[int, Seen], silent: list[int]) -> str:
         return "; ".join(
             f"{self._names[rank]} went silent (killed, frozen, or its network is cut); "
-            f"it was last seen at: {seen[rank][0].doing}"
+            f"it was last seen at: {seen[rank].beat.doing}"
             for rank in silent
         )
-
-
-def _list(ranks: list[int], names: list[str]) -> str:
-    if len(ranks) == 1:
-        return names[ranks[0]]
-    return "workers " + ", ".join(str(rank) for rank in ranks[:-1]) + f" and {ranks[-1]}"
 
 
 def _brief(error: BaseException) -> str:

@@ -1,8 +1,8 @@
 """NCCL, where every worker has a GPU of its own: it sums what lies there, and everything else goes over Gloo.
 
-A group of NCCL's cannot be mended and can only be aborted, which frees whoever waits in a sum; where workers come and
-go, the next generation forms its own. What is waited for is the end of the sum's kernel itself, by the host, so that a
-tensor is never read or written while an aborted kernel still runs on it.
+A group of NCCL's cannot be mended and can only be aborted, which frees the threads that wait in a sum; where workers
+come and go, the next generation forms its own. What is waited for is the end of the sum's kernel itself, by the host,
+so that a tensor is never read or written while an aborted kernel still runs on it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NcclGroup:
         return NcclSum(self._group.allreduce([tensor], options), self._stream)
 
     def abort(self) -> None:
-        """Free whoever waits in it; returns at once, though giving back all that NCCL holds takes half a second."""
+        """Free the threads that wait in it; returns at once, though giving back what NCCL holds takes half a second."""
         if self._aborting is None:
             self._aborting = threading.Thread(target=self._group.abort, name="paceline-abort", daemon=True)
             self._aborting.start()

@@ -45,7 +45,7 @@ def gloo_device(host: str, port: int) -> tuple[object, str]:
 
 
 Sockets = frozenset[tuple[int, str]]
-"""Sockets of this process: descriptors, and what the system calls them, for a descriptor may be given out anew."""
+"""Sockets of this process: descriptors, and what the system calls them, for a descriptor may be given out again."""
 
 
 def open_sockets() -> Sockets:
@@ -82,9 +82,9 @@ def listening_ports(sockets: Sockets) -> list[int]:
     """The ports of the listening ones among ``sockets``."""
     ports = []
     for descriptor, name in sockets:
-        with suppress(OSError, IndexError), _same(descriptor, name) as door:
-            if door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                ports.append(int(door.getsockname()[1]))
+        with suppress(OSError, IndexError), _same(descriptor, name) as listener:
+            if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                ports.append(int(listener.getsockname()[1]))
     return ports
 
 
@@ -104,11 +104,11 @@ def _same(descriptor: int, name: str) -> socket.socket:
     found = socket.socket(fileno=os.dup(descriptor))
     if os.readlink(f"/proc/self/fd/{found.fileno()}") != name:
         found.close()
-        raise OSError("it was given out anew")
+        raise OSError("it was given out again")
     return found
 
 
-def close_doors(sockets: Sockets) -> None:
+def close_listeners(sockets: Sockets) -> None:
     """Let nobody else in: the listening ones among ``sockets`` drop whatever comes to them from now on.
 
     Gloo keeps its listener open for as long as the group stands, though all members are connected. It has no token,
@@ -118,6 +118,6 @@ def close_doors(sockets: Sockets) -> None:
     program = ctypes.create_string_buffer(struct.pack("HBBI", *DROP_ALL))
     request = struct.pack("HP", 1, ctypes.addressof(program))
     for descriptor, name in sockets:
-        with suppress(OSError), _same(descriptor, name) as door:
-            if door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                door.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, request)
+        with suppress(OSError), _same(descriptor, name) as listener:
+            if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, request)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paceline.transport.group import Group, Watch
 from paceline.transport.nccl import NcclSum
-from paceline.transport.network import ENGINE_TIMEOUT, Store
+from paceline.transport.network import ENGINE_TIMEOUT
 from paceline.transport.small_sums import StarSum
-
-if TYPE_CHECKING:
-    from paceline.transport.distributed import Linked
 
 LOOK = timedelta(milliseconds=500)
 """Between two looks at whether what is waited for can still come."""
@@ -22,18 +20,17 @@ ABANDON = timedelta(milliseconds=50)
 class Watched:
     """An engine's work, whose errors come out as the transport's.
 
-    ``store``: the transport's when this was begun, which tells its generation. ``whole``: a sum or broadcast of the
-    whole group.
+    ``group``: the one that stood when this was begun. ``whole``: a sum or broadcast of the whole group.
     """
 
-    def __init__(self, work: Any, transport: Linked, *, store: Store, whole: bool = True) -> None:
-        self._work, self._transport, self._store, self._whole = work, transport, store, whole
+    def __init__(self, work: Any, watch: Watch, *, group: Group, whole: bool = True) -> None:
+        self._work, self._watch, self._group, self._whole = work, watch, group, whole
 
     def wait(self) -> None:
         try:
             self._wait()
         except RuntimeError as error:
-            raise self._transport.failed(error) from None
+            raise self._watch.failed(error) from None
 
     def _wait(self) -> None:
         if isinstance(self._work, NcclSum):
@@ -57,34 +54,24 @@ class Watched:
             self._look()
 
     def _look(self) -> None:
-        """Whether it can still end; another thread may have formed the fleet anew since, unseen by this one."""
-        self._transport._check()
-        if self._transport._store is not self._store:
-            raise RuntimeError("the fleet was formed anew")
+        """Whether it can still end; another thread may have re-formed the group since, unseen by this one."""
+        self._watch.check()
+        if self._watch.group is not self._group:
+            raise RuntimeError("the group was re-formed")
 
     def abandon(self) -> bool:
         """Its result is not wanted any more. False: it has not ended, and may still write into its tensor."""
-        grave, ended = [self._work], True
+        held, ended = [self._work], True
         self._work = None
-        for work in getattr(grave[0], "works", grave):
+        for work in getattr(held[0], "works", held):
             try:
                 work.wait(ABANDON)
             except RuntimeError as error:
                 ended = ended and "timed out" not in str(error).lower()
         work = None
         # It may be the last that holds the group, whose destructor waits for what is stuck in it.
-        threading.Thread(target=grave.clear, name="paceline-bury", daemon=True).start()
+        threading.Thread(target=held.clear, name="paceline-close-group", daemon=True).start()
         return ended
-
-
-class Already:
-    """A sum over one worker."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, _: timedelta | None = None) -> None:
-        return
 
 
 class Never:

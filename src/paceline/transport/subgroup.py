@@ -1,7 +1,7 @@
 """Some workers of a fleet with sums of their own: what a group of `paceline.Averaging` combines its gradients over.
 
 A group's sums run on an engine of its own, beside the whole fleet's, and are counted apart, for unlike groups make
-unlike numbers of them. Who is waited for is watched by the fleet's `Presence`, and named like everywhere.
+unlike numbers of them. Who is waited for is watched by the fleet's `Heartbeat`, and named like everywhere.
 """
 
 from __future__ import annotations
@@ -13,63 +13,46 @@ from typing import Any
 
 import torch
 
+from paceline.roster.calls import GROUP
 from paceline.transport.base import Pending, Transport
-from paceline.transport.heartbeat import GROUP, Presence
-from paceline.transport.nccl import NcclGroup
-from paceline.transport.small_sums import Outbox, StarSum, is_small
+from paceline.transport.group import Group
+from paceline.transport.heartbeat import Heartbeat
 
 
-class Subgroup:
+class Subgroup(Transport):
     """The transport of one group: sums and facts go to its members; everything else is the fleet's."""
 
     name = "subgroup"
-    solitary = False
-    elastic = False
 
     def __init__(
         self,
         fleet: Transport,
         ranks: Sequence[int],
-        engine: Any,
+        group: Group,
         *,
-        gpus: NcclGroup | None = None,
-        alike: bool,
-        presence: Presence,
+        heartbeat: Heartbeat,
         pending: Callable[..., Pending],
     ) -> None:
-        """``engine``: the members' process group, in the order of ``ranks``; ``gpus``: the same for what lies on GPUs,
-        where all have one. ``alike``: all hold their tensors on one kind of device. ``pending`` starts an engine's work
-        and watches over it."""
-        self._alike = alike
-        self._fleet, self._engine, self._presence, self._pending = fleet, engine, presence, pending
-        self.gpus = gpus
+        """``group``: the members, connected, in the order of ``ranks``. ``pending`` starts an engine's work and watches
+        over it."""
+        self._fleet, self.group, self._heartbeat, self._pending = fleet, group, heartbeat, pending
         self.backend, self.generation = fleet.backend, fleet.generation
-        self.rank, self.size = list(ranks).index(fleet.rank), len(ranks)
+        self.rank, self.size = group.rank, group.size
         self.workers = tuple(fleet.workers[rank] for rank in ranks)
         self.calls = 0
-        self._stars = 0
-        self._outbox = Outbox()
-        presence.group = tuple(ranks)
+        heartbeat.group = tuple(ranks)
 
     @contextmanager
     def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-        self._presence.enter(label, lane=GROUP)
+        self._heartbeat.enter(label, lane=GROUP)
         try:
             yield
-            self._outbox.round_is_over()
+            self.group.round_is_over()
         finally:
-            self._presence.leave(lane=GROUP)
+            self._heartbeat.leave(lane=GROUP)
 
     def sum(self, tensor: torch.Tensor) -> Pending:
-        if self.gpus is not None and tensor.is_cuda:
-            return self._pending(self.gpus.sum, tensor)
-        if self._alike and is_small(tensor, self.size):
-            self._stars += 1
-            return self._pending(self._star_sum, tensor)
-        return self._pending(self._engine.allreduce, [tensor])
-
-    def _star_sum(self, tensor: torch.Tensor) -> StarSum:
-        return self._outbox.keep(StarSum(self._engine, tensor, rank=self.rank, size=self.size, number=self._stars))
+        return self._pending(self.group.start_sum, tensor)
 
     def gather(self, label: str, value: Any) -> list[Any]:
         """Two sums: how long everybody's JSON is, and the JSON, each in a row of its own."""
@@ -88,8 +71,8 @@ class Subgroup:
 
     def close(self, *, failure: BaseException | None = None) -> None:
         """Let go of the engine; the fleet's transport closes its connections."""
-        self._outbox.empty()
-        self._engine = self.gpus = None
+        self.group.detach()
+        self.group.gpus = None
 
     # -- the fleet's ---------------------------------------------------------------------------------------------------
 

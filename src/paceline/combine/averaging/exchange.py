@@ -18,7 +18,6 @@ from paceline.combine.header import Layout
 from paceline.errors import GenerationOver
 from paceline.loop.context import LoopContext
 from paceline.transport.base import Pending
-from paceline.transport.elastic.transport import Elastic
 
 Written = TypeVar("Written")
 
@@ -89,9 +88,8 @@ class RoundExchange:
                 return write()
             except GenerationOver as over:
                 transport = self._loop.transport
-                assert isinstance(transport, Elastic)
-                transport.recover(over)
-                transport.follow()
+                transport.re_form_after(over)
+                transport.deliver_members_changed()
 
     # -- run ---------------------------------------------------------------------------------------------------------
 
@@ -114,10 +112,9 @@ class RoundExchange:
     def _recover(self, over: GenerationOver, sums: Sequence[Pending], round: Round) -> Round | None:
         """Go on among those who live. The round, when some of them had finished it and gave its result."""
         transport = self._loop.transport
-        assert isinstance(transport, Elastic)
         if not broken_off(transport, over, sums):
             round = round.emptied(self.layout)  # something may still write into the other one
-        transport.recover(over)
+        transport.re_form_after(over)
         return round if transport.given([*round.wired(), *round.total.flats]) else None
 
     def _sum(self, parts: Sequence[torch.Tensor], sums: list[Pending]) -> None:

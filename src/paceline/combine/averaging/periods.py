@@ -25,7 +25,6 @@ from paceline.loop.context import LoopContext
 from paceline.loop.handover import place_of, take_place
 from paceline.machines.failures import Trouble
 from paceline.records import Range, StepRecord
-from paceline.transport.elastic.transport import Elastic
 
 LEAVING_S = 5.0
 """How long the end of a failed training waits for a round's thread."""
@@ -244,7 +243,7 @@ class Periods:
     @property
     def outside(self) -> bool:
         """Whether this worker waits to enter a running fleet."""
-        return isinstance(self._loop.transport, Elastic) and self._loop.transport.outside
+        return self._loop.transport.outside
 
     def cross_boundary(self) -> None:
         """Right after a round, and before the next period is dealt: enter, leave, or re-form the group."""

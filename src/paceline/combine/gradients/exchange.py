@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -109,13 +108,13 @@ class GradientExchange:
     def re_form(self, over: GenerationOver, parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor] | None:
         """Re-form the group among the workers that live. What ``parts`` should have held, when some of these workers
         had finished the round and gave its result; None: all sums are started again."""
-        transport: Any = self._transport
+        transport = self._transport
         buckets = self._work.buckets
         if not broken_off(transport, over, self._sums):
             parts = [torch.empty_like(part) for part in parts]
             for bucket in buckets.buckets:
                 bucket.renew()
-        transport.recover(over)
+        transport.re_form_after(over)
         self.is_mean = transport.given([*buckets.tensors(), *parts, self.norm])
         self.release()
         if self.is_mean:
@@ -193,17 +192,17 @@ def sum_aside(transport: Transport, label: str, tensors: Sequence[torch.Tensor])
 
 
 def recovered(
-    transport: Any, over: GenerationOver, sums: Sequence[Pending] = (), tensors: Sequence[torch.Tensor] = ()
+    transport: Transport, over: GenerationOver, sums: Sequence[Pending] = (), tensors: Sequence[torch.Tensor] = ()
 ) -> list[torch.Tensor] | None:
     """Re-form the group among the workers that live, on the thread of rounds with a deadline. What ``tensors`` should
     have held, when some of these workers had finished the round and gave its result; else None."""
     if not broken_off(transport, over, sums):
         tensors = [torch.empty_like(tensor) for tensor in tensors]
-    transport.recover(over)
+    transport.re_form_after(over)
     return list(tensors) if transport.given(tensors, aside=True) else None
 
 
-def broken_off(transport: Any, over: GenerationOver, sums: Sequence[Pending]) -> bool:
+def broken_off(transport: Transport, over: GenerationOver, sums: Sequence[Pending]) -> bool:
     """End the sums under way. False: some may still write into their tensors, which are then not to be used again."""
     transport.cut(over)
     ended = [pending.abandon() for pending in sums]

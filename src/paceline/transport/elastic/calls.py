@@ -1,18 +1,22 @@
 """How far a worker is with its calls, and what becomes of a call that ended on some workers and not on others.
 
 Calls of one lane are made one after another, the same on every worker. When a generation breaks off, a call may have
-ended here and not there, but only the last one: so counts differ by one at most, and whoever has the result gives it.
+ended here and not there, but only the last one: so counts differ by one at most, and a worker that has the result
+hands it over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from paceline.errors import FleetError
+from paceline.roster.calls import CALLS, ROUNDS
+from paceline.transport.calls import CallSequences
 
 
 @dataclass
@@ -21,8 +25,6 @@ class Lane:
 
     entered: int = 0
     finished: int = 0
-    label: str = ""
-    waiting: bool = False
     result: list[Any] | None = None
     """What the last finished call gave, when that was facts."""
     kept: Sequence[torch.Tensor] = ()
@@ -32,10 +34,9 @@ class Lane:
     given: bool = False
     """The call under way was finished by others, and its result handed over."""
 
-    def enter(self, label: str) -> int:
+    def enter(self) -> int:
         """Begin the next call, or the last one again if it was cut short; its number."""
-        self.entered = self.finished + 1
-        self.label, self.waiting, self.given = label, True, False
+        self.entered, self.given = self.finished + 1, False
         return self.entered
 
     def finish(self, *, facts: list[Any] | None, kept: Sequence[torch.Tensor]) -> None:
@@ -52,8 +53,46 @@ class Lane:
         self.kept, self.pending, self.result, self.entered = (), (), None, self.finished
 
     def says(self) -> dict[str, Any]:
-        """For the others, when the fleet is formed anew."""
+        """For the others, when the group is re-formed."""
         return {"finished": self.entered if self.given else self.finished, "facts_kept": self.result is not None}
+
+
+class Lanes:
+    """This worker's sequences of calls, which ``sequences`` shows to the others."""
+
+    def __init__(self, sequences: CallSequences) -> None:
+        self._sequences = sequences
+        self._lanes = {CALLS: Lane(), ROUNDS: Lane()}
+
+    def __getitem__(self, name: str) -> Lane:
+        return self._lanes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lanes)
+
+    def enter(self, label: str, *, lane: str) -> int:
+        return self._sequences.enter(label, lane=lane, since=time.monotonic(), call=self[lane].enter())
+
+    def forget(self) -> None:
+        """The fleet went on without this worker, which is no longer in any call, and in no step."""
+        self._sequences.begun = 0
+        for name, lane in self._lanes.items():
+            lane.forget()
+            self._sequences.fall_back(lane.finished, lane=name)
+
+    def skip_to(self, call: int, *, lane: str) -> None:
+        """This worker has taken over a peer's place in the training, calls included."""
+        self._lanes[lane] = Lane(entered=call, finished=call)
+        self._sequences.skip_to(call, lane=lane)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds aside that this worker has finished."""
+        return self[ROUNDS].finished
+
+    @rounds.setter
+    def rounds(self, rounds: int) -> None:
+        self.skip_to(rounds, lane=ROUNDS)
 
 
 @dataclass(frozen=True)

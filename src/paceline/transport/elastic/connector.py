@@ -1,0 +1,97 @@
+"""Connects the members of a generation: the roster's store, Gloo, and NCCL where every member has a GPU of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from paceline.roster import Generation
+from paceline.transport.distributed import choose_backend
+from paceline.transport.group import Group
+from paceline.transport.nccl import NcclGroup
+from paceline.transport.network import ENGINE_TIMEOUT, Store, dist
+
+logger = logging.getLogger("paceline")
+
+FORMING = timedelta(seconds=5)
+"""How long the engine may take to connect members that are all there."""
+STORE = timedelta(seconds=20)
+"""How long the roster's store may take to answer."""
+PREFIX = "generation"
+"""Of a generation's keys in the store, before its number."""
+
+
+class Connector:
+    """Connects one generation after another. ``check`` raises when the one that is being connected is over."""
+
+    def __init__(self, device: torch.device, *, check: Callable[[], None], gloo_only: bool) -> None:
+        self._device, self._check, self._gloo_only = device, check, gloo_only
+        self.root: Store = None
+        """The roster's store, whatever the generation."""
+        self.aside: Store = None
+        """The same over another connection."""
+        self._store_at: tuple[str, int] | None = None
+
+    def open_store(self, generation: Generation, *, worker: int) -> Group:
+        """The members of a generation with its store, as yet without a process group; ``worker``: this one's id."""
+        if self._store_at != generation.store:
+            host, port = generation.store
+            self.root = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STORE)
+            self.aside = self.root.clone()
+            self._store_at = generation.store
+        prefix = f"{PREFIX}{generation.number}"
+        store, board = dist.PrefixStore(prefix, self.root), dist.PrefixStore(prefix, self.aside)
+        rank, size = generation.workers.index(worker), len(generation.workers)
+        group = Group(rank, size, store=store, signals=store, board=board)
+        group.alike = len({str(generation.facts[one]["device"]).split(":")[0] for one in generation.workers}) == 1
+        return group
+
+    def connect(self, group: Group, generation: Generation) -> None:
+        """Form the process groups of these members, all of whom come here."""
+        store = dist.PrefixStore("group", group.store)
+        group.connect(store, towards=generation.store, make=self._make_gloo)
+        if self.may_use_nccl([generation.facts[worker] for worker in generation.workers]):
+            store = dist.PrefixStore("gpus", group.store)
+            group.gpus = self._on_thread(lambda: NcclGroup(store, group.rank, group.size, self._device))
+            logger.info("worker %d of %d sums over nccl", group.rank, group.size)
+
+    def break_off(self, group: Group) -> None:
+        """What is under way in the group fails now."""
+        if self._store_at is not None:
+            group.break_off(spare_port=self._store_at[1])
+
+    def _make_gloo(self, store: Store, rank: int, size: int, options: Any) -> Any:
+        options._timeout = FORMING
+        gloo = self._on_thread(lambda: dist.ProcessGroupGloo(store, rank, size, options))
+        gloo.set_timeout(ENGINE_TIMEOUT)
+        return gloo
+
+    def may_use_nccl(self, facts: Sequence[Mapping[str, Any]]) -> bool:
+        on_gpus = all(str(one["device"]).startswith("cuda") for one in facts)
+        return on_gpus and not self._gloo_only and choose_backend(facts) == "nccl"
+
+    def _on_thread(self, make: Callable[[], Any]) -> Any:
+        """Connecting cannot be broken off, and engines try for long: so it happens on a thread, which is left to itself
+        when the generation is over."""
+        made: list[Any] = []
+        thread = threading.Thread(target=_make, args=(make, made), daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.01)
+            self._check()
+        group = made.pop()
+        if isinstance(group, BaseException):
+            raise group
+        return group
+
+
+def _make(make: Callable[[], Any], made: list[Any]) -> None:
+    try:
+        made.append(make())
+    except RuntimeError as error:
+        made.append(error)

@@ -1,0 +1,183 @@
+"""What workers of an elastic fleet hand over to each other: a call's result, and a newcomer's whole state.
+
+A call ends on some workers and not on others only if it is the last one before the group was re-formed. Those who have
+its result hand it to those who have not. A newcomer enters at a step boundary: one peer packs its state and sends it
+while it goes on, and the newcomer takes it over.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.errors import Dropped
+from paceline.roster.calls import CALLS, ROUNDS
+from paceline.transport.distributed import one_line
+from paceline.transport.elastic.calls import Lanes, gift
+from paceline.transport.elastic.changes import MembershipChange
+from paceline.transport.elastic.connector import STORE
+from paceline.transport.network import ENGINE_TIMEOUT, dist
+
+if TYPE_CHECKING:
+    from paceline.transport.elastic.reform import Reform
+    from paceline.transport.elastic.transport import Elastic
+
+logger = logging.getLogger("paceline")
+
+STATE_TAG = 1 << 29
+LOOP, TOLD = "loop", "told"
+
+Show = Callable[[MembershipChange], None]
+"""Makes the transport's rank, size and workers say who is there after a change."""
+
+
+class HandOver:
+    """This worker's part in handing over results and states."""
+
+    def __init__(self, transport: Elastic, lanes: Lanes) -> None:
+        self._transport, self._lanes = transport, lanes
+        self.sent: list[Any] = []
+        """What was handed over, on its way."""
+        self.later: tuple[torch.Tensor, MembershipChange] | None = None
+        """A state that was handed to this newcomer, of a loop that its script has yet to come to."""
+        self.recorded = threading.Event()
+        """Not set: a round aside was handed over, and is not in the training's state yet, under the old membership."""
+        self.recorded.set()
+
+    # -- the last call's result ------------------------------------------------------------------------------------
+
+    def results(self, said: Sequence[Mapping[str, Any]], incumbents: Sequence[int]) -> None:
+        """Those who finished the last call of a lane give its result to those who did not."""
+        for name in self._lanes:
+            intact = {rank: bool(said[rank]["intact"]) for rank in incumbents} if name == CALLS else None
+            given = gift({rank: said[rank]["lanes"][name] for rank in incumbents}, intact=intact)
+            if given is None:
+                continue
+            lacks_it = self._transport.group.rank in given.behind
+            if given.giver is None:
+                if lacks_it:
+                    text = "the last round's result was changed in place by an optimiser, and cannot be handed over"
+                    raise Dropped(text)
+                continue
+            hand_over = self._facts if given.facts else self._tensors
+            hand_over(name, given.giver, given.behind)
+            if lacks_it:
+                self._lanes[name].finish_given(facts=given.facts)
+                if name == ROUNDS:
+                    self.recorded.clear()
+
+    def _facts(self, name: str, giver: int, behind: Sequence[int]) -> None:
+        group, lane, key = self._transport.group, self._lanes[name], f"given/{name}"
+        if group.rank == giver:
+            group.store.set(key, json.dumps(lane.result))
+        elif group.rank in behind:
+            group.wait_for([key], watch=self._transport.watch)
+            lane.result = list(json.loads(group.store.get(key)))
+
+    def _tensors(self, name: str, giver: int, behind: Sequence[int]) -> None:
+        group, lane = self._transport.group, self._lanes[name]
+        if group.rank == giver:  # whether it came shows in the next call
+            for number, tensor in enumerate(lane.kept):
+                data = bytes_of(tensor)
+                self.sent += [(data, group.engine.send([data], rank, number)) for rank in behind]
+        elif group.rank in behind:  # not into the call's own tensors: what was cut short may still write there
+            received = []
+            for number, tensor in enumerate(lane.pending):
+                data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+                self._transport.receive(data, giver, number)
+                received.append(data.view(tensor.dtype).view(tensor.shape))
+            lane.kept = received
+
+    # -- a newcomer's state ----------------------------------------------------------------------------------------
+
+    def send_state(self, newcomers: Sequence[int]) -> None:
+        """At a step boundary: pack this worker's state, and send it while the training goes on."""
+        listener = self._transport.listener
+        if listener is not None:
+            data, engine = listener.give_state(), self._transport.group.engine
+            for rank in newcomers:
+                threading.Thread(target=_send_state, args=(engine, data, rank), daemon=True).start()
+
+    def receive_state(self, giver: int) -> torch.Tensor:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._transport.receive(size, giver, STATE_TAG)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self._transport.receive(data, giver, STATE_TAG + 1)
+        return data
+
+    def take_over(self, data: torch.Tensor, change: MembershipChange, show: Show) -> None:
+        """Take over a peer's state, now or once this worker's script has come to the fleet's loop."""
+        if not self._take_over(data, change, show):
+            self.later = (data, change)
+
+    def take_over_later(self, show: Show, *, in_time: bool) -> bool:
+        """The script of a newcomer has come to the loop that the fleet was in when it entered. False: the group was
+        re-formed meanwhile (``in_time``), so it is to enter as one who is new."""
+        later, self.later = self.later, None
+        if later is None or not in_time:
+            return False
+        self._transport.outside = not self._take_over(*later, show)
+        return not self._transport.outside
+
+    def _take_over(self, data: torch.Tensor, change: MembershipChange, show: Show) -> bool:
+        assert self._transport.listener is not None
+        show(change)
+        return self._transport.listener.take_over(data, change)
+
+
+class FleetLoop:
+    """Which loop (``fleet.steps``) of the script the fleet is in: a newcomer has nothing to do in those before it."""
+
+    def __init__(self, transport: Elastic, reform: Reform) -> None:
+        self._transport, self._reform = transport, reform
+        self.number = 0
+        """Of the loop that this worker's script is in, from 1; 0 before the first."""
+        self._told = ""
+
+    def begin(self, number: int, told: str) -> None:
+        """This worker's script begins another loop, with ``number - 1`` loops before it. ``told``: what a newcomer that
+        passes them by needs to know, in words of the training's own."""
+        self.number, self._told = number, told
+        self.publish()
+
+    def publish(self) -> None:
+        """The leader tells those who wait to enter."""
+        if not self._transport.outside and self._reform.group.rank == 0:
+            with suppress(RuntimeError):
+                self._reform.connector.root.set(TOLD, self._told)
+                self._reform.connector.root.set(LOOP, str(self.number))
+
+    def told_by_fleet(self) -> str:
+        """For a worker that waits to enter: what the fleet said when its loop began; empty when nobody knows."""
+        return self._ask_fleet(TOLD)
+
+    def of_fleet(self) -> int:
+        """For a worker that waits to enter: the loop that the fleet is in; 0 when nobody knows."""
+        return int(self._ask_fleet(LOOP) or 0)
+
+    def _ask_fleet(self, key: str) -> str:
+        host, port = self._reform.client.store
+        with suppress(RuntimeError):
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STORE)
+            if store.check([key]):
+                return str(store.get(key), "utf-8")
+        return ""
+
+
+def _send_state(engine: Any, data: torch.Tensor, to: int) -> None:
+    """If it cannot be sent, the newcomer is gone or the generation over: either shows elsewhere."""
+    try:
+        engine.send([torch.tensor([data.numel()], dtype=torch.int64)], to, STATE_TAG).wait(ENGINE_TIMEOUT)
+        engine.send([data], to, STATE_TAG + 1).wait(ENGINE_TIMEOUT)
+    except RuntimeError as error:
+        logger.info("the state for worker %d was not sent: %s", to, one_line(error))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,332 @@
+"""From one generation's group to the next: noticing a lost member, forming the next group, settling which calls ended.
+
+The roster says when a generation is over; a worker then says that it has left it, waits for the next, forms its process
+group, and **settles**: all say which calls they have finished. A call ends on some and not on others only if it is the
+last one, so counts differ by one at most, and those who have its result hand it over (`HandOver`).
+
+Any thread of the worker may find its generation over and come here; one of them, under the lock, does the work.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from paceline.errors import SAME_CALLS, Dropped, FleetError, GenerationOver, LoaderDied, PacelineError
+from paceline.roster import Generation, Gone, RosterClient, RunOver
+from paceline.signals import Leave
+from paceline.transport.distributed import one_line
+from paceline.transport.elastic.calls import Lanes
+from paceline.transport.elastic.changes import MembershipChange, change_to
+from paceline.transport.elastic.connector import PREFIX, Connector
+from paceline.transport.elastic.handover import HandOver
+from paceline.transport.group import Group
+from paceline.transport.nccl import NcclGroup
+from paceline.transport.network import Store
+
+if TYPE_CHECKING:
+    from paceline.transport.elastic.transport import Elastic
+
+logger = logging.getLogger("paceline")
+
+CLOSE_S = 3.0
+"""How long the end of the process waits for a group that is closed on a thread."""
+IN_VAIN_S = 3.0
+"""How long a worker that was asked to leave waits for a roster that is away, in the middle of a step."""
+
+
+class Join(Protocol):
+    """Enters this worker at the roster. ``on_over`` is called when a generation turns out to be over."""
+
+    def __call__(self, *, on_over: Callable[[int], None]) -> RosterClient: ...
+
+
+class Reform:
+    """The group as it stands, and how the next one comes about."""
+
+    def __init__(
+        self,
+        transport: Elastic,
+        device: torch.device,
+        lanes: Lanes,
+        hand_over: HandOver,
+        *,
+        join: Join,
+        gloo_only: bool = False,
+    ) -> None:
+        self._transport, self._lanes, self._hand_over = transport, lanes, hand_over
+        self.group = Group(1, 2)
+        self.now: Generation | None = None
+        """The generation whose group stands."""
+        self.over = 0
+        """The last generation that the roster has said to be over."""
+        self._lock = threading.RLock()
+        self._undelivered: MembershipChange | None = None
+        """What the training has yet to hear."""
+        self._renewed: set[int] = set()
+        """Those who came, or came once more, since the training last heard of a change."""
+        self._gone: dict[int, Gone] = {}
+        """Those who left since then."""
+        self._closing: threading.Thread | None = None
+        self.connector = Connector(device, check=self.check, gloo_only=gloo_only)
+        self.client = join(on_over=self._on_over)
+
+    @property
+    def number(self) -> int:
+        """Of the generation whose group stands; 0: none yet."""
+        return self.now.number if self.now is not None else 0
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether to re-form the group at the next boundary: somebody waits to enter, the roster asks for it, or the
+        present members are so few that they may only finish their step."""
+        return self.client.news or (self.now is not None and self.now.wanting > 0)
+
+    # -- the group's watch -----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        if self.client.failure is not None:
+            raise self.client.failure
+        if self.is_over:
+            raise self.why_over()
+
+    def check_group(self, group: Group) -> None:
+        """Another thread may have re-formed the group before this one saw that its generation was over."""
+        if group is not self.group:
+            raise GenerationOver("the group was re-formed", generation=self.number - 1)
+
+    @property
+    def is_over(self) -> bool:
+        return self.over >= self.number
+
+    def why_over(self) -> GenerationOver:
+        return GenerationOver(f"generation {self.number} is over", generation=self.number)
+
+    def failed(self, error: BaseException) -> Exception:
+        if isinstance(error, GenerationOver):
+            return error
+        if (died := LoaderDied.told_by(error)) is not None:
+            return died
+        return self.client.failure or GenerationOver(one_line(error), generation=self.number)
+
+    def unlike_calls(self, labels: dict[int, str]) -> Exception:
+        workers = self._transport.workers
+        said = ", but ".join(f"worker {workers[rank]} called {label}" for rank, label in labels.items())
+        return FleetError(f"{said}: {SAME_CALLS}")
+
+    # -- from one generation to the next ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Nobody has begun: wait for the first generation."""
+        self._form(self.client.next_generation(after=0, fresh=True, orderly=True))
+        self._settle(fresh=True)
+
+    def re_form(self, number: int, *, orderly: bool) -> None:
+        """Leave generation ``number`` for the next. ``orderly``: from a step boundary, to which all members come."""
+        with self._lock:
+            if self.number > number and not self.is_over:
+                return  # another thread has been here
+            while not self._try(orderly=orderly):
+                pass
+
+    def _try(self, *, orderly: bool) -> bool:
+        """Whether the next generation came about."""
+        transport = self._transport
+        try:
+            fresh = transport.outside
+            if not orderly:
+                self.close_group()
+            transport.at_rest = orderly
+            generation = self.client.next_generation(
+                after=self.number, fresh=fresh, orderly=orderly, still=self._leave_if_asked
+            )
+            transport.at_rest = False
+            self.close_group()  # in good order: only once everybody is out
+            self._form(generation)
+            self._settle(fresh=fresh)
+        except Dropped:
+            self._fall_out()
+            raise
+        except Leave:
+            if not orderly:  # else it says so itself, and saves first
+                transport.depart(agreed=False)
+            raise
+        except RunOver as over:
+            transport.outside = True
+            logger.warning("%s", over)
+            raise SystemExit(0) from None
+        except GenerationOver as error:
+            self._log_failure(error)
+            return False
+        return True
+
+    def _leave_if_asked(self, waited_s: float) -> None:
+        """Without a roster a step cannot go on; a worker that was asked to leave does not wait: its part is dealt
+        again."""
+        if self._transport.leaving and self.client.away and waited_s > IN_VAIN_S:
+            raise Leave
+
+    def _log_failure(self, error: GenerationOver) -> None:
+        if self.is_over:  # the roster said so: somebody was lost
+            logger.info("generation %d did not come about: %s", self.number, error)
+            return
+        names = ", ".join(str(self.now.facts[worker].get("name")) for worker in self.now.workers) if self.now else ""
+        text = "generation %d did not come about though all are there (%s): can they all reach one another? %s"
+        logger.warning(text, self.number, names, error)
+
+    def _fall_out(self) -> None:
+        """The fleet went on: this step is no longer this worker's, and only a peer's state can bring it back."""
+        self.close_group()
+        self._undelivered = None
+        self._transport.outside = self._transport.at_rest = True
+        self._lanes.forget()
+
+    def _form(self, generation: Generation) -> None:
+        """Connect the members of a generation, once all of them are there."""
+        self.now = generation
+        self._renewed |= {*generation.joined, *generation.fresh}
+        self._gone |= {gone.id: gone for gone in generation.left}
+        try:
+            self.group = group = self.connector.open_store(generation, worker=self.client.id)
+            group.store.set(f"here/{group.rank}", "")
+            group.wait_for([f"here/{rank}" for rank in range(group.size)], watch=self)
+            if group.size > 1:
+                self.connector.connect(group, generation)
+                self._transport.backend = "nccl" if group.gpus is not None else "gloo"
+        except RuntimeError as error:
+            raise self.failed(error) from None
+
+    # -- the end of a group ----------------------------------------------------------------------------------------
+
+    def _on_over(self, number: int) -> None:
+        """The roster says that a generation is over (on the client's thread): free the threads that wait in it."""
+        self.over = max(self.over, number)
+        if number >= self.number:
+            self.break_off()
+
+    def break_off(self) -> None:
+        """What is under way in the group fails now."""
+        self.connector.break_off(self.group)
+
+    def close_group(self) -> None:
+        """End the group: what still runs in it fails now. Its destructor may wait for that, so it is closed on another
+        thread."""
+        group = self.group
+        held = group.detach()
+        if not held:
+            return
+        self.break_off()
+        gpus, group.gpus = group.gpus, None
+        held[:0], self._hand_over.sent = self._hand_over.sent, []
+        self._closing = threading.Thread(target=_close, args=(held, gpus), name="paceline-close-group", daemon=True)
+        self._closing.start()
+
+    def close(self) -> None:
+        """For good: the interpreter must not end while a group is closed on a thread."""
+        self.client.close()
+        self.close_group()
+        if self._closing is not None:
+            self._closing.join(timeout=CLOSE_S)
+
+    # -- settling --------------------------------------------------------------------------------------------------
+
+    def _settle(self, *, fresh: bool) -> None:
+        """All say how far they are: results are handed over to those who lack them, a state to those who are new."""
+        transport, listener = self._transport, self._transport.listener
+        mine = {
+            "fresh": fresh,
+            "lanes": {name: self._lanes[name].says() for name in self._lanes},
+            "slots": transport.slots.names(),
+            "intact": transport.intact(),
+            "training": listener.facts() if listener is not None else None,
+        }
+        try:
+            said = self.group.gather("settle", "settling", mine, watch=self)
+            incumbents = [rank for rank, theirs in enumerate(said) if not theirs["fresh"]]
+            if incumbents:
+                transport.slots.adopt([said[rank]["slots"] for rank in incumbents])
+                self._hand_over.results(said, incumbents)
+            elif listener is not None:
+                raise FleetError("nobody is left who holds the state of the training: it begins anew, with new workers")
+            self._undelivered = self._change([theirs["training"] for theirs in said])
+            newcomers = [rank for rank, theirs in enumerate(said) if theirs["fresh"]]
+            if not incumbents:
+                self.deliver_members_changed()
+            elif newcomers:
+                self._bring_in(newcomers, giver=incumbents[0])
+        except RuntimeError as error:
+            if isinstance(error, PacelineError):
+                raise
+            raise self.failed(error) from None
+        transport.entered(self._hand_over.later is None)
+        if self.group.rank == 0 and not transport.outside:
+            threading.Thread(target=_tidy, args=(self.connector.aside.clone(), self.number), daemon=True).start()
+
+    def _change(self, facts: Sequence[Any]) -> MembershipChange:
+        assert self.now is not None
+        workers = self._transport.workers
+        return change_to(self.now, workers=workers, renewed=self._renewed, gone=self._gone, facts=facts)
+
+    def _bring_in(self, newcomers: Sequence[int], *, giver: int) -> None:
+        """At a step boundary: the giver packs its state and sends it while it goes on; a newcomer waits for it."""
+        rank = self.group.rank
+        if rank not in newcomers:
+            self.deliver_members_changed()
+            if rank == giver:
+                self._hand_over.send_state(newcomers)
+            return
+        data = self._hand_over.receive_state(giver)
+        change, self._undelivered = self._undelivered, None
+        assert change is not None
+        self._hand_over.take_over(data, change, self._show)
+
+    def take_over_later(self) -> bool:
+        return self._hand_over.take_over_later(self._show, in_time=not self.is_over)
+
+    def deliver_members_changed(self) -> None:
+        """The training hears of the group's members, before its next call; by whichever thread comes first."""
+        if self._undelivered is None:
+            return
+        self._hand_over.recorded.wait()
+        with self._lock:
+            change, self._undelivered = self._undelivered, None
+            listener = self._transport.listener
+            if change is not None and listener is not None:
+                listener.members_changed(change, partial(self._show, change))
+            elif change is not None:
+                self._show(change)
+
+    def _show(self, change: MembershipChange) -> None:
+        self._renewed, self._gone = set(), {}
+        self._transport.show(change.generation)
+
+    def finish(self, lane: str, began: int, *, facts: list[Any] | None, kept: Sequence[torch.Tensor]) -> bool:
+        """A call that began in this generation has ended. False: it has not, for another thread has re-formed the
+        group, and told the others so."""
+        with self._lock:
+            if self.number != began:
+                return False
+            self._lanes[lane].finish(facts=facts, kept=kept)
+            return True
+
+
+def _close(held: list[Any], gpus: NcclGroup | None) -> None:
+    while held:  # the group last: what runs in it needs it
+        held.pop(0)
+    if gpus is not None:
+        gpus.close()
+
+
+def _tidy(store: Store, number: int) -> None:
+    """Forget what generations before the last one said, by a connection of its own."""
+    with suppress(RuntimeError, AttributeError):  # the roster is away, or this store cannot list its keys
+        for key in store.list_keys():
+            generation = key.removeprefix("/").removeprefix(PREFIX).partition("/")[0]
+            if generation.isdigit() and int(generation) < number - 1:
+                store.delete_key(key)

@@ -1,0 +1,188 @@
+"""Some workers, connected: Gloo carries their sums, NCCL those that lie on GPUs, and a torch store small facts.
+
+A group never changes: where workers come and go, each generation has its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from paceline.transport.nccl import NcclGroup
+from paceline.transport.network import (
+    ENGINE_TIMEOUT,
+    Sockets,
+    Store,
+    break_off,
+    close_listeners,
+    dist,
+    gloo_device,
+    joining,
+    listening_ports,
+    open_sockets,
+)
+from paceline.transport.small_sums import Outbox, StarSum, is_small
+
+logger = logging.getLogger("paceline")
+
+MakeGloo = Callable[[Store, int, int, Any], Any]
+"""Makes Gloo's process group from a store, this worker's rank, the size, and options."""
+
+
+class Watch(Protocol):
+    """Knows what becomes of a call that cannot end: each transport's own."""
+
+    @property
+    def group(self) -> Group:
+        """The group as it stands."""
+
+    def check(self) -> None:
+        """Raise when what this worker waits for can never come."""
+
+    def check_group(self, group: Group) -> None:
+        """Raise when what is awaited in this group is asked for in another by now."""
+
+    def failed(self, error: BaseException) -> Exception:
+        """What to raise for an engine's error."""
+
+    def unlike_calls(self, labels: dict[int, str]) -> Exception:
+        """What to raise when workers met in unlike calls."""
+
+
+class Already:
+    """A sum over one worker."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, _: timedelta | None = None) -> None:
+        return
+
+    def abandon(self) -> bool:
+        return True
+
+
+class Group:
+    """Workers in one process group, with a store beside it."""
+
+    def __init__(
+        self, rank: int, size: int, *, store: Store = None, signals: Store = None, board: Store = None
+    ) -> None:
+        """``store`` holds this group's facts, ``signals`` what its workers say; ``board``: the same signals, over a
+        connection of their own for another thread."""
+        self.rank, self.size = rank, size
+        self.store, self.signals, self.board = store, signals, board
+        self.alike = False
+        """Whether all compute on one kind of device, so that all choose the same way for a sum."""
+        self.gpus: NcclGroup | None = None
+        """Sums what lies on GPUs, where every worker has one of its own; all else goes over Gloo."""
+        self._gloo: Any = None
+        self._sockets: Sockets = frozenset()
+        self._stars = 0
+        self._outbox = Outbox()
+        self._spent: list[str] = []
+
+    @property
+    def engine(self) -> Any:
+        """Gloo's process group."""
+        if self._gloo is None:
+            raise RuntimeError("the group is not formed, or closed")
+        return self._gloo
+
+    def connect(self, store: Store, *, towards: tuple[str, int], make: MakeGloo) -> None:
+        """Form Gloo's process group; all workers of the group come here. ``towards``: where the fleet meets."""
+        before = open_sockets()
+        device, where = gloo_device(*towards)
+        listeners = open_sockets() - before  # Gloo's, and what another thread of the script may have opened meanwhile
+        mine = listening_ports(listeners)
+        store.set(f"doors/{self.rank}", json.dumps(mine))
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [device]
+        options._timeout = ENGINE_TIMEOUT
+        gloo = make(store, self.rank, self.size, options)
+        everybodys = [json.loads(store.get(f"doors/{other}")) for other in range(self.size)]  # all have come by now
+        made = open_sockets() - before
+        self._sockets = joining(made, {port for ports in everybodys for port in ports}) or made
+        if len(mine) == 1:  # surely Gloo's
+            close_listeners(listeners)
+        logger.info("worker %d of %d reaches the others over gloo, %s", self.rank, self.size, where)
+        self._gloo = gloo
+
+    # -- sums ------------------------------------------------------------------------------------------------------
+
+    def start_sum(self, tensor: torch.Tensor) -> Any:
+        """The engine's work that sums ``tensor`` in place."""
+        if self.size == 1:
+            return Already()
+        gpus = self.gpus if tensor.is_cuda else None
+        if gpus is not None:
+            return gpus.sum(tensor)
+        if self.alike and is_small(tensor, self.size):
+            self._stars += 1
+            star = StarSum(self.engine, tensor, rank=self.rank, size=self.size, number=self._stars)
+            return self._outbox.keep(star)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        return self.engine.allreduce([tensor], options)
+
+    def start_broadcast(self, part: torch.Tensor) -> Any:
+        """The engine's work that overwrites ``part`` with the leader's."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return self.engine.broadcast([part], options)
+
+    def round_is_over(self) -> None:
+        self._outbox.round_is_over()
+
+    # -- small facts -----------------------------------------------------------------------------------------------
+
+    def gather(self, key: str, label: str, value: Any, *, watch: Watch) -> list[Any]:
+        """Workers put their values, the leader puts the list: two store operations a worker."""
+        store = self.store
+        if self.rank:
+            store.set(f"{key}/{self.rank}", json.dumps([label, value]))
+            self.wait_for([f"{key}/all"], watch=watch)
+            return list(json.loads(store.get(f"{key}/all")))
+        others = [f"{key}/{rank}" for rank in range(1, self.size)]
+        if others:
+            self.wait_for(others, watch=watch)
+        said = [[label, json.loads(json.dumps(value))], *(json.loads(store.get(other)) for other in others)]
+        if any(theirs != label for theirs, _ in said):
+            raise watch.unlike_calls({rank: theirs for rank, (theirs, _) in enumerate(said)})
+        values = [theirs for _, theirs in said]
+        store.set(f"{key}/all", json.dumps(values))
+        for old in (*others, *self._spent):  # everybody has read the list before this one
+            store.delete_key(old)
+        self._spent = [f"{key}/all"]
+        return values
+
+    def wait_for(self, keys: list[str], *, watch: Watch) -> None:
+        """Return when all these keys are in the store."""
+        pause = 0.0002
+        while not self.store.check(keys):
+            watch.check()
+            watch.check_group(self)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.01)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def break_off(self, *, spare_port: int) -> None:
+        """What is under way fails now, within milliseconds. ``spare_port``: the store's, whose connections stay."""
+        if self.gpus is not None:
+            self.gpus.abort()
+        sockets, self._sockets = self._sockets, frozenset[tuple[int, str]]()
+        if sockets:
+            break_off(sockets, spare_port=spare_port)
+
+    def detach(self) -> list[Any]:
+        """Give up the engine: what holds it and its last sends, the engine last, for what runs in it needs it."""
+        gloo, self._gloo = self._gloo, None
+        sends = self._outbox.empty()
+        return [] if gloo is None else [*sends, gloo]
