@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.combine.averaging.weights import (
     RULES,
-    Mixture,
     LocalWork,
+    Mixture,
     local_work,
     log_contraction,
     mse,

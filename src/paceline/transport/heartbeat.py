@@ -35,7 +35,7 @@ ABSENT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenBeat:
     """A worker's last beat."""
 
     beat: Beat
@@ -69,7 +69,7 @@ class Heartbeat:
         self._store, self._launcher, self._rank, self._size, self._names = store, launcher, rank, size, names
         self._on_failure, self._sequences = on_failure, sequences
         self._reminded = 0
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, SeenBeat] = {}
         self._using_store = threading.RLock()
         self._stop, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-heartbeat", daemon=True)
@@ -119,7 +119,7 @@ class Heartbeat:
 
     def diagnose(self, error: BaseException) -> FleetError:
         """Name the worker behind a connection that broke: wait until one is known dead, has left, or is silent."""
-        seen: dict[int, Seen] = {}
+        seen: dict[int, SeenBeat] = {}
         until = time.monotonic() + SILENT_S
         while time.monotonic() < until:
             try:
@@ -181,7 +181,7 @@ class Heartbeat:
         self.failure = failure
         self._on_failure()
 
-    def _look(self, seen: dict[int, Seen], silent_s: float) -> FleetError | None:
+    def _look(self, seen: dict[int, SeenBeat], silent_s: float) -> FleetError | None:
         """One look at the store: the failure it shows, if any. ``seen`` is brought up to date."""
         if self._store.check(["failure"]):
             return self.publish("fleet", "")
@@ -201,7 +201,7 @@ class Heartbeat:
             return self._look_for_strays(seen, self._sequences.places[GROUP])
         return self._look_for_mismatch(seen, at) if at.since is not None else None
 
-    def _look_for_strays(self, seen: dict[int, Seen], at: CallPlace) -> FleetError | None:
+    def _look_for_strays(self, seen: dict[int, SeenBeat], at: CallPlace) -> FleetError | None:
         # A member of my group that left out our call and waits in one of the whole fleet, to which I come only later.
         spots = {rank: seen[rank].beat.spots for rank in self.group if rank in seen and rank != self._rank}
         gone = {rank: spot[CALLS] for rank, spot in spots.items() if spot[GROUP].call < at.call}
@@ -209,7 +209,7 @@ class Heartbeat:
         astray = {rank: spot.label for rank, spot in gone.items() if spot.waiting and spot.call > mine}
         return self.mismatch({self._rank: at.label, **astray}) if astray else None
 
-    def _look_for_mismatch(self, seen: dict[int, Seen], at: CallPlace) -> FleetError | None:
+    def _look_for_mismatch(self, seen: dict[int, SeenBeat], at: CallPlace) -> FleetError | None:
         # A worker that waits in another call under the number of mine: neither wait can ever end.
         spots = {rank: last.beat.spots[CALLS] for rank, last in seen.items()} | {self._rank: at.spot()}
         begun = {rank: last.beat.begun for rank, last in seen.items()} | {self._rank: self._sequences.begun}
@@ -224,14 +224,14 @@ class Heartbeat:
         """These workers are in unlike calls under one number: publish that."""
         return self.publish("mismatch", sentence(labels, dict(enumerate(self._names))))
 
-    def _read(self, seen: dict[int, Seen]) -> None:
+    def _read(self, seen: dict[int, SeenBeat]) -> None:
         """Note every worker's last beat, and when (on this worker's clock) it was first seen."""
         for rank in range(self._size):
             if self._store.check([f"beat/{rank}"]):
                 count, doing, begun, spots = json.loads(self._store.get(f"beat/{rank}"))
                 if rank not in seen or seen[rank].count != count:
                     beat = Beat(doing=doing, begun=begun, spots={lane: Spot(*spot) for lane, spot in spots.items()})
-                    seen[rank] = Seen(beat, count, time.monotonic())
+                    seen[rank] = SeenBeat(beat, count, time.monotonic())
 
     # -- in words --------------------------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class Heartbeat:
         behind = [(rank, beat) for rank, beat in beats.items() if beat is None or beat.spots[lane].call < mine]
         return "; ".join(f"{self._names[rank]} ({beat.doing if beat else 'not started'})" for rank, beat in behind)
 
-    def _lost_text(self, seen: dict[int, Seen], silent: list[int]) -> str:
+    def _lost_text(self, seen: dict[int, SeenBeat], silent: list[int]) -> str:
         return "; ".join(
             f"{self._names[rank]} went silent (killed, frozen, or its network is cut); "
             f"it was last seen at: {seen[rank].beat.doing}"
