@@ -76,6 +76,12 @@ class Plan(_Json):
         return self.deadline_s is not None or self.wait_for is not None
 
 
+def reported(when: str = "always", **default: Any) -> Any:
+    """A field of `StepRecord` that every worker reports of itself in the round: a number, of which the record has one
+    for each worker. ``when``: "always", or only in rounds with a "deadline", or on "emulated" machines."""
+    return field(metadata={"reported": when}, **default)
+
+
 @dataclass(frozen=True)
 class StepRecord(_Json):
     """What happened in one step: the same on every worker after its round, but for ``wall_s`` and ``round_s``."""
@@ -90,20 +96,20 @@ class StepRecord(_Json):
     """Stable identities, in rank order; in a fleet of fixed size, the ranks."""
     planned: tuple[int, ...]
     """Samples dealt to each worker."""
-    samples: tuple[int, ...]
+    samples: tuple[int, ...] = reported()
     """Samples done and counted."""
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...] = reported()
     """Own compute, up to the last local gradient; never waiting for others. 0 for a worker that sat out."""
-    micro_batches: tuple[int, ...] = ()
+    micro_batches: tuple[int, ...] = reported(default=())
     """How many micro-batches each worker finished."""
-    slowest_s: tuple[float, ...] = ()
+    slowest_s: tuple[float, ...] = reported(default=())
     """The longest single micro-batch of each worker."""
-    unfinished_s: tuple[float, ...] = ()
+    unfinished_s: tuple[float, ...] = reported("deadline", default=())
     """When the round closed: seconds each worker had spent on a micro-batch it had not finished; 0 when it was done.
     A worker that was stuck through the whole step has 0 samples and all of the step here."""
-    behind: tuple[int, ...] = ()
+    behind: tuple[int, ...] = reported("deadline", default=())
     """When the round closed: earlier rounds whose update the worker had yet to take over."""
-    late_s: tuple[float, ...] = ()
+    late_s: tuple[float, ...] = reported(default=())
     """Seconds by which a micro-batch that ended since the last round had overrun its deadline, else 0."""
     forecast_s: tuple[float, ...] | None = None
     """Seconds of own compute that the plan expected of each worker; NaN where nothing was known."""
@@ -128,13 +134,30 @@ class StepRecord(_Json):
     """Figures the user added with ``step.add``, summed over the fleet."""
     ranges: tuple[tuple[Range, ...], ...] = ()
     """Positions of the epoch's order that each worker counted."""
-    shortfall_s: tuple[float, ...] = ()
+    shortfall_s: tuple[float, ...] = reported("emulated", default=())
     """Emulated machines: seconds by which the host was too slow to play the machine."""
 
     @property
     def total(self) -> int:
         """Samples that the whole fleet counted."""
         return sum(self.samples)
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What a worker reports of itself."""
+
+    kind: type
+    when: str
+
+
+REPORTED = {
+    one.name: Reported(int if "int" in str(one.type) else float, one.metadata["reported"])
+    for one in fields(StepRecord)
+    if "reported" in one.metadata
+}
+"""By name. The round's header has a place for each, and a step's record, its readers and the report's columns follow:
+a new measured fact is a field of `StepRecord`."""
 
 
 class History:

@@ -14,21 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.records import Plan
+from paceline.records import REPORTED, Plan
 
 FIELDS = (
-    "samples",
+    *REPORTED,
     "weight",
     "loss",
     "squares",
-    "seconds",
-    "micro_batches",
-    "slowest_s",
-    "unfinished_s",
-    "behind",
     "wants_state",
-    "late_s",
-    "shortfall_s",
     "nonfinite",
     "overflow",
     "ended",
@@ -37,11 +30,12 @@ FIELDS = (
     "leaves",
     "changes",
 )
-"""What each worker says of its step. ``loss`` is the weighted sum; ``squares``: its own mean gradient's squared norm
-times its weight, where the learning rate needs it; ``ended``: its stream has no more samples;
-``rates``: a digest of its optimisers' learning rates and other settings, 0 where it knows none;
-``wants_state``: it is so far behind that it asks for a copy of a peer's state; ``leaves``: it leaves after this step;
-``changes``: it has heard that the fleet is to be formed anew, with others."""
+"""What each worker says of its step: first what the step's record has of it, then what the round is run by.
+
+``loss`` is the weighted sum; ``squares``: its own mean gradient's squared norm times its weight, where the learning
+rate needs it; ``ended``: its stream has no more samples; ``rates``: a digest of its optimisers' rates and other
+settings, 0 where it knows none; ``wants_state``: it is so far behind that it asks for a copy of a peer's state;
+``leaves``: it leaves after this step; ``changes``: it has heard that the group is to be re-formed, with others."""
 
 _COLUMN = {name: number for number, name in enumerate(FIELDS)}
 

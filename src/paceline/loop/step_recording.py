@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from paceline.combine import Header
 from paceline.combine.gradients.scaling import is_active
 from paceline.loop.step_state import StepState, Work
-from paceline.records import StepRecord
+from paceline.records import REPORTED, StepRecord
 
 if TYPE_CHECKING:
     from paceline.loop.context import LoopContext
+
+
+WORK = ("samples", "seconds", "micro_batches")
+"""What is reported of local steps, and of a period of them."""
 
 
 def write_header(
@@ -26,14 +28,10 @@ def write_header(
     overflow = not finite and is_active(gradients.scaler)
     header.write(
         rank,
-        samples=work.samples,
+        **{**measured(work), "seconds": step_state.work.seconds},
         weight=float(work.weight),
         loss=float(work.loss_sum),
         squares=gradients.squares(float(work.weight)) if counts else 0.0,
-        seconds=step_state.work.seconds,
-        micro_batches=work.micro_batches,
-        slowest_s=work.slowest_s,
-        shortfall_s=work.shortfall_s,
         overflow=overflow,
         nonfinite=not finite and not overflow,
         ended=loop.dealing.ended or step_state.shares[rank] == 0,
@@ -47,13 +45,16 @@ def write_header(
     return header
 
 
-def said(header: Header, name: Callable[[int], str]) -> dict[str, Any]:
-    """Everybody's work. ``name``: of the figure in a slot."""
+def measured(work: Any) -> dict[str, float]:
+    """What was measured of a worker's own work, of all that it reports."""
+    return {name: getattr(work, name) for name in REPORTED if hasattr(work, name)}
+
+
+def said(header: Header, name: Callable[[int], str], facts: Sequence[str] = WORK) -> dict[str, Any]:
+    """Everybody's work. ``name``: of the figure in a slot; ``facts``: which of those reported."""
     weight = float(header.column("weight").sum())
     return {
-        "samples": _ints(header.column("samples")),
-        "seconds": tuple(header.column("seconds").tolist()),
-        "micro_batches": _ints(header.column("micro_batches")),
+        **{fact: tuple(map(REPORTED[fact].kind, header.column(fact).tolist())) for fact in facts},
         "weight": weight,
         "loss": float(header.column("loss").sum()) / weight if weight else None,
         "sums": {name(slot): value for slot, value in header.sums().items()},
@@ -70,19 +71,15 @@ def record_of(
     by_deadline: bool = False,
 ) -> StepRecord:
     """The record of a step whose round is over. ``by_deadline``: it closed without waiting for everybody."""
+    now = {"always"} | ({"deadline"} if by_deadline else set()) | ({"emulated"} if emulated else set())
     return StepRecord(
         **_dealt(step_state),
-        **said(header, name),
-        slowest_s=tuple(header.column("slowest_s").tolist()),
-        unfinished_s=tuple(header.column("unfinished_s").tolist()) if by_deadline else (),
-        behind=_ints(header.column("behind")) if by_deadline else (),
-        late_s=tuple(header.column("late_s").tolist()),
+        **said(header, name, [fact for fact, reported in REPORTED.items() if reported.when in now]),
         forecast_s=step_state.plan.forecast_s,
         deadline_s=step_state.plan.deadline_s,
         wait_for=step_state.plan.wait_for,
         round_s=round_s,
         applied=has_gradient(header),
-        shortfall_s=tuple(header.column("shortfall_s").tolist()) if emulated else (),
     )
 
 
@@ -107,7 +104,3 @@ def has_gradient(header: Header) -> bool:
     """Whether the round gave something to apply."""
     bad = header.column("nonfinite").any() or header.column("overflow").any()
     return not bad and bool(header.column("weight").sum() > 0)
-
-
-def _ints(column: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[int, ...]:
-    return tuple(int(value) for value in column)

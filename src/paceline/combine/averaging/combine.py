@@ -35,6 +35,7 @@ from paceline.errors import MisuseError
 from paceline.loop.context import LoopContext
 from paceline.loop.rounds import InlineRound
 from paceline.loop.step import Step
+from paceline.loop.step_recording import WORK
 from paceline.loop.step_state import StepState
 from paceline.pace.period import time_is_up
 from paceline.records import Plan, StepRecord
@@ -144,12 +145,10 @@ class AveragingCombine:
         header, overflow = Header(gradients.layout), not finite and is_active(gradients.scaler)
         header.write(
             self._member,
-            samples=work.samples,
+            **{fact: getattr(work, fact) for fact in WORK},
             weight=float(work.weight),
             loss=float(work.loss_sum),
             squares=gradients.squares(float(work.weight)),
-            seconds=work.seconds,
-            micro_batches=work.micro_batches,
             overflow=overflow,
             nonfinite=not finite and not overflow,
             ended=self._say() if self._member == 0 else 0,

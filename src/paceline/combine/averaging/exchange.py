@@ -17,6 +17,7 @@ from paceline.combine.gradients.statistics import RunningStatistics
 from paceline.combine.header import Layout
 from paceline.errors import GenerationOver
 from paceline.loop.context import LoopContext
+from paceline.loop.step_recording import measured
 from paceline.transport.base import Pending
 
 Written = TypeVar("Written")
@@ -65,12 +66,9 @@ class RoundExchange:
         loop, header = self._loop, Header(self.layout)
         header.write(
             loop.transport.rank,
-            samples=period.samples,
+            **measured(period),
             weight=period.weight,
             loss=period.loss,
-            seconds=period.seconds,
-            micro_batches=period.micro_batches,
-            slowest_s=period.slowest_s,
             ended=False,
             **(loop.membership.intentions() if loop.membership is not None else {}),
         )
