@@ -184,7 +184,7 @@ def test_a_worker_lost_in_mid_step_costs_the_others_nothing_they_did_and_its_sam
     survivors = [workers[0], workers[2]]
     first = [survivors[0].take(), survivors[1].take()]
     for rank, dealing in enumerate(survivors):
-        dealing.reform([0, 2], rank=rank, ahead=[0, 0])
+        dealing.members_changed([0, 2], rank=rank, ahead=[0, 0])
     rest = [taken(dealing) for dealing in survivors]  # pieces in hand stay
     assert [values(micro) + more for micro, more in zip(first, rest, strict=True)] == [[0, 1, 2, 3], [8, 9, 10, 11]]
     assert [dealing.commit([4, 2], ended=False) for dealing in survivors] == [(((0, 4),), ((8, 10),))] * 2
@@ -198,7 +198,7 @@ def test_a_newcomer_takes_over_a_peers_dealing_and_deals_as_it_does() -> None:
     peer = sample_dealing(20, workers=2, rank=1, micro_batch=4)
     peer.commit(peer.deal([3, 4]), ended=False)
     peer.deal([2, 2])
-    peer.reform([1, None, None], rank=0, ahead=[0, 4, 0])
+    peer.members_changed([1, None, None], rank=0, ahead=[0, 4, 0])
     newcomer = sample_dealing(20, workers=1, micro_batch=4)
     newcomer.take_up(*newcomer.deal([5]))
     newcomer.take_over(peer.state_dict(), rank=1, ahead=[0, 4, 0])
@@ -214,7 +214,7 @@ def test_a_stream_goes_on_as_it_was_when_members_change_and_a_newcomer_opens_the
     dealing.open(3)
     dealing.take_up(*dealing.deal([6]))
     before = dealing.take()
-    dealing.reform([1, None], rank=0, ahead=[0, 0])
+    dealing.members_changed([1, None], rank=0, ahead=[0, 0])
     after = dealing.take()
     assert before is not None
     assert after is not None

@@ -39,7 +39,7 @@ def test_who_stays_keeps_its_queue_and_what_the_gone_claimed_is_in_the_pool_agai
     pool, queues = places(feed)
     remaining = feed.remaining
     kept = data.draw(changes(workers))
-    feed.reform(kept)
+    feed.members_changed(kept)
     new_pool, new_queues = places(feed)
     assert feed.workers == len(kept)
     assert feed.remaining == remaining
@@ -72,7 +72,7 @@ def test_however_members_come_and_go_every_position_is_consumed_once_and_all_fee
             kept = data.draw(changes(workers))
             heads = [None if old is None else listed(feed.queue(old))[: done[old]] for old in kept]
             for each in (feed, twin):
-                each.reform(kept)
+                each.members_changed(kept)
             done = [0 if old is None else done[old] for old in kept]
             assert [listed(feed.queue(rank))[:count] or None for rank, count in enumerate(done)] == [
                 head or None for head in heads
@@ -84,7 +84,7 @@ def test_however_members_come_and_go_every_position_is_consumed_once_and_all_fee
         counted += [position for ranges in consumed[0] for position in listed(ranges)]
         assert twin.state_dict() == feed.state_dict()
     if feed.remaining:
-        feed.reform([0])
+        feed.members_changed([0])
         counted += listed(feed.consume(feed.deal([feed.remaining]))[0])
     assert sorted(counted) == list(range(feed.length))
 
@@ -93,7 +93,7 @@ def test_a_newcomer_built_for_another_size_takes_over_a_peers_feed_as_it_is() ->
     giver = Feed(40, workers=3)
     giver.deal([3, 4, 5], ahead=2)
     giver.consume([3, 1, 0])
-    giver.reform([2, 0, None])
+    giver.members_changed([2, 0, None])
     newcomer = Feed(40, workers=7)
     newcomer.load_state_dict(giver.state_dict(), workers=3)
     assert newcomer.state_dict() == giver.state_dict()
@@ -107,7 +107,7 @@ def test_a_membership_that_makes_no_sense_is_refused_and_changes_nothing(kept: A
     feed.deal([3, 2])
     before = feed.state_dict()
     with pytest.raises(ValueError, match="worker"):
-        feed.reform(kept)
+        feed.members_changed(kept)
     assert feed.state_dict() == before
 
 
@@ -115,7 +115,7 @@ def test_what_was_consumed_and_then_lost_is_dealt_again() -> None:
     feed = Feed(10, workers=2, shuffle=False)
     feed.deal([3, 2])
     _, lost = feed.consume([3, 2])
-    feed.reform([0])
+    feed.members_changed([0])
     feed.give_back(lost)
     assert feed.remaining == 7
     assert feed.deal([7]) == (7,)

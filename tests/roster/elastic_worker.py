@@ -361,7 +361,7 @@ class Worker:
             return
         (kept, generation), self.unfollowed = self.unfollowed, None
         if self.world.rules.claims_come_back:
-            self.feed.reform(kept)
+            self.feed.members_changed(kept)
         else:
             lost = self.feed.state_dict()
             lost["queues"] = [[] if old is None else lost["queues"][old] for old in kept]

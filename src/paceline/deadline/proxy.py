@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from paceline.combine import Gradients, Header
-from paceline.combine.gradients.exchange import Sum, recovered, sum_aside
+from paceline.combine.gradients.exchange import Sum, re_formed, sum_aside
 from paceline.deadline.catch_up import Backlog
 from paceline.deadline.side_stream import SideStream
 from paceline.errors import Dropped, FleetError, GenerationOver
@@ -174,7 +174,7 @@ class Proxy:
         try:
             self._listen(name, here)
         except GenerationOver as over:
-            recovered(self._transport, over)
+            re_formed(self._transport, over)
             return False
         return True
 
@@ -219,7 +219,7 @@ class Proxy:
             try:
                 header, mine = self._seal(step_state)
             except GenerationOver as over:  # the store that names figures is away
-                recovered(self._transport, over)
+                re_formed(self._transport, over)
                 continue
             if self._gradients.exchange_aside(mine, header, f"the round of step {step_state.index}"):
                 return header, mine

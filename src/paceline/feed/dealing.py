@@ -86,7 +86,7 @@ class Dealing(Protocol):
 
     def close(self) -> None: ...
 
-    def reform(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
+    def members_changed(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
         """The members changed: the new rank r was rank ``kept[r]``, or is new where that is None. This worker has
         ``rank`` now; ``ahead`` is what each worker's loader likes to hold. The pieces left of its share stay."""
 

@@ -148,7 +148,7 @@ class Feed:
         queue = self._queue_of(worker)
         self._pool.put_back(queue.take_front(queue.total))
 
-    def reform(self, kept: Sequence[int | None]) -> None:
+    def members_changed(self, kept: Sequence[int | None]) -> None:
         """The members changed: the new rank r was rank ``kept[r]``, or is new where that is None.
 
         Who stays keeps its queue as it is, so this may happen in the middle of a step: what it has done is still the
@@ -156,7 +156,7 @@ class Feed:
 
         >>> feed = Feed(10, workers=2, shuffle=False)
         >>> dealt = feed.deal([3, 2])
-        >>> feed.reform([1, None])
+        >>> feed.members_changed([1, None])
         >>> feed.queue(0), feed.queue(1), feed.deal([2, 4]), feed.queue(1)
         (((3, 5),), (), (2, 4), ((0, 3), (5, 6)))
         """

@@ -151,8 +151,8 @@ class SampleDealing:
     def close(self) -> None:
         self._source.close()
 
-    def reform(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
-        self._feed.reform(kept)
+    def members_changed(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
+        self._feed.members_changed(kept)
         self._place(rank, ahead)
 
     def give_back(self, ranges: Sequence[Range]) -> None:

@@ -104,7 +104,7 @@ class StreamDealing:
     def close(self) -> None:
         self._source.close()
 
-    def reform(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
+    def members_changed(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
         """A stream is its worker's own, whatever the others do, until the next pass."""
         self._part = (rank, len(kept))
 

@@ -127,7 +127,7 @@ class InlineRound:
             try:
                 header = self._write_header(finite)
             except GenerationOver as over:  # the store that names figures is away
-                self._gradients.recover(over)
+                self._gradients.re_form_after(over)
                 continue
             if self._gradients.exchange(header, step_state.work.samples, f"the round of step {step_state.index}"):
                 break

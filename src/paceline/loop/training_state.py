@@ -106,7 +106,7 @@ class TrainingState:
     def members_changed(self, kept: Sequence[int | None], *, ahead: Sequence[int]) -> None:
         """Other members are there: by new rank, ``kept`` says who they were. What those who are gone had claimed is
         dealt again; a plan for the old members is void."""
-        self.dealing.reform(kept, rank=self._transport.rank, ahead=ahead)
+        self.dealing.members_changed(kept, rank=self._transport.rank, ahead=ahead)
         self.plan = None
 
     def _goal(self, epoch_step: int, left: int | None, length: int | None) -> tuple[int, bool]:
@@ -331,7 +331,7 @@ def differ(header: Header) -> bool:
 
 
 def changes(header: Header) -> bool:
-    """Whether the fleet is to be formed anew as soon as all are at one place."""
+    """Whether the group is to be re-formed as soon as all are at one place."""
     return bool(header.column("leaves").any() or header.column("changes").any())
 
 

@@ -187,11 +187,11 @@ def sum_aside(transport: Transport, label: str, tensors: Sequence[torch.Tensor])
             for pending in sums:
                 pending.wait()
     except GenerationOver as over:
-        return recovered(transport, over, sums, tensors)
+        return re_formed(transport, over, sums, tensors)
     return list(tensors)
 
 
-def recovered(
+def re_formed(
     transport: Transport, over: GenerationOver, sums: Sequence[Pending] = (), tensors: Sequence[torch.Tensor] = ()
 ) -> list[torch.Tensor] | None:
     """Re-form the group among the workers that live, on the thread of rounds with a deadline. What ``tensors`` should

@@ -133,7 +133,7 @@ class Gradients:
         and the round is to be run again, with a new header."""
         return self._exchange.run(header, samples, label)
 
-    def recover(self, over: GenerationOver) -> None:
+    def re_form_after(self, over: GenerationOver) -> None:
         """Re-form the group among the workers that live, and start all sums again."""
         self._exchange.re_form(over)
 
