@@ -7,6 +7,7 @@ overlap with the last backward. Rounds with a deadline are in deadline/rounds.py
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -73,8 +74,17 @@ class StepRound(Protocol):
 class InlineRound:
     """A round that waits for everybody."""
 
-    def __init__(self, loop: LoopContext, step_state: StepState, replicas: ReplicaComparison | None = None) -> None:
+    def __init__(
+        self,
+        loop: LoopContext,
+        step_state: StepState,
+        replicas: ReplicaComparison | None = None,
+        *,
+        late_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """``late_s``: by how much work of an earlier step came too late for its deadline, since it was last asked."""
         self._loop, self._step_state, self._gradients, self._replicas = loop, step_state, loop.gradients, replicas
+        self._late_s = late_s
         self._aside: Aside | None = None
         """Where a micro-batch may have to come again (``micro_batch="auto"``): the gradients of its parts so far."""
         self._round_s = 0.0
@@ -138,9 +148,8 @@ class InlineRound:
 
     def _write_header(self, finite: bool) -> Header:
         members = self._loop.membership
-        return write_header(
-            self._loop, self._step_state, members.intentions() if members is not None else {}, finite=finite
-        )
+        intentions = members.intentions() if members is not None else {}
+        return write_header(self._loop, self._step_state, {"late_s": self._late_s(), **intentions}, finite=finite)
 
     def record(self, header: Header, applied: bool) -> StepRecord | None:
         loop, step_state = self._loop, self._step_state

@@ -82,9 +82,10 @@ class GradientCombine:
 
     def _round_of(self, step_state: StepState, missed: bool) -> StepRound:
         """The one place where a step's round is chosen."""
-        if not step_state.plan.bounded:
+        if self._deadlines is None:
             return InlineRound(self.loop, step_state, self._replicas)
-        assert self._deadlines is not None
+        if not step_state.plan.bounded:
+            return InlineRound(self.loop, step_state, self._replicas, late_s=self._deadlines.in_flight.late_s)
         if not missed:
             self._deadlines.proxy.begun(step_state)
         return ProxyRound(self.loop, step_state, self._deadlines)
