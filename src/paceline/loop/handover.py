@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.feed import Generators
@@ -36,3 +36,20 @@ def take_place(loop: LoopContext, state: Mapping[str, Any]) -> None:
     numbers = Generators()
     numbers.load_state_dict(state["random"])
     numbers.restore()
+
+
+def whole_state(loop: LoopContext) -> dict[str, Any]:
+    """At a step boundary: what a newcomer needs to be where this worker is, whatever the combine."""
+    with loop.training.changed:
+        order, training = loop.dealing.order_digest(), loop.training.whole_state()
+    return {**place_of(loop), "books": training, "order": order, "seed": loop.seed}
+
+
+def take_whole_state(loop: LoopContext, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
+    """Take over a peer's `whole_state`. ``ahead``: samples that each worker's loader likes to hold."""
+    take_place(loop, state)
+    with loop.training.changed:
+        loop.training.take_over(state["books"], ahead=ahead)
+        if loop.dealing.order_digest() != state["order"]:
+            raise ValueError(f"this worker's order({loop.dealing.epoch}) is not the fleet's")
+        loop.seed = state["seed"]

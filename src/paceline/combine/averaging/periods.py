@@ -22,7 +22,7 @@ from paceline.combine.averaging.settings import Averaging, ElasticAverage
 from paceline.combine.base import CombineParts
 from paceline.errors import Dropped, FleetError, MisuseError
 from paceline.loop.context import LoopContext
-from paceline.loop.handover import place_of, take_place
+from paceline.loop.handover import take_whole_state, whole_state
 from paceline.machines.failures import Trouble
 from paceline.records import Range, StepRecord
 
@@ -287,22 +287,13 @@ class Periods:
 
     def whole_state(self) -> dict[str, Any]:
         """A newcomer begins with the parameters that are shown: those all have after a round, or the centre."""
-        loop = self._loop
         with self.merging.shown():
-            with loop.training.changed:
-                order, training = loop.dealing.order_digest(), loop.training.whole_state()
-            state = place_of(loop)
+            state = whole_state(self._loop)
             state["models"] = deepcopy(state["models"])
-        return {**state, "training's state": training, "order": order, "seed": loop.seed, **self.state_dict()}
+        return {**state, **self.state_dict()}
 
     def take_over(self, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
-        loop = self._loop
-        take_place(loop, state)
-        with loop.training.changed:
-            loop.training.take_over(state["training's state"], ahead=ahead)
-            if loop.dealing.order_digest() != state["order"]:
-                raise ValueError(f"this worker's order({loop.dealing.epoch}) is not the fleet's")
-            loop.seed = state["seed"]
+        take_whole_state(self._loop, state, ahead=ahead)
         self.dealer.find_place()
         self.exchange.fit()
         self.load_state_dict(state)

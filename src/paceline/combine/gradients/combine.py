@@ -18,7 +18,7 @@ from paceline.combine.base import CombineParts
 from paceline.deadline.rounds import Deadlines, ProxyRound
 from paceline.errors import Dropped, MisuseError, NonFiniteGradients
 from paceline.loop.context import LoopContext
-from paceline.loop.handover import place_of, take_place
+from paceline.loop.handover import take_whole_state, whole_state
 from paceline.loop.hyperparameters import unlike_settings
 from paceline.loop.rounds import InlineRound, ReplicaComparison, StepRound
 from paceline.loop.step import Step
@@ -221,30 +221,16 @@ class GradientCombine:
             self._deadlines.members_changed()
 
     def whole_state(self) -> dict[str, Any]:
-        loop = self.loop
-        with loop.training.changed:
-            order = loop.dealing.order_digest()
-            training = loop.training.whole_state()
-        return {
-            **place_of(loop),
-            "training's state": training,
-            "agreed_epoch": self._agreed_epoch,
-            "order": order,
-            "seed": loop.seed,
-            "proxy": self._deadlines.proxy.place if self._deadlines is not None else None,
-        }
+        proxy = self._deadlines.proxy.place if self._deadlines is not None else None
+        return {**whole_state(self.loop), "agreed_epoch": self._agreed_epoch, "proxy": proxy}
 
     def take_over(self, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
-        loop = self.loop
-        take_place(loop, state)
-        with loop.training.changed:
-            loop.training.take_over(state["training's state"], ahead=ahead)
-            if loop.dealing.order_digest() != state["order"]:
-                raise ValueError(f"this worker's order({loop.dealing.epoch}) is not the fleet's")
+        with self.loop.training.changed:
+            take_whole_state(self.loop, state, ahead=ahead)
             self._step_states.clear()
             if self._deadlines is not None:
                 self._deadlines.restart(state["proxy"])
-            self._agreed_epoch, loop.seed = state["agreed_epoch"], state["seed"]
+            self._agreed_epoch = state["agreed_epoch"]
 
     def state_dict(self) -> dict[str, Any]:
         with self.loop.training.changed:
