@@ -76,9 +76,11 @@ class Backlog:
             self.wants_copy, self.copied = True, None
 
     def forget_copy(self) -> None:
-        """Members changed: what was on its way will not come."""
-        if self.copied is not None and not self.copied.here:
-            self.copied = None
+        """Members changed: what was on its way will not come, and whoever waits for it goes on."""
+        with self._changed:
+            if self.copied is not None and not self.copied.here:
+                self.copied = None
+                self._changed.notify_all()
 
     def _bytes(self) -> int:
         return sum(step_state.total.bytes for step_state in self._kept if step_state.total is not None)

@@ -30,7 +30,7 @@ class StreamMark:
 
 
 class SideStream:
-    """The stream beside the user's. ``with beside:`` work goes there, from any thread."""
+    """The stream beside the user's. ``with stream.work():`` work goes there, from any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""The training's state of a training, the same on every worker: the feed, the history, the pacer and the plans.
+"""The state of a training, the same on every worker: the feed, the history, the pacer and the plans.
 
 They change when a step is closed, by what its round said, and nowhere else. The leader asks its pacer for the step
 after the open one as soon as that is dealt; the plan rides in the open step's round, so everybody holds the same plan
@@ -290,7 +290,7 @@ class TrainingState:
         return list(self._history)[-RECENT_RECORDS:]
 
     def take_over(self, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
-        """A peer's `whole_state`: this worker's training's state are then equal to the peer's."""
+        """A peer's `whole_state`: this worker's is then equal to it."""
         self.pacer.load_state_dict(state["pacer"])
         self._history.replace(StepRecord.from_json(record) for record in json.loads(state["history"]))
         self.index, self.epoch_step, self.plan = state["step"], state["epoch_step"], None

@@ -28,7 +28,7 @@ class Round:
         ``total``: room for the weighted updates. With ``header`` they hold the fleet's sums when the round is over."""
         self.period, self.header, self.table, self.statistics, self.total = period, header, table, statistics, total
         self.update: Sequence[torch.Tensor] | None = None
-        """SideStream local steps: this worker's update as it was when the round began."""
+        """Beside local steps: this worker's update as it was when the round began."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

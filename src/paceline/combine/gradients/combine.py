@@ -213,7 +213,7 @@ class GradientCombine:
 
     @property
     def open_step(self) -> StepState | None:
-        """The step under way, unless its training's state are closed."""
+        """The step under way, unless what it did is counted."""
         return self._step_states.get(self.loop.training.index)
 
     def members_changed(self, kept: Sequence[int | None]) -> None:
