@@ -340,7 +340,7 @@ class Proxy:
         return said[0]
 
     def _release(self) -> None:
-        """What the last call gave is in the training's state: they may follow who is there now."""
+        """What the last call gave is in the training's state, which may hear who is there now."""
         self._transport.release()
 
     def _keep_up(self) -> None:

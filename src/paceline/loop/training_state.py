@@ -1,6 +1,6 @@
 """The state of a training, the same on every worker: the feed, the history, the pacer and the plans.
 
-They change when a step is closed, by what its round said, and nowhere else. The leader asks its pacer for the step
+It changes when a step is closed, by what its round said, and nowhere else. The leader asks its pacer for the step
 after the open one as soon as that is dealt; the plan rides in the open step's round, so everybody holds the same plan
 and nobody waits for it.
 """
@@ -48,7 +48,7 @@ class TrainingState:
         self.first_epoch = first_epoch
         """Passes over the dataset before this loop."""
         self.changed = threading.Condition(threading.RLock())
-        """Held while the training's state or a step change; notified after."""
+        """Held while this state or a step's changes; notified after."""
         self.index = first_index
         self.epoch_step = 0
         """Steps of the open epoch that are over."""
