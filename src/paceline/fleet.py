@@ -21,6 +21,7 @@ from paceline.exit import end_with_one_line
 from paceline.feed import Order
 from paceline.loop.steps import Steps
 from paceline.loop.values import Values
+from paceline.machines import Machine
 from paceline.observe.exports.trackers import Trackers
 from paceline.pace import Pacer
 from paceline.records import History
@@ -77,15 +78,7 @@ def join(
 
 
 class Fleet:
-    """This worker's hold on the fleet. Use it as a context manager: ``with paceline.join() as fleet:``.
-
-    Attributes:
-        device (torch.device): where this worker computes; models and micro-batches are put there.
-        pacer (Pacer): decides the shares: the object given to `paceline.join`, or the one of that name.
-        combine (str | Averaging | ElasticAverage): how the work merges: "gradients", or the settings of an average.
-        nonfinite (str): "stop" or "skip": what happens when gradients are NaN or infinite.
-        machine (Machine | None): the machine that this worker plays under ``--emulate``; None when it plays none.
-    """
+    """This worker's hold on the fleet. Use it as a context manager: ``with paceline.join() as fleet:``."""
 
     def __init__(
         self,
@@ -99,18 +92,8 @@ class Fleet:
         run_dir: str | Path | None,
         quiet: bool,
     ) -> None:
-        self._context = context = join_training(
-            pace,
-            combine,
-            device=device,
-            seed=seed,
-            nonfinite=nonfinite,
-            name=name,
-            run_dir=run_dir,
-            quiet=quiet,
-        )
-        self.pacer, self.combine, self.nonfinite = context.pacer, context.combine, context.nonfinite
-        self.device, self.machine = context.device, context.machine
+        asked: dict[str, Any] = {"device": device, "seed": seed, "nonfinite": nonfinite}
+        self._context = context = join_training(pace, combine, **asked, name=name, run_dir=run_dir, quiet=quiet)
         self._trackers = Trackers(leads=lambda: context.is_leader, observe=context.recorder.event)
         self._replica = Replica(context)
         untracked = UntrackedChecks(context)
@@ -119,6 +102,33 @@ class Fleet:
         self._loading = Loading(context, self._replica, untracked)
         self._constructor = StepsConstructor(context, self._replica, untracked, self._saving)
         self._loops = LoopBuilder(context, self._replica, untracked, self._loading, self._constructor)
+
+    # -- what was asked for ----------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker computes; models and micro-batches are put there."""
+        return self._context.device
+
+    @property
+    def pacer(self) -> Pacer:
+        """Decides the shares: the object given to `paceline.join`, or the one of that name."""
+        return self._context.pacer
+
+    @property
+    def combine(self) -> str | Averaging | ElasticAverage:
+        """How the work merges: "gradients", or the settings of an average."""
+        return self._context.combine
+
+    @property
+    def nonfinite(self) -> str:
+        """Either "stop" or "skip": what happens when gradients are NaN or infinite."""
+        return self._context.nonfinite
+
+    @property
+    def machine(self) -> Machine | None:
+        """The machine that this worker plays under ``--emulate``; None when it plays none."""
+        return self._context.machine
 
     # -- who is here -----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import torch
 from paceline.machines.failures import Failures
 
 if TYPE_CHECKING:
+    from paceline.loop.context import LoopContext
     from paceline.loop.step import Step
     from paceline.loop.step_state import StepState
 
@@ -35,6 +36,8 @@ class CombineParts:
 
 class Combine(Protocol):
     """How work merges in one loop. It holds what the parts of the loop share as ``loop``."""
+
+    loop: LoopContext
 
     @property
     def rounds(self) -> int:
@@ -70,6 +73,9 @@ class Combine(Protocol):
 
     def models_were_set(self) -> None:
         """A checkpoint was loaded behind this loop: the models have other weights than its last round left."""
+
+    def warn(self, text: str) -> None:
+        """A warning that all who step together have: one of them tells it."""
 
     def ended(self) -> None:
         """The loop has given out its last step, or was left."""

@@ -17,7 +17,7 @@ from paceline.errors import MisuseError
 
 ADVICE = (
     "for one set of parameters add the losses, step.backward(a + b); for models with a loss each (a GAN) give each "
-    "its own, step.backward(loss, models=generator), or train them in steps by steps: docs/several-models.md"
+    "its own, step.backward(loss, models=generator), or train them in steps by turns: docs/several-models.md"
 )
 
 

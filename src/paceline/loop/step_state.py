@@ -45,15 +45,15 @@ TRANSITIONS: dict[LoopPhase | RoundPhase, tuple[LoopPhase | RoundPhase, ...]] = 
     _L.NOT_BEGUN: (_L.WORKING, _L.DONE, _L.WAITING, _L.CUT_OFF),
     _L.WORKING: (_L.DONE, _L.WAITING, _L.CUT_OFF),
     _L.DONE: (_L.DONE, _L.WORKING, _L.WAITING),
-    _L.WAITING: (_L.WAITING,),
+    _L.WAITING: (_L.WAITING, _L.DONE),
     _L.CUT_OFF: (_L.CUT_OFF, _L.DONE, _L.WAITING),
     _R.OPEN: (_R.CLOSED, _R.VOID),
     _R.CLOSED: (_R.CLOSED, _R.OVER, _R.VOID),
-    _R.OVER: (),
+    _R.OVER: (_R.VOID,),
     _R.VOID: (),
 }
-"""To which phases each may change. A round that members were lost in is closed again; the loop of a worker that
-waits may be told so again."""
+"""To which phases each may change. A round that members were lost in is closed again. A loop that was interrupted while
+it waited may begin the step again. A worker that was dropped just when its round was over does not know the result."""
 
 
 @dataclass

@@ -185,11 +185,11 @@ class Steps:
         loop = self.loop
         if loop.closed:
             return
-        loop.closed = True
         self.combine.close(orderly=orderly)
+        loop.closed = True
         if orderly and loop.step is not None and not loop.step.committed:
             text = f"the loop was left in step {loop.step.index}, before its commit: its samples were not counted"
-            loop.warn_all(text)
+            self.combine.warn(text)
         if orderly and not loop.finished and self.training.index > loop.first:
             loop.observe("left", {"step": self.training.index})
         self.dealing.close()

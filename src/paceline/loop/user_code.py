@@ -15,7 +15,7 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise ValueError(
             f"{name} takes two gradients of one batch for an update, and a step has one: take two steps an update, "
-            "step.combine() and first_step() or second_step() by steps, as docs/several-models.md shows"
+            "step.combine() and first_step() or second_step() by turns, as docs/several-models.md shows"
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

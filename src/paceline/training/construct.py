@@ -62,7 +62,7 @@ class StepsConstructor:
     def __init__(self, context: TrainingContext, replica: Replica, untracked: UntrackedChecks, saving: Saving) -> None:
         self._context, self._replica, self._untracked, self._saving = context, replica, untracked, saving
         self._guards: list[Guard] = []
-        self._learner = self._make_learner()
+        self._learner: Any = None
 
     def make(self, plan: LoopPlan) -> Steps:
         gradients = self._gradients(plan.settings.auto)

@@ -132,7 +132,7 @@ class AveragingCombine:
         self._waited_s = time.perf_counter() - entered
         self._word = int(header.column("ended")[0])
         step_state.header = header
-        apply = may_apply(loop, step, header, ranks=self._members)
+        apply = may_apply(self, step, header, ranks=self._members)
         if apply:
             loop.gradients.mean(header, clip_norm)
             if self.periods.merging.decays and period is not None:
@@ -241,6 +241,11 @@ class AveragingCombine:
     def models_were_set(self) -> None:
         self.loop.gradients.statistics_were_set()
         self.periods.rebase()
+
+    def warn(self, text: str) -> None:
+        """The group's first member tells it."""
+        if self._member == 0:
+            self.loop.observe("note", {"level": "warning", "text": text})
 
     def ended(self) -> None:
         pass

@@ -73,9 +73,7 @@ class Averaging:
                 f"weight_decay is {self.weight_decay}: a finite number from 0, or None for the optimiser's"
             )
         if self.outer is not None and not isinstance(self.outer, Outer):
-            raise ValueError(
-                f"outer is {self.outer!r}: give paceline.combine.averaging.outer.Outer(lr=0.7, momentum=0.9) or None"
-            )
+            raise ValueError(f"outer is {self.outer!r}: give paceline.Outer(lr=0.7, momentum=0.9) or None")
         if not isinstance(self.overlap, bool):
             raise ValueError(f"overlap is {self.overlap!r}: True lets local work go on during rounds, False does not")
         if self.groups is not None:

@@ -7,7 +7,7 @@ runs the same sums in the same order whatever its share.
 
 Where workers come and go, a round may have to be run again, and its result be handed to a worker that missed its end.
 There the copy is made last, not first: gradients add up where autograd puts them and are copied when their sum starts,
-into one of two flat tensors by steps, so that a worker's own gradient lasts until the round is over and the fleet's
+into one of two flat tensors by turns, so that a worker's own gradient lasts until the round is over and the fleet's
 until the next one is. That costs memory, and no time.
 """
 

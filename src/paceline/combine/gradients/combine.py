@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from paceline.combine import Header
-from paceline.combine.base import CombineParts
+from paceline.combine.base import Combine, CombineParts
 from paceline.deadline.rounds import Deadlines, ProxyRound
 from paceline.errors import Dropped, MisuseError, NonFiniteGradients
 from paceline.loop.context import LoopContext
@@ -141,7 +141,7 @@ class GradientCombine:
         header = step_state.header
         assert header is not None
         self._compare_rates(step_state, header)
-        apply = may_apply(self.loop, step, header) and here
+        apply = may_apply(self, step, header) and here
         if apply:
             self.loop.gradients.mean(header, clip_norm, own=own)
         step.record = step.work.record(header, apply)
@@ -197,6 +197,9 @@ class GradientCombine:
     def models_were_set(self) -> None:
         self.loop.gradients.statistics_were_set()
 
+    def warn(self, text: str) -> None:
+        self.loop.warn_all(text)
+
     def ended(self) -> None:
         if self.loop.finished and self._deadlines is not None:
             self._deadlines.end()
@@ -249,18 +252,15 @@ class GradientCombine:
         loop.next, loop.finished, loop.progress = loop.training.index, loop.training.finished, loop.training.progress
 
 
-def may_apply(loop: LoopContext, step: Step, header: Header, *, ranks: Sequence[int] | None = None) -> bool:
+def may_apply(combine: Combine, step: Step, header: Header, *, ranks: Sequence[int] | None = None) -> bool:
     """Whether the round gave a gradient to apply; NonFiniteGradients when it gave a bad one and the run is to stop.
     ``ranks``: of the header's workers, where they are not the whole fleet."""
-    bad = np.flatnonzero(header.column("nonfinite"))
+    bad, rule = np.flatnonzero(header.column("nonfinite")), combine.loop.nonfinite
     if bad.size:
-        text = nonfinite_text(step.index, header, bad.tolist(), ranks=ranks, skip=loop.nonfinite == "skip")
-        if loop.nonfinite == "stop":
+        text = nonfinite_text(step.index, header, bad.tolist(), ranks=ranks, skip=rule == "skip")
+        if rule == "stop":
             raise NonFiniteGradients(text)
-        if ranks is None:
-            loop.warn_all(text)
-        elif loop.transport.rank == ranks[0]:  # a warning that the whole group has: its first member's is enough
-            loop.observe("note", {"level": "warning", "text": text})
+        combine.warn(text)
     return has_gradient(header)
 
 
