@@ -269,6 +269,7 @@ def test_a_worker_that_the_fleet_went_on_without_gives_its_step_up_and_begins_an
         steps.append(step)
         if len(steps) == 3:
             assert torch.equal(worker.parameters(), before), "nothing of it counts"
+        assert len(steps) < 10, "it begins anew, and not for ever"
     assert [step.index for step in steps] == [0, 1, 2, 2, 3, 4]
     void = steps[2]
     assert void.step_state.round_phase is RoundPhase.VOID
