@@ -525,7 +525,7 @@ def leave(worker: Late, *, after: int, ready: Callable[[], Any] = lambda: True) 
         worker.work(step)
     eventually(ready, "the other is where it should be")
     worker.steps.close()
-    assert not worker.proxy._thread.is_alive()
+    eventually(lambda: not worker.proxy._thread.is_alive(), "the thread ends")
     return int(worker.proxy._entered)
 
 
