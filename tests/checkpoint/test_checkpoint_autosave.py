@@ -341,6 +341,7 @@ def settled(fleet: paceline.Fleet, steps: Iterator[paceline.Step]) -> Iterator[p
         yield step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [0, 4, 5, 9, 13])
 def test_two_lines_at_the_top_resume_as_if_nothing_had_happened(tmp_path: Path, stop: int) -> None:
     with join(tmp_path) as fleet:

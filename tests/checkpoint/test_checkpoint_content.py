@@ -79,6 +79,7 @@ def saved(tmp_path: Path) -> Path:
 # -- going on ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [0, 2, 3, 4, 7, 11])  # 3, 7 and 11 end an epoch
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, stop: int) -> None:
     path = tmp_path / "c.pt"
@@ -272,6 +273,7 @@ def test_a_checkpoint_whose_checksum_was_cut_off_is_refused(fleet: paceline.Flee
     assert_refused(fleet, saved, "its end, with the checksum, is missing")
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_anywhere_is_refused_and_changes_nothing(fleet: paceline.Fleet, saved: Path) -> None:
     simple(fleet)
     whole = saved.read_bytes()

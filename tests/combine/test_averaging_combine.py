@@ -30,6 +30,8 @@ from paceline.records import Plan, StepRecord
 from paceline.transport.alone import Alone
 from side_by_side import SideBySide, together
 
+pytestmark = pytest.mark.slow  # seconds, all together
+
 RATE = 0.1
 DATA = numbers(48)
 SETTINGS: dict[str, Any] = {"global_batch": 8, "micro_batch": 2, "shuffle": False}

@@ -28,6 +28,8 @@ from paceline.loop.step import Step
 from paceline.loop.step_state import LoopPhase, RoundPhase, StepState
 from paceline.records import Plan, StepRecord
 
+pytestmark = pytest.mark.slow  # seconds, all together
+
 Hire = Callable[..., list["Late"]]
 
 

@@ -19,6 +19,8 @@ from paceline.loop.rounds import COMPARE_EARLY, COMPARE_EVERY
 from paceline.loop.step_state import RoundPhase
 from paceline.transport import Alone
 
+pytestmark = pytest.mark.slow  # seconds, all together
+
 Hire = Callable[..., Worker]
 
 
