@@ -192,7 +192,7 @@ def check_names(pace: str | None, combine: str | None, workers: int) -> None:
         except ValueError as error:
             raise ValueError(f"--pace: {error}") from None
     if combine is not None:
-        from paceline.combine import NAMES
+        from paceline.combine.choose import names
 
-        if combine not in NAMES:
-            raise ValueError(f"--combine: unknown combine {combine!r}; known: {', '.join(NAMES)}")
+        if combine not in names():
+            raise ValueError(f"--combine: unknown combine {combine!r}; known: {', '.join(names())}")

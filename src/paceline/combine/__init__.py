@@ -3,6 +3,4 @@
 from paceline.combine.gradients.gradients import Gradients
 from paceline.combine.header import Header
 
-NAMES = ("gradients", "average", "elastic-average")
-
-__all__ = ["NAMES", "Gradients", "Header"]
+__all__ = ["Gradients", "Header"]

@@ -62,9 +62,14 @@ def make_combine(asked: Choice) -> Choice:
     if not isinstance(asked, str) and getattr(asked, "name", None) in _KINDS:
         return asked
     if not isinstance(asked, str) or asked not in _KINDS:
-        raise ValueError(f"unknown combine {asked!r}; known: {', '.join(_KINDS)}")
+        raise ValueError(f"unknown combine {asked!r}; known: {', '.join(names())}")
     settings = _KINDS[name_of(asked)].settings
     return asked if settings is None else settings()
+
+
+def names() -> tuple[str, ...]:
+    """Of all combines that are known."""
+    return tuple(_KINDS)
 
 
 def name_of(combine: Choice) -> str:
