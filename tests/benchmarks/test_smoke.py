@@ -13,7 +13,8 @@ import paceline
 pytestmark = pytest.mark.fleet
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-FOUND = sorted(file.stem for file in BENCHMARKS.glob("[a-z]*.py") if file.stem != "common")
+FILES = [*BENCHMARKS.glob("[a-z]*.py"), *BENCHMARKS.glob("papers/[a-z]*.py")]
+FOUND = sorted(str(file.relative_to(BENCHMARKS).with_suffix("")) for file in FILES if file.stem != "common")
 KEYS = {
     "chaos": "goodput goodput_by_pace lost doubled replicas_equal replay_off faults left_running seed",
     "convergence": "accuracy_sync accuracy_joint time_ratio whole_time_ratio spread_sync spread_joint seeds ways",
