@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pace_rig import play, record, slower
+from pace_rig import machines, play, record, slower
 
 import paceline.pace as pace
 from paceline.pace import Adaptive, Ask, Epoch, Equal, Fixed, Pacer
@@ -142,7 +142,87 @@ def test_epoch_converges_to_p0s_fixed_point_with_fixed_costs() -> None:
     c, m, total = np.array([0.0, 0.1]), np.array([1e-3, 1e-3]), 512
     run = play(Epoch(), lambda step: (c, m), total=total, steps=200, epoch_of=lambda step: step // 10)
     tau = (total + (c / m).sum()) / (1 / m).sum()
-    assert run.shares[-1] == pytest.approx((tau - c) / m, abs=1.5)
+    assert run.shares[-1].tolist() == np.rint((tau - c) / m).tolist() == [306, 206]
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "step_s", "shares"),
+    [((0.10, 0.12), 0.142, [42, 22]), ((0.05, 0.06, 0.05, 0.06), 0.071, [21, 11, 21, 11])],
+)
+def test_epoch_carries_real_shares_so_small_corrections_add_up(
+    fixed_s: tuple[float, ...], step_s: float, shares: list[int]
+) -> None:
+    """Derived again from whole samples they stop at 0.144 and 0.073 s; equal shares take 0.152 and 0.076 s."""
+    fleet = machines(fixed_s, [1e-3] * len(fixed_s))
+    run = play(Epoch(), fleet, total=64, steps=600, epoch_of=lambda step: step // 10)
+    assert run.wall_s[-1] == pytest.approx(step_s)
+    assert run.shares[-1].tolist() == shares
+
+
+def test_real_shares_are_carried_through_whole_units_too() -> None:
+    fleet = machines([0.10, 0.12], [1e-3] * 2)
+    run = play(Epoch(), fleet, total=128, steps=600, epoch_of=lambda step: step // 10, unit=2)
+    assert run.wall_s[-1] == pytest.approx(run.best_s[-1])
+
+
+def settled(pacer: Epoch, *, steps: int = 600, first: int = 0) -> list[int]:
+    fleet = machines([0.10, 0.12], [1e-3] * 2)
+    run = play(pacer, fleet, total=64, steps=steps, first=first, epoch_of=lambda step: step // 10)
+    return run.shares[-1].tolist()  # type: ignore[no-any-return]
+
+
+def test_the_real_share_is_saved_and_goes_on() -> None:
+    whole, before, after = Epoch(), Epoch(), Epoch()
+    settled(whole, steps=70)
+    settled(before, steps=33)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    settled(after, steps=37, first=33)
+    weights = [np.array(pacer.state_dict()["speeds"]["columns"]["speed"]) for pacer in (whole, after)]
+    assert weights[0] / weights[0].sum() == pytest.approx(weights[1] / weights[1].sum(), rel=1e-3)
+    assert settled(after, first=70) == [42, 22]
+
+
+def test_a_checkpoint_with_whole_samples_alone_goes_on_to_the_fixed_point() -> None:
+    """As versions saved it that derived shares from whole samples: stalled at 40 and 24."""
+    old = Epoch()
+    state = old.state_dict()
+    state["epoch"] = 5
+    columns = {
+        "samples": [400.0, 240.0],
+        "seconds": [1.40, 1.44],
+        "steps": [60.0, 60.0],
+        "speed": [40 / 0.14, 24 / 0.144],
+    }
+    state["speeds"] = {"workers": [0, 1], "present": 2, "columns": columns}
+    old.load_state_dict(state)
+    assert old.plan(Ask(step=60, total=64, workers=(0, 1), epoch=6)).samples == (40, 24)
+    assert settled(old, first=60) == [42, 22]
+
+
+def test_shares_that_a_bound_set_are_measured_as_they_were_done() -> None:
+    """Worker 0 may take 10 at most: it is as fast as it was seen to be, not as its real share would have it."""
+    pacer = Epoch()
+    for step in range(30):
+        ask = Ask(step=step, total=60, workers=(0, 1, 2), epoch=step // 5, maximum=(10, 60, 60))
+        samples = pacer.plan(ask).samples
+        assert samples[0] == 10
+        pacer.observe(record(step, samples, np.array(samples) * [1e-3, 2e-3, 2e-3], epoch=step // 5))
+    assert pacer.plan(Ask(step=30, total=60, workers=(0, 1, 2), epoch=6)).samples == (30, 15, 15)
+
+
+def test_the_real_share_survives_a_change_of_members() -> None:
+    pacer, costs = Epoch(), {0: 0.10, 1: 0.12, 5: 0.10}
+
+    def run(first: int, steps: int, *workers: int) -> list[int]:
+        fleet = machines([costs[worker] for worker in workers], [1e-3] * len(workers))
+        played = play(
+            pacer, fleet, total=64, steps=steps, first=first, epoch_of=lambda step: step // 10, workers=workers
+        )
+        return played.shares[-1].tolist()  # type: ignore[no-any-return]
+
+    run(0, 305, 0, 1)
+    assert run(305, 600, 1, 5, 0) == [8, 28, 28]
+    assert run(905, 600, 5, 1) == [42, 22]
 
 
 def test_epoch_ignores_the_first_step_once_there_is_another() -> None:

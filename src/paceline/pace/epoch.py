@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.pace.base import Ask
-from paceline.pace.cost import measurements
+from paceline.pace.cost import Floats, Mask, measurements
 from paceline.pace.forecasting import Forecasting, caps, floors
 from paceline.pace.ledger import Ledger
 from paceline.pace.shares import proportional
@@ -20,11 +19,13 @@ from paceline.records import Plan, StepRecord
 class Epoch(Forecasting):
     """P0's rule at the end of every epoch: ``p_i <- (p_i / t_i) / sum_j (p_j / t_j)``, equal shares at first.
 
-    ``t_i`` is the worker's mean own-compute seconds a step. Share over time is speed, so the code keeps
-    ``v_i = samples / seconds`` over the epoch and sets ``p_i = v_i / sum_j v_j``: the same numbers, and right as well
-    when a worker joined or was capped half-way. The very first step measured (compilation, cold caches) counts only
-    until there is another. A worker without a sample in an epoch keeps its last speed, and so does one that left; a new
-    one gets the median until the epoch is over.
+    ``t_i`` is the worker's mean own-compute seconds a step, ``p_i`` a real number: it is rounded only when a step is
+    dealt, and ``p_i * total``, not the whole samples of it, goes into the next ``p_i``; corrections under half a sample
+    would vanish otherwise, and the shares stop short of their fixed point. Share over time is speed, so the code keeps
+    ``v_i = sum(p_i * total) / sum(seconds)`` over the epoch and sets ``p_i = v_i / sum_j v_j``: the same numbers, and
+    right as well when a worker joined or was lost half-way. The very first step measured (compilation, cold caches)
+    counts only until there is another. A worker without a sample in an epoch keeps its last speed, and so does one that
+    left; a new one gets the median until the epoch is over.
     """
 
     name = "epoch"
@@ -46,7 +47,8 @@ class Epoch(Forecasting):
             samples, seconds, speed = (book.everybody(name) for name in ("samples", "seconds", "speed"))
             speed[:] = _speed(samples, seconds, speed)
             samples[:] = seconds[:] = 0.0
-        told, samples, seconds = measurements(record)
+        told, done, seconds = measurements(record)
+        samples = _before_rounding(_weights(book["speed"]), told, done)
         cold = told & (book["steps"] == 1)
         for name, values in (("samples", samples), ("seconds", seconds)):
             np.copyto(book[name], 0.0, where=cold)
@@ -55,13 +57,11 @@ class Epoch(Forecasting):
 
     def plan(self, ask: Ask) -> Plan:
         """Shares in proportion to the speeds of the epoch before."""
-        speed = self._speeds(ask)
-        known = speed > 0
-        weights = np.where(known, speed, np.median(speed[known]) if known.any() else 1.0)
+        weights = _weights(self._speeds(ask))
         shares = proportional(weights, ask.total, unit=ask.unit, minimum=floors(ask), maximum=caps(ask))
         return self._answer(ask, shares)
 
-    def _speeds(self, ask: Ask) -> NDArray[np.float64]:
+    def _speeds(self, ask: Ask) -> Floats:
         """Samples a second by the epoch before the asked one, whose first plan comes before its first record."""
         samples, seconds, speed = (self._ledger.look_up(name, ask.workers) for name in ("samples", "seconds", "speed"))
         return speed if ask.epoch == self._epoch else _speed(samples, seconds, speed)
@@ -78,7 +78,23 @@ class Epoch(Forecasting):
         return "Epoch()"
 
 
-def _speed(
-    samples: NDArray[np.float64], seconds: NDArray[np.float64], last: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _weights(speed: Floats) -> Floats:
+    """``p_i`` up to a factor: the speeds, and the median where nothing is known."""
+    known = speed > 0
+    return np.where(known, speed, np.median(speed[known]) if known.any() else 1.0)
+
+
+def _before_rounding(weights: Floats, told: Mask, done: Floats) -> Floats:
+    """``p_i * total`` of those who worked, or what each did where that is not ``p_i * total`` rounded: a bound, a lost
+    worker or a round by the clock set the shares. Rounding moves a share by less than the unit they are multiples of.
+    """
+    if not told.any():
+        return done
+    worked, whole = np.where(told, weights, 0.0), done[told].astype(np.int64)
+    dealt = worked * (whole.sum() / worked.sum())
+    rounded = np.all(np.abs(dealt - done)[told] < np.gcd.reduce(whole))
+    return np.where(told & rounded, dealt, done)
+
+
+def _speed(samples: Floats, seconds: Floats, last: Floats) -> Floats:
     return np.divide(samples, seconds, out=last.copy(), where=seconds > 0)
