@@ -14,6 +14,7 @@ from torch import nn
 import paceline
 from lone import deep, flat, join, linear, mse, numbers, plain, sgd, training
 from paceline import MisuseError
+from paceline.machines import Machine
 
 
 @pytest.fixture
@@ -29,6 +30,28 @@ def model(fleet: paceline.Fleet) -> nn.Linear:
 
 def first(fleet: paceline.Fleet, **options: Any) -> paceline.Step:
     return next(iter(fleet.steps(numbers(), **{"global_batch": 8, "micro_batch": 4, "shuffle": False} | options)))
+
+
+def test_an_emulated_machine_pays_its_constant_cost_once_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_EMULATE", "1+20ms")
+    monkeypatch.setenv("PACELINE_SAMPLE_MS", "0.001")
+    pads: list[tuple[int, bool]] = []
+    pad = Machine.pad
+
+    def noted(machine: Machine, step: int, samples: int, started: float, *, begins: bool = True) -> float:
+        pads.append((step, begins))
+        return pad(machine, step, samples, started, begins=begins)
+
+    monkeypatch.setattr(Machine, "pad", noted)
+    with join(tmp_path) as fleet:
+        model = fleet.model(linear())
+        steps = list(training(fleet, model, sgd(model), numbers(16), global_batch=8, micro_batch=4))
+    assert pads == [(0, True), (0, False), (1, True), (1, False)]
+    for step in steps:
+        assert step.record is not None
+        assert step.record.seconds[0] >= 0.02
 
 
 # -- misuse that would be averaged in silently ---------------------------------------------------------------------

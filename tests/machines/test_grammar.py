@@ -1,5 +1,7 @@
 """How fleets of emulated machines are written."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +30,42 @@ def test_what_is_written_is_what_is_played(factor: float, step: int, later: floa
     assert machine.seconds(step, samples) == pytest.approx(samples * 0.002 * later)
 
 
+@pytest.mark.parametrize("text", ["2+50ms", "2+0.05s", " 2 + 50 ms ", "2e+0+50ms", "2.0+5e1ms"])
+def test_a_constant_cost_is_paid_once_a_step_whatever_the_share(text: str) -> None:
+    (machine,) = parse_fleet(text, sample_ms=1.0)
+    assert [machine.seconds(7, n) for n in (0, 1, 100)] == pytest.approx([0.0, 0.052, 0.25])
+    assert machine.seconds(7, 100, begins=False) == pytest.approx(0.2)
+    assert machine.describe() == "2x slower, 50 ms a step"
+
+
+def test_a_constant_cost_stands_beside_every_other_part() -> None:
+    (machine,) = parse_fleet("2+50ms@40:8@60:1+20ms@80:3+0ms~0.2!16", sample_ms=1.0)
+    samples = [machine.seconds(step, 10, begins=False) for step in (0, 40, 60, 80)]
+    costs = [machine.seconds(step, 10) - own for step, own in zip((0, 40, 60, 80), samples)]
+    assert costs == pytest.approx([0.05, 0.05, 0.02, 0.0])
+    (plain,) = parse_fleet("2@40:8@60:1@80:3~0.2", sample_ms=1.0)
+    assert samples == [plain.seconds(step, 10) for step in (0, 40, 60, 80)]
+    assert machine.memory_samples == 16
+    assert machine.describe() == (
+        "2x slower, 50 ms a step, 8x from step 40, 1x from step 60, 20 ms a step from step 60, 3x from step 80, "
+        "0 ms a step from step 80, jitter 0.2, memory for 16 samples"
+    )
+
+
+def test_a_large_factor_may_still_be_written_with_a_sign() -> None:
+    (machine,) = parse_fleet("1e+3", sample_ms=1.0)
+    assert machine.seconds(0, 1) == pytest.approx(1.0)
+
+
+def test_a_trace_may_have_a_constant_cost_on_top(tmp_path: Path) -> None:
+    file = tmp_path / "two+ms.csv"
+    file.write_text("0,1.0,3.0\n1,1.0,3.0\n")
+    plain, costly = parse_fleet(str(file), sample_ms=1.0), parse_fleet(f"{file}+50ms", sample_ms=1.0)
+    for before, after in zip(plain, costly):
+        assert after.seconds(1, 10) == pytest.approx(before.seconds(1, 10) + 0.05)
+        assert after.describe() == before.describe() + ", 50 ms a step"
+
+
 def test_memory_and_jitter_may_follow_in_this_order() -> None:
     machine = parse_fleet("1,2@40:8~0.2!16", sample_ms=2.0)[1]
     assert machine.memory_samples == 16
@@ -49,6 +87,16 @@ def test_memory_and_jitter_may_follow_in_this_order() -> None:
         ("1@0:2", "must come after step 0"),
         ("1@40:2@40:3", "must come after step 40"),
         ("1@40:", "a factor is missing"),
+        ("1+50", "'+50' should read +COST with its unit, such as +50ms"),
+        ("1+", "should read +COST with its unit"),
+        ("1+ms", "should read +COST with its unit"),
+        ("1+50min", "should read +COST with its unit"),
+        ("1+nanms", "should read +COST with its unit"),
+        ("1+-5ms", "a constant cost of a step is at least 0"),
+        ("+50ms", "a factor is missing"),
+        ("1+2ms+3ms", "a factor is a number"),
+        ("1~0.2+50ms", "the jitter is a number"),
+        ("1~0.1!4+50ms", "a whole number"),
         ("1~", "the jitter is a number"),
         ("1~-0.1", "between 0 and 3"),
         ("1~9", "between 0 and 3"),

@@ -74,6 +74,14 @@ def test_what_one_pad_oversleeps_the_next_makes_up_for(clock: Clock) -> None:
     assert clock.now - 100.0 == pytest.approx(20 * 0.010 + 0.001)
 
 
+def test_the_first_pad_of_a_step_pays_its_constant_cost(clock: Clock) -> None:
+    (machine,) = parse_fleet("1+50ms", sample_ms=10.0)
+    clock.over = 0.0
+    machine.pad(0, 2, clock.now)
+    machine.pad(0, 2, clock.now, begins=False)
+    assert clock.now - 100.0 == pytest.approx(0.050 + 4 * 0.010)
+
+
 def test_a_host_that_is_too_slow_is_reported_by_how_much_and_does_not_sleep(clock: Clock) -> None:
     (machine,) = parse_fleet("1", sample_ms=10.0)
     started = clock.now

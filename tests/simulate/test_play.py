@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from paceline.pace import Adaptive, Ask, Equal
+from paceline.pace import Adaptive, Ask, Epoch, Equal, Fixed
 from paceline.pace.cutoff import Cutoff
 from paceline.pace.forecast import LastValue, Seen
 from paceline.records import Plan, StepRecord
@@ -36,6 +36,49 @@ def test_a_cut_off_step_by_hand() -> None:
 def test_the_limit_by_hand() -> None:
     outcome = play.limit(STEPS)
     assert outcome.seconds == pytest.approx([4 / (1 + 1 / 2 + 1 / 3 + 1 / 8), 4.0])
+
+
+def test_the_limit_with_constant_costs_by_hand() -> None:
+    """Two shares by workers of 1 s a share and costs of 0 and 1 s take 1.5 s; one whose cost is 9 s stays out."""
+    outcome = play.limit(np.ones((2, 2)), cost_s=[[0.0, 1.0], [0.0, 9.0]])
+    assert outcome.seconds == pytest.approx([1.5, 2.0])
+
+
+def test_shares_pay_a_constant_cost_once_a_step_and_only_those_who_work() -> None:
+    outcome = play.shares(np.ones((3, 2)), Fixed([2, 0]), cost_s=[0.25, 5.0], share=64)
+    assert outcome.seconds == pytest.approx([2.25] * 3)
+
+
+def test_epoch_reaches_p0s_fixed_point_in_the_simulator() -> None:
+    """64 samples at 1 ms each, and 0.10 and 0.12 s a step: 0.142 s is the best there is; equal shares take 0.152."""
+    seconds, cost_s = np.full((600, 2), 0.032), [0.10, 0.12]
+    equal = play.shares(seconds, Equal(), cost_s=cost_s, share=32).after(500)
+    epoch = play.shares(seconds, Epoch(), cost_s=cost_s, share=32).after(500)
+    assert equal.seconds == pytest.approx(np.full(100, 0.152))
+    assert epoch.seconds == pytest.approx(play.limit(seconds, cost_s=cost_s).seconds[500:])
+    assert epoch.seconds == pytest.approx(np.full(100, 0.142))
+
+
+def test_a_constant_cost_is_in_every_rule() -> None:
+    own = make("calm", steps=40, workers=6)
+    plain, costly = by_name(compare(own, warm_up=20)), by_name(compare(own, cost_s=0.5, warm_up=20))
+    for name, outcome in costly.items():
+        assert outcome.throughput < 0.75 * plain[name].throughput, name
+        assert outcome.throughput < 1.01 * costly["limit"].throughput, name
+    assert costly["naive"].seconds == pytest.approx(plain["naive"].seconds + 0.5)
+
+
+@pytest.mark.parametrize("cost_s", [-1.0, math.nan, math.inf, [1.0, 2.0], "x"])
+def test_a_constant_cost_that_makes_no_sense_is_refused(cost_s: object) -> None:
+    with pytest.raises(ValueError, match="a constant cost a step is"):
+        compare(np.ones((4, 3)), cost_s=cost_s)  # type: ignore[arg-type]
+
+
+def test_drop_compute_counts_a_constant_cost_in_its_limit() -> None:
+    calm, stalled = [1.0, 1.0], [1.0, 16.0]
+    outcome = play.drop_compute(np.array([calm] * 3 + [stalled] * 9), cost_s=0.5)
+    assert outcome.seconds == pytest.approx(np.full(12, 1.5))
+    assert outcome.shares == pytest.approx([2.0] * 3 + [1 + 1 / 16] * 9)
 
 
 def test_drop_compute_stops_after_the_micro_batch_that_passes_the_limit() -> None:

@@ -53,6 +53,27 @@ def test_all_work_until_the_deadline_and_stop_when_nothing_fits() -> None:
     assert cut.seconds == pytest.approx([n * x / SHARE for n, x in zip(cut.samples, (1.0, 2.0))])
 
 
+def test_a_constant_cost_comes_before_the_first_micro_batch_and_is_busy_time() -> None:
+    pacer = Set(0.9)
+    rounds.play(np.array([[1.0, 2.0]] * 3), pacer, cut_to_fit=False, noise=exact, cost_s=[0.3, 0.0])
+    assert pacer.records[1].samples == (9 * MICRO, 7 * MICRO)
+    assert pacer.records[1].seconds == pytest.approx([0.3 + 9 / 16, 7 / 8])
+
+
+def test_a_constant_cost_beyond_the_deadline_leaves_nothing_done() -> None:
+    pacer = Set(0.9)
+    outcome = rounds.play(np.array([[1.0, 1.0]] * 2), pacer, cut_to_fit=False, noise=exact, cost_s=[2.0, 0.0])
+    assert pacer.records[0].samples[0] == 0
+    assert pacer.records[0].unfinished_s == pytest.approx([0.9, 0.0])
+    assert outcome.wasted_s[0] == pytest.approx(0.9)
+
+
+def test_joint_is_near_the_limit_with_constant_costs_too() -> None:
+    own, cost_s = make("bursts", steps=120, workers=40, seed=5), 0.2
+    limit = play.limit(own, cost_s=cost_s).after(20).throughput
+    assert 0.9 < rounds.play(own, Joint(), cost_s=cost_s).after(20).throughput / limit < 1.01
+
+
 def test_a_lost_micro_batch_delays_its_worker_until_it_ends() -> None:
     # The speed drops 48-fold: the first micro-batch of the second step was begun on the word of the first.
     records = run([[1.0], [48.0], [1.0], [1.0]], 1.0, fit=False).records
@@ -72,11 +93,11 @@ def test_a_round_closes_early_when_everybody_has_done_its_share() -> None:
 
 
 def test_without_deadlines_it_is_the_plain_simulation() -> None:
-    own = make("bursts", steps=40, workers=8)
+    own, cost_s = make("bursts", steps=40, workers=8), np.linspace(0, 0.7, 8)
     for make_one in (Equal, Adaptive):
         fine, plain = (
-            rounds.play(own, make_one(), noise=exact, overhead_s=0.1),
-            play.shares(own, make_one(), overhead_s=0.1),
+            rounds.play(own, make_one(), noise=exact, overhead_s=0.1, cost_s=cost_s),
+            play.shares(own, make_one(), overhead_s=0.1, cost_s=cost_s),
         )
         assert fine.seconds == pytest.approx(plain.seconds)
         assert fine.shares == pytest.approx(plain.shares)

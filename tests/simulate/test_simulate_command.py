@@ -49,6 +49,24 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
     assert rules["limit"]["over_naive"] == pytest.approx(1.5)
 
 
+def test_the_machines_of_an_experiment_are_played_with_their_constant_costs() -> None:
+    args = ("--emulate", "1+100ms,1+120ms", "--sample-ms", "1", "--batch", "64", "--steps", "600", "--warm-up", "500")
+    told = json.loads(simulate(*args, "--json").stdout)
+    rules = {row["rule"]: row for row in told["rules"]}
+    assert told["source"] == "machines 1+100ms,1+120ms, seed 0"
+    assert rules["naive"]["shares_per_s"] == pytest.approx(2 / 0.152)
+    assert rules["limit"]["shares_per_s"] == pytest.approx(2 / 0.142)
+    assert rules["epoch"]["over_limit"] == pytest.approx(1, abs=0.002)
+
+
+@pytest.mark.parametrize(("cost", "naive"), [("500", 2 / 2.5), ("1500,0", 2 / 2.5)])
+def test_a_trace_has_a_constant_cost_on_top(tmp_path: Path, cost: str, naive: float) -> None:
+    file = tmp_path / "two.csv"
+    file.write_text("step,a,b\n1,1.0,2.0\n7,1.0,2.0\n")
+    told = json.loads(simulate("--trace", str(file), "--step-cost-ms", cost, "--json").stdout)
+    assert told["rules"][0]["shares_per_s"] == pytest.approx(naive)
+
+
 def test_a_runs_own_log_is_read(tmp_path: Path) -> None:
     steps = [
         StepRecord(step, 0, 0, workers=(0, 1), planned=(6, 2), samples=(6, 2), seconds=(3.0, 2.0)) for step in range(4)
@@ -76,6 +94,15 @@ def test_a_runs_own_log_is_read(tmp_path: Path) -> None:
         (["--run", "nowhere", "--scenario", "calm"], "exclude each other"),
         (["--trace", "none.csv", "--steps", "3"], "are for scenarios"),
         (["--scenario", "stuck", "--steps", "0"], "at least one step"),
+        (["--emulate", "1,2", "--scenario", "calm"], "exclude each other"),
+        (["--emulate", "1,2+50"], "should read +COST with its unit, such as +50ms"),
+        (["--emulate", "1,2", "--steps", "0"], "at least one step"),
+        (["--emulate", "1,2", "--batch", "1"], "at least one sample for each of 2 workers"),
+        (["--sample-ms", "2"], "--sample-ms goes with --emulate"),
+        (["--step-cost-ms", "fast"], "write milliseconds, such as 50"),
+        (["--step-cost-ms", "1,2", "--workers", "3"], "2 costs for 3 workers"),
+        (["--step-cost-ms", "-1"], "at least 0 seconds"),
+        (["--network", "1gbit,5ms", "--parameters", "1M", "--step-cost-ms", "9"], "knows no constant cost a step"),
         (["--scenario", "stuck", "--model", "m.pt"], "--model is for cut-offs"),
         (["--workers", "2", "--steps", "2", "--html", "no/such/folder/page.html"], "cannot write"),
     ],

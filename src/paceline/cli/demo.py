@@ -97,12 +97,12 @@ class Result:
 
 def limit(fleet: Sequence[Machine], step: int) -> float:
     """Samples a second at step ``step`` if nobody ever waited: the sum of the machines' speeds."""
-    return sum(1 / machine.seconds(step, 1) for machine in fleet)
+    return sum(1 / machine.seconds(step, 1, begins=False) for machine in fleet)
 
 
 def equal_speed(fleet: Sequence[Machine], step: int) -> float:
     """Samples a second at step ``step`` with equal shares: all run at the speed of the slowest."""
-    return len(fleet) / max(machine.seconds(step, 1) for machine in fleet)
+    return len(fleet) / max(machine.seconds(step, 1, begins=False) for machine in fleet)
 
 
 class Show:
@@ -139,7 +139,7 @@ class Show:
     def _introduce(self) -> None:
         from paceline.observe.words.numbers import number
 
-        takes = [f"{1000 * machine.seconds(0, 1):.3g}" for machine in self._fleet]
+        takes = [f"{1000 * machine.seconds(0, 1, begins=False):.3g}" for machine in self._fleet]
         listed = ", ".join(takes[:-1]) + f" and {takes[-1]}" if len(takes) > 1 else takes[0]
         self._console.print(
             f"One small network learns handwritten digits on {len(takes)} machines, emulated on this computer: they "

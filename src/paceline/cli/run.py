@@ -35,7 +35,9 @@ Devices = Annotated[
 ]
 Emulate = Annotated[
     str | None,
-    typer.Option(metavar="LIST", help="Pad each worker to a machine so many times SLOWER: 1,1,2,4, or a trace.csv."),
+    typer.Option(
+        metavar="LIST", help="Pad each worker to a machine so many times SLOWER: 1,1,2+50ms,4, or a trace.csv."
+    ),
 ]
 SampleMs = Annotated[float, typer.Option(help="With --emulate: the reference machine's milliseconds a sample.")]
 Pace = Annotated[str | None, typer.Option(metavar="NAME", help="Who does how much; overrides the script's own.")]

@@ -24,6 +24,16 @@ KNOWN = "calm, skewed, drifting, bursts, periodic, stalls, long-sequences, stuck
 STUCK = "stuck"
 """The scenario of stalls inside micro-batches, which is played by its own rules."""
 
+Emulate = Annotated[
+    str | None, typer.Option(metavar="MACHINES", help="Emulated machines, as in run --emulate: 1,1,2+50ms,4.")
+]
+SampleMs = Annotated[
+    float | None, typer.Option(help="With --emulate: the reference machine's milliseconds a sample; 2 when left out.")
+]
+StepCostMs = Annotated[
+    str | None,
+    typer.Option(metavar="MS[,MS]...", help="Constant milliseconds a step on top: one for all, or one a worker."),
+]
 TraceFile = Annotated[Path | None, typer.Option(metavar="FILE", help="A recorded trace: CSV, a line a step.")]
 Run = Annotated[Path | None, typer.Option(metavar="RUN", help="A run's folder or its events.jsonl.")]
 Scenario = Annotated[str | None, typer.Option(metavar="NAME", help=f"{KNOWN}. The default is {SCENARIO}.")]
@@ -43,7 +53,8 @@ Link = Annotated[
 Parameters = Annotated[str | None, typer.Option(metavar="N", help="With --network: the model's size, such as 25M.")]
 Megabytes = Annotated[float | None, typer.Option(metavar="MB", help="With --network: the same in megabytes.")]
 Batch = Annotated[
-    int | None, typer.Option(metavar="N", help="With --network: the global batch; a run's own, or 32 a worker.")
+    int | None,
+    typer.Option(metavar="N", help="With --network or --emulate: the global batch; a run's own, or 32 a worker."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as one line of JSON.")]
 
@@ -52,10 +63,13 @@ def simulate(
     trace: TraceFile = None,
     run: Run = None,
     scenario: Scenario = None,
+    emulate: Emulate = None,
+    sample_ms: SampleMs = None,
     workers: Workers = None,
     steps: Steps = None,
     seed: Seed = 0,
     overhead_ms: OverheadMs = 0.0,
+    step_cost_ms: StepCostMs = None,
     warm_up: WarmUp = 0,
     model: Model = None,
     network: Link = None,
@@ -70,13 +84,17 @@ def simulate(
     from paceline.simulate.table import figures, table
 
     try:
-        _check_network(network, parameters, megabytes, batch, overhead_ms, model, scenario)
-        source, seconds = _seconds(trace, run, scenario, workers, steps, seed)
+        _check_network(network, parameters, megabytes, batch if emulate is None else None, overhead_ms, model, scenario)
+        machines = MachinesAsked(trace, run, scenario, emulate, workers, steps, batch, seed, sample_ms)
+        source, seconds, cost_s = _seconds(machines)
+        cost_s = _with_costs(cost_s, step_cost_ms, seconds.shape[1])
         if network is not None:
+            if cost_s.any():
+                raise ValueError("--network knows no constant cost a step: leave --step-cost-ms and +COST out")
             asked = Asked(network, parameters, megabytes, batch, run, warm_up)
             _simulate_network(source, seconds, asked, html, as_json)
             return
-        settings = {"overhead_s": overhead_ms / 1000, "warm_up": warm_up, "seed": seed}
+        settings = {"overhead_s": overhead_ms / 1000, "cost_s": cost_s, "warm_up": warm_up, "seed": seed}
         with progress_bar("simulating", wanted=seconds.size >= LONG) as progress:
             outcomes = _contest(seconds, scenario == STUCK, model, progress, **settings)
         rows = figures(outcomes)
@@ -86,7 +104,7 @@ def simulate(
         refuse(f"simulate: {error}")
     size = {"source": source, "steps": len(seconds), "workers": seconds.shape[1]}
     if as_json:
-        told = {"seed": seed, "overhead_ms": overhead_ms, "warm_up": warm_up}
+        told = {"seed": seed, "overhead_ms": overhead_ms, "step_cost_ms": step_cost_ms, "warm_up": warm_up}
         typer.echo(json.dumps({**size, **told, "rules": rows}))
         return
     from rich.console import Console
@@ -205,32 +223,87 @@ def _write_page(file: Path, text: str) -> None:
         raise ValueError(f"cannot write {file}: {error.strerror or error}") from None
 
 
-def _seconds(
-    trace: Path | None, run: Path | None, scenario: str | None, workers: int | None, steps: int | None, seed: int
-) -> tuple[str, Floats]:
-    """Where the seconds come from, in words, and the steps x workers matrix."""
-    if sum(choice is not None for choice in (trace, run, scenario)) > 1:
-        raise ValueError("--trace, --run and --scenario exclude each other: give one of them")
-    if seed < 0:
-        raise ValueError(f"--seed is a whole number from 0, not {seed}")
-    if (trace or run) and (workers is not None or steps is not None):
+@dataclass(frozen=True)
+class MachinesAsked:
+    """What the options say of where seconds come from; at most one of the first four is given."""
+
+    trace: Path | None
+    run: Path | None
+    scenario: str | None
+    emulate: str | None
+    workers: int | None
+    steps: int | None
+    batch: int | None
+    seed: int
+    sample_ms: float | None
+
+
+def _seconds(asked: MachinesAsked) -> tuple[str, Floats, Floats]:
+    """Where the seconds come from, in words; the steps x workers matrix; and the constant costs that are on top."""
+    import numpy as np
+
+    if sum(choice is not None for choice in (asked.trace, asked.run, asked.scenario, asked.emulate)) > 1:
+        raise ValueError("--trace, --run, --scenario and --emulate exclude each other: give one of them")
+    if asked.seed < 0:
+        raise ValueError(f"--seed is a whole number from 0, not {asked.seed}")
+    if (asked.trace or asked.run) and (asked.workers is not None or asked.steps is not None):
         raise ValueError("--workers and --steps are for scenarios: what was recorded has its own")
-    if trace is not None:
+    if asked.emulate is not None:
+        return _emulated(asked, asked.emulate)
+    if asked.sample_ms is not None:
+        raise ValueError("--sample-ms goes with --emulate, such as --emulate 1,1,2,4")
+    words, seconds = _recorded_or_made(asked)
+    return words, seconds, np.zeros(seconds.shape[1])
+
+
+def _recorded_or_made(asked: MachinesAsked) -> tuple[str, Floats]:
+    if asked.trace is not None:
         from paceline.machines.trace import read_trace
 
-        return f"trace {trace.name}", read_trace(trace).seconds
-    if run is not None:
+        return f"trace {asked.trace.name}", read_trace(asked.trace).seconds
+    if asked.run is not None:
         from paceline.observe import read_log
         from paceline.simulate.recorded import equal_share_seconds
 
-        return f"run {run}", equal_share_seconds(read_log(run).records)
+        return f"run {asked.run}", equal_share_seconds(read_log(asked.run).records)
     from paceline.simulate import make
 
-    name, many = scenario or SCENARIO, STEPS if steps is None else steps
-    source = f"scenario {name}, seed {seed}"
+    name, many = asked.scenario or SCENARIO, STEPS if asked.steps is None else asked.steps
+    words = f"scenario {name}, seed {asked.seed}"
     if name == STUCK:
         from paceline.simulate import stuck
 
-        few = stuck.WORKERS if workers is None else workers
-        return source, stuck.machines(steps=many, workers=few, seed=seed)
-    return source, make(name, steps=many, workers=WORKERS if workers is None else workers, seed=seed)
+        few = stuck.WORKERS if asked.workers is None else asked.workers
+        return words, stuck.machines(steps=many, workers=few, seed=asked.seed)
+    workers = WORKERS if asked.workers is None else asked.workers
+    return words, make(name, steps=many, workers=workers, seed=asked.seed)
+
+
+def _emulated(asked: MachinesAsked, text: str) -> tuple[str, Floats, Floats]:
+    """The machines of ``run --emulate``: seconds of an equal share, and costs, by step and worker."""
+    from paceline.machines import SAMPLE_MS, parse_fleet
+    from paceline.simulate.recorded import emulated_seconds
+
+    sample_ms = SAMPLE_MS if asked.sample_ms is None else asked.sample_ms
+    fleet = parse_fleet(text, sample_ms=sample_ms, seed=asked.seed, workers=asked.workers)
+    steps, share = STEPS if asked.steps is None else asked.steps, _equal_share(asked.batch, None, len(fleet))
+    return f"machines {text}, seed {asked.seed}", *emulated_seconds(fleet, steps, share=share)
+
+
+def _with_costs(cost_s: Floats, text: str | None, workers: int) -> Floats:
+    """What --step-cost-ms says, on top of what the machines have."""
+    import numpy as np
+
+    if text is None:
+        return cost_s
+    try:
+        costs = np.array([float(part) for part in text.split(",")])
+    except ValueError:
+        raise ValueError(
+            f"--step-cost-ms is {text!r}; write milliseconds, such as 50, or one a worker: 0,100"
+        ) from None
+    if len(costs) not in (1, workers):
+        raise ValueError(
+            f"--step-cost-ms has {len(costs)} costs for {workers} workers: give one for all, or one for each"
+        )
+    return np.asarray(cost_s + costs / 1000)

@@ -77,6 +77,7 @@ class Step:
         self._pending: dict[str, Any] = {}
         self._void = False
         """Whether the present micro-batch comes again, so that figures added with it do not count."""
+        self._pays_cost = True  # an emulated machine's constant cost of a step
         self.began = began
         self._work_began = 0.0
         self._idle_s = 0.0
@@ -237,7 +238,8 @@ class Step:
         """Take as long as the emulated machine would; returns the seconds by which the host was too slow."""
         if self._loop.device.type == "cuda":
             torch.cuda.current_stream(self._loop.device).synchronize()
-        return machine.pad(self.index, samples, self._opened)
+        begins, self._pays_cost = self._pays_cost, False
+        return machine.pad(self.index, samples, self._opened, begins=begins)
 
     def _require_open(self, call: str) -> MicroBatch:
         self._require_current()

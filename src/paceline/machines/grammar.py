@@ -1,12 +1,14 @@
-"""How a fleet of emulated machines is written: ``1,1,2@40:8~0.2,4!16``, or the path of a recorded trace.
+"""How a fleet of emulated machines is written: ``1,1+50ms,2@40:8~0.2,4!16``, or the path of a recorded trace.
 
 Machines are separated by commas, one for each worker in rank order::
 
-    FACTOR[@STEP:FACTOR]...[~JITTER][!MEMORY]
+    FACTOR[+COST][@STEP:FACTOR[+COST]]...[~JITTER][!MEMORY]
 
-FACTOR is how many times SLOWER than the reference machine; ``@40:8`` makes it 8 from step 40 on; ``~0.2`` is
-lognormal jitter from step to step; ``!16`` is memory for micro-batches of 16 samples. A text that ends in ``.csv`` or
-holds a slash is the path of a trace (`paceline.machines.trace`), and its columns are the machines.
+FACTOR is how many times SLOWER than the reference machine; ``+50ms`` is a constant cost of every step in which the
+machine works, whatever its share; ``@40:8`` makes the factor 8 from step 40 on, and ``@40:8+20ms`` the cost 20 ms as
+well; ``~0.2`` is lognormal jitter of the samples' time from step to step; ``!16`` is memory for micro-batches of 16
+samples. A text that ends in ``.csv`` or holds a slash is the path of a trace (`paceline.machines.trace`), and its
+columns are the machines; ``cluster.csv+50ms`` gives each of them the cost on top.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ MAX_JITTER = 3.0
 ENTRY = re.compile(
     r"(?P<factor>[^@~!]*)(?P<changes>(?:@[^@~!]*)*)(?:~(?P<jitter>[^@~!]*))?(?:!(?P<memory>[^@~!]*))?", re.ASCII
 )
+COST = re.compile(r"\s*(?P<number>.*?)\s*(?P<unit>ms|s)\s*", re.ASCII)
+TRACE = re.compile(r"(?P<path>.*?)(?:\+(?P<cost>[0-9.]*\s*(?:ms|s)))?", re.ASCII | re.DOTALL)
+SHAPE = "FACTOR[+COST][@STEP:FACTOR[+COST]]...[~JITTER][!MEMORY]"
 
 
 def parse_fleet(text: str, *, sample_ms: float, seed: int = 0, workers: int | None = None) -> list[Machine]:
@@ -31,8 +36,8 @@ def parse_fleet(text: str, *, sample_ms: float, seed: int = 0, workers: int | No
 
     With ``workers``, exactly so many: a trace may have more columns (the first are used), a list may not.
 
-    >>> [machine.describe() for machine in parse_fleet("1,2@40:8~0.2", sample_ms=2.0)]
-    ['1x slower', '2x slower, 8x from step 40, jitter 0.2']
+    >>> [machine.describe() for machine in parse_fleet("1+50ms,2@40:8~0.2", sample_ms=2.0)]
+    ['1x slower, 50 ms a step', '2x slower, 8x from step 40, jitter 0.2']
     """
     if not (math.isfinite(sample_ms) and sample_ms > 0):
         raise ValueError(f"sample_ms is {sample_ms:g}; it is the reference machine's milliseconds a sample, above 0")
@@ -48,21 +53,28 @@ def parse_fleet(text: str, *, sample_ms: float, seed: int = 0, workers: int | No
 
 def is_trace(text: str) -> bool:
     """Whether ``text`` is the path of a trace and not a list of machines."""
-    return "/" in text or "\\" in text or text.lower().endswith(".csv")
+    path, _ = _path_and_cost(text)
+    return "/" in path or "\\" in path or path.lower().endswith(".csv")
 
 
 def _from_trace(text: str, sample_ms: float, seed: int) -> list[Machine]:
-    trace = read_trace(Path(text))
-    factors = trace.factors()
+    path, cost = _path_and_cost(text)
+    trace = read_trace(Path(path))
+    factors, cost_s = trace.factors(), 0.0 if cost is None else _cost_s(cost)
     return [
         Machine(
-            Recorded(tuple(factors[:, rank].tolist()), source=f"{name} of {Path(text).name}"),
+            Recorded(tuple(factors[:, rank].tolist()), source=f"{name} of {Path(path).name}", constant_s=cost_s),
             rank=rank,
             sample_s=sample_ms / 1000,
             seed=seed,
         )
         for rank, name in enumerate(trace.workers)
     ]
+
+
+def _path_and_cost(text: str) -> tuple[str, str | None]:
+    match = TRACE.fullmatch(text)
+    return (match["path"], match["cost"]) if match is not None else (text, None)
 
 
 def _from_list(text: str, sample_ms: float, seed: int) -> list[Machine]:
@@ -73,7 +85,7 @@ def _machine(entry: str, rank: int, sample_ms: float, seed: int) -> Machine:
     try:
         match = ENTRY.fullmatch(entry)
         if match is None:
-            raise ValueError("the parts of a machine are FACTOR[@STEP:FACTOR]...[~JITTER][!MEMORY], in this order")
+            raise ValueError(f"the parts of a machine are {SHAPE}, in this order")
         return Machine(
             _changing(match["factor"], match["changes"]),
             rank=rank,
@@ -87,16 +99,37 @@ def _machine(entry: str, rank: int, sample_ms: float, seed: int) -> Machine:
 
 
 def _changing(factor: str, changes: str) -> Changing:
-    steps, factors = [0], [_factor(factor)]
+    slowness, cost = _split(factor)
+    steps, factors, costs = [0], [_factor(slowness)], [0.0 if cost is None else _cost_s(cost)]
     for change in changes.split("@")[1:]:
         step, colon, factor = change.partition(":")
         if not colon:
             raise ValueError(f"'@{change}' should read @STEP:FACTOR, such as @40:8")
+        slowness, cost = _split(factor)
         steps.append(_whole("a step", step))
-        factors.append(_factor(factor))
+        factors.append(_factor(slowness))
+        costs.append(costs[-1] if cost is None else _cost_s(cost))
         if steps[-1] <= steps[-2]:
             raise ValueError(f"the change at step {steps[-1]} must come after step {steps[-2]}")
-    return Changing(tuple(steps), tuple(factors))
+    return Changing(tuple(steps), tuple(factors), tuple(costs))
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    """A factor and its constant cost: 2+50ms; 1e+3 is a number."""
+    if "+" not in text or _is_number(text):
+        return text, None
+    factor, _, cost = text.rpartition("+")
+    return factor, cost
+
+
+def _cost_s(text: str) -> float:
+    match = COST.fullmatch(text)
+    if match is None or not _is_number(match["number"]):
+        raise ValueError(f"'+{text.strip()}' should read +COST with its unit, such as +50ms or +0.05s")
+    cost = float(match["number"])
+    if cost < 0:
+        raise ValueError(f"a constant cost of a step is at least 0, not {text.strip()}")
+    return cost * {"ms": 1e-3, "s": 1.0}[match["unit"]]
 
 
 def _factor(text: str) -> float:
@@ -124,6 +157,13 @@ def _memory(text: str | None) -> int | None:
     if memory < 1:
         raise ValueError("the memory after ! must hold at least 1 sample")
     return memory
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _number(what: str, text: str) -> float:

@@ -2,11 +2,13 @@
 
 The time of a step's samples is::
 
-    seconds = samples * sample_s * factor(step) * jitter(step)
+    seconds = cost_s(step) + samples * sample_s * factor(step) * jitter(step)
 
-``sample_s`` is the reference machine's time for a sample and ``factor`` how many times slower this one is. ``jitter``
-is lognormal with mean 1, ``exp(sigma * z - sigma**2 / 2)`` with z standard normal, and depends on nothing but the
-seed, the rank and the step, so a replay is exact.
+``sample_s`` is the reference machine's time for a sample and ``factor`` how many times slower this one is. ``cost_s``
+is a constant cost of every step in which the machine works (kernel launches, a slow loader, P0's artificial delay): it
+does not depend on the samples, and neither factor nor jitter changes it. ``jitter`` is lognormal with mean 1,
+``exp(sigma * z - sigma**2 / 2)`` with z standard normal, and depends on nothing but the seed, the rank and the step, so
+a replay is exact.
 """
 
 from __future__ import annotations
@@ -25,40 +27,58 @@ overloaded) is a shortfall: catching up would make the machine look fast for a w
 
 
 class Slowness(Protocol):
-    """How many times slower than the reference a machine is, step by step."""
+    """How many times slower than the reference a machine is, step by step, and its constant cost of a step."""
 
     def factor(self, step: int) -> float: ...
+
+    def cost_s(self, step: int) -> float: ...
 
     def describe(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class Changing:
-    """A factor that changes at given steps: ``factors[i]`` holds from ``steps[i]`` on; ``steps[0]`` is 0."""
+    """A factor and a cost that change at given steps: ``factors[i]`` and ``costs_s[i]`` hold from ``steps[i]`` on;
+    ``steps[0]`` is 0."""
 
     steps: tuple[int, ...]
     factors: tuple[float, ...]
+    costs_s: tuple[float, ...]
 
     def factor(self, step: int) -> float:
         return self.factors[bisect_right(self.steps, step) - 1]
 
+    def cost_s(self, step: int) -> float:
+        return self.costs_s[bisect_right(self.steps, step) - 1]
+
     def describe(self) -> str:
-        changes = [f"{factor:g}x from step {step}" for step, factor in zip(self.steps, self.factors)]
-        return ", ".join([f"{self.factors[0]:g}x slower", *changes[1:]])
+        words, before = [], 0.0
+        for step, factor, cost_s in zip(self.steps, self.factors, self.costs_s):
+            from_step = f" from step {step}" if step else ""
+            words.append(f"{factor:g}x{from_step or ' slower'}")
+            if cost_s != before:
+                words.append(f"{_milliseconds(cost_s)} a step{from_step}")
+            before = cost_s
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A factor for every recorded step; after the last, the record begins again."""
+    """A factor for every recorded step; after the last, the record begins again. ``constant_s`` is the cost of each."""
 
     factors: tuple[float, ...]
     source: str
+    constant_s: float = 0.0
 
     def factor(self, step: int) -> float:
         return self.factors[step % len(self.factors)]
 
+    def cost_s(self, step: int) -> float:
+        return self.constant_s
+
     def describe(self) -> str:
-        return f"{self.source}, {min(self.factors):.2g}x to {max(self.factors):.2g}x slower"
+        slower = f"{self.source}, {min(self.factors):.2g}x to {max(self.factors):.2g}x slower"
+        return slower + (f", {_milliseconds(self.constant_s)} a step" if self.constant_s else "")
 
 
 @dataclass
@@ -76,18 +96,20 @@ class Machine:
     seed: int = 0
     _ahead_s: float = field(default=0.0, init=False, repr=False, compare=False)
 
-    def seconds(self, step: int, samples: int) -> float:
-        """What this machine takes for ``samples`` samples at step ``step``."""
-        return samples * self.sample_s * self.slowness.factor(step) * self._jitter(step)
+    def seconds(self, step: int, samples: int, *, begins: bool = True) -> float:
+        """What this machine takes for ``samples`` samples at step ``step``: nothing for none. ``begins``: they are its
+        first in this step, so the step's constant cost is in it."""
+        cost_s = self.slowness.cost_s(step) if begins and samples else 0.0
+        return cost_s + samples * self.sample_s * self.slowness.factor(step) * self._jitter(step)
 
-    def pad(self, step: int, samples: int, started: float) -> float:
-        """Sleep until ``started + seconds(step, samples)`` on the clock of `time.perf_counter`.
+    def pad(self, step: int, samples: int, started: float, *, begins: bool = True) -> float:
+        """Sleep until ``started + seconds(step, samples, begins=begins)`` on the clock of `time.perf_counter`.
 
         Every sleep lasts a little too long. What one oversleeps, the next sleep is shorter by, so that the average is
         right. Returns the seconds by which the host was too slow to play this machine, else 0.
         """
         owed = self._ahead_s
-        due = started + self.seconds(step, samples) - owed
+        due = started + self.seconds(step, samples, begins=begins) - owed
         left = due - time.perf_counter()
         if left > 0:
             time.sleep(left)
@@ -117,6 +139,10 @@ class Machine:
         if not self.jitter:
             return 1.0
         return math.exp(self.jitter * _standard_normal(self.seed, self.rank, step) - self.jitter**2 / 2)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:g} ms"
 
 
 def _standard_normal(seed: int, rank: int, step: int) -> float:

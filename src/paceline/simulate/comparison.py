@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -39,6 +40,7 @@ def compare(
     seconds: ArrayLike,
     *,
     overhead_s: float = 0.0,
+    cost_s: ArrayLike = 0.0,
     warm_up: int = 0,
     seed: int = 0,
     model: str | Path | None = None,
@@ -46,24 +48,27 @@ def compare(
 ) -> list[Outcome]:
     """Play everybody; the first outcome is naive (wait for all, equal shares), the last one the limit.
 
+    ``cost_s`` is a constant cost a step on top of ``seconds``: one for all, one a worker, or a matrix like ``seconds``.
     The first ``warm_up`` steps are played and seen, but not scored. Hindsight is over the scored steps alone. With a
     ``model`` (a file of ``paceline learn``), P3's decision is played with the deep forecast as well.
     """
     own = _checked(seconds, overhead_s, warm_up)
-    return _play(_entries(own, overhead_s, warm_up, seed, model), len(own), warm_up, progress)
+    cost = play.costs(own, cost_s)
+    return _play(_entries(own, cost, overhead_s, warm_up, seed, model), len(own), warm_up, progress)
 
 
 def compare_stuck(
     seconds: ArrayLike,
     *,
     overhead_s: float = 0.0,
+    cost_s: ArrayLike = 0.0,
     warm_up: int = 0,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> list[Outcome]:
     """The same under stalls inside micro-batches (`stuck`), for the rules played micro-batch by micro-batch."""
     own = _checked(seconds, overhead_s, warm_up)
-    return _play(_stuck_entries(own, overhead_s, seed), len(own), warm_up, progress)
+    return _play(_stuck_entries(own, play.costs(own, cost_s), overhead_s, seed), len(own), warm_up, progress)
 
 
 def _play(entries: list[Entry], steps: int, warm_up: int, progress: Progress | None) -> list[Outcome]:
@@ -92,45 +97,53 @@ def _checked(seconds: ArrayLike, overhead_s: float, warm_up: int) -> Floats:
     return own
 
 
-def _entries(own: Floats, overhead_s: float, warm_up: int, seed: int, model: str | Path | None) -> list[Entry]:
+def _entries(
+    own: Floats, cost: Floats, overhead_s: float, warm_up: int, seed: int, model: str | Path | None
+) -> list[Entry]:
     """Every registered pace, grouped by how it is played, among yardsticks that nobody can choose."""
-    scored, size = np.sort(own[warm_up:], axis=1), own.shape[1]
+    whole, size = own + cost, own.shape[1]
+    scored, costs = np.sort(whole[warm_up:], axis=1), _costs(overhead_s, cost)
     extra = None if model is None else make_forecast(f"deep:{model}")
 
     def first(name: str, count: play.Ints | int, pace: str = "", shown: bool = False) -> Entry:
-        return Entry(lambda tick: play.counts(name, own, count, overhead_s=overhead_s), pace, shown)
+        return Entry(lambda tick: play.counts(name, whole, count, overhead_s=overhead_s), pace, shown)
 
     def arrivals(row: Simulated) -> Rule:
-        return lambda tick: play.arrivals(own, row.pacer, name=row.name, overhead_s=overhead_s, tick=tick)
+        return lambda tick: play.arrivals(whole, row.pacer, name=row.name, overhead_s=overhead_s, tick=tick)
 
     def shares(row: Simulated) -> Rule:
-        return lambda tick: play.shares(own, row.pacer, name=row.name, overhead_s=overhead_s, tick=tick)
+        return lambda tick: play.shares(own, row.pacer, name=row.name, **costs, tick=tick)
 
     def until_deadlines(row: Simulated) -> Rule:
-        settings = {"name": row.name, "overhead_s": overhead_s, "cut_to_fit": row.cut_to_fit, "seed": seed}
-        return lambda tick: rounds.play(own, row.pacer, **settings, tick=tick)  # type: ignore[arg-type]
+        settings = {"name": row.name, **costs, "cut_to_fit": row.cut_to_fit, "seed": seed}
+        return lambda tick: rounds.play(own, row.pacer, **settings, tick=tick)
 
     return [
         first("naive", size, pace=baseline().name, shown=True),
         first(f"static {STATIC}", static_count(STATIC, size)),
         first("best static", best_static_count(scored, overhead_s=overhead_s)),
         *_paces(arrivals, seed, "arrivals", forecast=extra),
-        Entry(lambda tick: play.drop_compute(own, overhead_s=overhead_s)),
+        Entry(lambda tick: play.drop_compute(own, **costs)),
         *_paces(shares, seed, "shares"),
-        Entry(lambda tick: play.smoothed_shares(own, overhead_s=overhead_s, tick=tick)),
+        Entry(lambda tick: play.smoothed_shares(own, **costs, tick=tick)),
         *_paces(until_deadlines, seed, "rounds"),
-        first("clairvoyant cut-off", clairvoyant_counts(np.sort(own, axis=1), overhead_s=overhead_s), shown=True),
-        Entry(lambda tick: play.limit(own, overhead_s=overhead_s), shown=True),
+        first("clairvoyant cut-off", clairvoyant_counts(np.sort(whole, axis=1), overhead_s=overhead_s), shown=True),
+        Entry(lambda tick: play.limit(own, **costs), shown=True),
     ]
 
 
-def _stuck_entries(own: Floats, overhead_s: float, seed: int) -> list[Entry]:
+def _costs(overhead_s: float, cost: Floats) -> dict[str, Any]:
+    return {"overhead_s": overhead_s, "cost_s": cost}
+
+
+def _stuck_entries(own: Floats, cost: Floats, overhead_s: float, seed: int) -> list[Entry]:
     def stuck(row: Simulated) -> Rule:
         return lambda tick: rounds.play(
             own,
             row.pacer,
             name=row.name,
             overhead_s=overhead_s,
+            cost_s=cost,
             cut_to_fit=row.cut_to_fit,
             micro_batches=MICRO_BATCHES,
             noise=NOISE,
@@ -141,7 +154,7 @@ def _stuck_entries(own: Floats, overhead_s: float, seed: int) -> list[Entry]:
     return [
         Entry(stuck(Simulated("naive", baseline()())), pace=baseline().name, shown=True),
         *_paces(stuck, seed, "shares", "rounds"),
-        Entry(lambda tick: alone(own, overhead_s=overhead_s), shown=True),
+        Entry(lambda tick: alone(own, overhead_s=overhead_s, cost_s=cost), shown=True),
     ]
 
 

@@ -1,8 +1,10 @@
 """Playing a rule against a matrix of seconds (steps x workers, own compute for an equal share).
 
-A worker's speed is constant within a step and its time is in proportion to its samples. Every step ends with a round of
-``overhead_s``. Rules that decide see only steps before: `arrivals` and `shares` play the very objects that would run,
-the first with the censored view, the second with the records and the one step of lag of a real run.
+A worker's speed is constant within a step. With n of an equal share of S samples it takes ``cost_s + seconds * n / S``,
+and nothing with none: ``cost_s`` is a constant cost a step, one for all, one a worker, or a matrix like ``seconds``, on
+top of the matrix. Every step ends with a round of ``overhead_s``. Rules that decide see only steps before: `arrivals`
+and `shares` play the very objects that would run, the first with the censored view, the second with the records and the
+one step of lag of a real run.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from paceline.pace import Ask, Pacer
 from paceline.pace.forecast import Seen, Smoothed
@@ -34,6 +36,19 @@ CALIBRATION = 20
 
 def _nothing() -> None:
     pass
+
+
+def costs(seconds: Floats, cost_s: ArrayLike) -> Floats:
+    """The constant cost of every worker in every step, as a matrix like ``seconds``."""
+    try:
+        cost = np.broadcast_to(np.asarray(cost_s, dtype=np.float64), seconds.shape)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"a constant cost a step is one number, or one for each of {seconds.shape[1]} workers, not {cost_s!r}"
+        ) from None
+    if not np.all(np.isfinite(cost) & (cost >= 0)):
+        raise ValueError("a constant cost a step is finite and at least 0 seconds")
+    return cost
 
 
 def counts(name: str, seconds: Floats, first: Ints | int, *, overhead_s: float = 0.0) -> Outcome:
@@ -97,6 +112,7 @@ def shares(
     *,
     name: str = "",
     overhead_s: float = 0.0,
+    cost_s: ArrayLike = 0.0,
     share: int = SHARE,
     tick: Tick = _nothing,
 ) -> Outcome:
@@ -108,13 +124,14 @@ def shares(
     steps, size = seconds.shape
     workers, pending = tuple(range(size)), None
     pacer.check(size)
-    busy = np.empty_like(seconds)
+    cost, busy = costs(seconds, cost_s), np.empty_like(seconds)
     for step, own in enumerate(seconds):
         if pending is not None and step == 1:
             pacer.observe(pending)
             pending = None
         plan = pacer.plan(Ask(step=step, total=share * size, workers=workers, epoch=step // EPOCH))
-        busy[step] = own * np.fromiter(plan.samples, dtype=np.float64, count=size) / share
+        part = np.fromiter(plan.samples, dtype=np.float64, count=size) / share
+        busy[step] = np.where(part > 0, cost[step], 0.0) + own * part
         if pending is not None:
             pacer.observe(pending)
         pending = StepRecord(
@@ -130,53 +147,66 @@ def shares(
     return _together(name or pacer.name, busy, np.full(steps, float(size)), overhead_s)
 
 
-def smoothed_shares(seconds: Floats, *, rate: float = 0.2, overhead_s: float = 0.0, tick: Tick = _nothing) -> Outcome:
+def smoothed_shares(
+    seconds: Floats, *, rate: float = 0.2, overhead_s: float = 0.0, cost_s: ArrayLike = 0.0, tick: Tick = _nothing
+) -> Outcome:
     """Shares in proportion to smoothed speeds, of any fineness and without lag: a yardstick for `shares`."""
     size, believed, busy = seconds.shape[1], Smoothed(rate=rate), np.empty_like(seconds)
-    for step, own in enumerate(seconds):
+    for step, (own, cost) in enumerate(zip(seconds, costs(seconds, cost_s))):
         speed = 1 / believed.mean_s if step else np.ones(size)
-        busy[step] = own * speed * (size / speed.sum())
-        believed.observe(Seen.whole(own))
+        part = speed * (size / speed.sum())
+        busy[step] = cost + own * part
+        believed.observe(Seen.whole(cost / part + own))
         tick()
     return _together("proportional", busy, np.full(len(seconds), float(size)), overhead_s)
 
 
-def drop_compute(seconds: Floats, *, overhead_s: float = 0.0) -> Outcome:
+def drop_compute(seconds: Floats, *, overhead_s: float = 0.0, cost_s: ArrayLike = 0.0) -> Outcome:
     """DropCompute: whoever passes a local time limit stops after the micro-batch it is in; what it finished counts.
 
     No prediction: the limit is set once, to what would have done most in the first steps, which wait for everybody.
     """
     watched = max(1, min(CALIBRATION, len(seconds) // 4))
     limit_s = np.full((len(seconds), 1), np.inf)
-    limit_s[watched:] = _best_limit(seconds[:watched], overhead_s)
-    done, busy = _limited(seconds, limit_s)
+    cost = costs(seconds, cost_s)
+    limit_s[watched:] = _best_limit(seconds[:watched], cost[:watched], overhead_s)
+    done, busy = _limited(seconds, cost, limit_s)
     return _together("DropCompute", busy, done.sum(axis=1) / MICRO_BATCHES, overhead_s)
 
 
-def limit(seconds: Floats, *, overhead_s: float = 0.0) -> Outcome:
-    """Everybody works all the time: n shares in ``n / sum_i (1 / x_i)`` seconds.
+def limit(seconds: Floats, *, overhead_s: float = 0.0, cost_s: ArrayLike = 0.0) -> Outcome:
+    """Everybody works all the time: n shares in ``(n + sum_i c_i / x_i) / sum_i (1 / x_i)`` seconds, the sums over
+    those whose constant cost c_i is below that.
 
     In no step can any rule do more work a second. A rule whose slow steps are short still weighs them less in its sum.
     """
     steps, workers = seconds.shape
     none = np.zeros(steps)
-    length = workers / (1 / seconds).sum(axis=1)
+    length = all_busy_s(seconds, costs(seconds, cost_s))
     return Outcome("limit", workers, np.full(steps, float(workers)), length + overhead_s, none, none)
 
 
-def _limited(seconds: Floats, limit_s: Floats | float) -> tuple[Floats, Floats]:
+def all_busy_s(seconds: Floats, cost: Floats) -> Floats:
+    """Each step's shortest length. Of the prefixes of the workers in the order of their cost, one is who should work;
+    any other would need longer for its n shares."""
+    order = np.argsort(cost, axis=1, kind="stable")
+    rate, owed = (np.take_along_axis(values, order, axis=1) for values in (1 / seconds, cost / seconds))
+    return np.asarray(((seconds.shape[1] + np.cumsum(owed, axis=1)) / np.cumsum(rate, axis=1)).min(axis=1))
+
+
+def _limited(seconds: Floats, cost: Floats, limit_s: Floats | float) -> tuple[Floats, Floats]:
     """Micro-batches that each worker finished, and the seconds they took it."""
     each = seconds / MICRO_BATCHES
-    done = np.clip(np.ceil(limit_s / each), 1, MICRO_BATCHES)
-    return done, done * each
+    done = np.clip(np.ceil((limit_s - cost) / each), 1, MICRO_BATCHES)
+    return done, cost + done * each
 
 
-def _best_limit(seconds: Floats, overhead_s: float) -> float:
+def _best_limit(seconds: Floats, cost: Floats, overhead_s: float) -> float:
     """The limit with the most work a second over these steps; the slowest time seen when nothing is gained by less."""
-    tried = np.quantile(seconds, np.linspace(0, 1, 65)).tolist()
+    tried = np.quantile(cost + seconds, np.linspace(0, 1, 65)).tolist()
     gains = []
     for limit_s in tried:
-        done, busy = _limited(seconds, limit_s)
+        done, busy = _limited(seconds, cost, limit_s)
         gains.append(done.sum() / (busy.max(axis=1) + overhead_s).sum())
     return float(tried[len(tried) - 1 - int(np.argmax(gains[::-1]))])
 

@@ -1,4 +1,5 @@
-"""A run's own log as a matrix of seconds, so that every rule can be tried on what really happened."""
+"""A run's own log, or emulated machines, as a matrix of seconds: every rule can be tried on what really happened, or
+on the very machines of an experiment."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.machines import Machine
 from paceline.records import StepRecord
 
 logger = logging.getLogger("paceline.simulate")
@@ -46,6 +48,16 @@ def equal_share_seconds(records: Sequence[StepRecord]) -> Floats:
         raise ValueError(f"worker {workers[int(np.argmin(told.any(axis=0)))]} was never measured in this run")
     each = np.divide(seconds, samples, out=np.zeros_like(seconds), where=told)
     return _filled(each, told) * (_full_batch(records) / len(workers)) + _stuck_s(records)
+
+
+def emulated_seconds(fleet: Sequence[Machine], steps: int, *, share: int) -> tuple[Floats, Floats]:
+    """What emulated machines take for an equal share of ``share`` samples, and their constant costs on top of it; both
+    have a row a step and a column a machine."""
+    if steps < 1:
+        raise ValueError(f"machines are played for at least one step, not {steps}")
+    each = [[machine.seconds(step, share, begins=False) for machine in fleet] for step in range(steps)]
+    costs = [[machine.slowness.cost_s(step) for machine in fleet] for step in range(steps)]
+    return np.array(each), np.array(costs)
 
 
 def _full_batch(records: Sequence[StepRecord]) -> float:

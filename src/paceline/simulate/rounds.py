@@ -1,9 +1,10 @@
 """Steps with a deadline, micro-batch by micro-batch: the plans of a pacer played as a fleet would.
 
 Every worker has its seconds for an equal share in this step; each of its micro-batches (16 to an equal share) takes its
-part of them, times noise. Before each one the worker asks what still fits before the deadline (`paceline.pace.fitting`,
-the function of real runs) and stops when nothing does. What is not finished when the round closes does not count, and
-its worker is busy with it until it ends, in later steps, as in life: nobody can interrupt a micro-batch.
+part of them, times noise; before the first come the ``cost_s`` seconds that a step costs it whatever its share. Before
+each one the worker asks what still fits before the deadline (`paceline.pace.fitting`, the function of real runs) and
+stops when nothing does. What is not finished when the round closes does not count, and its worker is busy with it until
+it ends, in later steps, as in life: nobody can interrupt a micro-batch.
 
 The loop around it is that of a run, too: plans are made one step ahead, and what earlier steps did too much or too
 little is asked of later ones.
@@ -15,14 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from paceline.pace import Ask, Pacer
 from paceline.pace.fitting import fit_all, ladder
 from paceline.pace.steering import goal, made_for
 from paceline.records import Plan, StepRecord
 from paceline.simulate.outcome import Outcome
-from paceline.simulate.play import EPOCH, MICRO_BATCHES, SHARE
+from paceline.simulate.play import EPOCH, MICRO_BATCHES, SHARE, costs
 
 Floats = NDArray[np.float64]
 Noise = Callable[[np.random.Generator, tuple[int, ...]], Floats]
@@ -58,6 +59,8 @@ class _Done:
     """When the worker was done or, if it was not, when its last micro-batch will be; from the step's start."""
     lost: NDArray[np.bool_]
     """Its last micro-batch was not finished in time."""
+    cost_s: Floats
+    """Of the busy seconds, the step's constant cost."""
 
 
 def play(
@@ -66,6 +69,7 @@ def play(
     *,
     name: str = "",
     overhead_s: float = 0.0,
+    cost_s: ArrayLike = 0.0,
     cut_to_fit: bool = True,
     share: int = SHARE,
     micro_batches: int = MICRO_BATCHES,
@@ -78,7 +82,7 @@ def play(
     workers, batch, micro = tuple(range(size)), share * size, share // micro_batches
     sizes: Sequence[int] = ladder(micro) if cut_to_fit else (micro,)
     fleet = _Fleet(size, sizes, noise, np.random.default_rng((seed, 1)))
-    figures, counted = np.zeros((4, steps)), 0
+    cost, figures, counted = costs(seconds, cost_s), np.zeros((4, steps)), 0
     pacer.check(size)
 
     def ask(step: int, done: int) -> Plan:
@@ -90,7 +94,7 @@ def play(
         plan = made_for(plan, goal(plan.step, done=counted, batch=batch))
         hoped = counted + min(plan.expects or 0, plan.total)
         after = ask(step + 1, hoped) if step else None
-        done, closed_s = fleet.step(own / share, plan)
+        done, closed_s = fleet.step(own / share, cost[step], plan)
         record = _record(step, plan, done, closed_s, overhead_s)
         counted += record.total
         pacer.observe(record)
@@ -110,33 +114,38 @@ class _Fleet:
         self._busy_s = np.zeros(size)
         self._pace_s = np.full(size, np.nan)
 
-    def step(self, per_sample_s: Floats, plan: Plan) -> tuple[_Done, float]:
+    def step(self, per_sample_s: Floats, cost_s: Floats, plan: Plan) -> tuple[_Done, float]:
         """Everybody's work, and when the round closed."""
         shares = np.array(plan.samples, dtype=np.int64)
+        starts = self._busy_s + np.where(shares > 0, cost_s, 0.0)
         if plan.deadline_s is None:
-            done = self._all(per_sample_s, shares)
-            return done, float(done.ends_s.max())
-        done = self._until(per_sample_s, shares, plan.deadline_s)
-        early = bool((done.samples == shares).all())
-        return done, float(done.ends_s.max()) if early else plan.deadline_s
+            done = self._all(per_sample_s, starts, shares)
+        else:
+            done = self._until(per_sample_s, starts, shares, plan.deadline_s)
+        done.cost_s = np.where(done.samples > 0, cost_s, 0.0)
+        done.busy_s = done.busy_s + done.cost_s
+        if plan.deadline_s is not None and (done.samples < shares).any():
+            return done, plan.deadline_s
+        return done, float(done.ends_s.max())
 
     def leave(self, done: _Done, length_s: float) -> None:
         """The step is over: a lost micro-batch goes on."""
         self._busy_s = np.where(done.lost, np.maximum(done.ends_s - length_s, 0.0), 0.0)
-        self._pace_s = np.where(done.samples > 0, done.busy_s / np.maximum(done.samples, 1), self._pace_s)
+        self._pace_s = _pace_s(done, done.busy_s - done.cost_s, self._pace_s)
 
-    def _all(self, per_sample_s: Floats, shares: NDArray[np.int64]) -> _Done:
+    def _all(self, per_sample_s: Floats, starts: Floats, shares: NDArray[np.int64]) -> _Done:
         """Without a deadline everybody does its share."""
         pieces = -(-shares // self._sizes[0])
         factors = self._noise(self._rng, (len(shares), int(pieces.max(initial=1))))
         there = np.arange(factors.shape[1]) < pieces[:, None]
         mean = np.where(there, factors, 0.0).sum(axis=1) / np.maximum(pieces, 1)
         busy = per_sample_s * shares * mean
-        return _Done(shares, pieces, busy, self._busy_s + busy, np.zeros(len(shares), dtype=np.bool_))
+        none = np.zeros(len(shares))
+        return _Done(shares, pieces, busy, starts + busy, none > 0, none)
 
-    def _until(self, per_sample_s: Floats, shares: NDArray[np.int64], deadline_s: float) -> _Done:
+    def _until(self, per_sample_s: Floats, starts: Floats, shares: NDArray[np.int64], deadline_s: float) -> _Done:
         whole = self._sizes[0]
-        starts, most = self._busy_s, shares // whole
+        most = shares // whole
         # Nobody does more whole micro-batches than its pace allows, with room for a lucky run.
         possible = (deadline_s - starts) / (per_sample_s * whole) * 1.2 + 2
         columns = int(np.minimum(most, possible).max(initial=0.0))
@@ -156,6 +165,7 @@ class _Fleet:
             busy_s=begins[row, finished] - starts,
             ends_s=begins[row, begun],
             lost=(begun > finished) | (starts > deadline_s),
+            cost_s=np.zeros(len(shares)),
         )
         return self._pieces(done, per_sample_s, shares, deadline_s)
 
@@ -163,7 +173,7 @@ class _Fleet:
         """What still fits after the whole micro-batches; whoever has done nothing yet tries the smallest size."""
         first = done.samples == 0
         for _ in range(2 * len(self._sizes)):
-            pace = np.where(done.samples > 0, done.busy_s / np.maximum(done.samples, 1), self._pace_s)
+            pace = _pace_s(done, done.busy_s, self._pace_s)
             size = fit_all(deadline_s - done.ends_s, pace, self._sizes)
             size = np.where(first & (done.ends_s < deadline_s), np.maximum(size, self._sizes[-1]), size)
             size = np.where(done.lost, 0, np.minimum(size, shares - done.samples))
@@ -178,6 +188,11 @@ class _Fleet:
             done.busy_s = done.busy_s + np.where(in_time, took, 0.0)
             first = np.zeros_like(first)
         return done
+
+
+def _pace_s(done: _Done, busy_s: Floats, before: Floats) -> Floats:
+    """Seconds a sample of those who did some; of the others, what they were before."""
+    return np.where(done.samples > 0, busy_s / np.maximum(done.samples, 1), before)
 
 
 def _record(step: int, plan: Plan, done: _Done, closed_s: float, overhead_s: float) -> StepRecord:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from paceline.simulate import rounds
+from paceline.simulate import play, rounds
 from paceline.simulate.outcome import Floats, Outcome
 
 PROBABILITY, FACTOR = 0.01, 50.0
@@ -28,10 +29,10 @@ def machines(*, steps: int, workers: int, seed: int = 0) -> Floats:
     return np.tile(np.exp(speeds), (steps, 1))
 
 
-def alone(seconds: Floats, *, overhead_s: float = 0.0) -> Outcome:
+def alone(seconds: Floats, *, overhead_s: float = 0.0, cost_s: ArrayLike = 0.0) -> Outcome:
     """The limit: each worker alone under the same stalls, every micro-batch counted when it ends."""
     steps, workers = seconds.shape
     longer = (1 + PROBABILITY * (FACTOR - 1)) * math.exp(rounds.NOISE**2 / 2)
-    length = longer * workers / (1 / seconds).sum(axis=1)
+    length = play.all_busy_s(longer * seconds, play.costs(seconds, cost_s))
     none = np.zeros(steps)
     return Outcome("limit", workers, np.full(steps, float(workers)), length + overhead_s, none, none)
