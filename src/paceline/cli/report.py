@@ -27,7 +27,7 @@ RUNS = Path("runs")
 PAGE = "report.html"
 GAP = 2
 """Blanks between two columns."""
-LEAST_MISSED = ("last in", "cut off", "samples", "waiting", "stuck")
+LEAST_MISSED = ("last in", "cut off", "adds", "samples", "waiting", "stuck")
 """Columns that are left out one by one where a terminal is too narrow for all."""
 
 Run = Annotated[

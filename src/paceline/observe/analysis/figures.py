@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from paceline.observe.analysis.lateness import LostTime, lost_time, usual_s
 from paceline.observe.analysis.steptimes import Speeds, StepTimes, step_times
 from paceline.observe.analysis.stretches import Floats, Mask, StepStretch, bounded, stretches
+from paceline.observe.analysis.worth import StepCost, adds
 from paceline.records import StepRecord
 
 HELD = 0.10
@@ -64,6 +65,9 @@ class WorkerFigures:
     """Seconds they waited then, on average."""
     would_hold: float = 0.0
     """Of what waiting for everybody would have cost besides, the part that is due to this worker; an estimate."""
+    adds: float = 0.0
+    """Samples a second that it adds to those there at the end, with shares by speed and a round that grows as in a ring
+    (`worth`); below 0, it costs more than it brings. 0 too when it was never timed."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +273,18 @@ def _figures(
     wall, other = whole.wall, whole.other
     count, spread = _count(records)
     would_hold_s = sum(each.would_hold_s for each in sums.values())
+    workers = tuple(
+        _worker(
+            worker,
+            sums[worker],
+            speed=speeds.get(worker, 0.0),
+            samples=samples,
+            steps=len(records),
+            wall=wall,
+            would_hold_s=would_hold_s,
+        )
+        for worker in sorted(sums)
+    )
     return Figures(
         steps=len(records),
         samples=samples,
@@ -291,19 +307,25 @@ def _figures(
         spread=spread,
         fewest=min(whole.sizes, default=0),
         most=max(whole.sizes, default=0),
-        workers=tuple(
-            _worker(
-                worker,
-                sums[worker],
-                speed=speeds.get(worker, 0.0),
-                samples=samples,
-                steps=len(records),
-                wall=wall,
-                would_hold_s=would_hold_s,
-            )
-            for worker in sorted(sums)
-        ),
+        workers=_with_worth(workers, records, whole),
     )
+
+
+def _with_worth(
+    workers: Sequence[WorkerFigures], records: Sequence[StepRecord], whole: _FleetSums
+) -> tuple[WorkerFigures, ...]:
+    """The workers, with what each adds to those of the last record."""
+    if not records:
+        return tuple(workers)
+    steps, samples = len(records), sum(record.total for record in records)
+    step = StepCost(
+        samples=samples / steps,
+        round_s=whole.round / steps,
+        other_s=max(0.0, whole.other - whole.round) / steps,
+        size=sum(worker.steps for worker in workers) / steps,
+    )
+    found = adds({worker.worker: worker.speed for worker in workers}, records[-1].workers, step)
+    return tuple(replace(worker, adds=found.get(worker.worker, 0.0)) for worker in workers)
 
 
 def _count(records: Sequence[StepRecord]) -> tuple[float, float]:

@@ -22,6 +22,11 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
+def signed(value: float) -> str:
+    """More or less of something: ``signed(57.2)`` is ``+57.2``."""
+    return f"{'+' if value > 0 else ''}{number(value)}"
+
+
 def percent(ratio: float) -> str:
     """Whole per cents: ``percent(0.934)`` is ``93 %``; what is not nothing is not called nothing."""
     return "under 1 %" if 0 < ratio < 0.005 else percent_cell(ratio)

@@ -26,6 +26,8 @@ UNLIKE = 1.25
 """The fastest worker's speed over the slowest's from which machines count as unlike."""
 NOTABLE = 0.10
 """A part of the time from which it is worth a sentence."""
+WORTH = 0.02
+"""Of the fleet's speed, what a worker must cost it to be worth a sentence: a round's time is no more exact."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def _sentences(v: Verdict) -> list[str]:
         middle = [*deadline_sentences(v.figures, v.pace, name), _idle(v).strip()]
     else:
         middle = [_equal_shares(v), _who(v)]
-    said = [_speed(v), *middle, _where(v), _shortfall(v), _skipped(v), moves_text(v.moves), v.audit]
+    said = [_speed(v), *middle, _not_worth(v), _where(v), _shortfall(v), _skipped(v), moves_text(v.moves), v.audit]
     return [sentence for sentence in said if sentence]
 
 
@@ -233,6 +235,21 @@ def _held_back(v: Verdict, culprit: WorkerFigures, busy: Sequence[WorkerFigures]
     here = "" if culprit.steps == v.figures.steps else " it was there for"
     often = f"every step{here}" if culprit.last == 1 else f"{percent(culprit.last)} of the steps{here}"
     return f"{_name(v, culprit)} held the fleet back: it was last in {often}, {spent}{advice}"
+
+
+def unlike(figures: Figures) -> bool:
+    """Whether the workers' speeds differ by more than a little."""
+    speeds = [worker.speed for worker in figures.workers if worker.speed > 0]
+    return len(speeds) > 1 and max(speeds) / min(speeds) > UNLIKE
+
+
+def _not_worth(v: Verdict) -> str:
+    """That a machine costs more than it brings: it is slow, and the round is longer with it."""
+    worst = min(v.figures.workers, key=lambda worker: worker.adds, default=None)
+    if worst is None or worst.adds > -WORTH * v.figures.samples_per_s:
+        return ""
+    longer = f"without it {number(-worst.adds)} samples/s more are in reach, for the round is longer with it"
+    return f"{_name(v, worst)} costs more than it brings: {longer}."
 
 
 def few_micro_batches(worker: WorkerFigures) -> bool:

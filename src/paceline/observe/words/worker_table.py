@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from paceline.observe.analysis.figures import Figures, WorkerFigures
 from paceline.observe.words.deadlines import with_deadlines
-from paceline.observe.words.numbers import number, percent_cell
-from paceline.observe.words.verdict import Verdict
+from paceline.observe.words.numbers import number, percent_cell, signed
+from paceline.observe.words.verdict import Verdict, unlike
 
 Cell = Callable[[WorkerFigures], str]
 
@@ -42,6 +42,8 @@ COLUMNS: tuple[tuple[str, Cell, Callable[[Figures], bool]], ...] = (
     ("samples", lambda w: f"{w.samples:,}", lambda f: True),
     ("share", lambda w: percent_cell(w.share), lambda f: True),
     ("samples/s", lambda w: number(w.speed), lambda f: True),
+    # Is a machine worth having? Where all are alike, each is worth its part.
+    ("adds", lambda w: signed(w.adds), lambda f: unlike(f)),
     ("waiting", lambda w: percent_cell(w.waiting), lambda f: True),
     # Who was waited for; with deadlines nobody is, and some miss the round.
     ("last in", lambda w: percent_cell(w.last), lambda f: not with_deadlines(f)),
