@@ -314,15 +314,15 @@ def _figures(
 def _with_worth(
     workers: Sequence[WorkerFigures], records: Sequence[StepRecord], whole: _FleetSums
 ) -> tuple[WorkerFigures, ...]:
-    """The workers, with what each adds to those of the last record."""
+    """The workers, with what each adds to those there at the end; the round is that of steps with most workers."""
     if not records:
         return tuple(workers)
-    steps, samples = len(records), sum(record.total for record in records)
+    steps, most = len(records), max(whole.sizes)
     step = StepCost(
-        samples=samples / steps,
-        round_s=whole.round / steps,
+        samples=sum(record.total for record in records) / steps,
+        round_s=_mean([r.round_s for r in records if len(r.workers) == most and _positive(r.round_s)]),
         other_s=max(0.0, whole.other - whole.round) / steps,
-        size=sum(worker.steps for worker in workers) / steps,
+        size=most,
     )
     found = adds({worker.worker: worker.speed for worker in workers}, records[-1].workers, step)
     return tuple(replace(worker, adds=found.get(worker.worker, 0.0)) for worker in workers)

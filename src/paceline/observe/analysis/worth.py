@@ -20,7 +20,7 @@ class StepCost:
     round_s: float
     """The round, as measured among ``size`` workers."""
     other_s: float
-    size: float
+    size: int
 
     def speed(self, speeds: Collection[float]) -> float:
         """Samples a second of a fleet of these workers, with shares that follow speed."""

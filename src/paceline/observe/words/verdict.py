@@ -156,8 +156,8 @@ def _sentences(v: Verdict) -> list[str]:
         name = partial(_name, v, first=False)
         middle = [*deadline_sentences(v.figures, v.pace, name), _idle(v).strip()]
     else:
-        middle = [_equal_shares(v), _who(v)]
-    said = [_speed(v), *middle, _not_worth(v), _where(v), _shortfall(v), _skipped(v), moves_text(v.moves), v.audit]
+        middle = [_equal_shares(v), _who(v), _not_worth(v)]
+    said = [_speed(v), *middle, _where(v), _shortfall(v), _skipped(v), moves_text(v.moves), v.audit]
     return [sentence for sentence in said if sentence]
 
 
@@ -246,7 +246,7 @@ def unlike(figures: Figures) -> bool:
 def _not_worth(v: Verdict) -> str:
     """That a machine costs more than it brings: it is slow, and the round is longer with it."""
     worst = min(v.figures.workers, key=lambda worker: worker.adds, default=None)
-    if worst is None or worst.adds > -WORTH * v.figures.samples_per_s:
+    if worst is None or not unlike(v.figures) or worst.adds > -WORTH * v.figures.samples_per_s:
         return ""
     longer = f"without it {number(-worst.adds)} samples/s more are in reach, for the round is longer with it"
     return f"{_name(v, worst)} costs more than it brings: {longer}."

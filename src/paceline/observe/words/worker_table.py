@@ -43,7 +43,7 @@ COLUMNS: tuple[tuple[str, Cell, Callable[[Figures], bool]], ...] = (
     ("share", lambda w: percent_cell(w.share), lambda f: True),
     ("samples/s", lambda w: number(w.speed), lambda f: True),
     # Is a machine worth having? Where all are alike, each is worth its part.
-    ("adds", lambda w: signed(w.adds), lambda f: unlike(f)),
+    ("adds", lambda w: signed(w.adds), lambda f: unlike(f) and not with_deadlines(f)),
     ("waiting", lambda w: percent_cell(w.waiting), lambda f: True),
     # Who was waited for; with deadlines nobody is, and some miss the round.
     ("last in", lambda w: percent_cell(w.last), lambda f: not with_deadlines(f)),
