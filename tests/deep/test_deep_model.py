@@ -1,13 +1,14 @@
 """The deep Markov model's parts: the censored likelihood, the bound, and that workers have no order."""
 
 import math
+from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from paceline.deep.elbo import Series, all_of, elbo, run_guide
+from paceline.deep.elbo import Series, StepBatch, all_of, elbo, run_guide
 from paceline.deep.model import DeepModel, Shape, log_likelihood
 from paceline.deep.past import levels
 
@@ -89,6 +90,36 @@ def test_the_bound_is_the_likelihood_less_the_divergence() -> None:
         expected = (fit.sum(dim=-1) - beta * known.divergence).mean() / 7
         torch.testing.assert_close(elbo(net, stretch, beta=beta, noise=None), expected)
     assert bool((known.divergence >= 0).all())
+
+
+def test_over_all_subsets_of_the_workers_the_scaled_bound_is_on_average_that_of_the_whole_fleet() -> None:
+    net, whole, workers = _blind_to_the_fleet(model()), series(), 7
+    expected = elbo(net, all_of(whole, 10, 20, TINY.lag), noise=None)
+    assert bool((run_guide(net, all_of(whole, 10, 20, TINY.lag), noise=None).divergence > 0.01).all())
+    for size in (1, 3, 7):
+        subsets = [torch.tensor(chosen) for chosen in combinations(range(workers), size)]
+        stretches = [_of(whole, subset) for subset in subsets]
+        estimates = torch.stack([elbo(net, stretch, fleet=workers, noise=None) for stretch in stretches])
+        torch.testing.assert_close(estimates.mean(), expected)
+        if size < workers:  # a subset taken for the whole pays the divergence workers / size times
+            alone = torch.stack([elbo(net, stretch, noise=None) for stretch in stretches]).mean()
+            assert bool(alone < expected - 1e-3)
+
+
+def test_a_stretch_of_more_workers_than_the_fleet_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="7 workers is no part of a fleet of 6"):
+        elbo(model(), all_of(series(), 10, 20, TINY.lag), fleet=6, noise=None)
+
+
+def _blind_to_the_fleet(net: DeepModel) -> DeepModel:
+    """A guide that reads the same of any workers, so that z and its divergence are those of the whole fleet."""
+    torch.nn.init.zeros_(net.member[2].weight)
+    return net
+
+
+def _of(whole: Series, workers: torch.Tensor) -> StepBatch:
+    first = torch.tensor([10 - TINY.lag])
+    return StepBatch.cut(whole, first, steps=20 + TINY.lag, workers=workers[None], lag=TINY.lag)
 
 
 def test_the_divergence_of_a_stretch_is_that_of_guide_and_transition_step_by_step() -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.deep.elbo import StepBatch, elbo
 from paceline.deep.learning.censoring import CensoredRecording, cutoffs
 from paceline.deep.learning.fit import Training, fit
 from paceline.deep.learning.held_out import held_out_scores, split
@@ -65,6 +66,20 @@ def test_recordings_of_unlike_fleets_are_learned_together() -> None:
     assert ticks == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert all(bool(torch.isfinite(tensor).all()) for tensor in model.state_dict().values())
     assert set(held_out_scores(model, fleets)) == {"deep", "smoothed", "last value"}
+
+
+def test_the_workers_of_an_update_stand_for_the_whole_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def bound(model: DeepModel, stretch: StepBatch, *, fleet: int, beta: float, noise: torch.Generator) -> torch.Tensor:
+        seen.append((stretch.read.shape[-1], fleet))
+        return elbo(model, stretch, fleet=fleet, beta=beta, noise=noise)
+
+    monkeypatch.setattr("paceline.deep.learning.fit.elbo", bound)
+    monkeypatch.setattr("paceline.deep.learning.fit.MOST_WORKERS", 6)
+    few = Training(updates=12, batch=1, steps=8, workers=4)
+    fit([recording(str(size), periodic(40, size)) for size in (3, 9)], shape=SMALL, training=few)
+    assert set(seen) == {(3, 3), (4, 9)}
 
 
 def test_what_is_hidden_is_read_as_a_draw_beyond_the_cut_off_and_still_explained() -> None:

@@ -51,9 +51,17 @@ def test_a_costly_round_waits_for_more_workers() -> None:
 
 
 def test_the_decision_averages_throughput_over_samples_and_not_times() -> None:
-    # By mean times (1 and 5.5) the second worker would be left; it is fast half of the time, which is worth more.
+    # c / E[x] would leave the second worker: 2 / 5.5 < 1. E[c / x], which P3's rule takes, is (2 + 0.2) / 2 > 1.
     samples = np.array([[1.0, 1.0], [1.0, 10.0]])
     assert best_count(samples) == 2
+
+
+def test_a_forecast_of_one_row_leaves_no_difference_between_the_mean_rate_and_the_rate_at_the_mean() -> None:
+    rng, forecast = np.random.default_rng(0), OrderStatistics()
+    forecast.observe(Seen.whole(rng.lognormal(size=9)))
+    drawn = forecast.draw(32, rng)
+    assert drawn.shape == (1, 9)
+    assert best_count(drawn) == 1 + int(np.argmax(np.arange(1, 10) / drawn.mean(axis=0)))
 
 
 @pytest.mark.parametrize(("fraction", "workers", "count"), [(0.9, 158, 142), (0.9, 1, 1), (0.1, 3, 1), (1.0, 8, 8)])

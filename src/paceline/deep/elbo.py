@@ -6,6 +6,13 @@ For a stretch of steps, with z drawn from the guide q and h from the window befo
 
 ``log p`` is censored where a worker was cut off. ``beta`` rises to 1 while training (KL annealing), so that z comes to
 mean something before it has to pay for it.
+
+z is the whole fleet's: of n workers a stretch may hold m, drawn at random, whose likelihood stands for all,
+
+    sum_i log p  ->  (n / m) sum_(i drawn) log p
+
+For the same z this is the sum over the fleet in expectation, and the KL counts once. Without ``n / m`` the KL would
+weigh n / m times too much.
 """
 
 from __future__ import annotations
@@ -102,12 +109,22 @@ def run_guide(model: DeepModel, stretch: StepBatch, *, noise: torch.Generator | 
     return GuidedPath(model.emission(states, contexts[:, lag:]), divergence, states, summaries)
 
 
-def elbo(model: DeepModel, stretch: StepBatch, *, beta: float = 1.0, noise: torch.Generator | None) -> Tensor:
-    """The bound, in natural logs a worker and step."""
-    lag = model.shape.lag
+def elbo(
+    model: DeepModel,
+    stretch: StepBatch,
+    *,
+    fleet: int | None = None,
+    beta: float = 1.0,
+    noise: torch.Generator | None,
+) -> Tensor:
+    """The bound of a fleet of ``fleet`` workers, of which the stretch holds some (None: all), in natural logs a worker
+    and step: ``((n / m) sum_i log p - beta KL) / n = mean_i log p - beta KL / n``."""
+    lag, drawn = model.shape.lag, stretch.read.shape[-1]
+    if (size := drawn if fleet is None else fleet) < drawn:
+        raise ValueError(f"a stretch of {drawn} workers is no part of a fleet of {size}")
     known = run_guide(model, stretch, noise=noise)
-    fit = log_likelihood(known.belief, stretch.explained[:, lag:], stretch.late[:, lag:]).sum(dim=-1)
-    bound: Tensor = (fit - beta * known.divergence).mean() / stretch.read.shape[-1]
+    fit = log_likelihood(known.belief, stretch.explained[:, lag:], stretch.late[:, lag:]).mean(dim=-1)
+    bound: Tensor = (fit - beta * known.divergence / size).mean()
     return bound
 
 

@@ -21,7 +21,11 @@ def rates(ordered: Floats, *, overhead_s: float = 0.0) -> Floats:
 
 
 def best_count(samples: Floats, *, overhead_s: float = 0.0) -> int:
-    """``argmax_c mean_s c / (x^s_(c) + T_o)`` over joint samples, a row each; the larger count among equals."""
+    """``argmax_c mean_s c / (x^s_(c) + T_o)`` over joint samples, a row each; the larger count among equals.
+
+    ``E[c / x]``, the expectation of the rate that P3 maximises (the mean outside is reconstructed), and not
+    ``c / E[x]``: a forecast of one row, as Elfving's, makes them the same, and docs/cutoff.md says where they differ.
+    """
     gain = rates(np.sort(samples, axis=1), overhead_s=overhead_s).mean(axis=0)
     return best_count_of(gain)
 

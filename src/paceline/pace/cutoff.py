@@ -25,6 +25,8 @@ ROUND_RATE = 0.1
 class Cutoff:
     """Equal shares; the round closes with ``c = argmax_c mean_s c / (x^s_(c) + T_o)`` whole ones (P3).
 
+    That is the greatest expected rate, ``E[c / x]``, and not ``c / E[x]``, the rate at the expected time.
+
     ``x`` are joint samples of the next step's seconds from ``forecast``: a name (see `paceline.pace.forecast.make`) or
     a forecast. ``T_o``, the round's own seconds, is ``overhead_s`` or, when that is None, the running mean of the
     records' ``round_s``. The step before anything was seen waits for everybody, and so does the last step of an epoch.

@@ -33,7 +33,8 @@ class Training:
     batch: int = 4
     steps: int = 40
     workers: int = 32
-    """An update reads ``batch`` stretches of ``steps`` steps and ``workers`` workers; fewer where there are fewer."""
+    """An update reads ``batch`` stretches of ``steps`` steps and ``workers`` workers; fewer where there are fewer.
+    These stand for the whole fleet: its likelihood is scaled up from theirs (`paceline.deep.elbo`)."""
     renew: int = 100
     """Updates after which hidden times are drawn anew."""
     anneal: float = 0.3
@@ -78,13 +79,14 @@ def _fit(recordings: Sequence[Recording], shape: Shape | None, how: Training, pr
         torch.manual_seed(how.seed)
         model = DeepModel(shape).float()
     hidden = [CensoredRecording(_portion(recorded, rng), model, rng) for recorded in recordings]
-    _train(model, hidden, how, rng, noise, progress)
+    _train(model, hidden, [recorded.workers for recorded in recordings], how, rng, noise, progress)
     return model.requires_grad_(False).eval()
 
 
 def _train(
     model: DeepModel,
     hidden: Sequence[CensoredRecording],
+    fleets: Sequence[int],
     how: Training,
     rng: np.random.Generator,
     noise: torch.Generator,
@@ -97,9 +99,10 @@ def _train(
         if update and update % how.renew == 0:
             for part in hidden:
                 part.renew(model, noise)
-        chosen = hidden[rng.choice(len(hidden), p=lengths / lengths.sum())].series
+        chosen = int(rng.choice(len(hidden), p=lengths / lengths.sum()))
+        stretch = _stretch(hidden[chosen].series, how, model.shape.lag, rng)
         beta = min(1.0, LEAST_BETA + update / (how.anneal * how.updates))
-        loss = -elbo(model, _stretch(chosen, how, model.shape.lag, rng), beta=beta, noise=noise)
+        loss = -elbo(model, stretch, fleet=fleets[chosen], beta=beta, noise=noise)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

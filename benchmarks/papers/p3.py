@@ -1,0 +1,446 @@
+"""P3, the predicted cut-off: throughput of the rules in one table, and loss over wall-clock time on real workers.
+
+**Convergence.** Eight processes play eight machines (a sample takes so many milliseconds; after the computation a
+worker sleeps until its machine would be done) in four nodes of two, which slow down together: in *bursts* a node turns
+1.8 times slower with probability 0.03 a step and recovers with 0.1, in *periodic* it is twice as slow for 3 of every 12
+steps. They train a small network on Fashion-MNIST, every sample counted once, with one learning rate under every rule:
+naive (everybody is waited for), the best static cut-off in hindsight, Elfving, deep (trained beforehand on another
+600 steps of the same kind of cluster, and used from the first step), joint. Loss is that of the leader's weights on
+test images, scored after the training; the clock starts when the first step ends, which waits for everybody under
+every rule. Time to target is read where the mean of three evaluations first is at or below the target.
+
+**Throughput**, simulated: shares a second over naive's, on the same two scenarios with 158 and with 2,175 workers and,
+with --traces, on recorded ones widened to 158: copies of the recorded job, each of which begins elsewhere in the
+recording and comes round. Models learn from other seeds, of a recording from its first half; its second half is played.
+Every rule sees only what its own cut-offs leave; the first 20 steps are not scored.
+
+    python benchmarks/papers/p3.py [--traces DIR]    # three seeds: under 4 minutes on 16 cores, 25 on two
+    python benchmarks/papers/p3.py --quick           # one seed, 158 workers, short trainings: 90 s on two cores
+
+Trainings and the table run in one process a core. The two scenarios' fleets run at the same time on 16 cores or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import _chart
+import _data
+import numpy as np
+import torch
+from _smoke import smoke, smoking
+from common import emulate, is_worker, leave_result, run_workers
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.deep.forecast import Deep
+from paceline.deep.learning.fit import Training, fit
+from paceline.deep.learning.recordings import recording
+from paceline.deep.model_file import load_model, save_model
+from paceline.machines import read_trace
+from paceline.observe import read_log
+from paceline.pace import Cutoff, Joint, Pacer
+from paceline.pace.arrivals import best_static_count, clairvoyant_counts
+from paceline.pace.forecast import Forecast, LastValue, OrderStatistics
+from paceline.simulate import Outcome, make, play, rounds
+
+SCENARIOS = ("bursts", "periodic")
+WORKERS, SHARE, MICRO, RATE = 8, 16, 4, 0.05
+BATCH = WORKERS * SHARE
+WAYS = ("naive", "static", "Elfving", "deep", "joint")
+KEEP_EVERY, TEST_IMAGES = 3, 1000
+TARGETS = {"Fashion-MNIST": 0.7, "digits": 0.7}
+"""Test loss to be reached."""
+TRAIN_STEPS, WARM_UP = 600, 20
+TRAINING_SEEDS = 1000
+"""Seed s is played by a model trained on seed 1000 + s."""
+SHOWN = slice(60, 120)
+"""Steps of the chart of counts."""
+PLOTS = Path(__file__).parents[2] / "docs" / "images" / "papers"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run."""
+
+    seeds: int
+    steps: int
+    """Steps of naive's epoch on real workers; the others count the same samples in more and shorter ones."""
+    sample_ms: float
+    updates: int
+    fleets: dict[int, int]
+    """Simulated workers, and the seeds of each."""
+    played: int
+    together: bool = False
+    """One model for the real and the simulated workers of a scenario, learned from both."""
+
+
+FULL = Size(seeds=3, steps=150, sample_ms=2.0, updates=1500, fleets={158: 3, 2175: 2}, played=220)
+QUICK = Size(seeds=1, steps=60, sample_ms=2.5, updates=400, fleets={158: 1}, played=120, together=True)
+FLEET_CORES, MOST_PROCESSES = 8, 16
+"""Cores that a real fleet wants for itself, and trainings at the same time."""
+SMOKE = Size(seeds=1, steps=5, sample_ms=0.05, updates=1, fleets={10: 1}, played=12, together=True)
+globals().update(
+    smoke(WORKERS=2, BATCH=2 * SHARE, WAYS=("naive", "deep", "joint"), SCENARIOS=("bursts",), FULL=SMOKE)
+    | smoke(TRAIN_STEPS=40, WARM_UP=2, SHOWN=slice(2, 8), TEST_IMAGES=20)
+)
+
+Curve = list[tuple[float, float]]
+"""Seconds and test loss."""
+Row = dict[str, float]
+Cluster = tuple[str, int, int]
+"""A scenario or the path of a trace, workers, and the seed."""
+Played = tuple[Row, dict[str, list[float]]]
+"""Throughputs over naive's, and the counts of some steps."""
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# -- clusters and their models ---------------------------------------------------------------------------------------
+
+
+def seconds(source: str, workers: int, steps: int, seed: int, *, learned: bool) -> np.ndarray:
+    """Steps x workers of a scenario, or of a recorded trace (a path); ``learned`` are those a model learns from."""
+    seed += TRAINING_SEEDS if learned else 0
+    if source in SCENARIOS:
+        return make(source, steps=steps, workers=workers, seed=seed)
+    own = read_trace(Path(source)).seconds
+    return widened(own[: len(own) // 2] if learned else own[len(own) // 2 :], workers, steps, seed)
+
+
+def widened(own: np.ndarray, workers: int, steps: int, seed: int) -> np.ndarray:
+    """Copies of the recorded job until there are so many workers, each from another step on and coming round."""
+    rng, columns = np.random.default_rng(seed), np.arange(workers)
+    begins = rng.integers(len(own), size=-(-workers // own.shape[1]))
+    at = (np.arange(steps)[:, None] + begins[columns // own.shape[1]]) % len(own)
+    return np.asarray(own[at, columns % own.shape[1]])
+
+
+def train(source: str, fleets: Sequence[int], seed: int, updates: int, folder: str) -> None:
+    """A model of clusters of these sizes, saved for each of them."""
+    torch.set_num_threads(1)
+    series = [seconds(source, workers, TRAIN_STEPS, seed, learned=True) for workers in fleets]
+    recordings = [recording(f"{source}, {own.shape[1]} workers", own) for own in series]
+    model = fit(recordings, training=Training(updates=updates, rate=4e-3, seed=seed))
+    for workers in fleets:
+        save_model(model, _model(folder, source, workers, seed))
+    say(f"trained on {Path(source).stem}, {' and '.join(map(str, fleets))} workers, seed {seed}")
+
+
+def trainings(size: Size, traces: Sequence[str]) -> list[tuple[str, tuple[int, ...], int]]:
+    if size.together:
+        return [(source, (WORKERS, *size.fleets), 0) for source in SCENARIOS]
+    simulated = [(source, (workers,), seed) for source, workers, seed in clusters(size, traces)]
+    return [*simulated, *((source, (WORKERS,), 0) for source in SCENARIOS)]
+
+
+def clusters(size: Size, traces: Sequence[str]) -> list[Cluster]:
+    """What the table has, the largest first: they take longest."""
+    fleets = sorted(size.fleets.items(), reverse=True)
+    made = [(source, workers, seed) for workers, seeds in fleets for source in SCENARIOS for seed in range(seeds)]
+    return [*made, *((source, min(size.fleets), 0) for source in traces)]
+
+
+def _model(folder: str, source: str, workers: int, seed: int) -> Path:
+    return Path(folder) / f"{Path(source).stem}-{workers}-{seed}.pt"
+
+
+# -- throughput, simulated -------------------------------------------------------------------------------------------
+
+
+def outcomes(own: np.ndarray, model: Path) -> dict[str, Outcome]:
+    """Every rule against the same steps, without those that warm up."""
+    scored = np.sort(own[WARM_UP:], axis=1)
+
+    def predicted(forecast: Forecast) -> Outcome:
+        return play.arrivals(own, Cutoff(forecast, overhead_s=0.0)).after(WARM_UP)
+
+    return {
+        "naive": play.counts("naive", own[WARM_UP:], own.shape[1]),
+        "best static": play.counts("static", own[WARM_UP:], best_static_count(scored)),
+        "Elfving": predicted(OrderStatistics()),
+        "last value": predicted(LastValue()),
+        "deep": predicted(Deep(load_model(model))),
+        "oracle": play.counts("oracle", own[WARM_UP:], clairvoyant_counts(scored)),
+        "joint": rounds.play(own, Joint(), cut_to_fit=True).after(WARM_UP),
+    }
+
+
+def measure(source: str, workers: int, seed: int, steps: int, folder: str) -> Played:
+    """One column of the table."""
+    torch.set_num_threads(1)
+    own = seconds(source, workers, steps, seed, learned=False)
+    found = outcomes(own, _model(folder, source, workers, seed))
+    say(f"played {Path(source).stem}, {workers} workers, seed {seed}")
+    rates = {name: outcome.throughput / found["naive"].throughput for name, outcome in found.items()}
+    return rates, {name: found[name].shares[SHOWN].tolist() for name in ("oracle", "deep", "Elfving")}
+
+
+# -- loss over wall-clock time, real workers -------------------------------------------------------------------------
+
+
+def network(pixels: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def pacer(way: str, own: np.ndarray, model: Path) -> str | Pacer:
+    if way == "static":
+        return Cutoff(static=best_static_count(np.sort(own, axis=1)) / own.shape[1])
+    if way == "deep":
+        return Cutoff(Deep(load_model(model), always=True))
+    return {"naive": "equal", "Elfving": Cutoff("elfving"), "joint": Joint()}[way]
+
+
+def trained(way: str, scenario: str, seed: int, size: Size, folder: str) -> Curve:
+    """A training under this rule; on the leader, its curve."""
+    data = torch.load(Path(folder) / "images.pt", weights_only=True, mmap=True)
+    own = read_trace(_trace(folder, scenario, seed)).seconds[: size.steps]
+    emulate(str(_trace(folder, scenario, seed)), size.sample_ms)
+    torch.manual_seed(seed)
+    kept: list[tuple[int, dict[str, torch.Tensor]]] = []
+    with paceline.join(pacer(way, own, _model(folder, scenario, WORKERS, 0)), seed=seed, quiet=True) as fleet:
+        model = fleet.model(network(data["train_x"][0].numel()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+        train_set = TensorDataset(data["train_x"], data["train_y"])
+        for step in fleet.steps(train_set, global_batch=BATCH, micro_batch=MICRO):
+            for x, y in step:
+                step.backward(nn.functional.cross_entropy(model(x), y))
+            step.commit(optimizer)
+            if fleet.rank == 0 and step.index % KEEP_EVERY == 0:
+                kept.append((step.index, {name: value.clone() for name, value in model.state_dict().items()}))
+    if fleet.rank != 0:
+        return []
+    log = read_log(fleet.run_dir)
+    times = {record.step: moment for record, moment in zip(log.records, log.times, strict=True)}
+    return [(times[index] - times[0], loss(weights, data)) for index, weights in kept]
+
+
+def loss(weights: dict[str, torch.Tensor], data: dict[str, torch.Tensor]) -> float:
+    model = network(data["test_x"][0].numel())
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(model(data["test_x"]), data["test_y"]))
+
+
+def fleet_curves(folder: str, scenario: str, size: Size) -> dict[str, list[Curve]]:
+    """On the leader, a curve a seed of every way. Ways take turns, so that a busy computer meets all of them."""
+    torch.set_num_threads(1)
+    curves: dict[str, list[Curve]] = {way: [] for way in WAYS}
+    for seed in range(size.seeds):
+        for way in WAYS:
+            curves[way].append(trained(way, scenario, seed, size, folder))
+            if curves[way][-1]:
+                say(f"{scenario}, seed {seed}: {way} took {curves[way][-1][-1][0]:.1f} s")
+    return curves
+
+
+def prepare(folder: str, size: Size) -> str:
+    """What the workers read: images, and the machines of every scenario and seed. The name of the images."""
+    images = _data.load("fashion").part(BATCH * size.steps, TEST_IMAGES)
+    parts = ("train_x", "train_y", "test_x", "test_y")
+    torch.save({part: getattr(images, part).clone() for part in parts}, Path(folder) / "images.pt")
+    for scenario in SCENARIOS:
+        for seed in range(size.seeds):
+            own = seconds(scenario, WORKERS, 4 * size.steps, seed, learned=False)
+            with _trace(folder, scenario, seed).open("w", newline="") as lines:
+                csv.writer(lines).writerows([step, *row] for step, row in enumerate(own.tolist()))
+    return images.name
+
+
+def _trace(folder: str, scenario: str, seed: int) -> Path:
+    return Path(folder) / f"{scenario}-{seed}.csv"
+
+
+def smoothed(curve: Curve) -> Curve:
+    """The mean of three evaluations, at the last one's time: one evaluation's luck is not a target reached."""
+    return [(curve[i][0], statistics.mean(value for _, value in curve[i - 2 : i + 1])) for i in range(2, len(curve))]
+
+
+def time_to(curve: Curve, target: float) -> float:
+    return next((moment for moment, value in smoothed(curve) if value <= target), math.nan)
+
+
+# -- telling ---------------------------------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    whole = f"{statistics.mean(values):.{digits}f}"
+    return whole + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def tell_throughput(table: dict[str, list[Row]]) -> None:
+    print(f"\n{'throughput over naive':<22}" + "".join(f"{name:>26}" for name in table))
+    for rule in next(iter(table.values()))[0]:
+        print(f"{rule:<22}" + "".join(f"{spread([row[rule] for row in rows]):>26}" for rows in table.values()))
+
+
+def tell_convergence(reached: dict[str, dict[str, list[float]]], target: float, images: str) -> None:
+    print(f"\n{f'seconds to loss {target:g}':<22}" + "".join(f"{name:>26}" for name in reached) + f"   ({images})")
+    for way in WAYS:
+        print(f"{way:<22}" + "".join(f"{spread(times[way]):>26}" for times in reached.values()))
+
+
+def ratios(reached: dict[str, dict[str, list[float]]], way: str) -> dict[str, list[float]]:
+    """Naive's time over this way's, seed by seed."""
+    return {
+        name: [slow / fast for slow, fast in zip(times["naive"], times[way], strict=True)]
+        for name, times in reached.items()
+    }
+
+
+def figures(table: dict[str, list[Row]], reached: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    def over(rule: str) -> dict[str, float]:
+        return {name: statistics.mean(row["deep"] / row[rule] for row in rows) for name, rows in table.items()}
+
+    both = {f"deep_over_{key}": over(rule) for key, rule in (("static", "best static"), ("elfving", "Elfving"))}
+    times = {f"time_to_target_naive_over_{way}": ratios(reached, way) for way in WAYS[1:]}
+    main = [name for name in table if name.partition(",")[0] in SCENARIOS]
+    head = {name: statistics.mean(cells[cluster] for cluster in main) for name, cells in both.items()}
+    head |= {name: statistics.mean(value for row in cells.values() for value in row) for name, cells in times.items()}
+    each = {name: {key: written(value) for key, value in cells.items()} for name, cells in (both | times).items()}
+    return {**{name: written(value) for name, value in head.items()}, "each": each}
+
+
+def written(value: float | Sequence[float]) -> Any:
+    """For JSON, which has no NaN: None where a target was not reached."""
+    if isinstance(value, Sequence):
+        return [written(one) for one in value]
+    return round(value, 4) if math.isfinite(value) else None
+
+
+def verdicts(told: dict[str, Any]) -> None:
+    """What the claims come to, one line each; a result against a claim is said as such."""
+    claims = {
+        "deep_over_static": "more gradients a second than the best static cut-off",
+        "deep_over_elfving": "more gradients a second than order statistics",
+        "time_to_target_naive_over_deep": "convergence in less time than naive",
+    }
+    print()
+    for key, claim in claims.items():
+        lows = {name: np.min(np.array(value, dtype=np.float64)) for name, value in told["each"][key].items()}
+        against = [f"{name} ({low:.2f})" for name, low in lows.items() if not low > 1]
+        print(f"{claim}: {told[key]}; " + (f"NOT on {', '.join(against)}" if against else "on every cluster and seed"))
+
+
+def charts(curves: dict[str, dict[str, list[Curve]]], counts: dict[str, list[float]], folder: Path) -> Path:
+    panels = [
+        _chart.Chart(
+            f"{scenario}, {WORKERS} real workers",
+            "seconds",
+            "test loss",
+            {way: _mean_curve(seeds) for way, seeds in ways.items()},
+        )
+        for scenario, ways in curves.items()
+    ]
+    steps = list(range(SHOWN.start, SHOWN.start + len(counts["deep"])))
+    waited = {name: (steps, values) for name, values in counts.items()}
+    panels.append(_chart.Chart("periodic, simulated", "step", "workers waited for", waited))
+    return _chart.write(folder / "p3.svg", panels)
+
+
+def _mean_curve(curves: list[Curve]) -> tuple[list[float], list[float]]:
+    """The seeds' mean loss at common times, as long as all of them last."""
+    moments = np.linspace(0, min(curve[-1][0] for curve in curves), 40)
+    losses = [np.interp(moments, *np.array(smoothed(curve)).T) for curve in curves]
+    return moments[2:].tolist(), np.mean(losses, axis=0)[2:].tolist()
+
+
+# -- all of it -------------------------------------------------------------------------------------------------------
+
+
+def run(size: Size, traces: Sequence[str], folder: str, plots: Path | None) -> dict[str, Any]:
+    images = prepare(folder, size)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    played = table_of(size, traces, folder, cores)
+    with ThreadPoolExecutor(2 if cores >= 2 * FLEET_CORES and not smoking() else 1) as pool:
+        name = "quick" if size == QUICK else "full"
+        found = pool.map(lambda scenario: run_workers(__file__, WORKERS, folder, scenario, name), SCENARIOS)
+        curves = dict(zip(SCENARIOS, found, strict=True))
+    return tell(size, played, curves, images, plots)
+
+
+def table_of(size: Size, traces: Sequence[str], folder: str, cores: int) -> dict[Cluster, Played]:
+    """Train every model, then play every cluster."""
+    learned, asked = trainings(size, traces), clusters(size, traces)
+    with ProcessPoolExecutor(min(cores, MOST_PROCESSES), mp_context=get_context("spawn")) as pool:
+        every = (lambda *job: list(map(*job))) if smoking() else (lambda *job: list(pool.map(*job)))
+        every(train, *zip(*((*job, size.updates, folder) for job in learned), strict=True))
+        return dict(zip(asked, every(measure, *zip(*((*one, size.played, folder) for one in asked), strict=True))))
+
+
+def tell(
+    size: Size,
+    played: dict[Cluster, Played],
+    curves: dict[str, dict[str, list[Curve]]],
+    images: str,
+    plots: Path | None,
+) -> dict[str, Any]:
+    table: dict[str, list[Row]] = {}
+    for (source, workers, _), (row, _) in played.items():
+        table.setdefault(f"{Path(source).stem}, {workers}", []).append(row)
+    target = TARGETS[images]
+    reached = {
+        scenario: {way: [time_to(curve, target) for curve in seeds] for way, seeds in ways.items()}
+        for scenario, ways in curves.items()
+    }
+    tell_throughput(table)
+    tell_convergence(reached, target, images)
+    told = figures(table, reached)
+    verdicts(told)
+    if plots:
+        print(f"plots: {charts(curves, played[SCENARIOS[-1], min(size.fleets), 0][1], plots)}")
+    told["throughput_over_naive"] = {
+        name: {rule: [written(row[rule]) for row in rows] for rule in rows[0]} for name, rows in table.items()
+    }
+    told["seconds_to_target"] = {
+        scenario: {way: written(times) for way, times in ways.items()} for scenario, ways in reached.items()
+    }
+    return {**told, "target": target, "images": images, "seeds": size.seeds, "workers": WORKERS}
+
+
+def main() -> None:
+    if is_worker():
+        folder, scenario, name = sys.argv[1:]
+        leave_result(fleet_curves(folder, scenario, QUICK if name == "quick" else FULL))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed, 158 workers, short trainings")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of recorded traces (*.csv)")
+    parser.add_argument("--plots", type=Path, help="folder for p3.svg; a whole run writes it to docs/images/papers")
+    asked = parser.parse_args()
+    plots = asked.plots or (None if asked.quick or smoking() else PLOTS)
+    traces = [] if asked.traces is None or asked.quick else _recorded(asked.traces)
+    with TemporaryDirectory() as folder:
+        print(json.dumps(run(QUICK if asked.quick else FULL, traces, folder, plots)))
+
+
+def _recorded(folder: Path) -> list[str]:
+    """The traces of step times in a folder; others there are left out."""
+    found = []
+    for file in sorted(folder.glob("*.csv")):
+        try:
+            found += [str(file)] if len(read_trace(file).seconds) >= 8 else []
+        except ValueError as error:
+            say(f"skipped {file.name}, which is not a trace of step times ({error})")
+    return found
+
+
+if __name__ == "__main__":
+    main()
