@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any
 
 from paceline.combine import Header
+from paceline.combine.averaging.contraction import contraction_of
 from paceline.combine.averaging.groups import check_fits, over_group, place_of
-from paceline.combine.averaging.merging import decay_of
 from paceline.combine.averaging.period import Period
 from paceline.combine.averaging.periods import Periods
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
@@ -124,7 +124,7 @@ class AveragingCombine:
 
     def exchange(self, step: Step, clip_norm: float | None, *, own: bool) -> bool:
         """A local step's gradient: this worker's own, or its group's mean."""
-        loop, step_state, period = self.loop, step.step_state, self.periods.open
+        loop, step_state = self.loop, step.step_state
         finite = loop.gradients.finish()
         header = self.periods.exchange.persistently(partial(self._write_step, step_state, finite))
         entered = time.perf_counter()
@@ -135,8 +135,6 @@ class AveragingCombine:
         apply = may_apply(self, step, header, ranks=self._members)
         if apply:
             loop.gradients.mean(header, clip_norm)
-            if self.periods.merging.decays and period is not None:
-                period.contraction += decay_of(loop.optimizers, getattr(self._settings, "weight_decay", None))
         step.record = step_state.record = self._record(step_state, header)
         return apply
 
@@ -189,6 +187,8 @@ class AveragingCombine:
         if work.samples < step_state.shares[self._member] and not loop.leaving:
             raise MisuseError(f"step {step.index} was left half done: finish the loop over its micro-batches")
         self._count(period, step)
+        if step.applied and self.periods.merging.decays:
+            period.contraction += self._contraction()
         epoch = loop.dealing.epoch
         self._advance()
         step.ends_epoch = loop.finished or loop.dealing.epoch != epoch
@@ -208,6 +208,11 @@ class AveragingCombine:
         period.over = bool(self._word & OVER)
         for name, value in work.added.items():
             period.added[name] = period.added.get(name, 0.0) + float(value)
+
+    def _contraction(self) -> float:
+        """Of the update just made. Optimisers that the script steps itself are known by their names."""
+        optimizers = self.loop.optimizers or tuple(self.loop.tracking.optimizers.values())
+        return contraction_of(optimizers, getattr(self._settings, "weight_decay", None))
 
     def _advance(self) -> None:
         """Between two local steps: take over a round that is over, and begin the one that is due."""
