@@ -8,6 +8,7 @@ Between two rounds lies a **period**: so many local steps, or so many seconds, i
 than a slow one and nobody waits. What a worker was dealt for a period and did not do stays in its queue, so every
 sample of the epoch still counts exactly once. A round may run beside the local steps that follow it (``overlap``): they
 go on with what is left of what was dealt, and when the round is over its update lands between two of them.
+With ``every="end"`` rounds only count and deal, and the last one averages.
 
 Where workers come and go, those who are left run a round again when somebody is lost in it, with what they have done
 themselves: only what a round counted is done, and the rest is dealt again. Others enter and leave right after a round,
@@ -54,7 +55,8 @@ class AveragingCombine:
         overlaps = isinstance(settings, Averaging) and settings.overlap and transport.size > 1
         place = place_of(settings, rank=transport.rank, size=transport.size)
         grouped = len(place.groups) < transport.size
-        check_fits(transport, loop.dealing, parts.failures, grouped=grouped, overlaps=overlaps)
+        once = isinstance(settings, Averaging) and settings.once
+        check_fits(transport, loop.dealing, parts.failures, grouped=grouped, overlaps=overlaps, once=once)
         if grouped:
             loop.gradients = over_group(loop.gradients, transport, place.members, parts.models)
         self.loop, self._settings = loop, settings
@@ -88,6 +90,7 @@ class AveragingCombine:
 
     def begin(self) -> Step | None:
         loop, periods = self.loop, self.periods
+        periods.inside = True
         if periods.outside:
             periods.cross_boundary()
             if periods.outside:  # it has entered in a later loop of the script
@@ -236,10 +239,12 @@ class AveragingCombine:
 
     def meet(self, label: str) -> AbstractContextManager[Any]:
         """Run rounds until everybody has come to the same call."""
+        self.periods.check_whole(label)
         self.periods.meet(label)
         return self.shown()
 
     def shown(self) -> AbstractContextManager[Any]:
+        self.periods.check_whole("a checkpoint")
         context: AbstractContextManager[Any] = self.periods.merging.shown()
         return context
 
@@ -253,10 +258,11 @@ class AveragingCombine:
             self.loop.observe("note", {"level": "warning", "text": text})
 
     def ended(self) -> None:
-        pass
+        self.periods.inside = False
 
     def close(self, *, orderly: bool) -> None:
-        if orderly and self.periods.overlaps:
+        if orderly and (self.periods.overlaps or self.periods.once):
+            self.periods.inside = False
             self.meet("the end of the loop")  # else a round would wait for a worker that has left
 
     def wait_for_threads(self) -> None:
