@@ -8,6 +8,7 @@ Between two rounds lies a **period**: so many local steps, or so many seconds, i
 than a slow one and nobody waits. What a worker was dealt for a period and did not do stays in its queue, so every
 sample of the epoch still counts exactly once. A round may run beside the local steps that follow it (``overlap``): they
 go on with what is left of what was dealt, and when the round is over its update lands between two of them.
+With ``every="end"`` rounds only count and deal, and the last one averages.
 
 Where workers come and go, those who are left run a round again when somebody is lost in it, with what they have done
 themselves: only what a round counted is done, and the rest is dealt again. Others enter and leave right after a round,
@@ -23,8 +24,8 @@ from functools import partial
 from typing import Any
 
 from paceline.combine import Header
+from paceline.combine.averaging.contraction import contraction_of
 from paceline.combine.averaging.groups import check_fits, over_group, place_of
-from paceline.combine.averaging.merging import decay_of
 from paceline.combine.averaging.period import Period
 from paceline.combine.averaging.periods import Periods
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
@@ -54,7 +55,8 @@ class AveragingCombine:
         overlaps = isinstance(settings, Averaging) and settings.overlap and transport.size > 1
         place = place_of(settings, rank=transport.rank, size=transport.size)
         grouped = len(place.groups) < transport.size
-        check_fits(transport, loop.dealing, parts.failures, grouped=grouped, overlaps=overlaps)
+        once = isinstance(settings, Averaging) and settings.once
+        check_fits(transport, loop.dealing, parts.failures, grouped=grouped, overlaps=overlaps, once=once)
         if grouped:
             loop.gradients = over_group(loop.gradients, transport, place.members, parts.models)
         self.loop, self._settings = loop, settings
@@ -88,6 +90,7 @@ class AveragingCombine:
 
     def begin(self) -> Step | None:
         loop, periods = self.loop, self.periods
+        periods.inside = True
         if periods.outside:
             periods.cross_boundary()
             if periods.outside:  # it has entered in a later loop of the script
@@ -124,7 +127,7 @@ class AveragingCombine:
 
     def exchange(self, step: Step, clip_norm: float | None, *, own: bool) -> bool:
         """A local step's gradient: this worker's own, or its group's mean."""
-        loop, step_state, period = self.loop, step.step_state, self.periods.open
+        loop, step_state = self.loop, step.step_state
         finite = loop.gradients.finish()
         header = self.periods.exchange.persistently(partial(self._write_step, step_state, finite))
         entered = time.perf_counter()
@@ -135,8 +138,6 @@ class AveragingCombine:
         apply = may_apply(self, step, header, ranks=self._members)
         if apply:
             loop.gradients.mean(header, clip_norm)
-            if self.periods.merging.decays and period is not None:
-                period.contraction += decay_of(loop.optimizers, getattr(self._settings, "weight_decay", None))
         step.record = step_state.record = self._record(step_state, header)
         return apply
 
@@ -189,6 +190,8 @@ class AveragingCombine:
         if work.samples < step_state.shares[self._member] and not loop.leaving:
             raise MisuseError(f"step {step.index} was left half done: finish the loop over its micro-batches")
         self._count(period, step)
+        if step.applied and self.periods.merging.decays:
+            period.contraction += self._contraction()
         epoch = loop.dealing.epoch
         self._advance()
         step.ends_epoch = loop.finished or loop.dealing.epoch != epoch
@@ -208,6 +211,11 @@ class AveragingCombine:
         period.over = bool(self._word & OVER)
         for name, value in work.added.items():
             period.added[name] = period.added.get(name, 0.0) + float(value)
+
+    def _contraction(self) -> float:
+        """Of the update just made. Optimisers that the script steps itself are known by their names."""
+        optimizers = self.loop.optimizers or tuple(self.loop.tracking.optimizers.values())
+        return contraction_of(optimizers, getattr(self._settings, "weight_decay", None))
 
     def _advance(self) -> None:
         """Between two local steps: take over a round that is over, and begin the one that is due."""
@@ -231,10 +239,12 @@ class AveragingCombine:
 
     def meet(self, label: str) -> AbstractContextManager[Any]:
         """Run rounds until everybody has come to the same call."""
+        self.periods.check_whole(label)
         self.periods.meet(label)
         return self.shown()
 
     def shown(self) -> AbstractContextManager[Any]:
+        self.periods.check_whole("a checkpoint")
         context: AbstractContextManager[Any] = self.periods.merging.shown()
         return context
 
@@ -248,10 +258,11 @@ class AveragingCombine:
             self.loop.observe("note", {"level": "warning", "text": text})
 
     def ended(self) -> None:
-        pass
+        self.periods.inside = False
 
     def close(self, *, orderly: bool) -> None:
-        if orderly and self.periods.overlaps:
+        if orderly and (self.periods.overlaps or self.periods.once):
+            self.periods.inside = False
             self.meet("the end of the loop")  # else a round would wait for a worker that has left
 
     def wait_for_threads(self) -> None:

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 
 from paceline.combine import Header
-from paceline.combine.averaging.merging import Averages, Merging, momentum_of
-from paceline.combine.averaging.period import Period
+from paceline.combine.averaging.merging import SAMPLES, Averages, Merging, momentum_of
+from paceline.combine.averaging.period import NOTHING, Period, Unaveraged
 from paceline.combine.averaging.rounds import Round
 from paceline.combine.flats import Flats
 from paceline.combine.gradients.exchange import broken_off
@@ -27,9 +27,16 @@ class RoundExchange:
     """Writes rounds and runs them."""
 
     def __init__(
-        self, loop: LoopContext, merging: Merging, models: Sequence[torch.nn.Module], *, overlaps: bool
+        self,
+        loop: LoopContext,
+        merging: Merging,
+        models: Sequence[torch.nn.Module],
+        *,
+        overlaps: bool,
+        averages: Callable[[Round], bool] = lambda round: True,
     ) -> None:
-        self._loop, self.merging, self._overlaps = loop, merging, overlaps
+        """``averages``: whether a round whose facts are summed goes on to average; all workers must say the same."""
+        self._loop, self.merging, self._overlaps, self._averages = loop, merging, overlaps, averages
         self.statistics = RunningStatistics(models)
         self.layout = Layout(loop.transport.size, 0, len(self.statistics))
 
@@ -39,27 +46,29 @@ class RoundExchange:
         self,
         period: Period,
         *,
+        before: Unaveraged = NOTHING,
         number: int,
         call: float,
         present: bool,
         optimizers: Sequence[torch.optim.Optimizer],
         first_member: bool,
     ) -> Round:
-        """What this worker brings to the round of this ``number``. ``call``: what it waits to do together with the
-        others; ``present``: whether its update counts."""
-        transport = self._loop.transport
+        """What this worker brings to the round of this ``number``. ``before``: what it did in earlier periods that no
+        average has in it; ``call``: what it waits to do together with the others; ``present``: whether its update
+        counts."""
+        transport, done = self._loop.transport, before + period
         self.statistics.note()
         table = torch.zeros(transport.size, self.merging.columns + 2, dtype=torch.float64)
         row = self.merging.row(
-            steps=period.steps,
-            samples=period.samples,
-            contraction=period.contraction,
+            steps=done.steps,
+            samples=done.samples,
+            contraction=done.contraction,
             momentum=momentum_of(optimizers),
             present=present,
         )
-        table[transport.rank] = torch.tensor([call, period.wall_s, *row])
+        table[transport.rank] = torch.tensor([call, period.wall_s, *row], dtype=torch.float64)
         header = self._write_period(period, number, first_member)
-        statistics, total = self.statistics.payload(period.samples), Flats(self._loop.gradients.everything)
+        statistics, total = self.statistics.payload(done.samples), Flats(self._loop.gradients.everything)
         return Round(period, header=header, table=table, statistics=statistics, total=total)
 
     def _write_period(self, period: Period, number: int, first_member: bool) -> Header:
@@ -99,8 +108,10 @@ class RoundExchange:
         try:
             with self._loop.transport.round(label, aside=self._overlaps, keeps=[*facts, *round.total.flats]):
                 self._sum(facts, sums)
-                round.total.fill(self._part(round))
-                self._sum(round.total.flats, sums)
+                round.averages = self._averages(round)
+                if round.averages:
+                    round.total.fill(self._part(round))
+                    self._sum(round.total.flats, sums)
                 if self._overlaps:
                     self.finish_kernels()
         except GenerationOver as over:
@@ -137,7 +148,7 @@ class RoundExchange:
     def merge_statistics(self, round: Round) -> None:
         """Batch norm's running statistics: their mean by samples, as in every round."""
         if len(self.statistics):
-            samples = float(round.header.column("samples").sum())
+            samples = float(round.facts[:, SAMPLES].sum())
             self.statistics.merge(round.statistics, samples, round.header.counters.tolist())
             self._loop.gradients.statistics_were_set()
 

@@ -33,7 +33,7 @@ def place_of(combine: Averaging | ElasticAverage, *, rank: int, size: int) -> Pl
 
 
 def check_fits(
-    transport: Transport, dealing: Dealing, failures: Failures | None, *, grouped: bool, overlaps: bool
+    transport: Transport, dealing: Dealing, failures: Failures | None, *, grouped: bool, overlaps: bool, once: bool
 ) -> None:
     """Raise ValueError for what averages, groups or overlapped rounds cannot bear."""
     if failures is not None and transport.elastic:
@@ -46,8 +46,8 @@ def check_fits(
             "averages need a dataset with a length: workers make unlike numbers of local steps, and a stream does not "
             "say what is left of it; use combine='gradients'"
         )
-    if failures is not None and (grouped or overlaps):
-        what = "groups, whose members step together" if grouped else "overlap"
+    if failures is not None and (grouped or overlaps or once):
+        what = "groups, whose members step together" if grouped else "overlap" if overlaps else 'every="end"'
         raise ValueError(f"emulated failures cannot be had with {what}: leave one of them out")
 
 

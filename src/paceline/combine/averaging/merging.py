@@ -22,7 +22,7 @@ from paceline.combine.averaging.elastic_weights import Exchange, Memory
 from paceline.combine.averaging.outer import OuterSGD
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
 from paceline.combine.averaging.sketch import SIZE, sketch
-from paceline.combine.averaging.weights import LocalWork, log_contraction, over_members, spread
+from paceline.combine.averaging.weights import BY_CONTRACTION, BY_SKETCH, LocalWork, over_members, spread
 from paceline.transport import Transport
 
 Table = NDArray[np.float64]
@@ -37,7 +37,7 @@ class Merging(Protocol):
     columns: int
     """Of the table of facts."""
     decays: bool
-    """Whether it wants to know how far weight decay has pulled."""
+    """Whether it wants to know by how much local steps contract."""
 
     def row(self, *, steps: int, samples: int, contraction: float, momentum: float, present: bool) -> list[float]: ...
 
@@ -67,8 +67,9 @@ class Averages:
     def __init__(self, settings: Averaging, parameters: Sequence[torch.nn.Parameter], transport: Transport) -> None:
         self._settings, self._parameters, self._transport = settings, list(parameters), transport
         self._outer = OuterSGD(settings.outer) if settings.outer is not None else None
-        self.decays = settings.weights in ("wp", "mse")
-        self.columns = len(FACTS) + (SIZE if settings.weights == "mse" else 0)
+        self.decays = settings.weights in BY_CONTRACTION
+        self._sketched = settings.weights in BY_SKETCH
+        self.columns = len(FACTS) + (SIZE if self._sketched else 0)
         self.rounds = 0
         self.rebase()
 
@@ -77,7 +78,7 @@ class Averages:
 
     def row(self, *, steps: int, samples: int, contraction: float, momentum: float, present: bool) -> list[float]:
         own = [float(steps), float(samples), contraction, momentum, 0.0, float(present)]
-        if self.columns == len(own):
+        if not self._sketched:
             return own
         return [*own, *sketch(self.update(), seed=self.rounds).tolist()]
 
@@ -134,7 +135,7 @@ class Averages:
             "momentum": float(rows[:, MOMENTUM].max(initial=0.0)),
         }
         work = LocalWork(**facts)
-        if self._settings.weights == "mse":
+        if self._sketched:
             distance, noise = spread(rows[:, len(FACTS) :], work)
             work = LocalWork(**facts, distance=distance, noise=noise)
         mixture = self._settings.mix(work)
@@ -235,14 +236,6 @@ def make_merging(
     kind: Any = Averages if isinstance(settings, Averaging) else Springs
     made: Averages | Springs = kind(settings, parameters, transport)
     return made
-
-
-def decay_of(optimizers: Sequence[torch.optim.Optimizer], weight_decay: float | None) -> float:
-    """``log(1 - eta * lambda)`` of the step these optimisers are about to make: their means over parameter groups."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    rates = [float(group["lr"]) for group in groups]
-    decays = [float(group.get("weight_decay", 0.0)) if weight_decay is None else weight_decay for group in groups]
-    return log_contraction(sum(rates) / len(rates), sum(decays) / len(decays)) if groups else 0.0
 
 
 def momentum_of(optimizers: Sequence[torch.optim.Optimizer]) -> float:

@@ -82,6 +82,23 @@ class Period:
         return Period(began=now, shares=self.shares, windows=left, batches=self.batches, member=self.member)
 
 
+@dataclass(frozen=True)
+class Unaveraged:
+    """What a worker has done since parameters were last averaged."""
+
+    steps: int = 0
+    samples: int = 0
+    contraction: float = 0.0
+
+    def __add__(self, period: Period) -> Unaveraged:
+        return Unaveraged(
+            self.steps + period.steps, self.samples + period.samples, self.contraction + period.contraction
+        )
+
+
+NOTHING = Unaveraged()
+
+
 def followed(figures: Floats, kept: Sequence[int | None]) -> Floats:
     """A figure of each worker (0: not known) among other members: a newcomer is supposed to be like the others.
 

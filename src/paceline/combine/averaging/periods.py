@@ -16,7 +16,7 @@ from paceline.combine.averaging.dealing import PeriodDealer
 from paceline.combine.averaging.exchange import RoundExchange
 from paceline.combine.averaging.merging import Averages, copies, make_merging
 from paceline.combine.averaging.outages import EmulatedOutages
-from paceline.combine.averaging.period import Ints, Period
+from paceline.combine.averaging.period import NOTHING, Ints, Period
 from paceline.combine.averaging.rounds import Round
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
 from paceline.combine.base import CombineParts
@@ -42,9 +42,12 @@ class Periods:
         overlaps: bool,
     ) -> None:
         self._loop, self._settings, self.overlaps = loop, settings, overlaps
+        self.once = isinstance(settings, Averaging) and settings.once
         self.merging = make_merging(settings, loop.gradients.everything, loop.transport)
         self.dealer = PeriodDealer(loop, settings, overlaps=overlaps, lengths=parts.lengths)
-        self.exchange = RoundExchange(loop, self.merging, parts.models, overlaps=overlaps)
+        self.exchange = RoundExchange(loop, self.merging, parts.models, overlaps=overlaps, averages=self._averages_in)
+        self._before = NOTHING
+        """What this worker did in earlier periods, and no average has in it."""
         self.open: Period | None = None
         self.under_way: Round | None = None
         """A round that runs beside the local steps."""
@@ -54,7 +57,17 @@ class Periods:
         """When the last round was over, for this worker."""
         self._call = 0.0
         """What this worker waits to do together with the others, as a number; 0: nothing."""
+        self.inside = False
+        """Whether the script is in the loop."""
         self._outages = EmulatedOutages(parts.failures, loop.gradients.everything)
+
+    def check_whole(self, what: str) -> None:
+        """Raise MisuseError where ``what`` would show one worker's own parameters for everybody's."""
+        if self.once and self.inside and not self._loop.finished and self._loop.transport.size > 1:
+            raise MisuseError(
+                f'{what} in a loop with Averaging(every="end"): until the loop is over each worker has parameters of '
+                "its own; do it after the loop, or leave every= out and give every_steps= or period_s="
+            )
 
     # -- periods -------------------------------------------------------------------------------------------------------
 
@@ -107,9 +120,19 @@ class Periods:
         except Dropped as dropped:
             self._give_up_period(dropped)
             return False
-        self.merging.take(round.facts, round.total.views, self._loop.optimizers)
+        if round.averages:
+            self.merging.take(round.facts, round.total.views, self._loop.optimizers)
         self._close_round(round, time.perf_counter() - entered)
         return True
+
+    def _averages_in(self, round: Round) -> bool:
+        """Whether parameters are averaged in this round. ``every="end"``: the one in which the last epoch ends, or to
+        which all who have left the loop bring the same call."""
+        if not self.once:
+            return True
+        loop, done = self._loop, int(round.header.column("samples").sum())
+        last = loop.dealing.remaining == done and loop.dealing.epoch + 1 >= loop.training.end_epoch
+        return last or bool((round.table[:, 0] > 0).all())
 
     def _run_out(self, period: Period) -> Round:
         """Run a round to its end: once more, among those who are left, when somebody is lost in it."""
@@ -123,6 +146,7 @@ class Periods:
     def _write_round(self, period: Period) -> Round:
         return self.exchange.write(
             period,
+            before=self._before,
             number=self.number,
             call=self._call,
             present=self._trouble().exchanges,
@@ -153,7 +177,9 @@ class Periods:
     def _close_round(self, round: Round, waited_s: float) -> None:
         """A round is over: everybody counts what it says. ``waited_s``: what this worker waited for it."""
         loop, period, header, table = self._loop, round.period, round.header, round.table.cpu().numpy()
-        self.exchange.merge_statistics(round)
+        self._before = NOTHING if round.averages else self._before + period
+        if round.averages:
+            self.exchange.merge_statistics(round)
         ended, walls = time.perf_counter(), table[:, 1]
         samples = header.column("samples").astype(int)
         ranges: tuple[tuple[Range, ...], ...] = loop.dealing.commit(tuple(samples.tolist()), False)

@@ -29,6 +29,8 @@ class Round:
         self.period, self.header, self.table, self.statistics, self.total = period, header, table, statistics, total
         self.update: Sequence[torch.Tensor] | None = None
         """Beside local steps: this worker's update as it was when the round began."""
+        self.averages = True
+        """Whether parameters were averaged in it, and not only samples counted."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

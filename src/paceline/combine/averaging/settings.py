@@ -40,6 +40,9 @@ class Averaging:
     16
     """
 
+    every: Literal["end"] | None = None
+    """``"end"``: parameters are averaged once, when all epochs of the loop are over. Rounds then only count and deal
+    samples, ``every_steps`` or ``period_s`` apart. None: every round averages."""
     every_steps: int | None = None
     """Local steps between rounds: everybody does as many, and the fast wait for the slow."""
     period_s: float | None = None
@@ -67,6 +70,11 @@ class Averaging:
         _whole("every_steps", self.every_steps, "local steps between rounds")
         if self.period_s is not None and not 0 < self.period_s < math.inf:
             raise ValueError(f"period_s is {self.period_s}: seconds between rounds, above 0")
+        if self.every not in (None, "end"):
+            raise ValueError(
+                f'every is {self.every!r}: "end" averages once, when the loop is over; for rounds on the way give '
+                "every_steps (local steps) or period_s (seconds)"
+            )
         _one_of("weights", self.weights, tuple(RULES))
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise ValueError(
@@ -76,8 +84,15 @@ class Averaging:
             raise ValueError(f"outer is {self.outer!r}: give paceline.Outer(lr=0.7, momentum=0.9) or None")
         if not isinstance(self.overlap, bool):
             raise ValueError(f"overlap is {self.overlap!r}: True lets local work go on during rounds, False does not")
+        if self.once and self.overlap:
+            raise ValueError('every="end" averages when no local work is left, so nothing overlaps: leave overlap out')
         if self.groups is not None:
             object.__setattr__(self, "groups", _groups(self.groups))
+
+    @property
+    def once(self) -> bool:
+        """Whether parameters are averaged only when the loop is over."""
+        return self.every == "end"
 
     def check(self, workers: int) -> None:
         """Raise ValueError when the groups do not fit so many workers."""
@@ -91,7 +106,8 @@ class Averaging:
 
     def check_elastic(self) -> None:
         """Raise ValueError for what cannot be had where workers come and go."""
-        asked = [name for name, on in (("groups", self.groups is not None), ("overlap", self.overlap)) if on]
+        parts = {"groups": self.groups is not None, "overlap": self.overlap, "every": self.once}
+        asked = [name for name, on in parts.items() if on]
         if asked:
             raise ValueError(
                 f"Averaging({asked[0]}=...) needs a fleet of fixed size, and workers come and go in this one: leave "

@@ -36,8 +36,8 @@ class LocalWork:
     """What each worker did since the common start; arrays in rank order (with groups: in the groups' order).
 
     ``steps`` are local optimiser steps and ``samples`` the samples in them (left out: in proportion to the steps).
-    ``log_contraction`` is ``sum_t log(1 - eta_t * lambda)`` over the worker's own steps (`log_contraction` gives one of
-    them; left out: 0, no weight decay). ``momentum`` is the local SGD's m. ``distance`` and ``noise`` are D2 and s2 for
+    ``log_contraction`` is ``sum_t log rho_t`` over the worker's own steps (`log_contraction` gives one of them for SGD;
+    left out: 0, no weight decay). ``momentum`` is the local SGD's m. ``distance`` and ``noise`` are D2 and s2 for
     `mse`, as `spread` estimates them; NaN when not known.
     """
 
@@ -68,7 +68,7 @@ class LocalWork:
 
     @property
     def contraction(self) -> Floats:
-        """``beta_i = prod_t (1 - eta_t * lambda)``: what is left of the distance worker i had to go."""
+        """``beta_i = prod_t rho_t``: what is left of the distance worker i had to go."""
         return np.exp(self.log_contraction)
 
 
@@ -84,21 +84,45 @@ class Mixture:
         return self.scale * self.weights
 
 
-def log_contraction(learning_rate: float, weight_decay: float) -> float:
-    """``log(1 - eta * lambda)`` of one local step: SGD on a lambda-regularised loss contracts by this much (P2's rho).
+def log_contraction(
+    learning_rate: float,
+    weight_decay: float,
+    *,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+) -> float:
+    """``log rho`` of one local step of SGD on the quadratic ``lambda/2 w^2``: what is left of the distance, a step.
+
+    rho is the dominant root, in size, of the update's characteristic polynomial. With ``a = eta lambda (1 -
+    dampening)`` and ``z = 1 - d`` it is ``d^2 - (1 - m + a) d + a = 0``, with Nesterov ``d^2 - (1 - m + a + m a) d + a
+    = 0``. Without momentum rho is ``1 - eta lambda`` (P2's, reconstructed); with momentum m and a small a about
+    ``1 - a / (1 - m)``; where the roots are complex (plain momentum: a above ``(1 - sqrt(m))^2``) it is ``sqrt(m)``.
 
     >>> round(log_contraction(0.1, 1.0), 4)
     -0.1054
+    >>> [round(log_contraction(0.1, 5e-3, momentum=m), 4) for m in (0.0, 0.9)]
+    [-0.0005, -0.0053]
     """
     product = learning_rate * weight_decay
     if not (math.isfinite(product) and learning_rate >= 0 and weight_decay >= 0):
         raise ValueError(f"learning rate {learning_rate:g} and weight decay {weight_decay:g} must be finite, 0 or more")
-    if product >= 1:
+    if not (0 <= momentum < 1 and 0 <= dampening <= 1):
+        raise ValueError(f"momentum lies from 0 to below 1, dampening from 0 to 1, not at {momentum:g}, {dampening:g}")
+    a = product * (1 - dampening) if momentum else product  # without momentum torch does not dampen
+    middle = 1 - momentum + a + (momentum * a if nesterov else 0.0)
+    inside = middle**2 - 4 * a
+    if inside < 0:
+        return math.log(momentum * (1 - a if nesterov else 1)) / 2
+    near = 2 * a / (middle + math.sqrt(inside))
+    far = (middle + math.sqrt(inside)) / 2
+    if near >= 1 or far - 1 > 1 - near:
         raise ValueError(
-            f"learning rate {learning_rate:g} times weight decay {weight_decay:g} is {product:g}: rho = 1 - eta*lambda "
-            "must be above 0; lower one of them or choose other weights"
+            f"learning rate {learning_rate:g} times weight decay {weight_decay:g} is {product:g}: a step goes beyond "
+            "the optimum (without momentum rho = 1 - eta*lambda must be above 0); lower one of them or choose other "
+            "weights"
         )
-    return math.log1p(-product)
+    return math.log1p(-near)
 
 
 def uniform(work: LocalWork) -> Mixture:
@@ -112,7 +136,7 @@ def samples(work: LocalWork) -> Mixture:
 
 
 def wp(work: LocalWork) -> Mixture:
-    """P2: ``a_i ~ rho^(T_max - T_i)``; with a schedule, the product of ``1 - eta_t * lambda`` over the steps missing.
+    """P2, reconstructed: ``a_i ~ rho^(T_max - T_i)``; with a schedule, the product of rho_t over the steps missing.
 
     Written as ``beta_max / beta_i``, so that each worker's own product is all it has to send. At lambda = 0, or when
     all did the same work, it is `uniform`.
@@ -198,6 +222,10 @@ RULES: dict[str, Callable[[LocalWork], Mixture]] = {
     "normalised": normalised,
     "mse": mse,
 }
+BY_CONTRACTION = frozenset({"wp", "mse"})
+"""Rules that ask how much each worker's steps contract."""
+BY_SKETCH = frozenset({"mse"})
+"""Rules that ask for a sketch of each worker's update."""
 
 
 def over_members(mixture: Mixture, groups: Sequence[Sequence[int]]) -> Mixture:
