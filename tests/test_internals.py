@@ -32,16 +32,15 @@ class Names:
         self.bases: dict[str, list[str]] = {}
         self.others: set[str] = set()
         self.threads: set[str] = set()
+        self.unnamed: list[str] = []
         for file in SOURCE.rglob("*.py"):
             tree = ast.parse(file.read_text())
             self._add_module(tree)
-            self.threads |= {
-                word.value.value
-                for call in ast.walk(tree)
-                if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "Thread"
-                for word in call.keywords
-                if word.arg == "name" and isinstance(word.value, ast.Constant)
-            }
+            for call in ast.walk(tree):
+                if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "Thread":
+                    named = [word.value for word in call.keywords if word.arg == "name"]
+                    self.threads |= {word.value for word in named if isinstance(word, ast.Constant)}
+                    self.unnamed += [] if named else [f"{file.name}:{call.lineno}"]
 
     def _add_module(self, tree: ast.Module) -> None:
         for node in tree.body:
@@ -133,6 +132,7 @@ def test_the_page_is_short() -> None:
 def test_every_thread_is_in_the_table() -> None:
     assert len(names().threads) > 10
     assert not names().threads - set(code(PAGE))
+    assert not names().unnamed
 
 
 def test_the_diagram_shows_the_transitions_of_a_step() -> None:

@@ -79,7 +79,7 @@ class Connector:
         """Connecting cannot be broken off, and engines try for long: so it happens on a thread, which is left to itself
         when the generation is over."""
         made: list[Any] = []
-        thread = threading.Thread(target=_make, args=(make, made), daemon=True)
+        thread = threading.Thread(target=_make, args=(make, made), name="paceline-connect", daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(0.01)

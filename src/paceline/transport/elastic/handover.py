@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,7 +103,8 @@ class HandOver:
         if listener is not None:
             data, engine = listener.give_state(), self._transport.group.engine
             for rank in newcomers:
-                threading.Thread(target=_send_state, args=(engine, data, rank), daemon=True).start()
+                send = partial(_send_state, engine, data, rank)
+                threading.Thread(target=send, name="paceline-send-state", daemon=True).start()
 
     def receive_state(self, giver: int) -> torch.Tensor:
         size = torch.zeros(1, dtype=torch.int64)

@@ -266,7 +266,8 @@ class Reform:
             raise self.failed(error) from None
         transport.entered(self._hand_over.later is None)
         if self.group.rank == 0 and not transport.outside:
-            threading.Thread(target=_tidy, args=(self.connector.aside.clone(), self.number), daemon=True).start()
+            tidy = partial(_tidy, self.connector.aside.clone(), self.number)
+            threading.Thread(target=tidy, name="paceline-tidy", daemon=True).start()
 
     def _change(self, facts: Sequence[Any]) -> MembershipChange:
         assert self.now is not None
