@@ -25,33 +25,15 @@ class Pending(Protocol):
         """Nobody waits for it any more. False: it may still write into its tensor."""
 
 
-class Transport(Protocol):
-    """Reaches the other workers. What has a default is so where members never change."""
+class Collective(Protocol):
+    """Workers that sum together and agree on small facts. What has a default is so where members never change."""
 
-    name: str
-    backend: str
     solitary: bool = False
     """Nobody else can ever be there."""
     elastic: bool = False
     """Workers come and go: calls may end by `GenerationOver` and be made again among others."""
-    outside: bool = False
-    """This worker is not in the fleet (yet): its calls concern itself alone, until its first step."""
-    leaving: bool = False
-    """This worker was asked to leave, and does so after the step."""
-    at_rest: bool = True
-    """This worker is at no step: it may leave at once."""
-    roster_away: bool = False
-    """Signals do not come through: the roster, which keeps the store, is away."""
     rank: int
     size: int
-    generation: int
-    workers: tuple[int, ...]
-    """Stable identities in rank order."""
-
-    @property
-    def id(self) -> int:
-        """Who this worker is, whatever its rank."""
-        return self.rank
 
     def round(
         self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()
@@ -63,6 +45,53 @@ class Transport(Protocol):
     def sum(self, tensor: torch.Tensor) -> Pending:
         """Start summing ``tensor`` over the fleet in place. All workers start the same sums in the same order."""
 
+    def gather(self, label: str, value: Any) -> list[Any]:
+        """Every worker's (JSON) value, in rank order. ``value`` may be a function of nothing: where workers come and go
+        it is asked again when the call is made again, among others than before."""
+
+    def close(self, *, failure: BaseException | None = None) -> None:
+        """Leave. With a failure, tell the others why first."""
+
+    def cut(self, over: GenerationOver) -> None:
+        """What is still under way in this generation ends now."""
+        return
+
+    def re_form_after(self, over: GenerationOver) -> None:
+        """A call was cut short: re-form the group among those who live, and go on. Any thread may come here; one does
+        the work."""
+        raise over
+
+    def given(self, into: Sequence[torch.Tensor], *, aside: bool = False) -> bool:
+        """After `re_form_after`: whether others had finished the round under way; its result then stands in
+        ``into``."""
+        return False
+
+
+class Transport(Collective, Protocol):
+    """Reaches the other workers."""
+
+    name: str
+    backend: str
+    outside: bool = False
+    """This worker is not in the fleet (yet): its calls concern itself alone, until its first step."""
+    leaving: bool = False
+    """This worker was asked to leave, and does so after the step."""
+    at_rest: bool = True
+    """This worker is at no step: it may leave at once."""
+    roster_away: bool = False
+    """Signals do not come through: the roster, which keeps the store, is away."""
+    generation: int
+    workers: tuple[int, ...]
+    """Stable identities in rank order."""
+    calls: int
+    """Collective calls that this worker's own thread has made. Who takes over another's place in the training takes
+    over this number too."""
+
+    @property
+    def id(self) -> int:
+        """Who this worker is, whatever its rank."""
+        return self.rank
+
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite ``tensors`` with the leader's."""
 
@@ -71,10 +100,6 @@ class Transport(Protocol):
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
         """Fill a CPU tensor with what one worker sends; from any thread."""
-
-    def gather(self, label: str, value: Any) -> list[Any]:
-        """Every worker's (JSON) value, in rank order. ``value`` may be a function of nothing: where workers come and go
-        it is asked again when the call is made again, among others than before."""
 
     def slot(self, name: str) -> int:
         """A small number for ``name``, the same on every worker; given out on first use by anybody."""
@@ -96,29 +121,6 @@ class Transport(Protocol):
 
     def forget(self, name: str) -> None:
         """Nobody will wait for ``name`` any more. From the thread of the rounds."""
-
-    calls: int
-    """Collective calls that this worker's own thread has made. Who takes over another's place in the training takes
-    over this number too."""
-
-    def close(self, *, failure: BaseException | None = None) -> None:
-        """Leave. With a failure, tell the others why first."""
-
-    # -- where workers come and go ---------------------------------------------------------------------------------
-
-    def cut(self, over: GenerationOver) -> None:
-        """What is still under way in this generation ends now."""
-        return
-
-    def re_form_after(self, over: GenerationOver) -> None:
-        """A call was cut short: re-form the group among those who live, and go on. Any thread may come here; one does
-        the work."""
-        raise over
-
-    def given(self, into: Sequence[torch.Tensor], *, aside: bool = False) -> bool:
-        """After `re_form_after`: whether others had finished the round under way; its result then stands in
-        ``into``."""
-        return False
 
     def deliver_members_changed(self) -> None:
         """Tell the training, before its next call, if the members changed; by whichever thread comes first."""

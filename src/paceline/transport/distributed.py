@@ -149,10 +149,6 @@ class Distributed(Transport, ABC):
             raise self.watch.failed(error) from None
 
 
-def make_gloo(store: Any, rank: int, size: int, options: Any) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, options)
-
-
 def facts_of(device: torch.device) -> dict[str, Any]:
     """What a worker says of itself."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "device": str(device)}

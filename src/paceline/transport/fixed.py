@@ -20,9 +20,9 @@ import torch
 from paceline.errors import FleetError, LoaderDied, PacelineError
 from paceline.roster.calls import CALLS, GROUP, ROUNDS, name_workers
 from paceline.transport.alone import Alone
-from paceline.transport.base import Transport
+from paceline.transport.base import Collective
 from paceline.transport.calls import CallSequences
-from paceline.transport.distributed import Distributed, choose_backend, facts_of, make_gloo, one_line
+from paceline.transport.distributed import Distributed, choose_backend, facts_of, one_line
 from paceline.transport.group import Group
 from paceline.transport.heartbeat import Heartbeat
 from paceline.transport.nccl import NcclGroup
@@ -55,17 +55,18 @@ class FixedTransport(Distributed):
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         root = dist.PrefixStore("paceline" if restart == "0" else f"paceline{restart}", store)
         joined = root.add(f"joins/{self.rank}", 1)
+        # Each thread has a connection of its own: one's blocking request must not hold up another's.
         self._formed = Group(
             self.rank,
             self.size,
             store=dist.PrefixStore(f"join{joined}", root),
             signals=dist.PrefixStore(f"board{joined}", root),
-            board=dist.PrefixStore(f"board{joined}", _clone(root)),
+            board=dist.PrefixStore(f"board{joined}", root.clone()),
         )
-        self._subgroups: dict[tuple[int, ...], Transport] = {}
+        self._subgroups: dict[tuple[int, ...], Collective] = {}
         self._noticed = threading.Event()
         self._names = [f"worker {rank}" for rank in range(self.size)]
-        aside = _clone(root)
+        aside = root.clone()
         self._heartbeat = Heartbeat(
             dist.PrefixStore(f"join{joined}", aside),
             aside,
@@ -92,13 +93,13 @@ class FixedTransport(Distributed):
 
     def _connect(self, group: Group, name: str) -> None:
         """Form a process group; ``name``: of its keys in the store."""
-        group.connect(dist.PrefixStore(name, self.group.store), towards=self._meeting, make=make_gloo)
+        group.connect(dist.PrefixStore(name, self.group.store), towards=self._meeting, make=dist.ProcessGroupGloo)
         if self.backend == "nccl":
             store = dist.PrefixStore(f"{name}/gpus", self.group.store)
             group.gpus = NcclGroup(store, group.rank, group.size, self._device)
 
-    def subgroup(self, ranks: Sequence[int]) -> Transport:
-        """A transport among these workers, this one included. All workers call it, each for its own group."""
+    def subgroup(self, ranks: Sequence[int]) -> Collective:
+        """These workers by themselves, this one included. All workers call it, each for its own group."""
         members = tuple(ranks)
         with self.round("forming the groups"):
             if members not in self._subgroups:
@@ -109,7 +110,7 @@ class FixedTransport(Distributed):
         group = Group(members.index(self.rank), len(members))
         group.alike = self.group.alike
         self._connect(group, f"group/{self.generation}/{'-'.join(map(str, members))}")
-        return Subgroup(self, members, group, heartbeat=self._heartbeat, pending=self._started)
+        return Subgroup(members, group, heartbeat=self._heartbeat, pending=self._started)
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -228,8 +229,3 @@ def _meet(address: str, port: str, rank: str, size: str) -> tuple[Store, int, in
     store while the leader closes it."""
     store, _, _ = next(iter(dist.rendezvous("env://")))
     return store, int(rank), int(size)
-
-
-def _clone(store: Store) -> Store:
-    """A second connection: one thread's blocking request must not hold up another's."""
-    return store.clone()

@@ -14,32 +14,21 @@ from typing import Any
 import torch
 
 from paceline.roster.calls import GROUP
-from paceline.transport.base import Pending, Transport
+from paceline.transport.base import Collective, Pending
 from paceline.transport.group import Group
 from paceline.transport.heartbeat import Heartbeat
 
 
-class Subgroup(Transport):
-    """The transport of one group: sums and facts go to its members; everything else is the fleet's."""
-
-    name = "subgroup"
+class Subgroup(Collective):
+    """The members of one group."""
 
     def __init__(
-        self,
-        fleet: Transport,
-        ranks: Sequence[int],
-        group: Group,
-        *,
-        heartbeat: Heartbeat,
-        pending: Callable[..., Pending],
+        self, ranks: Sequence[int], group: Group, *, heartbeat: Heartbeat, pending: Callable[..., Pending]
     ) -> None:
         """``group``: the members, connected, in the order of ``ranks``. ``pending`` starts an engine's work and watches
         over it."""
-        self._fleet, self.group, self._heartbeat, self._pending = fleet, group, heartbeat, pending
-        self.backend, self.generation = fleet.backend, fleet.generation
+        self.group, self._heartbeat, self._pending = group, heartbeat, pending
         self.rank, self.size = group.rank, group.size
-        self.workers = tuple(fleet.workers[rank] for rank in ranks)
-        self.calls = 0
         heartbeat.group = tuple(ranks)
 
     @contextmanager
@@ -73,37 +62,3 @@ class Subgroup(Transport):
         """Let go of the engine; the fleet's transport closes its connections."""
         self.group.detach()
         self.group.gpus = None
-
-    # -- the fleet's ---------------------------------------------------------------------------------------------------
-
-    def slot(self, name: str) -> int:
-        return self._fleet.slot(name)
-
-    def slot_name(self, slot: int) -> str:
-        return self._fleet.slot_name(slot)
-
-    def doing(self, what: str, *, begun: int | None = None) -> None:
-        self._fleet.doing(what, begun=begun)
-
-    def signal(self, name: str) -> None:
-        self._fleet.signal(name)
-
-    def tally(self, name: str) -> int:
-        return self._fleet.tally(name)
-
-    def heard(self, name: str) -> bool:
-        return self._fleet.heard(name)
-
-    def forget(self, name: str) -> None:
-        self._fleet.forget(name)
-
-    # -- not a group's business ----------------------------------------------------------------------------------------
-
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        raise AssertionError("parameters are handed out by the whole fleet's leader")
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        raise AssertionError("a group only sums")
-
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        raise AssertionError("a group only sums")

@@ -16,7 +16,7 @@ from paceline.combine.gradients.scaling import is_active, scale_in
 from paceline.combine.gradients.scaling import scaled as scale_loss
 from paceline.combine.gradients.statistics import Look, RunningStatistics
 from paceline.errors import MisuseError
-from paceline.transport import Transport
+from paceline.transport import Collective
 
 _REACHED_NOTHING = (
     "the losses of this step reached no parameter of the fleet's model: compute them with the module that fleet.model "
@@ -34,7 +34,7 @@ class Accumulation:
     """
 
     def __init__(
-        self, transport: Transport, models: Sequence[torch.nn.Module], start: Callable[[torch.Tensor], None]
+        self, transport: Collective, models: Sequence[torch.nn.Module], start: Callable[[torch.Tensor], None]
     ) -> None:
         self._transport = transport
         self._start = None if transport.solitary else start

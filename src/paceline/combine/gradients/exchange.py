@@ -15,7 +15,7 @@ import torch
 from paceline.combine.gradients.accumulation import Accumulation
 from paceline.combine.header import Header
 from paceline.errors import GenerationOver
-from paceline.transport import Pending, Transport
+from paceline.transport import Collective, Pending
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Sum:
 class GradientExchange:
     """One step's sums over the fleet. ``squares`` in its calls: the norm of this worker's own gradient is measured."""
 
-    def __init__(self, transport: Transport, work: Accumulation) -> None:
+    def __init__(self, transport: Collective, work: Accumulation) -> None:
         self._transport, self._work = transport, work
         self.begin()
 
@@ -177,7 +177,7 @@ def _extremes(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [extreme.to(torch.float64) for flat in flats for extreme in torch.aminmax(flat)]
 
 
-def sum_aside(transport: Transport, label: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+def sum_aside(transport: Collective, label: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     """The fleet's sums, in these tensors or others like them, on the thread of rounds with a deadline. None: the
     members changed, and nothing came of the round."""
     sums: list[Pending] = []
@@ -192,7 +192,7 @@ def sum_aside(transport: Transport, label: str, tensors: Sequence[torch.Tensor])
 
 
 def re_formed(
-    transport: Transport, over: GenerationOver, sums: Sequence[Pending] = (), tensors: Sequence[torch.Tensor] = ()
+    transport: Collective, over: GenerationOver, sums: Sequence[Pending] = (), tensors: Sequence[torch.Tensor] = ()
 ) -> list[torch.Tensor] | None:
     """Re-form the group among the workers that live, on the thread of rounds with a deadline. What ``tensors`` should
     have held, when some of these workers had finished the round and gave its result; else None."""
@@ -202,7 +202,7 @@ def re_formed(
     return list(tensors) if transport.given(tensors, aside=True) else None
 
 
-def broken_off(transport: Transport, over: GenerationOver, sums: Sequence[Pending]) -> bool:
+def broken_off(transport: Collective, over: GenerationOver, sums: Sequence[Pending]) -> bool:
     """End the sums under way. False: some may still write into their tensors, which are then not to be used again."""
     transport.cut(over)
     ended = [pending.abandon() for pending in sums]

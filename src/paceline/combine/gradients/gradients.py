@@ -20,7 +20,7 @@ from paceline.combine.gradients.scaling import is_active, next_state
 from paceline.combine.gradients.varying import VaryingCount
 from paceline.combine.header import Header, Layout
 from paceline.errors import GenerationOver
-from paceline.transport import Transport
+from paceline.transport import Collective
 
 
 class Gradients:
@@ -28,7 +28,7 @@ class Gradients:
 
     name = "gradients"
 
-    def __init__(self, transport: Transport, models: Sequence[torch.nn.Module], *, overlap: bool = True) -> None:
+    def __init__(self, transport: Collective, models: Sequence[torch.nn.Module], *, overlap: bool = True) -> None:
         self._transport = transport
         self.overlap = overlap
         self.keep_graph = False

@@ -12,13 +12,13 @@ from paceline.combine.gradients.exchange import GradientExchange
 from paceline.combine.gradients.varying import VaryingCount
 from paceline.combine.header import Header
 from paceline.errors import MisuseError
-from paceline.transport import Transport
+from paceline.transport import Collective
 
 
 class MeanGradient:
     """Makes the mean of what the round summed, and knows its norm."""
 
-    def __init__(self, transport: Transport, work: Accumulation, exchange: GradientExchange) -> None:
+    def __init__(self, transport: Collective, work: Accumulation, exchange: GradientExchange) -> None:
         self._alone, self._elastic = transport.solitary, transport.elastic
         self._work, self._exchange = work, exchange
         self.weight_per_sample = 1.0
