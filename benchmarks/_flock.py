@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 from nursery import Nursery, Worker, elastic_variables, end_all
 
-from paceline.launcher.processes import FLEET_FAILED
+from paceline.errors import FLEET_FAILED
 from paceline.launcher.rendezvous import loopback
 from paceline.launcher.roster import OwnRoster
 

@@ -10,6 +10,25 @@ from __future__ import annotations
 import re
 import signal
 
+FLEET_FAILED = 75
+"""Exit code of a worker that was ended by the fleet's failure and not by its own."""
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, in words; ``code`` as `subprocess` says it: a negative one is a signal's number.
+
+    >>> describe_exit(-9)
+    'was killed by signal 9 (SIGKILL)'
+    >>> describe_exit(3)
+    'ended with exit code 3'
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
 
 class PacelineError(RuntimeError):
     """Base of all errors that are Paceline's own."""
@@ -29,13 +48,6 @@ class LoaderDied(PacelineError):
         )
 
     @classmethod
-    def exited(cls, pid: int | str, code: int) -> LoaderDied:
-        """``code`` as multiprocessing has it: a negative one is a signal's number."""
-        if code >= 0:
-            return cls(pid, f"ended with exit code {code}")
-        return cls(pid, f"was killed by signal {-code} ({signal.Signals(-code).name})")
-
-    @classmethod
     def told_by(cls, error: BaseException) -> LoaderDied | None:
         """What torch says when a loader process dies; None for any other error. Torch raises it from a handler of
         SIGCHLD, wherever the main thread happens to be: in the middle of a round, for instance.
@@ -50,10 +62,10 @@ class LoaderDied(PacelineError):
             return None
         pid, how = found.groups()
         if code := re.match(r"exited unexpectedly with exit code (\d+)", how):
-            return cls.exited(pid, int(code[1]))
+            return cls(pid, describe_exit(int(code[1])))
         names = {signal.strsignal(number): number for number in signal.Signals}
         if (killed := re.match(r"is killed by signal: (.+?)\.", how)) and killed[1] in names:
-            return cls.exited(pid, -names[killed[1]])
+            return cls(pid, describe_exit(-names[killed[1]]))
         return cls(pid, "died")
 
 

@@ -7,8 +7,7 @@ import os
 import sys
 from types import TracebackType
 
-from paceline.errors import FleetError
-from paceline.transport.fixed import EXIT_CODE
+from paceline.errors import FLEET_FAILED, FleetError
 
 
 def end_with_one_line(error: FleetError) -> None:
@@ -22,6 +21,6 @@ def end_with_one_line(error: FleetError) -> None:
         print(f"paceline: {raised}", file=sys.stderr, flush=True)
         atexit._run_exitfuncs()
         sys.stdout.flush()
-        os._exit(EXIT_CODE)  # the engine's threads may still be stuck in a broken round: do not wait for them
+        os._exit(FLEET_FAILED)  # the engine's threads may still be stuck in a broken round: do not wait for them
 
     sys.excepthook = hook

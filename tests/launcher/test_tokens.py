@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launcher.tokens import invitation, own_token, their_token, written
+from paceline.launcher.tokens import invitation, own_token, their_token
+from paceline.roster.wire import written
 
 
 def test_a_token_is_made_kept_in_a_private_file_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

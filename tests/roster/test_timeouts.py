@@ -40,7 +40,7 @@ class Watch:
         )
         self.timeouts = Timeouts(rules, {7: self.worker}, lose=self.lose, note=lambda kind, data: None)
 
-    def lose(self, connection: Any, *, cut: bool) -> None:
+    def lose(self, connection: Any) -> None:
         self.lost += 1
 
     def pass_time(self, first: float, last: float) -> None:

@@ -257,12 +257,13 @@ def _print(check: Check) -> None:
 
 def all_reduce_ms(timeout_s: float = 30.0) -> tuple[float | None, str]:
     """Median milliseconds of adding 1 MB between two new processes; None and the reason when it does not work."""
-    from paceline.launcher.processes import WorkerProcess, describe_exit
+    from paceline.errors import describe_exit
+    from paceline.launcher.processes import WorkerProcess
     from paceline.launcher.rendezvous import RendezvousStore, loopback
 
     here = {"GLOO_SOCKET_IFNAME": name} if (name := loopback()) else {}
     with closing(RendezvousStore()) as store:
-        store.host()
+        store.start()
         given = [{**here, **os.environ, "OMP_NUM_THREADS": "1", **store.environment(rank, 2)} for rank in range(2)]
         workers = [WorkerProcess(rank, [sys.executable, "-c", ALL_REDUCE], given[rank]) for rank in range(2)]
         try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.errors import leave_with, refuse
-from paceline.launcher.tokens import check_host, is_loopback, join_line, own_token, printable, written
+from paceline.launcher.tokens import check_host, is_loopback, join_line, own_token, printable
 from paceline.observe.serve.addresses import reached_at
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def host(
 ) -> None:
     """Run a roster by itself: it says who is in a fleet whose workers are started elsewhere."""
     from paceline.roster import RosterServer
+    from paceline.roster.wire import written
 
     try:
         if maximum < minimum:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch.utils.data import get_worker_info
 
-from paceline.errors import LoaderDied
+from paceline.errors import LoaderDied, describe_exit
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _death(processes: Sequence[Any], error: Exception) -> LoaderDied | None:
     except RuntimeError as told:  # torch's handler of SIGCHLD, just now
         error = told
     dead = next((process for process in processes if process.exitcode), None)
-    return LoaderDied.told_by(error) if dead is None else LoaderDied.exited(dead.pid, dead.exitcode)
+    return LoaderDied.told_by(error) if dead is None else LoaderDied(dead.pid, describe_exit(dead.exitcode))
 
 
 def shut_down(iterator: Any) -> None:

@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from paceline.errors import FLEET_FAILED
 from paceline.launcher.failures import WorkerFailure, joined, resume_hint
 from paceline.launcher.faults import Faults
-from paceline.launcher.processes import FLEET_FAILED, WorkerProcess, exit_code
+from paceline.launcher.processes import WorkerProcess, exit_code
 from paceline.launcher.restarts import CALM_S, LEFT, WorkerSlot, give_up_reason
 from paceline.launcher.roster import Roster, WorkerNumbers
 from paceline.launcher.screen import LogFollower

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from paceline.errors import FLEET_FAILED
 from paceline.launcher.output import OutputStream, headline, prefixed
-from paceline.launcher.processes import FLEET_FAILED, WorkerProcess
+from paceline.launcher.processes import WorkerProcess
+from paceline.roster.calls import listed
 
 if TYPE_CHECKING:
     from paceline.observe import RunLog
@@ -79,11 +81,11 @@ def others(first: WorkerFailure, failures: Sequence[WorkerFailure]) -> list[str]
     """Lines, ready to print, about workers that failed too; those that the fleet's failure ended are not worth one."""
     rest = [f for f in failures if f is not first and f.code != FLEET_FAILED]
     same = [failure.number for failure in rest if failure.like(first)]
-    lines = [f"({named(same)} failed the same way)\n"] if same else []
+    lines = [f"({listed(same, {})} failed the same way)\n"] if same else []
     for failure in rest:
         if not failure.like(first):
             said = headline(failure.lines)
-            lines.append(f"({named([failure.number])} then {failure.ended}{': ' + _cut(said) if said else ''})\n")
+            lines.append(f"(worker {failure.number} then {failure.ended}{': ' + _cut(said) if said else ''})\n")
     return lines
 
 
@@ -115,16 +117,6 @@ def checkpoint_hint(log: RunLog | None) -> str:
     if kept[-1]["event"] == "load":
         return f"Nothing was saved since {which} was loaded: a script that calls fleet.load starts from it again."
     return f"The last checkpoint is {which}: start again with a script that calls fleet.load on it."
-
-
-def named(numbers: Sequence[int]) -> str:
-    """
-    >>> named([1, 2, 3])
-    'workers 1, 2 and 3'
-    """
-    if len(numbers) == 1:
-        return f"worker {numbers[0]}"
-    return "workers " + ", ".join(str(number) for number in numbers[:-1]) + f" and {numbers[-1]}"
 
 
 def joined(*parts: str) -> str:

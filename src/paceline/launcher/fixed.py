@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from paceline.errors import FLEET_FAILED
 from paceline.launcher.failures import WorkerFailure, closing, first_of, joined, others, resume_hint
 from paceline.launcher.pool import INTERRUPT_GRACE_S
-from paceline.launcher.processes import FLEET_FAILED, WorkerProcess, exit_code
+from paceline.launcher.processes import WorkerProcess, exit_code
 from paceline.launcher.rendezvous import ELASTIC_VARIABLES, RendezvousStore
 from paceline.launcher.supervise import Order, Supervisor, supervise
 
@@ -41,7 +42,7 @@ class FixedPolicy:
     def begin(self, supervisor: Supervisor) -> None:
         self._supervisor, self._pool, self._screen = supervisor, supervisor.pool, supervisor.screen
         self._workers.extend(supervisor.start(rank) for rank in range(self._size))
-        self._store.host()
+        self._store.start()
 
     def environment(self, number: int) -> Mapping[str, str]:
         return self._store.environment(number, self._size)

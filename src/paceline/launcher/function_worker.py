@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from paceline.errors import FleetError
-from paceline.launcher.processes import FLEET_FAILED, end_with_parent
+from paceline.errors import FLEET_FAILED, FleetError
+from paceline.launcher.processes import end_with_parent
 from paceline.launcher.rendezvous import ELASTIC_VARIABLES, loopback
 
 

@@ -21,10 +21,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import WorkerFailed
+from paceline.errors import WorkerFailed, describe_exit
 from paceline.launcher.function_worker import FunctionReport, work
 from paceline.launcher.pool import INTERRUPT_GRACE_S, TERM_GRACE_S, TICK_S
-from paceline.launcher.processes import describe_exit
 from paceline.launcher.rendezvous import RendezvousStore
 from paceline.launcher.supervise import worker_settings
 
@@ -82,7 +81,7 @@ def launch(
             for rank in range(workers):
                 device = {} if devices is None else {"PACELINE_DEVICE": str(devices[rank])}
                 pool.start(fn, args, {**settings, **(env or {}), **device, **store.environment(rank, workers)})
-            store.host()
+            store.start()
             return pool.results()
         except KeyboardInterrupt:
             pool.interrupt()

@@ -52,9 +52,7 @@ class OutputStream:
             self._show_partial(self._partial.decode(errors="replace"))
 
     def _show_partial(self, text: str) -> None:
-        if not (
-            self._holds and ERROR_START.match(text)
-        ):  # else the rest of the line is on its way, and it is held back
+        if not (self._holds and ERROR_START.match(text)):  # else it is held back, once the rest of the line is there
             self._out(text)
             self._partial, self._mid_line = b"", True
 

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from paceline.errors import FLEET_FAILED, describe_exit
+
 if TYPE_CHECKING:
     from paceline.launcher.output import OutputStream
 
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 """Loaded beforehand: a process that was only just forked should not."""
-FLEET_FAILED = 75
-"""Exit code of a worker that was ended by the fleet's failure and not by its own."""
 
 WATCHDOG = """
 import os, signal, sys
@@ -141,22 +141,6 @@ class Watchdog:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # somebody ended it: Linux still ends the workers with the launcher
             os.write(self._process.stdin.fileno(), f"{number}\n".encode())
-
-
-def describe_exit(code: int) -> str:
-    """An exit code in words.
-
-    >>> describe_exit(-9)
-    'was killed by signal 9 (SIGKILL)'
-    >>> describe_exit(3)
-    'ended with exit code 3'
-    """
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 def exit_code(code: int) -> int:

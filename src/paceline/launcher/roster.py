@@ -15,8 +15,10 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
-from paceline.launcher.tokens import is_loopback, written
+from paceline.launcher.tokens import is_loopback
 from paceline.observe.serve.addresses import reached_at
+from paceline.roster import RosterServer
+from paceline.roster.wire import parse_address, written
 
 FINISHED = "finished"
 """What a worker says when it leaves because the training has ended."""
@@ -69,8 +71,6 @@ class Roster:
 
 def remote_roster(address: str, token: str) -> Roster:
     """The roster that ``--join`` names."""
-    from paceline.roster.wire import parse_address
-
     try:
         host, port = parse_address(address)
     except ValueError as error:
@@ -82,8 +82,6 @@ class OwnRoster(Roster):
     """A roster in the launcher's own process: it is told at once who has died, and knows who is in."""
 
     def __init__(self, *, minimum: int, maximum: int, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
-        from paceline.roster import RosterServer
-
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}
         self._inside: set[str] = set()

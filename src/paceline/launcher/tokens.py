@@ -85,11 +85,6 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 
-def written(host: str, port: int) -> str:
-    """``HOST:PORT``; an IPv6 address stands in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def printable(token: str, *, option: str | None, file: Path | None) -> str:
     """The token as a shell reads it in the lines that are printed: what is kept in a file or in the variable is not
     written out, for what a launcher prints ends up in logs.

@@ -7,7 +7,7 @@ that in an elastic fleet, the workers themselves (`paceline.transport.heartbeat`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -140,11 +140,15 @@ def sentence(labels: Mapping[int, str], names: Mapping[int, str]) -> str:
     callers: dict[str, list[int]] = {}
     for id in sorted(labels):
         callers.setdefault(labels[id], []).append(id)
-    said = [f"{_list(ids, names)} called {label}" for label, ids in callers.items()]
+    said = [f"{listed(ids, names)} called {label}" for label, ids in callers.items()]
     return f"{', but '.join(said)}: {SAME_CALLS}"
 
 
-def _list(ids: list[int], names: Mapping[int, str]) -> str:
+def listed(ids: Sequence[int], names: Mapping[int, str]) -> str:
+    """
+    >>> listed([1, 2, 3], {}), listed([1], {1: "worker 1 (cpu)"}), listed([1], {})
+    ('workers 1, 2 and 3', 'worker 1 (cpu)', 'worker 1')
+    """
     if len(ids) == 1:
-        return names[ids[0]]
+        return names.get(ids[0], f"worker {ids[0]}")
     return "workers " + ", ".join(str(id) for id in ids[:-1]) + f" and {ids[-1]}"

@@ -21,7 +21,7 @@ from paceline.errors import Dropped, FleetError
 from paceline.roster import wire
 from paceline.roster.calls import ERRORS, reminder_due_s
 from paceline.roster.generation import Generation, RunOver
-from paceline.roster.handshake import Rejected, RosterConnection, shake_hands
+from paceline.roster.handshake import RosterConnection, shake_hands
 from paceline.roster.liveness import BEAT_S, computer
 
 logger = logging.getLogger("paceline")
@@ -276,11 +276,11 @@ class RosterClient:
             waited = time.monotonic() - began
             try:
                 return self._shake_hands()
-            except Rejected as rejected:
-                if rejected.kind != "busy" or waited > BUSY_S:
-                    raise _refusal(rejected) from None
+            except wire.Refused as refused:
+                if refused.kind != "busy" or waited > BUSY_S:
+                    raise _refusal(refused) from None
                 if attempt == 0:  # the one before may be about to end
-                    logger.warning("%s; trying for %.0f s", rejected, BUSY_S)
+                    logger.warning("%s; trying for %.0f s", refused, BUSY_S)
             except (OSError, EOFError, wire.Garbled) as error:
                 if waited > CONNECT_S:
                     raise FleetError(self._nobody(error)) from None
@@ -296,11 +296,11 @@ class RosterClient:
             try:
                 self._resume(self._shake_hands())
                 return
-            except Rejected as rejected:
-                if str(rejected) != refusal:
-                    refusal = str(rejected)
+            except wire.Refused as refused:
+                if str(refused) != refusal:
+                    refusal = str(refused)
                     logger.warning("the roster does not take this worker back: %s", refusal)
-                self._give_up(rejected, time.monotonic() - began)
+                self._give_up(refused, time.monotonic() - began)
             except (OSError, EOFError, wire.Garbled):
                 began = time.monotonic()
             with self._changed:
@@ -314,22 +314,19 @@ class RosterClient:
             return
         logger.warning("the roster is back")
         with self._changed:
-            self._connection, self.id = (
-                connection,
-                connection.id,
-            )  # a roster that has lost its state may give another id
+            self._connection, self.id = connection, connection.id  # another id, if the roster has lost its state
             asking = self._asking
         if asking is not None:
             self._send({"ready": list(asking)})
 
-    def _give_up(self, rejected: Rejected, refused_s: float) -> None:
+    def _give_up(self, refused: wire.Refused, refused_s: float) -> None:
         """The run has ended, or goes on with another process in this one's place: say so to the thread that waits."""
-        if rejected.kind == "ended":
+        if refused.kind == "ended":
             with self._changed:
-                self._ended = str(rejected)
+                self._ended = str(refused)
                 self._changed.notify_all()
-        elif not self.failure and (rejected.kind == "failed" or (rejected.kind == "busy" and refused_s > BUSY_S)):
-            self._fail(FleetError(f"this worker was given up by the roster: {rejected}"))
+        elif not self.failure and (refused.kind == "failed" or (refused.kind == "busy" and refused_s > BUSY_S)):
+            self._fail(FleetError(f"this worker was given up by the roster: {refused}"))
 
     def _shake_hands(self) -> RosterConnection:
         was = self.generation
@@ -365,10 +362,10 @@ def _check(name: str, facts: Mapping[str, Any], token: str) -> None:
         raise ValueError(f"a worker's facts have {size} bytes of JSON, at most {wire.MAX_FACTS} fit")
 
 
-def _refusal(rejected: Rejected) -> FleetError:
-    if rejected.kind == "ended":
-        return RunOver(str(rejected))
-    return FleetError(f"the roster refused this worker: {rejected}")
+def _refusal(refused: wire.Refused) -> FleetError:
+    if refused.kind == "ended":
+        return RunOver(str(refused))
+    return FleetError(f"the roster refused this worker: {refused}")
 
 
 def _brief(error: BaseException) -> str:

@@ -51,17 +51,7 @@ class Generation:
     """How many more workers the minimum needs."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "number": self.number,
-            "workers": list(self.workers),
-            "fresh": list(self.fresh),
-            "joined": list(self.joined),
-            "left": [[gone.id, gone.text] for gone in self.left],
-            "facts": {str(id): dict(facts) for id, facts in self.facts.items()},
-            "store": list(self.store),
-            "orderly": self.orderly,
-            "wanting": self.wanting,
-        }
+        return {**vars(self), "left": [[gone.id, gone.text] for gone in self.left]}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Generation:

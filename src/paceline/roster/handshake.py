@@ -13,16 +13,7 @@ from paceline.roster import wire
 ANSWER_S = 5.0
 """How long the roster may take for each answer of the handshake."""
 
-
 _OPEN: weakref.WeakSet[RosterConnection] = weakref.WeakSet()
-
-
-class Rejected(Exception):
-    """The roster said no. ``kind``: token, full, busy, ended, failed, garbled."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
 
 
 class RosterConnection:
@@ -50,13 +41,10 @@ class RosterConnection:
     def answer(self) -> dict[str, Any]:
         """The next message; what came with it is kept for `read`."""
         while not self._early:
-            data = self.socket.recv(64 * 1024)
-            if not data:
-                raise EOFError("it closed the connection")
-            self._early = self._lines.feed(data)
+            self._early = self.read()
         first, *self._early = self._early
         if "refused" in first:
-            raise Rejected(str(first["refused"]), str(first.get("text", "")))
+            raise wire.Refused(str(first["refused"]), str(first.get("text", "")))
         return first
 
     @property
@@ -84,7 +72,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def shake_hands(address: tuple[str, int], *, token: str, hello: wire.Message) -> RosterConnection:
-    """Be let in. Raises `Rejected`, OSError or EOFError when nobody answers, `wire.Garbled` when it is no roster."""
+    """Be let in. Raises `wire.Refused`, OSError or EOFError if nobody answers, `wire.Garbled` if it is no roster."""
     sock = socket.create_connection(address, timeout=ANSWER_S)
     connection = RosterConnection(sock)
     try:
@@ -110,4 +98,4 @@ def _prove(connection: RosterConnection, token: str) -> None:
     theirs, mine = str(first["challenge"]), wire.challenge()
     connection.socket.sendall(wire.encode({"challenge": mine, "proof": wire.proof(token, "worker", theirs, mine)}))
     if not wire.proven(connection.answer()["proof"], wire.proof(token, "roster", theirs, mine)):
-        raise Rejected("token", "whoever answers there does not know this run's token: it is not this run's roster")
+        raise wire.Refused("token", "whoever answers there does not know this run's token: it is not this run's roster")

@@ -14,19 +14,12 @@ from paceline.roster.decide import Draft, Wait, compose, decide, state_is_lost
 from paceline.roster.generation import Gone
 from paceline.roster.identity import adopt, free_id, is_member, known_process
 from paceline.roster.state import Hello, Last, Ready, RegisteredWorker, RosterState, Seat
+from paceline.roster.wire import Refused
 
 FINISHED = "finished"
 LEFT = "left (SIGTERM)"
 ENDED = "the run has ended"
 CLOSED = "is gone: its connection closed"
-
-
-class Refused(Exception):
-    """This process may not enter. ``kind``: ended, failed, full, busy (its name is in use; it may try again)."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
 
 
 @dataclass(frozen=True)

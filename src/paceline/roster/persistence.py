@@ -46,21 +46,22 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
 
 
 class StoreHost:
-    """Hosts the TCPStore. The port is bound at once, torch is loaded on a thread: early workers wait in the queue.
+    """Hosts a TCPStore. The port is bound at once, torch is loaded on a thread: early workers wait in the queue.
 
     torch's store knows no token: whoever reaches this port can read and change what the workers form their groups
     from. It survives garbage (each piece costs a few lines on stderr). Hence loopback unless told otherwise; beyond
-    that, fence the port.
+    that, fence the port. ``holder``: whose process this is, in words.
     """
 
-    def __init__(self, host: str) -> None:
-        self._host = host
+    def __init__(self, host: str, *, holder: str = "roster") -> None:
+        self.host, self._holder = host, holder
         self._socket = socket.create_server((host, 0), family=family(host), backlog=1024)
         self.port = int(self._socket.getsockname()[1])
         self._lock = threading.Lock()
         self._store: Any = None
 
     def start(self) -> None:
+        """Make the store; returns at once."""
         threading.Thread(target=self._run, name="paceline-store", daemon=True).start()
 
     def _run(self) -> None:
@@ -76,11 +77,15 @@ class StoreHost:
                 self._store = dist.TCPStore(
                     self._reachable(), self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener
                 )
+                self._on_made(self._store)
         except Exception as error:
-            logger.error("the roster cannot host the fleet's store: %s", error)
+            logger.error("the %s cannot host the fleet's store: %s", self._holder, error)
+
+    def _on_made(self, store: Any) -> None:
+        """Called under the lock, once the store is there."""
 
     def _reachable(self) -> str:
-        return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self._host, self._host)
+        return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
 
     def close(self) -> None:
         with self._lock:

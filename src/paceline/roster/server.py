@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from paceline.roster.calls import Beat
 from paceline.roster.connection import MAX_UNSENT, Closed, Connection
 from paceline.roster.generation import Generation
 from paceline.roster.liveness import look_at
-from paceline.roster.membership_rules import CLOSED, Happened, MembershipRules, Refused
+from paceline.roster.membership_rules import CLOSED, Happened, MembershipRules
 from paceline.roster.state import Hello, Ready, RosterState
 from paceline.roster.timeouts import TICK_S, Timeouts
 
@@ -67,7 +68,7 @@ class RosterServer:
         self._listener = socket.create_server((host, port), family=persistence.family(host), backlog=256)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
-        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self.address = wire.written(host, self.port)
         self._store = persistence.StoreHost(host)
         self._rules = MembershipRules(roster, store_port=self._store.port, leap=int(time.time()))
         self._lock = threading.RLock()
@@ -75,7 +76,7 @@ class RosterServer:
         self._wake_sender, self._wake_receiver = socket.socketpair()
         self._connections: set[Connection] = set()
         self._by_worker: dict[int, Connection] = {}
-        self._timeouts = Timeouts(self._rules, self._by_worker, lose=self._lose, note=self._note)
+        self._timeouts = Timeouts(self._rules, self._by_worker, lose=partial(self._lose, cut=False), note=self._note)
         self._happened: deque[Happened] = deque()
         self._closing = False
         self._unsavable = False
@@ -226,7 +227,7 @@ class RosterServer:
         self._give_up_if_gone(hello)
         try:
             worker = self._rules.register(hello)
-        except Refused as refused:
+        except wire.Refused as refused:
             self._refuse(connection, refused.kind, str(refused), name=hello.name)
             return
         old = self._by_worker.get(worker.id)

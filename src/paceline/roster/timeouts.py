@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.roster.calls import mismatch, name_workers, waited_for
 from paceline.roster.connection import Connection
@@ -20,16 +20,11 @@ MENTION_S = 2.0
 """How long a generation is waited for before onlookers hear of it."""
 
 
-class Lose(Protocol):
-    """Gives up a connection."""
-
-    def __call__(self, connection: Connection, *, cut: bool) -> None: ...
-
-
 class Timeouts:
     """Looks at every worker a few times a second, and tells the membership rules what the clock says.
 
-    ``workers``: each registered worker's connection, by id, as the server keeps it. ``note``: for onlookers.
+    ``workers``: each registered worker's connection, by id, as the server keeps it. ``lose`` gives one up; ``note``:
+    for onlookers.
     """
 
     def __init__(
@@ -37,7 +32,7 @@ class Timeouts:
         rules: MembershipRules,
         workers: Mapping[int, Connection],
         *,
-        lose: Lose,
+        lose: Callable[[Connection], None],
         note: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._rules, self._workers, self._lose, self._note = rules, workers, lose, note
@@ -88,7 +83,7 @@ class Timeouts:
                 return
         verdict = connection.silence.judge(silent_s, limit_s=connection.silence_limit.limit_s, look=look)
         if verdict == GONE:
-            self._lose(connection, cut=False)
+            self._lose(connection)
         elif verdict == BUSY:
             text = f"worker {id} is silent for {silent_s:.0f} s, but its process computes, or would: it is waited for"
             self._rules.roster.workers[id].doing = "computing, without a word"

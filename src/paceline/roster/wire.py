@@ -36,6 +36,15 @@ class Garbled(ValueError):
     """What came is not a message."""
 
 
+class Refused(Exception):
+    """The roster does not let this process in. ``kind``: token, ended, failed, full, garbled, or busy (its name is in
+    use; it may try again)."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
 def encode(message: Message) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
@@ -109,3 +118,8 @@ def parse_address(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"the roster's address is {address!r}; write HOST:PORT, for example 10.0.0.5:7070")
     return host, int(port)
+
+
+def written(host: str, port: int) -> str:
+    """``HOST:PORT``; an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

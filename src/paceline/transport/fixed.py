@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import FleetError, LoaderDied, PacelineError
+from paceline.errors import FLEET_FAILED, FleetError, LoaderDied, PacelineError
 from paceline.roster.calls import CALLS, GROUP, ROUNDS, name_workers
 from paceline.transport.alone import Alone
 from paceline.transport.base import Collective
@@ -29,8 +29,6 @@ from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import Store, dist
 from paceline.transport.subgroup import Subgroup
 
-EXIT_CODE = 75
-"""Exit code of a worker that was ended by the fleet's failure and not by its own."""
 UNBLOCK_S = 5.0
 HEARING_S = 3.0
 """How long the holder of the store stays after a failure, so that the others can read what it was."""
@@ -207,7 +205,7 @@ class FixedTransport(Distributed):
     def _leave_if_stuck(self) -> None:
         if not self._noticed.wait(UNBLOCK_S):
             print(f"paceline: {self._heartbeat.failure}", file=sys.stderr, flush=True)
-            os._exit(EXIT_CODE)
+            os._exit(FLEET_FAILED)
 
 
 def _rendezvous() -> tuple[Store, int, int, tuple[str, int]]:
