@@ -45,7 +45,7 @@ def test_the_training_never_sees_a_rank_and_size_of_other_members_than_it_follow
     members = generation(5, 3, 4, 6)
     change = MembershipChange(kept=(0, 1, 2), joined=(), left=(), facts=({}, {}, {}), generation=members)
     in_generation(transport, generation(6, 4, 6))  # another thread forms it by now
-    transport.reform._show(change)
+    transport.reform.show(change)
     assert (transport.rank, transport.size) == (1, 3) == (transport.workers.index(4), len(transport.workers))
 
 

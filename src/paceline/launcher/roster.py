@@ -18,10 +18,8 @@ from typing import Any
 from paceline.launcher.tokens import is_loopback
 from paceline.observe.serve.addresses import reached_at
 from paceline.roster import RosterServer
+from paceline.roster.membership_rules import FINISHED
 from paceline.roster.wire import parse_address, written
-
-FINISHED = "finished"
-"""What a worker says when it leaves because the training has ended."""
 
 TAKING_S = 2.0
 """How long a newcomer is given to take over a peer's state before it counts as one that holds it."""
@@ -33,16 +31,13 @@ class Roster:
 
     maximum: int | None = None
     """The most workers that the launcher knows to be allowed."""
+    finished = False
+    """Whether the training has ended well, so that no worker is needed any more."""
 
     def __init__(self, host: str, port: int, token: str) -> None:
         self.address, self.port, self.token = written(host, port), port, token
         self.loopback = is_loopback(host)
         """Whether only this computer can reach it."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether the training has ended well, so that no worker is needed any more."""
-        return False
 
     @property
     def inside(self) -> frozenset[int]:
@@ -88,7 +83,6 @@ class OwnRoster(Roster):
         self._fresh: dict[str, float] = {}
         """Until when workers that just came in may still lack the training's state."""
         self._started: set[str] = set()
-        self._finished = False
         try:
             self._server = RosterServer(
                 minimum=minimum, maximum=maximum, token=token, host=host, port=port, observe=self._observe
@@ -98,10 +92,6 @@ class OwnRoster(Roster):
         self._server.start()
         super().__init__(reached_at(host), self._server.port, token)
         self.maximum, self.loopback = maximum, is_loopback(host)
-
-    @property
-    def finished(self) -> bool:
-        return self._finished
 
     @property
     def inside(self) -> frozenset[int]:
@@ -137,13 +127,13 @@ class OwnRoster(Roster):
                 self._names[said["id"]] = said["name"]
             elif kind == "left" and said["name"] in self._inside:
                 self._inside.remove(said["name"])
-                self._finished = self._finished or said["text"] == FINISHED
+                self.finished = self.finished or said["text"] == FINISHED
             elif kind == "generation":
                 self._inside = {self._names[id] for id in said["workers"]}
                 new = said["fresh"] if len(said["fresh"]) < len(said["workers"]) else []
                 self._fresh = {self._names[id]: time.monotonic() + TAKING_S for id in new}
             elif kind == "finished":
-                self._finished = True
+                self.finished = True
 
 
 def worker_name(number: int) -> str:

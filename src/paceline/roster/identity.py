@@ -7,7 +7,7 @@ from paceline.roster.state import Hello, Last, RegisteredWorker, RosterState, Se
 
 def is_member(roster: RosterState, hello: Hello) -> bool:
     """Whether this very process has a seat in the last generation."""
-    seat = roster.last.seats.get(roster.ids.get(hello.name, -1)) if roster.last else None
+    seat = roster.seat(roster.ids.get(hello.name, -1))
     return seat is not None and seat.session == hello.session
 
 
@@ -17,7 +17,7 @@ def known_process(roster: RosterState, hello: Hello) -> RegisteredWorker | None:
     worker, last = roster.workers.get(id), roster.last
     if worker is not None:
         return worker if worker.session == hello.session else None
-    seat = last.seats.get(id) if last else None
+    seat = roster.seat(id)
     if last is None or seat is None or seat.sure:
         return None
     if seat.session != hello.session and (seat.session or hello.generation != last.number):

@@ -17,6 +17,7 @@ from paceline.roster.state import Hello, Last, Ready, RegisteredWorker, RosterSt
 from paceline.roster.wire import Refused
 
 FINISHED = "finished"
+"""What a worker says when it leaves because the training has ended."""
 LEFT = "left (SIGTERM)"
 ENDED = "the run has ended"
 CLOSED = "is gone: its connection closed"
@@ -113,8 +114,7 @@ class MembershipRules:
     def _replace(self, name: str) -> None:
         """A new process comes under this name: the old one, if any, is given up, unless it is there or awaited."""
         id = self.roster.ids.get(name, -1)
-        old, last = self.roster.workers.get(id), self.roster.last
-        seat = last.seats.get(id) if last else None
+        old, seat = self.roster.workers.get(id), self.roster.seat(id)
         if (old is not None and old.present) or (old is None and seat is not None and seat.gone is None):
             raise Refused("busy", f"another process is there as {name!r}: give each worker its own PACELINE_WORKER")
         if old is not None or (seat is not None and not seat.sure):
@@ -152,7 +152,7 @@ class MembershipRules:
             return
         worker.present, worker.away = True, False
         self._note("returned", id=id, name=worker.name)
-        seat = last.seats.get(id) if last else None
+        seat = self.roster.seat(id)
         if last is not None and seat is not None and seat.fits(worker) and not seat.sure:
             seat.gone, seat.has_news = None, False
             if last.over:
@@ -174,8 +174,7 @@ class MembershipRules:
         self.consider()
 
     def _remove(self, id: int, text: str, *, sure: bool) -> None:
-        worker, last = self.roster.workers.get(id), self.roster.last
-        seat = last.seats.get(id) if last else None
+        worker, seat = self.roster.workers.get(id), self.roster.seat(id)
         returns = not sure and worker is not None and seat is not None and seat.fits(worker)
         if worker is not None and returns:
             worker.present, worker.away, worker.ready = False, True, None
@@ -186,8 +185,7 @@ class MembershipRules:
 
     def confirm(self, id: int, session: str) -> None:
         """This process was lost, and will not come back."""
-        worker, last = self.roster.workers.get(id), self.roster.last
-        seat = last.seats.get(id) if last else None
+        worker, seat = self.roster.workers.get(id), self.roster.seat(id)
         if worker is not None and worker.session == session and worker.away:
             del self.roster.workers[id]
             self._forget_failure()
@@ -226,8 +224,7 @@ class MembershipRules:
             return
         self._not_seen_to_end.discard(name)
         id = self.roster.ids[name]
-        last = self.roster.last
-        seat = last.seats.get(id) if last else None
+        seat = self.roster.seat(id)
         if seat is not None and seat.gone is not None and seat.gone.text == CLOSED:  # the socket told sooner, and less
             seat.gone = Gone(id, how)
         if id in self.roster.workers or (seat is not None and not seat.sure):
@@ -236,8 +233,8 @@ class MembershipRules:
 
     def _awaited(self, name: str) -> bool:
         """Whether a restarted roster waits for the process of this name to come back."""
-        last, id = self.roster.last, self.roster.ids.get(name, -1)
-        return last is not None and id in last.seats and not last.seats[id].sure
+        seat = self.roster.seat(self.roster.ids.get(name, -1))
+        return seat is not None and not seat.sure
 
     def fail(self, kind: str, text: str) -> None:
         """End the run for everybody."""
@@ -263,9 +260,7 @@ class MembershipRules:
             worker.told = text
 
     def _lose(self, id: int, text: str, *, sure: bool, worker: RegisteredWorker | None = None) -> None:
-        last = self.roster.last
-        seat = last.seats.get(id) if last else None
-        worker = worker or self.roster.workers.get(id)
+        seat, worker = self.roster.seat(id), worker or self.roster.workers.get(id)
         self._note("left", id=id, name=worker.name if worker else self._name(id), text=text, sure=sure)
         if seat is None or (worker is not None and not seat.fits(worker)):
             return

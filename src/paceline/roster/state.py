@@ -31,7 +31,7 @@ class Hello:
     generation: int = 0
     """The last generation it was in, when it comes back after its connection broke."""
     was: Generation | None = None
-    """The same in full, for a roster that has lost its roster."""
+    """The same in full, for a roster that has lost its state."""
     returning: bool = False
     """It was let in before, by this roster or by one that it takes this one for."""
 
@@ -111,9 +111,13 @@ class RosterState:
     ids: dict[str, int] = field(default_factory=dict)
     """By name; never forgotten."""
 
+    def seat(self, id: int) -> Seat | None:
+        """The place of this id in the last generation."""
+        return self.last.seats.get(id) if self.last else None
+
     def seat_of(self, worker: RegisteredWorker) -> Seat | None:
         """The place of this very process in the last generation, if it is still its own."""
-        seat = self.last.seats.get(worker.id) if self.last else None
+        seat = self.seat(worker.id)
         return seat if seat is not None and seat.fits(worker) and seat.gone is None else None
 
     def newcomers(self) -> list[RegisteredWorker]:

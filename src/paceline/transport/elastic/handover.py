@@ -1,16 +1,12 @@
-"""What workers of an elastic fleet hand over to each other: a call's result, and a newcomer's whole state.
-
-A call ends on some workers and not on others only if it is the last one before the group was re-formed. Those who have
-its result hand it to those who have not. A newcomer enters at a step boundary: one peer packs its state and sends it
-while it goes on, and the newcomer takes it over.
-"""
+"""What workers of an elastic fleet hand over to each other: the last call's result, to those whom it has not reached
+before the group was re-formed, and a newcomer's whole state."""
 
 from __future__ import annotations
 
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +16,7 @@ import torch
 from paceline.errors import Dropped
 from paceline.roster.calls import CALLS, ROUNDS
 from paceline.transport.distributed import one_line
-from paceline.transport.elastic.calls import Lanes, gift
+from paceline.transport.elastic.calls import gift
 from paceline.transport.elastic.changes import MembershipChange
 from paceline.transport.elastic.connector import STORE
 from paceline.transport.network import ENGINE_TIMEOUT, dist
@@ -34,15 +30,12 @@ logger = logging.getLogger("paceline")
 STATE_TAG = 1 << 29
 LOOP, TOLD = "loop", "told"
 
-Show = Callable[[MembershipChange], None]
-"""Makes the transport's rank, size and workers say who is there after a change."""
-
 
 class HandOver:
     """This worker's part in handing over results and states."""
 
-    def __init__(self, transport: Elastic, lanes: Lanes) -> None:
-        self._transport, self._lanes = transport, lanes
+    def __init__(self, transport: Elastic) -> None:
+        self._transport, self._lanes = transport, transport.lanes
         self.sent: list[Any] = []
         """What was handed over, on its way."""
         self.later: tuple[torch.Tensor, MembershipChange] | None = None
@@ -113,23 +106,23 @@ class HandOver:
         self._transport.receive(data, giver, STATE_TAG + 1)
         return data
 
-    def take_over(self, data: torch.Tensor, change: MembershipChange, show: Show) -> None:
+    def take_over(self, data: torch.Tensor, change: MembershipChange) -> None:
         """Take over a peer's state, now or once this worker's script has come to the fleet's loop."""
-        if not self._take_over(data, change, show):
+        if not self._take_over(data, change):
             self.later = (data, change)
 
-    def take_over_later(self, show: Show, *, in_time: bool) -> bool:
+    def take_over_later(self) -> bool:
         """The script of a newcomer has come to the loop that the fleet was in when it entered. False: the group was
-        re-formed meanwhile (``in_time``), so it is to enter as one who is new."""
+        re-formed meanwhile, so it is to enter as one who is new."""
         later, self.later = self.later, None
-        if later is None or not in_time:
+        if later is None or self._transport.reform.is_over:
             return False
-        self._transport.outside = not self._take_over(*later, show)
+        self._transport.outside = not self._take_over(*later)
         return not self._transport.outside
 
-    def _take_over(self, data: torch.Tensor, change: MembershipChange, show: Show) -> bool:
+    def _take_over(self, data: torch.Tensor, change: MembershipChange) -> bool:
         assert self._transport.listener is not None
-        show(change)
+        self._transport.reform.show(change)
         return self._transport.listener.take_over(data, change)
 
 

@@ -1,10 +1,8 @@
 """From one generation's group to the next: noticing a lost member, forming the next group, settling which calls ended.
 
 The roster says when a generation is over; a worker then says that it has left it, waits for the next, forms its process
-group, and **settles**: all say which calls they have finished. A call ends on some and not on others only if it is the
-last one, so counts differ by one at most, and those who have its result hand it over (`HandOver`).
-
-Any thread of the worker may find its generation over and come here; one of them, under the lock, does the work.
+group, and **settles**: all say which calls they have finished (`paceline.transport.elastic.calls`). Any thread of the
+worker may find its generation over and come here; one of them, under the lock, does the work.
 """
 
 from __future__ import annotations
@@ -22,10 +20,8 @@ from paceline.errors import SAME_CALLS, Dropped, FleetError, GenerationOver, Loa
 from paceline.roster import Generation, Gone, RosterClient, RunOver
 from paceline.signals import Leave
 from paceline.transport.distributed import one_line
-from paceline.transport.elastic.calls import Lanes
 from paceline.transport.elastic.changes import MembershipChange, change_to
 from paceline.transport.elastic.connector import PREFIX, Connector
-from paceline.transport.elastic.handover import HandOver
 from paceline.transport.group import Group
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import Store
@@ -50,17 +46,8 @@ class Join(Protocol):
 class Reform:
     """The group as it stands, and how the next one comes about."""
 
-    def __init__(
-        self,
-        transport: Elastic,
-        device: torch.device,
-        lanes: Lanes,
-        hand_over: HandOver,
-        *,
-        join: Join,
-        gloo_only: bool = False,
-    ) -> None:
-        self._transport, self._lanes, self._hand_over = transport, lanes, hand_over
+    def __init__(self, transport: Elastic, device: torch.device, *, join: Join, gloo_only: bool = False) -> None:
+        self._transport, self._lanes, self._hand_over = transport, transport.lanes, transport.hand_over
         self.group = Group(1, 2)
         self.now: Generation | None = None
         """The generation whose group stands."""
@@ -285,10 +272,7 @@ class Reform:
         data = self._hand_over.receive_state(giver)
         change, self._undelivered = self._undelivered, None
         assert change is not None
-        self._hand_over.take_over(data, change, self._show)
-
-    def take_over_later(self) -> bool:
-        return self._hand_over.take_over_later(self._show, in_time=not self.is_over)
+        self._hand_over.take_over(data, change)
 
     def deliver_members_changed(self) -> None:
         """The training hears of the group's members, before its next call; by whichever thread comes first."""
@@ -299,11 +283,12 @@ class Reform:
             change, self._undelivered = self._undelivered, None
             listener = self._transport.listener
             if change is not None and listener is not None:
-                listener.members_changed(change, partial(self._show, change))
+                listener.members_changed(change, partial(self.show, change))
             elif change is not None:
-                self._show(change)
+                self.show(change)
 
-    def _show(self, change: MembershipChange) -> None:
+    def show(self, change: MembershipChange) -> None:
+        """The transport's rank, size and workers say who is there after a change."""
         self._renewed, self._gone = set(), {}
         self._transport.show(change.generation)
 

@@ -62,10 +62,10 @@ class Elastic(Distributed):
         self.intact: Callable[[], bool] = lambda: True
         """Whether the last round's result is still as it was, to be handed over."""
         self.lanes = Lanes(self._sequences)
-        self._hand_over = HandOver(self, self.lanes)
+        self.hand_over = HandOver(self)
         facts = {**facts_of(device), "emulated": emulated}
         join = join or _join_from_env(facts)
-        self.reform = Reform(self, device, self.lanes, self._hand_over, join=join, gloo_only=backend == "gloo")
+        self.reform = Reform(self, device, join=join, gloo_only=backend == "gloo")
         self.loop = FleetLoop(self, self.reform)
         self.entered(False)
         self.outside = self.reform.client.running
@@ -133,9 +133,7 @@ class Elastic(Distributed):
             raise FleetError(f"{label}: {dropped}; start it again, and it enters anew") from None
 
     def take_over_later(self) -> bool:
-        """The script of a newcomer has come to the loop that the fleet was in when it entered. False: the group was
-        re-formed meanwhile, so this worker is to enter as one who is new."""
-        return self.reform.take_over_later()
+        return self.hand_over.take_over_later()
 
     def cut(self, over: GenerationOver) -> None:
         if over.generation == self.reform.number:
@@ -145,7 +143,7 @@ class Elastic(Distributed):
         self.reform.deliver_members_changed()
 
     def release(self) -> None:
-        self._hand_over.recorded.set()
+        self.hand_over.recorded.set()
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
