@@ -67,6 +67,19 @@ def test_a_store_that_was_never_started_gives_its_port_back() -> None:
         socket.create_connection(("127.0.0.1", host.port), timeout=5)
 
 
+def test_a_store_that_is_closed_while_it_is_made_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = persistence.StoreHost("127.0.0.1")
+
+    def made_late(*_: Any, master_listen_fd: int, **__: Any) -> object:
+        os.close(master_listen_fd)
+        host.close()
+        return object()
+
+    monkeypatch.setattr("torch.distributed.TCPStore", made_late)
+    host._run()
+    assert host._store is None
+
+
 def _descriptor(connection: RosterConnection, told: Any) -> None:
     told.put(connection.socket.fileno())
 

@@ -59,6 +59,7 @@ class StoreHost:
         self.port = int(self._socket.getsockname()[1])
         self._lock = threading.Lock()
         self._store: Any = None
+        self._closed = False
 
     def start(self) -> None:
         """Make the store; returns at once."""
@@ -72,14 +73,18 @@ class StoreHost:
 
             with self._lock:
                 listener = self._socket.detach()
-                if listener < 0:  # closed meanwhile
-                    return
-                self._store = dist.TCPStore(
-                    self._reachable(), self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener
-                )
-                self._on_made(self._store)
-        except Exception as error:
+            if listener < 0:  # closed meanwhile
+                return
+            store = dist.TCPStore(
+                self._reachable(), self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener
+            )
+        except Exception as error:  # the workers will time out on their own; a script without a fleet does not care
             logger.error("the %s cannot host the fleet's store: %s", self._holder, error)
+            return
+        with self._lock:
+            if not self._closed:
+                self._store = store
+                self._on_made(store)
 
     def _on_made(self, store: Any) -> None:
         """Called under the lock, once the store is there."""
@@ -89,7 +94,7 @@ class StoreHost:
 
     def close(self) -> None:
         with self._lock:
-            self._store = None
+            self._store, self._closed = None, True
             self._socket.close()
 
 
