@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -43,8 +43,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.launcher.roster import OwnRoster
 from paceline.observe import RunLog, read_log, verdict
+from paceline.roster import RosterServer
 
 QUICK = "--quick" in sys.argv
 MICRO, SAMPLE_MS, WARM_UP = 16, 2.5, 5
@@ -149,14 +149,16 @@ def run_elastic(folder: Path, leave: int) -> RunLog:
 
 def _forked_elastic(folder: Path) -> RunLog:
     """Three workers from the beginning, without a launcher: in a smoke run nobody comes or goes."""
-    roster = OwnRoster(minimum=2, maximum=2, token=secrets.token_hex(8))
-    shared = {"PACELINE_ROSTER": roster.address, "PACELINE_TOKEN": roster.token, "PACELINE_EMULATE": ELASTIC}
-    try:
-        forked(
-            elastic, 2, **shared, PACELINE_SAMPLE_MS="0.1", PACELINE_RUN_DIR=str(folder / "run"), PACELINE_LAUNCHER="1"
-        )
-    finally:
-        roster.close()
+    server = RosterServer(minimum=2, maximum=2, token="p1", expect=2)
+    shared = {
+        "PACELINE_TOKEN": "p1",
+        "PACELINE_EMULATE": ELASTIC,
+        "PACELINE_SAMPLE_MS": "0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    with closing(server):
+        server.start()
+        forked(elastic, 2, **shared, PACELINE_ROSTER=server.address, PACELINE_RUN_DIR=str(folder / "run"))
     return read_log(folder / "run")
 
 
