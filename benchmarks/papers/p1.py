@@ -53,7 +53,7 @@ FLEETS = {"1,2": 64, "1,3": 64, "1,1,2,4": 128}
 STEPS, SEEDS = (36, 1) if QUICK else (120, 3)
 ELASTIC, ELASTIC_BATCH, AFTER = "1,4", 96, 30 if QUICK else 60
 """Machines of the elastic fleet (the list begins again for those that join), and steps after the last one joined."""
-EVENTS, MOST_STEPS = "join@10,leave:1@{leave},join@{leave}", 2000
+EVENTS, MOST_STEPS = "join@10,leave:1@90,join@110", 2000
 CLOSE = 0.1
 """A share this close to what speeds ask for has followed."""
 SMOKES = bool(smoke(found=True))
@@ -124,26 +124,13 @@ def elastic() -> None:
 # -- the elastic fleet -------------------------------------------------------------------------------------------------
 
 
-def run_elastic(folder: Path, leave: int) -> RunLog:
+def run_elastic(folder: Path) -> RunLog:
     """The log of a run in which a fast worker replaces a slow one, and an old machine is added."""
     if SMOKES:
         return _forked_elastic(folder)
-    events = EVENTS.format(leave=leave)
-    command = [
-        sys.executable,
-        "-m",
-        "paceline.cli",
-        "run",
-        "-q",
-        "-n",
-        "1:3",
-        "--emulate",
-        ELASTIC,
-        "--failures",
-        events,
-    ]
-    command += ["--sample-ms", f"{SAMPLE_MS:g}", "--runs", str(folder), "--name", "p1", __file__, ELASTIC_WORKER]
-    subprocess.run(command + (["--quick"] if QUICK else []), check=True)
+    fleet = ["-n", "1:4", "--emulate", ELASTIC, "--sample-ms", f"{SAMPLE_MS:g}", "--failures", EVENTS]
+    start = [sys.executable, "-m", "paceline.cli", "run", "-q", *fleet, "--runs", str(folder)]
+    subprocess.run([*start, __file__, ELASTIC_WORKER] + (["--quick"] if QUICK else []), check=True)
     return read_log(next(folder.glob("*/events.jsonl")))
 
 
@@ -339,7 +326,7 @@ def main() -> None:
     figures = tell(runs)
     print(f"\nan elastic fleet: machines {ELASTIC}, a fast one replaces the slow one, an old one is added")
     with tempfile.TemporaryDirectory() as scratch:
-        log = run_elastic(Path(scratch), leave=90)
+        log = run_elastic(Path(scratch))
         figures |= tell_elastic(log)
     if folder is not None:
         draw(folder, runs, log)
