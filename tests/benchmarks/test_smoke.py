@@ -31,6 +31,8 @@ KEYS = {
     "deleted_folder_warned_once",
     "overhead": "convnet_over_ddp mlp_over_ddp alone_over_plain convnet_over_ddp_interval",
     "pages": "report_s report_cpu_s report_mb viewers_cpu_4 viewers_cpu_100 step_to_viewer_s_4 step_to_viewer_s_100",
+    "papers/p2": "wp_over_uniform wp_over_uniform_spread wp_over_uniform_momentum wp_over_uniform_momentum_spread "
+    "wp_blind_over_uniform_momentum slow_over_fast seeds dataset",
     "papers/p3": "deep_over_static deep_over_elfving time_to_target_naive_over_deep time_to_target_naive_over_joint "
     "throughput_over_naive seconds_to_target target images seeds",
     "plan_scale": "ms_at_10 ms_at_1000 ms_at_10000 observe_ms_at_10000",
