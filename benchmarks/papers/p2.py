@@ -83,7 +83,7 @@ class Job:
 
     @property
     def samples(self) -> int:
-        return QUICK_SAMPLES if self.quick else SAMPLES
+        return min(QUICK_SAMPLES if self.quick else SAMPLES, len(images().train_y))
 
     @property
     def decay(self) -> float:
@@ -153,7 +153,7 @@ def train(job: Job) -> dict[str, Any]:
     that average, or on its own way."""
     data = images()
     looks: list[tuple[float, list[Tensor]]] = []
-    with paceline.join("adaptive", combine=job.combine, seed=job.seed, quiet=True) as fleet:
+    with paceline.join("adaptive", combine=job.combine, seed=job.seed, quiet=True, device="cpu") as fleet:
         model = fleet.model(network(job))
         optimizer = torch.optim.SGD(model.parameters(), lr=job.rate, momentum=job.momentum, weight_decay=job.decay)
         fleet.track(optimizer=optimizer)
