@@ -33,6 +33,8 @@ KEYS = {
     "pages": "report_s report_cpu_s report_mb viewers_cpu_4 viewers_cpu_100 step_to_viewer_s_4 step_to_viewer_s_100",
     "papers/p0": "epoch_over_best epoch_over_equal shares levels",
     "papers/p1": "saved_1_2 static_saved loss_gap steps_to_follow worth",
+    "papers/p2": "wp_over_uniform wp_over_uniform_spread wp_over_uniform_momentum wp_over_uniform_momentum_spread "
+    "wp_blind_over_uniform_momentum slow_over_fast seeds dataset",
     "papers/p3": "deep_over_static deep_over_elfving time_to_target_naive_over_deep time_to_target_naive_over_joint "
     "throughput_over_naive seconds_to_target target images seeds",
     "plan_scale": "ms_at_10 ms_at_1000 ms_at_10000 observe_ms_at_10000",

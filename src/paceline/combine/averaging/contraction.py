@@ -1,4 +1,4 @@
-"""By how much a step of the optimiser at hand contracts through weight decay: P2's rho, for ``wp`` and ``mse``.
+"""By how much a step of the optimiser at hand contracts through weight decay: rho of ``wp`` and ``mse``.
 
 SGD adds the decay to the gradient, so its momentum carries it: the dominant root, `log_contraction`. Where the decay is
 decoupled (AdamW, AdaHessian, Muon, Adafactor), a step multiplies the parameters by exactly ``1 - eta lambda`` before it

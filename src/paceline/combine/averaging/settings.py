@@ -48,14 +48,14 @@ class Averaging:
     period_s: float | None = None
     """Seconds between rounds: a fast worker does more local steps, and nobody waits. 2 when neither is given."""
     weights: str = "samples"
-    """``wp`` (P2), ``uniform``, ``samples``, ``normalised`` (FedNova), ``mse``; see averaging/weights.py."""
+    """``wp`` (P2, reconstructed), ``uniform``, ``samples``, ``normalised`` (FedNova), ``mse``: averaging/weights.py."""
     weight_decay: float | None = None
-    """P2's lambda, for ``wp`` and ``mse``, where it is part of the loss; None: the optimiser's own weight decay."""
+    """lambda for ``wp`` and ``mse``, where it is part of the loss (SGD alone); None: the optimiser's own."""
     outer: Outer | None = None
     """An optimiser on the averaged update; None: the average itself."""
     groups: Sequence[Sequence[int]] | None = None
     """Ranks in groups, as ``[[0, 1], [2, 3]]``: gradients are combined at every step inside a group, updates are
-    averaged between groups (P2's combined form). None: everybody by itself."""
+    averaged between groups (P2's first combined form). None: everybody by itself."""
     overlap: bool = False
     """Local work goes on while a round is under way; its update lands between two local steps, once it is over."""
 

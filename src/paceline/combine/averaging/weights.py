@@ -96,7 +96,7 @@ def log_contraction(
 
     rho is the dominant root, in size, of the update's characteristic polynomial. With ``a = eta lambda (1 -
     dampening)`` and ``z = 1 - d`` it is ``d^2 - (1 - m + a) d + a = 0``, with Nesterov ``d^2 - (1 - m + a + m a) d + a
-    = 0``. Without momentum rho is ``1 - eta lambda`` (P2's, reconstructed); with momentum m and a small a about
+    = 0``. Without momentum rho is ``1 - eta lambda`` (as we read P2); with momentum m and a small a about
     ``1 - a / (1 - m)``; where the roots are complex (plain momentum: a above ``(1 - sqrt(m))^2``) it is ``sqrt(m)``.
 
     >>> round(log_contraction(0.1, 1.0), 4)
