@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import NoReturn
 
 import typer
@@ -17,6 +18,15 @@ def refuse(message: str) -> NoReturn:
     """Print ``paceline: message`` to stderr, as one line, and exit with code 2."""
     typer.echo("paceline: " + " ".join(message.split()), err=True)
     raise typer.Exit(USAGE)
+
+
+@contextlib.contextmanager
+def about(option: str) -> Iterator[None]:
+    """A ValueError from inside says which option it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
 
 
 def leave_with(code: int) -> NoReturn:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.errors import about
+
 if TYPE_CHECKING:
     from paceline.launcher.faults import Faults
     from paceline.machines.events import Event
@@ -93,10 +95,8 @@ def _listed(devices: list[str], emulate: str | None, sample_ms: float) -> int | 
 def _machines(emulate: str, sample_ms: float, *, workers: int | None) -> int:
     from paceline.machines import parse_fleet
 
-    try:
+    with about("--emulate"):
         return len(parse_fleet(emulate, sample_ms=sample_ms, workers=workers))
-    except ValueError as error:
-        raise ValueError(f"--emulate: {error}") from None
 
 
 def _count(text: str) -> int:
@@ -118,25 +118,16 @@ def _bounds(text: str) -> tuple[int, int]:
 
 
 def read_faults(
-    failures: str | None,
-    *,
-    size: Size,
-    seed: int | None,
-    spot: Path | None,
-    speed_up: float | None,
-    notice: str | None,
+    failures: str | None, *, size: Size, seed: int | None, spot: Path | None, speed_up: float | None, notice: str | None
 ) -> tuple[str | None, Faults]:
     """The random failures, which are the engine's to play, and the faults that the launcher plays."""
     from paceline.launcher.faults import Faults
 
     if (speed_up is not None or notice is not None) and spot is None:
-        raise ValueError(
-            f"{'--spot-notice' if speed_up is None else '--speed-up'} belongs to a trace: give --spot FILE"
-        )
-    try:
+        option = "--spot-notice" if speed_up is None else "--speed-up"
+        raise ValueError(f"{option} belongs to a trace: give --spot FILE")
+    with about("--failures"):
         chances, events = _read_failures(failures)
-    except ValueError as error:
-        raise ValueError(f"--failures: {error}") from None
     if events and size.bounds is None:
         raise ValueError(f"--failures {events[0].text}: only a fleet of -n MIN:MAX, started here, outlives this")
     if spot is None:
@@ -163,34 +154,26 @@ def _market(spot: Path, room: int, speed_up: float, notice: str | None) -> tuple
     from paceline.machines.events import seconds
     from paceline.machines.spot import Market, read_spot
 
-    try:
+    with about("--spot-notice"):
         notice_s = 0.0 if notice is None else seconds(notice)
-    except ValueError as error:
-        raise ValueError(f"--spot-notice: {error}") from None
-    try:
+    with about("--spot"):
         return Market(read_spot(spot), room=room, speed_up=speed_up), notice_s
-    except ValueError as error:
-        raise ValueError(f"--spot: {error}") from None
 
 
 def check_network(network: str | None) -> None:
     if network is not None:
         from paceline.machines.link import parse_link
 
-        try:
+        with about("--network"):
             parse_link(network)
-        except ValueError as error:
-            raise ValueError(f"--network: {error}") from None
 
 
 def check_names(pace: str | None, combine: str | None, workers: int) -> None:
     if pace is not None:
         from paceline.pace import make
 
-        try:
+        with about("--pace"):
             make(pace).check(workers)
-        except ValueError as error:
-            raise ValueError(f"--pace: {error}") from None
     if combine is not None:
         from paceline.combine.choose import names
 

@@ -56,10 +56,13 @@ def report(
     csv: Csv = None,
 ) -> None:
     """Say again what a run achieved: its workers, and the verdict in plain words; or draw and export it."""
+    from paceline.observe.exports import write_csv, write_perfetto, write_tensorboard
+    from paceline.observe.page import write_report
+
     with _no_search_for_cycles():
         log = read_run(run)
         page = output or (log.path.parent / PAGE if html else None)
-        wanted = {_write_page: page, _write_perfetto: perfetto, _write_tensorboard: tensorboard, _write_csv: csv}
+        wanted = {write_report: page, write_perfetto: perfetto, write_tensorboard: tensorboard, write_csv: csv}
         written = [_write(log, path, write, quietly=as_json) for write, path in wanted.items() if path is not None]
         if as_json:
             judged = verdict(log)
@@ -89,30 +92,6 @@ def _write(log: RunLog, path: Path, write: Callable[[RunLog, Path], Path], *, qu
         refuse(f"cannot write {path} ({error.strerror or error})")
     typer.echo(f"wrote {written}", err=quietly)
     return written
-
-
-def _write_page(log: RunLog, path: Path) -> Path:
-    from paceline.observe.page import write_report
-
-    return write_report(log, path)
-
-
-def _write_perfetto(log: RunLog, path: Path) -> Path:
-    from paceline.observe.exports.perfetto import write_perfetto
-
-    return write_perfetto(log, path)
-
-
-def _write_tensorboard(log: RunLog, path: Path) -> Path:
-    from paceline.observe.exports.tensorboard import write_tensorboard
-
-    return write_tensorboard(log, path)
-
-
-def _write_csv(log: RunLog, path: Path) -> Path:
-    from paceline.observe.exports.csv import write_csv
-
-    return write_csv(log, path)
 
 
 def _tell(log: RunLog, judged: Verdict) -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.errors import leave_with, refuse
+from paceline.cli.errors import about, leave_with, refuse
 from paceline.cli.options import Size, check_names, check_network, check_script, read_devices, read_faults, read_size
+from paceline.observe import new_run_dir
 
 if TYPE_CHECKING:
     from paceline.launcher.roster import Roster
@@ -148,7 +149,7 @@ def run(
         check_network(network)
         roster = _roster(size, host=host, port=port, join=join, token=token, token_file=token_file)
         run_name = name or (script if module else Path(script).stem)
-        run_dir = _run_dir(runs, run_name)
+        run_dir = new_run_dir(runs, run_name).resolve()
         page = _live_page(run_dir) if watch else None
     except ValueError as error:
         refuse(str(error))
@@ -205,24 +206,16 @@ def _roster(
     return OwnRoster(minimum=minimum, maximum=maximum, token=own_token(token, token_file), host=where, port=port or 0)
 
 
-def _run_dir(runs: Path, name: str) -> Path:
-    from paceline.observe import new_run_dir
-
-    return new_run_dir(runs, name).resolve()
-
-
 def _live_page(run_dir: Path) -> LivePage:
     """The run's live page, being served; its folder may still be empty. Raises ValueError when something is missing."""
     from paceline.launcher.screen import remove_empty
     from paceline.observe.serve.server import LivePage
 
-    try:
-        page = LivePage(run_dir)
-    except ImportError as error:
-        remove_empty(run_dir)
-        raise ValueError(f"--watch: the live page needs {error.name}: pip install 'paceline[view]'") from None
-    except ValueError as error:
-        remove_empty(run_dir)
-        raise ValueError(f"--watch: {error}") from None
+    with about("--watch"):
+        try:
+            page = LivePage(run_dir)
+        except ValueError:
+            remove_empty(run_dir)
+            raise
     typer.echo(f"paceline: live page at {page.url}", err=True)
     return page
