@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from paceline.cli.errors import refuse
-
-if TYPE_CHECKING:
-    from paceline.observe.analysis.compare import Comparison
+from paceline.observe import read_log
+from paceline.observe.analysis import compare as comparing
 
 Runs = Annotated[
     list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or their events.jsonl, two or more.")
@@ -24,13 +26,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as one l
 
 def compare(runs: Runs, loss: Loss = None, html: Html = None, as_json: AsJson = False) -> None:
     """Compare runs: time to a loss, throughput, per cent of the limit."""
-    from paceline.observe import read_log
-    from paceline.observe.analysis import compare as comparing
+    from paceline.observe.page.comparison import comparison_page
 
     try:
         compared = comparing.compare([read_log(run) for run in runs], target=loss)
         if html is not None:
-            _draw(compared, html)
+            html.parent.mkdir(parents=True, exist_ok=True)
+            html.write_text(comparison_page(compared), encoding="utf-8")
     except ValueError as error:
         refuse(f"compare: {error}")
     except OSError as error:
@@ -43,7 +45,7 @@ def compare(runs: Runs, loss: Loss = None, html: Html = None, as_json: AsJson = 
         typer.echo(f"\nwrote {html}")
 
 
-def figures(compared: Comparison) -> dict[str, Any]:
+def figures(compared: comparing.Comparison) -> dict[str, Any]:
     """Plain numbers, null where a run has none."""
     rows = [
         {
@@ -68,18 +70,7 @@ def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _draw(compared: Comparison, path: Path) -> None:
-    from paceline.observe.page.comparison import comparison_page
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(comparison_page(compared), encoding="utf-8")
-
-
-def _print(compared: Comparison) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
+def _print(compared: comparing.Comparison) -> None:
     from paceline.observe.page.comparison import cells, in_words
 
     head, rows = cells(compared)

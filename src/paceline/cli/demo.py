@@ -11,21 +11,20 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from paceline.cli.errors import leave_with, refuse
 from paceline.cli.examples import examples_folder
 from paceline.launcher.screen import short_path
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from paceline.machines import Machine
+from paceline.machines import Machine, parse_fleet
+from paceline.observe import new_run_dir, read_log
+from paceline.observe.words.numbers import duration, number, percent_cell, times
 
 BATCH = 128
 """Samples a step, or the multiple of the number of machines that is nearest: DDP can only split equally."""
@@ -44,15 +43,9 @@ def demo(
     emulate: Emulate = "1,1,2,4", epochs: Epochs = 6, sample_ms: SampleMs = 3.0, runs: Runs = Path("runs")
 ) -> None:
     """Train on unlike machines, emulated here: first plain torch DDP, then Paceline, then both in one table."""
-    from rich.console import Console
-
-    from paceline.machines import parse_fleet
-    from paceline.observe import new_run_dir
-
     try:
         fleet = parse_fleet(emulate, sample_ms=sample_ms)
-        show = Show(examples(), fleet, emulate, sample_ms, epochs, Console(highlight=False))
-        show.run_dir = new_run_dir(runs, "demo").resolve()
+        show = Show(examples(), fleet, emulate, sample_ms, epochs, new_run_dir(runs, "demo").resolve())
     except ValueError as error:
         refuse(f"demo: {error}")
     leave_with(show.run())
@@ -105,16 +98,17 @@ def equal_speed(fleet: Sequence[Machine], step: int) -> float:
     return len(fleet) / max(machine.seconds(step, 1, begins=False) for machine in fleet)
 
 
+@dataclass(frozen=True)
 class Show:
     """The demo, part by part."""
 
+    scripts: Path
+    fleet: Sequence[Machine]
+    emulate: str
+    sample_ms: float
+    epochs: int
     run_dir: Path
-
-    def __init__(
-        self, scripts: Path, fleet: list[Machine], emulate: str, sample_ms: float, epochs: int, console: Console
-    ) -> None:
-        self._scripts, self._fleet, self._emulate, self._sample_ms = scripts, fleet, emulate, sample_ms
-        self._epochs, self._console = epochs, console
+    console: Console = field(default_factory=lambda: Console(highlight=False))
 
     def run(self) -> int:
         """Both parts and the table; the exit code of the part that failed or was stopped, else 0."""
@@ -122,14 +116,14 @@ class Show:
         self._say(
             "Plain torch DDP",
             "Every machine gets the same share of each batch and all wait for the slowest.",
-            equal_speed(self._fleet, 0),
+            equal_speed(self.fleet, 0),
         )
         if code := self._train("plain_ddp.py"):
             return code
         self._say(
             "Paceline",
             "Same network, same batches; now each machine's share follows its measured speed.",
-            limit(self._fleet, 0),
+            limit(self.fleet, 0),
         )
         if code := self._train("digits.py"):
             return code
@@ -137,58 +131,48 @@ class Show:
         return 0
 
     def _introduce(self) -> None:
-        from paceline.observe.words.numbers import number
-
-        takes = [f"{1000 * machine.seconds(0, 1, begins=False):.3g}" for machine in self._fleet]
+        takes = [f"{1000 * machine.seconds(0, 1, begins=False):.3g}" for machine in self.fleet]
         listed = ", ".join(takes[:-1]) + f" and {takes[-1]}" if len(takes) > 1 else takes[0]
-        self._console.print(
+        self.console.print(
             f"One small network learns handwritten digits on {len(takes)} machines, emulated on this computer: they "
             f"take {listed} ms a sample. The fastest possible is the sum of their speeds, "
-            f"[bold]{number(limit(self._fleet, 0))} samples/s[/]."
+            f"[bold]{number(limit(self.fleet, 0))} samples/s[/]."
         )
 
     def _say(self, title: str, text: str, speed: float) -> None:
-        from paceline.observe.words.numbers import duration, number
-
-        self._console.print()
-        self._console.rule(f"[bold]{title}", align="left")
-        seconds = duration(self._epochs * DIGITS / speed)
-        self._console.print(f"{text} At best {number(speed)} samples/s: {seconds} and a few to start.\n")
+        self.console.print()
+        self.console.rule(f"[bold]{title}", align="left")
+        seconds = duration(self.epochs * DIGITS / speed)
+        self.console.print(f"{text} At best {number(speed)} samples/s: {seconds} and a few to start.\n")
 
     def _train(self, script: str) -> int:
         from paceline.launcher.fixed import launch_fixed
         from paceline.launcher.supervise import Order, worker_settings
 
-        size = len(self._fleet)
+        size = len(self.fleet)
         batch = size * max(1, round(BATCH / size))
-        wanted = ("--epochs", str(self._epochs), "--global-batch", str(batch))
-        machines = {"emulate": self._emulate, "sample_ms": f"{self._sample_ms:g}"}
+        wanted = ("--epochs", str(self.epochs), "--global-batch", str(batch))
+        machines = {"emulate": self.emulate, "sample_ms": f"{self.sample_ms:g}"}
         settings = worker_settings(name="demo", run_dir=self.run_dir, **machines)
-        command = (sys.executable, "-u", str(self._scripts / script), *wanted)
+        command = (sys.executable, "-u", str(self.scripts / script), *wanted)
         return launch_fixed(Order(command, size, settings, self.run_dir))
 
     def _conclude(self, plain: Result, paced: Result) -> None:
-        from paceline.observe.words.numbers import times
-
         gain = times(paced.samples_per_s / plain.samples_per_s)
-        self._console.print()
-        self._console.rule("[bold]Both", align="left")
-        self._console.print(table({"plain torch DDP": plain, "Paceline": paced}, self._fleet))
-        first = " (all after the first epoch)" if self._epochs > 1 else ""
-        self._console.print(
+        self.console.print()
+        self.console.rule("[bold]Both", align="left")
+        self.console.print(table({"plain torch DDP": plain, "Paceline": paced}, self.fleet))
+        first = " (all after the first epoch)" if self.epochs > 1 else ""
+        self.console.print(
             f"\n[bold]Paceline trained {gain} times as fast[/] on the same machines{first}, with the same "
             f"{plain.samples[0]} samples a step.\nTo read its verdict again:",
         )
-        self._console.print(f"paceline report {short_path(self.run_dir)}", soft_wrap=True)
-        self._console.print(report_lines(self.run_dir), soft_wrap=True, markup=False)
+        self.console.print(f"paceline report {short_path(self.run_dir)}", soft_wrap=True)
+        self.console.print(report_lines(self.run_dir), soft_wrap=True, markup=False)
 
 
 def table(results: dict[str, Result], fleet: Sequence[Machine]) -> Table:
     """One row a training."""
-    from rich.table import Table
-
-    from paceline.observe.words.numbers import number, percent_cell
-
     shown = Table("", box=None, padding=(0, 3, 0, 0), pad_edge=False)
     for name in ("seconds an epoch", "samples/s", "of the limit", "test accuracy"):
         shown.add_column(name, justify="right")
@@ -211,8 +195,6 @@ def plain_result(run_dir: Path) -> Result:
 
 def paceline_result(run_dir: Path) -> Result:
     """What the run's event log says."""
-    from paceline.observe import read_log
-
     log = read_log(run_dir)
     last = [event["result"] for event in log.others if event["event"] == "evaluate"][-1]
     return Result(
@@ -225,7 +207,6 @@ def paceline_result(run_dir: Path) -> Result:
 
 def report_lines(run_dir: Path) -> str:
     """Write the report of the Paceline run and say where it is; without Plotly, how to get one."""
-    from paceline.observe import read_log
     from paceline.observe.page import write_report
 
     try:

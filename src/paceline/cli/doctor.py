@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Annotated, Any
@@ -91,7 +92,8 @@ def examine(runs: Path, probe_seconds: float) -> Iterator[Check]:
     yield _guarded("backends", check_backends)
     yield _guarded("all-reduce", check_all_reduce)
     if probe_seconds > 0:
-        yield from check_devices(probe_seconds)
+        for name in (names := devices()):
+            yield _guarded(name, partial(check_device, name, probe_seconds / len(names)))
 
 
 def check_python(version: tuple[int, ...]) -> Check:
@@ -224,14 +226,8 @@ def check_all_reduce() -> Check:
     return Check("all-reduce", "ok", f"two processes add 1 MB in {milliseconds:.1f} ms over loopback", "", milliseconds)
 
 
-def check_devices(seconds: float) -> Iterator[Check]:
-    """Samples/s of a small ConvNet on each device; all of them together take ``seconds``."""
-    names = devices()
-    for name in names:
-        yield _guarded(name, lambda name=name: _check_device(name, seconds / len(names)))  # type: ignore[misc]
-
-
-def _check_device(name: str, seconds: float) -> Check:
+def check_device(name: str, seconds: float) -> Check:
+    """Samples/s of a small ConvNet."""
     speed = probe(name, seconds)
     threads = ", one thread" if name == "cpu" else ""
     text = f"{speed:,.0f} samples/s (small ConvNet, 32 x 32 images, forward and backward{threads})"

@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.errors import leave_with, refuse
+from paceline.launcher.signals import Signals
 from paceline.launcher.tokens import check_host, is_loopback, join_line, own_token, printable
 from paceline.observe.serve.addresses import reached_at
 
 if TYPE_CHECKING:
     from paceline.roster import RosterServer
+
+TOKEN_HELP = (
+    "Who knows it may join. Safer in PACELINE_TOKEN or --token-file: all users of a computer see the options of its "
+    "processes. Default: a new one."
+)
 
 Fewest = Annotated[int, typer.Option("--min", min=1, help="Below so many workers the training waits.")]
 Most = Annotated[int, typer.Option("--max", min=1, help="So many may be there at once.")]
@@ -29,14 +35,7 @@ Host = Annotated[
     ),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TEXT",
-        help="Who knows it may join. Safer in PACELINE_TOKEN or --token-file: all users of a computer see the options "
-        "of its processes. Default: a new one.",
-    ),
-]
+Token = Annotated[str | None, typer.Option(metavar="TEXT", help=TOKEN_HELP)]
 TokenFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="The token is in this file; made if it is missing.")
 ]
@@ -92,8 +91,6 @@ def welcome(address: str, token: str, *, minimum: int, maximum: int) -> str:
 
 def serve(server: RosterServer) -> int:
     """Wait for a signal, or for the training's end; returns the exit code."""
-    from paceline.launcher.signals import Signals
-
     with Signals() as signals, selectors.DefaultSelector() as selector:
         selector.register(signals.waker, selectors.EVENT_READ)
         while True:

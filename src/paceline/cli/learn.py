@@ -10,6 +10,8 @@ import typer
 
 from paceline.cli.errors import refuse
 from paceline.cli.progress import progress_bar
+from paceline.machines.trace import read_trace
+from paceline.observe import read_log
 
 if TYPE_CHECKING:
     from paceline.deep.learning.recordings import Recording
@@ -56,11 +58,7 @@ def recordings(source: Path) -> list[Recording]:
     from paceline.deep.learning.recordings import from_records, recording
 
     if source.is_dir() or source.suffix == ".jsonl":
-        from paceline.observe import read_log
-
         return from_records(source.name, read_log(source).records)
-    from paceline.machines.trace import read_trace
-
     return [recording(source.name, read_trace(source).seconds)]
 
 

@@ -102,13 +102,18 @@ def _tell(log: RunLog, judged: Verdict) -> None:
     console.print(Text(judged.text))
 
 
-def read_run(run: Path | None) -> RunLog:
-    """The log meant, or one line on standard error and exit code 2."""
+def run_folder(run: Path | None) -> Path:
+    """The run that is meant, the latest when none was named."""
     folder = run or latest(RUNS)
     if folder is None:
-        refuse(f"no runs under {RUNS}/: name a run's folder")
+        raise ValueError(f"no runs under {RUNS}/: name a run's folder")
+    return folder
+
+
+def read_run(run: Path | None) -> RunLog:
+    """The log meant, or one line on standard error and exit code 2."""
     try:
-        log = read_log(folder)
+        log = read_log(run_folder(run))
     except ValueError as error:
         refuse(str(error))
     if not log.run and not log.records:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.errors import about, leave_with, refuse
+from paceline.cli.host import TOKEN_HELP
 from paceline.cli.options import Size, check_names, check_network, check_script, read_devices, read_faults, read_size
 from paceline.observe import new_run_dir
 
@@ -78,15 +79,7 @@ Join = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="Start workers that join this fleet elsewhere.", rich_help_panel=COMING),
 ]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TEXT",
-        help="Who knows it may join. Safer in PACELINE_TOKEN or --token-file: all users of a computer see the options "
-        "of its processes. Default: a new one.",
-        rich_help_panel=COMING,
-    ),
-]
+Token = Annotated[str | None, typer.Option(metavar="TEXT", help=TOKEN_HELP, rich_help_panel=COMING)]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
@@ -197,8 +190,8 @@ def _roster(
             raise ValueError("--host and --port say where a roster of one's own listens: leave them out with --join")
         return remote_roster(join, their_token(token, token_file))
     if size.bounds is None:
-        options = {"--host": host, "--port": port, "--token": token, "--token-file": token_file}
-        if given := [option for option, value in options.items() if value is not None]:
+        own = {"--host": host, "--port": port, "--token": token, "--token-file": token_file}
+        if given := [option for option, value in own.items() if value is not None]:
             raise ValueError(f"{given[0]} is for fleets that others may join: give -n MIN:MAX, such as -n 2:8")
         return None
     minimum, maximum = size.bounds

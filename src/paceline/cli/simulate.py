@@ -9,9 +9,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from paceline.cli.errors import refuse
 from paceline.cli.progress import progress_bar
+from paceline.observe import read_log
 
 if TYPE_CHECKING:
     from paceline.simulate.comparison import Progress
@@ -84,7 +86,9 @@ def simulate(
     from paceline.simulate.table import figures, table
 
     try:
-        _check_network(network, parameters, megabytes, batch if emulate is None else None, overhead_ms, model, scenario)
+        alone = batch if emulate is None else None
+        with_link = {"--parameters": parameters, "--megabytes": megabytes, "--batch": alone}
+        _check_network(network, with_link, overhead_ms, model, scenario)
         machines = MachinesAsked(trace, run, scenario, emulate, workers, steps, batch, seed, sample_ms)
         source, seconds, cost_s = _seconds(machines)
         cost_s = _with_costs(cost_s, step_cost_ms, seconds.shape[1])
@@ -107,8 +111,6 @@ def simulate(
         told = {"seed": seed, "overhead_ms": overhead_ms, "step_cost_ms": step_cost_ms, "warm_up": warm_up}
         typer.echo(json.dumps({**size, **told, "rules": rows}))
         return
-    from rich.console import Console
-
     console = Console(highlight=False)
     unscored = f", the first {warm_up} not scored" if warm_up else ""
     console.print(f"{source}: {len(seconds):,} steps{unscored}, {seconds.shape[1]:,} workers\n", markup=False)
@@ -128,19 +130,12 @@ class Asked:
 
 
 def _check_network(
-    network: str | None,
-    parameters: str | None,
-    megabytes: float | None,
-    batch: int | None,
-    overhead_ms: float,
-    model: Path | None,
-    scenario: str | None,
+    network: str | None, with_link: dict[str, Any], overhead_ms: float, model: Path | None, scenario: str | None
 ) -> None:
-    """Options that make no sense together."""
+    """Options that make no sense together; ``with_link``: those that go with --network alone, by name."""
     if network is None:
-        for name, value in (("--parameters", parameters), ("--megabytes", megabytes), ("--batch", batch)):
-            if value is not None:
-                raise ValueError(f"{name} goes with --network, such as --network 100mbit,30ms")
+        if given := [name for name, value in with_link.items() if value is not None]:
+            raise ValueError(f"{given[0]} goes with --network, such as --network 100mbit,30ms")
         return
     if overhead_ms:
         raise ValueError("--overhead-ms and --network exclude each other: the link says what a round costs")
@@ -173,8 +168,6 @@ def _simulate_network(source: str, seconds: Floats, asked: Asked, html: Path | N
         says = {"enough": period and asdict(period), "verdict": said, "not_modelled": words.NOT_MODELLED}
         typer.echo(json.dumps({"source": source, **told, **network, "rules": rows, **says}))
         return
-    from rich.console import Console
-
     console = Console(highlight=False)
     title = f"{source}: {len(seconds):,} steps, {seconds.shape[1]:,} workers, {share:,} samples an equal share\n"
     console.print(title, markup=False)
@@ -187,8 +180,6 @@ def _equal_share(batch: int | None, run: Path | None, workers: int) -> int:
     from paceline.simulate.network import SHARE
 
     if run is not None:
-        from paceline.observe import read_log
-
         log = read_log(run)
         if log.run.get("combine", "gradients") != "gradients":
             raise ValueError("--network needs seconds a step, and this run's log has a line a round: it was averaged")
@@ -262,7 +253,6 @@ def _recorded_or_made(asked: MachinesAsked) -> tuple[str, Floats]:
 
         return f"trace {asked.trace.name}", read_trace(asked.trace).seconds
     if asked.run is not None:
-        from paceline.observe import read_log
         from paceline.simulate.recorded import equal_share_seconds
 
         return f"run {asked.run}", equal_share_seconds(read_log(asked.run).records)

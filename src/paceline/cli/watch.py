@@ -8,20 +8,14 @@ import webbrowser
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from paceline.cli.errors import refuse
+from paceline.cli.report import Run, run_folder
+from paceline.observe.log.reader import Event
 
-if TYPE_CHECKING:
-    from paceline.observe.log.reader import Event
-
-RUNS = Path("runs")
-
-Run = Annotated[
-    Path | None, typer.Argument(help="A run's folder or its events.jsonl; the latest under runs/ when left out.")
-]
 Connect = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Follow the run that `paceline watch` shows there.")
 ]
@@ -70,7 +64,6 @@ def _wait_for_a_signal() -> None:
 
 def _source(run: Path | None, connect: str | None) -> tuple[Path, Callable[[threading.Event], Iterator[Event]] | None]:
     """Where the events come from: a path here, or a page elsewhere."""
-    from paceline.observe import latest
     from paceline.observe.serve.remote import address, check, remote_events
 
     if connect is not None:
@@ -79,9 +72,7 @@ def _source(run: Path | None, connect: str | None) -> tuple[Path, Callable[[thre
         where = address(connect)
         check(*where)
         return Path(f"{where[0]}-{where[1]}"), partial(remote_events, *where)
-    folder = run or latest(RUNS)
-    if folder is None:
-        raise ValueError(f"no runs under {RUNS}/: name a run's folder")
+    folder = run_folder(run)
     if not folder.exists():
         raise ValueError(f"there is no {folder}: give a run's folder or its events.jsonl")
     return folder, None
