@@ -8,8 +8,9 @@ seconds of step k at best, so it stays right when machines drift.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -113,32 +114,8 @@ class Figures:
     workers: tuple[WorkerFigures, ...] = ()
 
 
-@dataclass
-class _WorkerSums:
-    steps: int = 0
-    samples: int = 0
-    timed: int = 0
-    """Of these, the samples whose seconds are known."""
-    seconds: float = 0.0
-    stuck_s: float = 0.0
-    """At a standstill, outside of ``seconds``."""
-    inside_s: float = 0.0
-    """At a standstill, as a part of ``seconds``."""
-    cut_s: float = 0.0
-    stalls: int = 0
-    stall_s: float = 0.0
-    missed: int = 0
-    waited_s: float = 0.0
-    wall_s: float = 0.0
-    last: int = 0
-    blamed_s: float = 0.0
-    held: int = 0
-    held_s: float = 0.0
-    would_hold_s: float = 0.0
-    sat_out: int = 0
-    micro_batches: int = 0
-    shortfalls: list[Floats] = field(default_factory=list)
-    """Of each step with work: seconds too slow over seconds asked for."""
+Sums = defaultdict[str, float]
+"""Seconds and counts by name, over all steps."""
 
 
 def own_speeds(records: Iterable[StepRecord], known: Mapping[int, float] | None = None) -> dict[int, float]:
@@ -170,61 +147,45 @@ def summarise(records: Sequence[StepRecord], *, known: Mapping[int, float] | Non
     records = [r for r in records if any(map(_positive, (*r.seconds, *r.unfinished_s)))] or list(records)
     batch, usual = _mean([record.total for record in records if bounded(record)]), usual_s(records)
     speeds = Speeds({**_first_speeds(records), **(known or {})})
-    sums: dict[int, _WorkerSums] = {}
-    whole = _FleetSums()
+    whole, sums = Sums(float), defaultdict[int, Sums](lambda: Sums(float))
+    shortfalls = defaultdict[int, list[Floats]](list)
     for stretch in stretches(records):
         lost = lost_time(stretch, usual)
         times = step_times(stretch, lost, speeds, batch=batch)
-        whole.add(stretch, times)
+        _add(stretch, times, whole)
         _charge(stretch, lost, times, sums)
         _blame(stretch, times, sums)
-    return _figures(records, whole, sums, speeds.newest)
+        _fall_short(stretch, shortfalls)
+    typical = {worker: _median(found) for worker, found in shortfalls.items()}
+    return _figures(records, whole, sums, speeds.newest, typical)
 
 
 def _positive(value: float) -> bool:
     return math.isfinite(value) and value > 0
 
 
-@dataclass
-class _FleetSums:
-    """Seconds of all steps together."""
-
-    wall: float = 0.0
-    round: float = 0.0
-    other: float = 0.0
-    ideal: float = 0.0
-    equal: float = 0.0
-    waited: float = 0.0
-    work: float = 0.0
-    stuck: float = 0.0
-    cut: float = 0.0
-    deadlines: int = 0
-    closed_without: int = 0
-    sizes: set[int] = field(default_factory=set)
-
-    def add(self, stretch: StepStretch, times: StepTimes) -> None:
-        for name in ("wall", "round", "other", "ideal", "equal", "waited"):
-            setattr(self, name, getattr(self, name) + float(getattr(times, name).sum()))
-        self.work += times.mean(times.work)
-        self.stuck += times.mean(times.stuck)
-        self.cut += times.mean(times.cut)
-        self.deadlines += int(stretch.bounded.sum())
-        self.closed_without += int(stretch.missed.any(axis=1).sum())
-        self.sizes.add(len(stretch.workers))
+def _add(stretch: StepStretch, times: StepTimes, whole: Sums) -> None:
+    """Add the stretch to the fleet's sums; of each worker's time, that of the average one."""
+    for name in ("wall", "round", "other", "ideal", "equal", "waited"):
+        whole[name] += float(getattr(times, name).sum())
+    for name in ("work", "stuck", "cut"):
+        whole[name] += times.mean(getattr(times, name))
+    whole["deadlines"] += int(stretch.bounded.sum())
+    whole["closed_without"] += int(stretch.missed.any(axis=1).sum())
 
 
-def _charge(stretch: StepStretch, lost: LostTime, times: StepTimes, sums: dict[int, _WorkerSums]) -> None:
+def _charge(stretch: StepStretch, lost: LostTime, times: StepTimes, sums: Mapping[int, Sums]) -> None:
     """Add the stretch to its workers' sums."""
-    told = (stretch.samples > 0) & (stretch.seconds > 0)
-    stalled = lost.stall_s > 0
+    told = _told(stretch)
     columns: dict[str, Floats | Mask] = {
+        "steps": np.ones_like(told),
         "samples": stretch.samples,
         "timed": np.where(told, stretch.samples, 0.0),
         "seconds": np.where(told, stretch.seconds, 0.0),
         "micro_batches": np.where(told, stretch.micro_batches, 0.0),
         "missed": stretch.missed,
         "sat_out": (stretch.samples == 0) & ~stretch.missed,
-        "stalls": stalled,
+        "stalls": lost.stall_s > 0,
         "stall_s": lost.stall_s,
         "stuck_s": lost.stuck_s,
         "inside_s": lost.inside_s,
@@ -233,24 +194,25 @@ def _charge(stretch: StepStretch, lost: LostTime, times: StepTimes, sums: dict[i
         "wall_s": np.where(times.took_part, times.wall[:, None], 0.0),
         "would_hold_s": np.where(times.last[:, None] == np.arange(len(stretch.workers)), times.longer[:, None], 0.0),
     }
-    totals = {name: table.sum(axis=0).tolist() for name, table in columns.items()}
-    short = _shortfalls(stretch)
-    for rank, worker in enumerate(stretch.workers):
-        mine = sums.setdefault(worker, _WorkerSums())
-        mine.steps += len(stretch.samples)
-        mine.shortfalls.append(short[told[:, rank], rank])
-        for name, column in totals.items():
-            kind = type(getattr(mine, name))  # counts stay whole numbers
-            setattr(mine, name, getattr(mine, name) + kind(column[rank]))
+    for name, table in columns.items():
+        for worker, total in zip(stretch.workers, table.sum(axis=0).tolist()):
+            sums[worker][name] += total
 
 
-def _shortfalls(stretch: StepStretch) -> Floats:
-    """By step and worker: seconds the host was too slow by, over those that the machine should have taken."""
+def _told(stretch: StepStretch) -> Mask:
+    """By step and worker: whether there was work, and how long it took."""
+    return (stretch.samples > 0) & (stretch.seconds > 0)
+
+
+def _fall_short(stretch: StepStretch, shortfalls: Mapping[int, list[Floats]]) -> None:
+    """Of each step with work: seconds the host was too slow by, over those that the machine should have taken."""
     asked = stretch.seconds - stretch.shortfall_s
-    return np.divide(stretch.shortfall_s, asked, out=np.zeros_like(asked), where=asked > 0)
+    short = np.divide(stretch.shortfall_s, asked, out=np.zeros_like(asked), where=asked > 0)
+    for worker, column, told in zip(stretch.workers, short.T, _told(stretch).T):
+        shortfalls[worker].append(column[told])
 
 
-def _blame(stretch: StepStretch, times: StepTimes, sums: Mapping[int, _WorkerSums]) -> None:
+def _blame(stretch: StepStretch, times: StepTimes, sums: Mapping[int, Sums]) -> None:
     """The waiting goes to the account of the one who was last, in rounds that waited for everybody."""
     waiting, count = times.waiting, times.took_part.sum(axis=1)
     last = np.where(times.took_part, waiting, np.inf).argmin(axis=1)
@@ -260,68 +222,80 @@ def _blame(stretch: StepStretch, times: StepTimes, sums: Mapping[int, _WorkerSum
         here = counts & (last == rank)
         held = here & (others_s > HELD * times.wall)
         mine = sums[stretch.workers[rank]]
-        mine.last += int(here.sum())
-        mine.blamed_s += float(others_s[here].sum())
-        mine.held += int(held.sum())
-        mine.held_s += float(others_s[held].sum())
+        mine["last"] += int(here.sum())
+        mine["blamed_s"] += float(others_s[here].sum())
+        mine["held"] += int(held.sum())
+        mine["held_s"] += float(others_s[held].sum())
 
 
 def _figures(
-    records: Sequence[StepRecord], whole: _FleetSums, sums: Mapping[int, _WorkerSums], speeds: Mapping[int, float]
+    records: Sequence[StepRecord],
+    whole: Sums,
+    sums: Mapping[int, Sums],
+    speeds: Mapping[int, float],
+    shortfalls: Mapping[int, float],
 ) -> Figures:
-    samples = sum(record.total for record in records)
-    wall, other = whole.wall, whole.other
+    samples, steps, sizes = sum(record.total for record in records), len(records), {len(r.workers) for r in records}
+    wall, other, ideal = whole["wall"], whole["other"], whole["ideal"]
     count, spread = _count(records)
-    would_hold_s = sum(each.would_hold_s for each in sums.values())
-    workers = tuple(
-        _worker(
-            worker,
-            sums[worker],
-            speed=speeds.get(worker, 0.0),
-            samples=samples,
-            steps=len(records),
-            wall=wall,
-            would_hold_s=would_hold_s,
+    would_hold_s = sum(mine["would_hold_s"] for mine in sums.values())
+
+    def worker_figures(worker: int, mine: Sums) -> WorkerFigures:
+        return WorkerFigures(
+            worker=worker,
+            seconds=mine["seconds"],
+            speed=_over(mine["timed"], mine["seconds"] + mine["stuck_s"]) or speeds.get(worker, 0.0),
+            share=_over(mine["samples"], samples),
+            waiting=_over(mine["waited_s"], mine["wall_s"]),
+            last=_over(mine["last"], mine["steps"]),
+            blamed=_over(mine["blamed_s"], wall),
+            shortfall=shortfalls[worker],
+            stuck=_over(mine["stuck_s"] + mine["inside_s"], mine["wall_s"]),
+            stall_s=_over(mine["stall_s"], mine["stalls"]),
+            cut=_over(mine["cut_s"], mine["wall_s"]),
+            held=_over(mine["held"], steps),
+            held_s=_over(mine["held_s"], mine["held"]),
+            would_hold=_over(mine["would_hold_s"], would_hold_s),
+            **{name: int(mine[name]) for name in ("steps", "samples", "sat_out", "micro_batches", "missed", "stalls")},
         )
-        for worker in sorted(sums)
-    )
+
     return Figures(
-        steps=len(records),
+        steps=steps,
         samples=samples,
         seconds=wall,
         samples_per_s=_over(samples, wall),
-        limit=_over(samples, whole.ideal),
-        of_limit=_over(whole.ideal, wall),
-        equal=_over(samples, whole.equal + other) if whole.ideal else 0.0,
-        balanced=_over(samples, whole.ideal + other) if whole.ideal else 0.0,
-        work=_over(whole.work, wall),
-        stuck=_over(whole.stuck, wall),
-        cut=_over(whole.cut, wall),
-        waiting=_over(wall - other - whole.work - whole.stuck - whole.cut, wall),
-        round=_over(whole.round, wall),
-        rest=_over(other - whole.round, wall),
-        deadlines=whole.deadlines,
-        closed_without=whole.closed_without,
-        patient=_over(samples, whole.waited + other) if whole.deadlines else 0.0,
+        limit=_over(samples, ideal),
+        of_limit=_over(ideal, wall),
+        equal=_over(samples, whole["equal"] + other) if ideal else 0.0,
+        balanced=_over(samples, ideal + other) if ideal else 0.0,
+        work=_over(whole["work"], wall),
+        stuck=_over(whole["stuck"], wall),
+        cut=_over(whole["cut"], wall),
+        waiting=_over(wall - other - whole["work"] - whole["stuck"] - whole["cut"], wall),
+        round=_over(whole["round"], wall),
+        rest=_over(other - whole["round"], wall),
+        deadlines=int(whole["deadlines"]),
+        closed_without=int(whole["closed_without"]),
+        patient=_over(samples, whole["waited"] + other) if whole["deadlines"] else 0.0,
         count=count,
         spread=spread,
-        fewest=min(whole.sizes, default=0),
-        most=max(whole.sizes, default=0),
-        workers=_with_worth(workers, records, whole),
+        fewest=min(sizes, default=0),
+        most=max(sizes, default=0),
+        workers=_with_worth([worker_figures(worker, sums[worker]) for worker in sorted(sums)], records, whole),
     )
 
 
 def _with_worth(
-    workers: Sequence[WorkerFigures], records: Sequence[StepRecord], whole: _FleetSums
+    workers: Sequence[WorkerFigures], records: Sequence[StepRecord], whole: Sums
 ) -> tuple[WorkerFigures, ...]:
     """The workers, with what each adds to those there at the end; the round is that of steps with most workers."""
     if not records:
         return tuple(workers)
-    steps, most = len(records), max(whole.sizes)
+    steps, most = len(records), max(len(record.workers) for record in records)
     step = StepCost(
         samples=sum(record.total for record in records) / steps,
         round_s=_mean([r.round_s for r in records if len(r.workers) == most and _positive(r.round_s)]),
-        other_s=max(0.0, whole.other - whole.round) / steps,
+        other_s=max(0.0, whole["other"] - whole["round"]) / steps,
         size=most,
     )
     found = adds({worker.worker: worker.speed for worker in workers}, records[-1].workers, step)
@@ -334,33 +308,6 @@ def _count(records: Sequence[StepRecord]) -> tuple[float, float]:
     mean = _mean(counts)
     squares = sum((count - mean) ** 2 for count in counts)
     return mean, _over(math.sqrt(_over(squares, len(counts))), mean)
-
-
-def _worker(
-    worker: int, sums: _WorkerSums, *, speed: float, samples: int, steps: int, wall: float, would_hold_s: float
-) -> WorkerFigures:
-    return WorkerFigures(
-        worker=worker,
-        steps=sums.steps,
-        samples=sums.samples,
-        seconds=sums.seconds,
-        speed=_over(sums.timed, sums.seconds + sums.stuck_s) or speed,
-        share=_over(sums.samples, samples),
-        waiting=_over(sums.waited_s, sums.wall_s),
-        last=_over(sums.last, sums.steps),
-        blamed=_over(sums.blamed_s, wall),
-        sat_out=sums.sat_out,
-        micro_batches=sums.micro_batches,
-        shortfall=_median(sums.shortfalls),
-        missed=sums.missed,
-        stuck=_over(sums.stuck_s + sums.inside_s, sums.wall_s),
-        stalls=sums.stalls,
-        stall_s=_over(sums.stall_s, sums.stalls),
-        cut=_over(sums.cut_s, sums.wall_s),
-        held=_over(sums.held, steps),
-        held_s=_over(sums.held_s, sums.held),
-        would_hold=_over(sums.would_hold_s, would_hold_s),
-    )
 
 
 def _median(pieces: Sequence[Floats]) -> float:
