@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.observe.analysis.evaluations import evaluations
+from paceline.observe.analysis.stretches import Floats
 from paceline.observe.analysis.timeline import lay_out
 from paceline.observe.log.reader import RunLog
 from paceline.observe.words.verdict import Verdict, verdict
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

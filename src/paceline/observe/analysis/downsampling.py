@@ -13,15 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
-from paceline.observe.analysis.stretches import bounded
+from paceline.observe.analysis.stretches import Floats, bounded
 from paceline.records import StepRecord
 
 CAPACITY = 800
 """Buckets at most: about as many as a picture has columns of pixels."""
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

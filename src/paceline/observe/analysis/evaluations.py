@@ -24,24 +24,23 @@ class Evaluation:
 
 def evaluations(events: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
     """The evaluations among a log's events, in order; results that are no numbers are left out."""
-    found = []
-    for event in events:
-        result, step = event.get("result"), sanitise.count_or(event.get("step"), -1)
-        if event.get("event") == "evaluate" and isinstance(result, Mapping) and step >= 0:
-            found.append(Evaluation(step, sanitise.timestamp(event.get("t")), _means(result)))
-    return found
+    return [Evaluation(step, t, _means(numbers)) for step, t, numbers in _figures(events, "evaluate", "result")]
 
 
 def logged_figures(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, float, dict[str, float]]]:
     """By call of `fleet.log`: step, Unix seconds (NaN when the log does not say), and the figures that are numbers."""
+    return _figures(events, "log", "figures")
+
+
+def _figures(events: Iterable[Mapping[str, Any]], kind: str, key: str) -> Iterator[tuple[int, float, dict[str, float]]]:
+    """Of the events of a ``kind``: step, Unix seconds, and the numbers under ``key``."""
     for event in events:
-        figures, step = event.get("figures"), sanitise.count_or(event.get("step"), -1)
-        if event.get("event") == "log" and isinstance(figures, Mapping) and step >= 0:
-            yield step, sanitise.timestamp(event.get("t")), _numbers(figures)
+        told, step = event.get(key), sanitise.count_or(event.get("step"), -1)
+        if event.get("event") == kind and isinstance(told, Mapping) and step >= 0:
+            yield step, sanitise.timestamp(event.get("t")), _numbers(told)
 
 
-def _means(result: Mapping[str, Any]) -> dict[str, float]:
-    numbers = _numbers(result)
+def _means(numbers: dict[str, float]) -> dict[str, float]:
     count = numbers.pop("count", 0.0)
     return {MEANS.get(k, k): v / count for k, v in numbers.items()} if count >= 1 else numbers
 

@@ -9,13 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.observe.analysis.figures import Figures, own_speeds, summarise
-from paceline.observe.analysis.membership import (
-    Departure,
-    GenerationEvent,
-    RecordFilter,
-    Timed,
-    parse_generation,
-)
+from paceline.observe.analysis.membership import Departure, GenerationEvent, RecordFilter, Timed, parse_generation
 from paceline.observe.analysis.stretches import missed
 from paceline.observe.log import sanitise
 from paceline.observe.log.reader import parse_step

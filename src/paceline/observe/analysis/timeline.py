@@ -96,11 +96,7 @@ def _timed(record: StepRecord, start: float, stop: float, overdue: dict[int, flo
     rest = [
         Slice(worker, kind, a, b)
         for worker, end in zip(record.workers, ends)
-        for kind, a, b in (
-            ("waiting", end, arrival),
-            ("round", arrival, after_round),
-            ("rest", after_round, stop),
-        )
+        for kind, a, b in (("waiting", end, arrival), ("round", arrival, after_round), ("rest", after_round, stop))
     ]
     return TimedStep(record, start, stop, arrival, tuple(piece for piece in begun + rest if piece.seconds > 0))
 

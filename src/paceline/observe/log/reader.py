@@ -15,14 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.analysis.membership import (
-    GenerationEvent,
-    RecordFilter,
-    Timed,
-    changes,
-    insert_late,
-    parse_generation,
-)
+from paceline.observe.analysis import membership
 from paceline.observe.log import sanitise
 from paceline.observe.log.folders import log_file
 from paceline.observe.log.record_fields import sanitised
@@ -62,9 +55,9 @@ class RunLog:
         return self.run.get("transport") == "elastic"
 
     @property
-    def changes(self) -> list[GenerationEvent]:
+    def changes(self) -> list[membership.GenerationEvent]:
         """Who came and who left, in order."""
-        return changes(self.others)
+        return membership.changes(self.others)
 
     @property
     def machines(self) -> dict[int, str]:
@@ -153,8 +146,8 @@ class _LogParser:
     def _begin(self, run: Event) -> None:
         self._run = run
         self._loops: list[Event] = []
-        self._steps: list[Timed] = []
-        self._filter = RecordFilter()
+        self._steps: list[membership.Timed] = []
+        self._filter = membership.RecordFilter()
         self._others: list[Event] = []
         self._end: Event | None = None
 
@@ -172,7 +165,7 @@ class _LogParser:
             self._end = event
         else:
             self._others.append(event)
-            if (change := parse_generation(event)) is not None:
+            if (change := membership.parse_generation(event)) is not None:
                 self._filter.begin_generation(change, self._steps)
 
     def _add_step(self, event: Event) -> None:
@@ -183,7 +176,7 @@ class _LogParser:
         if not self._filter.is_late(record):
             self._steps.append(step)
         elif not self._filter.is_void(record):
-            insert_late(self._steps, step)
+            membership.insert_late(self._steps, step)
 
     def log(self, path: Path) -> RunLog:
         return RunLog(

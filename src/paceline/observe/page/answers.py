@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.observe.analysis.figures import WorkerFigures
 from paceline.observe.page.whatif import WhatIf, instead
 from paceline.observe.words.deadlines import with_deadlines
 from paceline.observe.words.numbers import duration, number, percent, times
@@ -75,13 +74,13 @@ def _who(v: Verdict, stuck: Mapping[int, float]) -> Tile:
         here = " it was there for" if named.steps < f.steps else ""
         often = f"last in {percent(named.last)} of the steps{here}"
         reason = f"{often}; the others waited {percent(named.blamed)} of the time for it"
-        return Tile(question, _name(v, named), reason)
+        return Tile(question, v.name(named), reason)
     if with_deadlines(f):
         return Tile(question, "nobody", "a round closes at its deadline, whoever is late")
     if f.waiting > BALANCED:
         return Tile(question, "no single worker", f"they took turns, and waited {percent(f.waiting)} of the time")
     slowest = min((w for w in f.workers if w.speed > 0), key=lambda w: w.speed, default=None)
-    reason = f"{_name(v, slowest)} is the slowest and did {percent(slowest.share)} of the work" if slowest else ""
+    reason = f"{v.name(slowest)} is the slowest and did {percent(slowest.share)} of the work" if slowest else ""
     return Tile(question, "nobody", reason)
 
 
@@ -89,7 +88,7 @@ def _most_stuck(v: Verdict, stuck: Mapping[int, float]) -> Tile:
     """With deadlines nobody waits for a worker that is stuck: what is lost is its own work."""
     worst = max(stuck, key=lambda worker: stuck[worker])
     named = next((w for w in v.figures.workers if w.worker == worst), None)
-    who = _name(v, named) if named and stuck[worst] > sum(stuck.values()) / 2 else "no single worker"
+    who = v.name(named) if named and stuck[worst] > sum(stuck.values()) / 2 else "no single worker"
     most = f"late micro-batches cost worker {worst} {percent(stuck[worst])} of its time"
     return Tile("Who held us back?", who, f"{most}; the deadline spared the others the wait")
 
@@ -131,9 +130,7 @@ def _what_weighs(question: str, v: Verdict) -> Tile | None:
         return Tile(question, "a larger global_batch", cost)
     named = next((w for w in f.workers if w.worker == v.held_back_by), None)
     if named is not None and few_micro_batches(named):
-        return Tile(
-            question, "a smaller micro_batch", f"{_name(v, named)} does one or two a step: its share cannot fit"
-        )
+        return Tile(question, "a smaller micro_batch", f"{v.name(named)} does one or two a step: its share cannot fit")
     if f.rest > NOTABLE:
         return Tile(
             question, "the update", f"{percent(f.rest)} of a step passes after the round: optimiser and the rest"
@@ -151,8 +148,3 @@ def _no_change(question: str, v: Verdict, tried: WhatIf) -> Tile:
         return Tile(question, "nothing much", f"{percent(v.figures.of_limit)} of what these machines can do is reached")
     off = f"the replay is off by {percent(tried.off_by(v.pace))}, too far to tell"
     return Tile(question, "not known", off if tried.answers else tried.why_not)
-
-
-def _name(v: Verdict, worker: WorkerFigures) -> str:
-    known = v.machines.get(worker.worker)
-    return f"worker {worker.worker}" + (f" ({known})" if known else "")

@@ -72,6 +72,12 @@ def band(x: Sequence[Any], low: Iterable[float], high: Iterable[float], name: st
     return [lower, upper]
 
 
+def upright(x: float, colour: str, dash: str, width: float = 2) -> dict[str, Any]:
+    """A line across the whole height of a picture."""
+    line = {"color": colour, "width": width, "dash": dash}
+    return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": line}
+
+
 def faint(colour: str, part: float = 0.2) -> str:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{part})"

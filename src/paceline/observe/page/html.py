@@ -216,16 +216,9 @@ def _clock(t: Any) -> str:
 def footer(log: RunLog, judged: Verdict) -> str:
     samples = sum(record.total for record in log.records)
     said = [f"{steps_text(len(log.records))}, {samples:,} samples"]
-    said += [f"{warm_up_text(judged.warm_up)} left out of the figures as warm-up"] if judged.warm_up else []
+    first = "the first step is" if judged.warm_up == 1 else f"the first {judged.warm_up} steps are"
+    said += [f"{first} left out of the figures as warm-up"] if judged.warm_up else []
     lines = "1 line" if log.unreadable == 1 else f"{log.unreadable} lines"
     said += [f"{lines} of the log could not be read"] if log.unreadable else []
     said += [f"{key} {log.run[key]}" for key in ("torch", "paceline") if log.run.get(key)]
     return f"<footer><p>{escape('; '.join(said))}</p><p>{escape(log.path)}</p></footer>"
-
-
-def warm_up_text(steps: int) -> str:
-    return "the first step is" if steps == 1 else f"the first {steps} steps are"
-
-
-def asset_address(name: str, query: str) -> str:
-    return f"static/{name}{query}"

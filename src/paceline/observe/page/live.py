@@ -20,19 +20,9 @@ from paceline.observe.analysis.membership import RecordFilter, Timed, parse_gene
 from paceline.observe.analysis.progress import Progress, ProgressSnapshot
 from paceline.observe.log import sanitise
 from paceline.observe.log.reader import RunLog, parse_step
+from paceline.observe.page import html
 from paceline.observe.page.answers import tiles
 from paceline.observe.page.drawing import Picture
-from paceline.observe.page.html import (
-    asset_address,
-    document,
-    escape,
-    frame,
-    heading,
-    notes,
-    state,
-    verdict_part,
-    workers_table,
-)
 from paceline.observe.page.moments import last_steps, timeline
 from paceline.observe.page.pictures import PictureData, membership_text, pictures
 from paceline.observe.page.whatif import WhatIf
@@ -135,8 +125,7 @@ class LiveRun:
         """Where the run stands: a line of figures, the last steps, the notes."""
         with self._lock:
             picture = self._timeline()
-            parts = {"now": escape(now_line(self._progress.snapshot())), "notes": notes(self._notes, self.end)}
-            return self._message(parts, [picture] if picture else [])
+            return self._message(self._newest_parts(), [picture] if picture else [])
 
     def full(self) -> dict[str, Any]:
         """Everything."""
@@ -150,15 +139,17 @@ class LiveRun:
                 tuple(self._evaluations),
                 moves=judged.moves,
             )
-            parts = {
-                "now": escape(now_line(self._progress.snapshot())),
-                "notes": notes(self._notes, self.end),
-                "heading": heading(self.run, judged.figures, state(log) if self.end else ("live", "running")),
-                "verdict": verdict_part(judged, tiles(judged, tried, data.stuck()), moved=membership_text(data)),
-                "workers": workers_table(judged),
+            parts = self._newest_parts() | {
+                "heading": html.heading(self.run, judged.figures, html.state(log) if self.end else ("live", "running")),
+                "verdict": html.verdict_part(judged, tiles(judged, tried, data.stuck()), moved=membership_text(data)),
+                "workers": html.workers_table(judged),
             }
             drawn = [self._timeline(), *pictures(data)]
             return self._message(parts, [picture for picture in drawn if picture is not None])
+
+    def _newest_parts(self) -> dict[str, str]:
+        now = html.escape(now_line(self._progress.snapshot()))
+        return {"now": now, "notes": html.notes(self._notes, self.end)}
 
     def _message(self, parts: Mapping[str, str], drawn: list[Picture]) -> dict[str, Any]:
         return {
@@ -167,7 +158,7 @@ class LiveRun:
             "last": self.last_t,
             "ended": self.end is not None,
             "parts": parts,
-            "pictures": [picture.to_json() | {"frame": frame(picture)} for picture in drawn],
+            "pictures": [picture.to_json() | {"frame": html.frame(picture)} for picture in drawn],
         }
 
     def _timeline(self) -> Picture | None:
@@ -179,9 +170,8 @@ class LiveRun:
         return timeline(steps, self._machines, {})
 
     def _log(self) -> RunLog:
-        records, stamps = tuple(r for r, _ in self._recent), tuple(t for _, t in self._recent)
-        others = tuple(self._changes)
-        return RunLog(path=self.path, run=self.run, records=records, times=stamps, others=others, end=self.end)
+        records, times = tuple(r for r, _ in self._recent), tuple(t for _, t in self._recent)
+        return RunLog(self.path, self.run, records=records, times=times, others=tuple(self._changes), end=self.end)
 
 
 def server_sent_event(message: Mapping[str, Any]) -> bytes:
@@ -196,10 +186,10 @@ def live_page(*, query: str = "") -> str:
         "<p><span id='link' class='state open'>connecting</span> <strong id='live-now'></strong></p>"
         "<div id='live-verdict'></div><main id='pictures'></main>"
         "<section id='live-workers'></section><div id='live-notes'></div>"
-        f"<footer><p>Live. <a href='report{escape(query)}'>The whole report</a> can be read at any time.</p></footer>"
+        f"<footer><p>Live. <a href='report{html.escape(query)}'>The whole report</a> can be read at any time.</p>"
+        "</footer>"
     )
-    scripts = "".join(
-        f"<script src='{escape(asset_address(name, query))}'></script>" for name in ("plotly.js", "page.js", "live.js")
-    )
-    style = f"<link rel='stylesheet' href='{escape(asset_address('page.css', query))}'>"
-    return document(title="watching", body=style + body, style="", scripts=scripts)
+    static = {name: html.escape(f"static/{name}{query}") for name in ("plotly.js", "page.js", "live.js", "page.css")}
+    style = f"<link rel='stylesheet' href='{static.pop('page.css')}'>"
+    scripts = "".join(f"<script src='{address}'></script>" for address in static.values())
+    return html.document(title="watching", body=style + body, style="", scripts=scripts)

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.observe.analysis.stretches import bounded
 from paceline.observe.analysis.timeline import KINDS, TimedStep, lay_out
-from paceline.observe.page.drawing import BLUE, GREY, ORANGE, PURPLE, RED, Picture, layout, row_axis, small, text
+from paceline.observe.page import drawing as draw
 from paceline.observe.page.whatif import WhatIf, instead
 from paceline.observe.words.numbers import duration, percent
 from paceline.observe.words.verdict import Verdict
@@ -23,7 +23,7 @@ NAMES = KINDS | {"waiting": "waiting for the round"}
 BARELY = 0.01
 """Waiting below this part of the time is not worth a name."""
 HOVER = "step %{customdata[0]}, worker %{customdata[1]}: %{customdata[2]} ms"
-COLOURS = {"compute": BLUE, "late": RED, "waiting": ORANGE, "round": PURPLE, "rest": "#BBBBBB"}
+COLOURS = {"compute": draw.BLUE, "late": draw.RED, "waiting": draw.ORANGE, "round": draw.PURPLE, "rest": "#BBBBBB"}
 
 
 def last_steps(
@@ -34,7 +34,9 @@ def last_steps(
     return list(lay_out(records[-count - 1 :], times[-count - 1 :]))[-count:]
 
 
-def timeline(steps: Sequence[TimedStep], machines: Mapping[int, str], blamed: Mapping[int, float]) -> Picture | None:
+def timeline(
+    steps: Sequence[TimedStep], machines: Mapping[int, str], blamed: Mapping[int, float]
+) -> draw.Picture | None:
     """One row a worker; with more rows than fit, those the others waited for most."""
     if not steps:
         return None
@@ -52,10 +54,10 @@ def timeline(steps: Sequence[TimedStep], machines: Mapping[int, str], blamed: Ma
     these = f"Steps {first} to {last}" if first != last else f"Step {first}"
     waited = f" {_waited(steps)}" if len(everybody) > 1 else ""
     said = f"{these}, one row a worker.{waited}{hidden}"
-    frame = layout(x="seconds", height=min(960, 110 + max(14, min(34, 800 // len(rows))) * len(rows)))
+    frame = draw.layout(x="seconds", height=min(960, 110 + max(14, min(34, 800 // len(rows))) * len(rows)))
     frame |= {"barmode": "overlay", "bargap": 0.15, "hovermode": "closest"}
-    frame["yaxis"] = row_axis([(worker, machines.get(worker, "")) for worker in rows])
-    return Picture("timeline", "The last steps", said, data, frame, wide=True)
+    frame["yaxis"] = draw.row_axis([(worker, machines.get(worker, "")) for worker in rows])
+    return draw.Picture("timeline", "The last steps", said, data, frame, wide=True)
 
 
 def _bars(kind: str, steps: Sequence[TimedStep], place: Mapping[int, int]) -> dict[str, Any]:
@@ -66,7 +68,7 @@ def _bars(kind: str, steps: Sequence[TimedStep], place: Mapping[int, int]) -> di
         marker["pattern"] = {"shape": "/", "size": 5, "fillmode": "overlay", "fgcolor": "white", "fgopacity": 0.6}
     return {
         "type": "bar", "orientation": "h", "name": NAMES[kind], "marker": marker,
-        "x": small(piece.seconds for _, piece in found),
+        "x": draw.small(piece.seconds for _, piece in found),
         "base": [round(piece.start - zero, 5) for _, piece in found],
         "y": [place[piece.worker] for _, piece in found],
         "customdata": [[step.record.step, piece.worker, round(1000 * piece.seconds, 2)] for step, piece in found],
@@ -80,7 +82,7 @@ def _deadlines(steps: Sequence[TimedStep], rows: int) -> list[dict[str, Any]]:
         return []
     x = [value for moment in due for value in (round(moment, 5), round(moment, 5), None)]
     y = [-0.5, rows - 0.5, None] * len(due)
-    style = {"color": GREY, "width": 2, "dash": "dash"}
+    style = {"color": draw.GREY, "width": 2, "dash": "dash"}
     return [
         {"type": "scatter", "mode": "lines", "x": x, "y": y, "line": style, "name": "deadline", "hoverinfo": "skip"}
     ]
@@ -116,51 +118,32 @@ def _caused_s(steps: Sequence[TimedStep]) -> dict[int, float]:
     return caused
 
 
-def what_if_picture(tried: WhatIf, judged: Verdict) -> Picture | None:
+def what_if_picture(tried: WhatIf, judged: Verdict) -> draw.Picture | None:
     """The run's time beside that of every rule of pace on the same machines."""
     if not tried.answers:
         return None
-    rows = [(answer.pace, answer.seconds, BLUE) for answer in tried.answers]
+    rows = [(answer.pace, answer.seconds, draw.BLUE) for answer in tried.answers]
     this = "this run" if tried.span is None else "as it was"
-    rows.append((f"{this}{f' ({judged.pace})' if judged.pace else ''}", tried.actual_s, ORANGE))
+    rows.append((f"{this}{f' ({judged.pace})' if judged.pace else ''}", tried.actual_s, draw.ORANGE))
     rows.sort(key=lambda row: -row[1])
     unit, name = (60.0, "minutes") if tried.actual_s >= 120 else (1.0, "seconds")
     data: list[dict[str, Any]] = [
         {
             "type": "bar", "orientation": "h", "showlegend": False,
-            "x": small(seconds / unit for _, seconds, _ in rows), "y": [text(title) for title, _, _ in rows],
+            "x": draw.small(seconds / unit for _, seconds, _ in rows), "y": [draw.text(title) for title, _, _ in rows],
             "text": [duration(seconds) for _, seconds, _ in rows], "textposition": "outside", "cliponaxis": False,
             "marker": {"color": [colour for _, _, colour in rows]}, "hovertemplate": "%{y}: %{text}<extra></extra>",
         }
     ]  # fmt: skip
-    frame = layout(x=f"{name} for the same samples", height=130 + 30 * len(rows), hovermode="closest")
+    frame = draw.layout(x=f"{name} for the same samples", height=130 + 30 * len(rows), hovermode="closest")
     frame["yaxis"] |= {"automargin": True}
     frame["margin"] |= {"r": 70}
     if tried.limit_s > 0:
-        line = {"color": GREY, "width": 2, "dash": "dash"}
-        frame["shapes"] = [
-            {
-                "type": "line",
-                "x0": tried.limit_s / unit,
-                "x1": tried.limit_s / unit,
-                "y0": 0,
-                "y1": 1,
-                "yref": "paper",
-                "line": line,
-            }
-        ]
-        frame["annotations"] = [
-            {
-                "x": tried.limit_s / unit,
-                "y": 1,
-                "yref": "paper",
-                "yanchor": "bottom",
-                "showarrow": False,
-                "text": "nobody waits",
-            }
-        ]
+        limit = tried.limit_s / unit
+        top = {"x": limit, "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False}
+        frame |= {"shapes": [draw.upright(limit, draw.GREY, "dash")], "annotations": [top | {"text": "nobody waits"}]}
         frame["margin"] |= {"t": 28}
-    return Picture("what-if", "What if?", in_words(tried, judged), data, frame)
+    return draw.Picture("what-if", "What if?", in_words(tried, judged), data, frame)
 
 
 def in_words(tried: WhatIf, judged: Verdict) -> str:

@@ -12,29 +12,11 @@ import numpy as np
 
 from paceline.observe.analysis.downsampling import StepBucket
 from paceline.observe.analysis.evaluations import MEANS, Evaluation
-from paceline.observe.page.drawing import (
-    BLUE,
-    FEW,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    WORKERS,
-    Picture,
-    band,
-    layout,
-    line,
-    row_axis,
-    small,
-    text,
-    worker_colours,
-)
+from paceline.observe.page import drawing as draw
 from paceline.observe.words.membership import Move, moves_text
-from paceline.observe.words.numbers import percent, worker_name
+from paceline.observe.words.numbers import capital, percent, worker_name
 
-STATES = {1: ("sat out", SKY), 2: ("at work", BLUE), 3: ("missed the round", RED)}
+STATES = {1: ("sat out", draw.SKY), 2: ("at work", draw.BLUE), 3: ("missed the round", draw.RED)}
 """Who was there, by number: the highest in a bucket is drawn, but for a worker that was away, 0, which is a gap."""
 MOST_ROWS = 64
 MOST_MARKS = 100
@@ -78,13 +60,13 @@ class PictureData:
         return worker_name(worker, self.machines.get(worker))
 
 
-def pictures(run: PictureData) -> list[Picture]:
+def pictures(run: PictureData) -> list[draw.Picture]:
     """Those that have something to show, in the order of the page."""
     if not run.buckets:
         return []
     drawn = [speed(run), shares(run), learning(run), forecast(run), presence(run), handed_back(run)]
     shown = [picture for picture in drawn if picture is not None]
-    if len(run.buckets) <= FEW:
+    if len(run.buckets) <= draw.FEW:
         for picture in shown:
             picture.layout["xaxis"] |= _whole_steps(run)
     return shown
@@ -94,37 +76,37 @@ def _whole_steps(run: PictureData) -> dict[str, Any]:
     """An axis for a few steps, where the drawing's own choice would be halves of a step and a range around nothing."""
     shown = [*run.steps, *(each.step for each in run.evaluations)]
     first, last = min(shown), max(shown)
-    return {"range": [first - 0.5, last + 0.5], "tick0": 0, "dtick": max(1, (last - first) // FEW)}
+    return {"range": [first - 0.5, last + 0.5], "tick0": 0, "dtick": max(1, (last - first) // draw.FEW)}
 
 
-def speed(run: PictureData) -> Picture:
+def speed(run: PictureData) -> draw.Picture:
     """Throughput against the limit; the band holds every single step."""
     steps = run.steps
     reached = run.column(lambda b: _over(b.samples, b.wall_s))
     limit = run.column(lambda b: _over(b.samples, b.ideal_s))
-    data = [line(steps, limit, "the limit: the sum of the workers' own speeds", GREY, line={"dash": "dash"})]
+    data = [draw.line(steps, limit, "the limit: the sum of the workers' own speeds", draw.GREY, line={"dash": "dash"})]
     said = "Samples a second of the fleet, step by step."
     if run.grain > 1:
-        data += band(steps, run.column(lambda b: b.speed[0]), run.column(lambda b: b.speed[1]), "reached", BLUE)
+        data += draw.band(
+            steps, run.column(lambda b: b.speed[0]), run.column(lambda b: b.speed[1]), "reached", draw.BLUE
+        )
         said += f" Each point is {run.grain} steps; the band reaches from the slowest of them to the fastest."
-    data.append(line(steps, reached, "reached", BLUE))
+    data.append(draw.line(steps, reached, "reached", draw.BLUE))
     ceiling = 1.15 * float(np.nanpercentile([v for v in limit + reached if math.isfinite(v)] or [1.0], 99))
-    frame = layout(y="samples/s", shapes=_marks(run))
+    frame = draw.layout(y="samples/s", shapes=_marks(run))
     frame["yaxis"] |= {"range": [0, ceiling]}
     said += " Dotted lines: somebody left (red), somebody joined (green)." if run.moves else ""
-    return Picture("speed", "Speed against the limit", said, data, frame)
+    return draw.Picture("speed", "Speed against the limit", said, data, frame)
 
 
 def _marks(run: PictureData) -> list[dict[str, Any]]:
     """A line across the picture where somebody left or joined."""
     return [
-        {"type": "line", "x0": move.step, "x1": move.step, "y0": 0, "y1": 1, "yref": "paper",
-         "line": {"color": RED if move.left else GREEN, "width": 1.5, "dash": "dot"}}
-        for move in run.moves[-MOST_MARKS:]
-    ]  # fmt: skip
+        draw.upright(move.step, draw.RED if move.left else draw.GREEN, "dot", 1.5) for move in run.moves[-MOST_MARKS:]
+    ]
 
 
-def shares(run: PictureData) -> Picture | None:
+def shares(run: PictureData) -> draw.Picture | None:
     """Who did which part of the samples, stacked to 100 %."""
     if len(run.workers) < 2:
         return None
@@ -132,35 +114,37 @@ def shares(run: PictureData) -> Picture | None:
     total = done.sum(axis=1, keepdims=True)
     part = 100 * np.divide(done, total, out=np.zeros_like(done), where=total > 0)
     order = list(range(len(run.workers)))
-    many = len(order) > len(WORKERS)
+    many = len(order) > len(draw.WORKERS)
     if many:
         busy = run.table(lambda b: b.busy_s).sum(axis=0)
         own = np.divide(done.sum(axis=0), busy, out=np.zeros(len(order)), where=busy > 0)
         order.sort(key=lambda column: own[column])
-    layer = _bar if len(run.buckets) <= FEW else _layer
+    layer = _bar if len(run.buckets) <= draw.FEW else _layer
     data = [
         layer(run.steps, part[:, column], run.name(run.workers[column]).replace("emulated ", ""), colour)
         | {"showlegend": not many, "hovertemplate": "%{y:.1f} %"}
-        for column, colour in zip(order, worker_colours(len(order)))
+        for column, colour in zip(order, draw.worker_colours(len(order)))
     ]
-    frame = layout(y="% of the samples", height=340, shapes=_marks(run), barmode="stack")
+    frame = draw.layout(y="% of the samples", height=340, shapes=_marks(run), barmode="stack")
     frame["yaxis"] |= {"range": [0, 100]}
     if many:
         frame["hovermode"] = "closest"
     how = "The slowest machine is at the bottom and dark, the fastest on top and bright." if many else ""
-    return Picture("shares", "Shares of the work", f"Each worker's part of every batch. {how}".strip(), data, frame)
+    return draw.Picture(
+        "shares", "Shares of the work", f"Each worker's part of every batch. {how}".strip(), data, frame
+    )
 
 
 def _layer(steps: Sequence[int], part: Sequence[float], name: str, colour: str) -> dict[str, Any]:
-    return line(steps, part, name, colour, stackgroup="all", fillcolor=colour, line={"width": 0})
+    return draw.line(steps, part, name, colour, stackgroup="all", fillcolor=colour, line={"width": 0})
 
 
 def _bar(steps: Sequence[int], part: Sequence[float], name: str, colour: str) -> dict[str, Any]:
     """A few steps are bars: a layer through one point has no area."""
-    return {"type": "bar", "x": steps, "y": small(part), "name": text(name), "marker": {"color": colour}}
+    return {"type": "bar", "x": steps, "y": draw.small(part), "name": draw.text(name), "marker": {"color": colour}}
 
 
-def learning(run: PictureData) -> Picture | None:
+def learning(run: PictureData) -> draw.Picture | None:
     """Loss, and whatever was evaluated or added up, as means over samples."""
     loss = run.column(lambda b: b.loss[1])
     means = _means(run)
@@ -168,22 +152,24 @@ def learning(run: PictureData) -> Picture | None:
         return None
     data: list[dict[str, Any]] = []
     if run.grain > 1:
-        data += band(run.steps, run.column(lambda b: b.loss[0]), run.column(lambda b: b.loss[2]), "loss", BLUE)
-    data.append(line(run.steps, loss, "loss (left)", BLUE))
-    frame = layout(y="loss")
+        data += draw.band(
+            run.steps, run.column(lambda b: b.loss[0]), run.column(lambda b: b.loss[2]), "loss", draw.BLUE
+        )
+    data.append(draw.line(run.steps, loss, "loss (left)", draw.BLUE))
+    frame = draw.layout(y="loss")
     on_right = [(name, run.steps, values, "lines") for name, values in means.items()]
     for name in dict.fromkeys(key for each in run.evaluations for key in each.means):
         points = [(each.step, each.means[name]) for each in run.evaluations if name in each.means]
         on_right.append((f"{name}, evaluated", [step for step, _ in points], [v for _, v in points], "lines+markers"))
-    for (name, steps, values, mode), colour in zip(on_right, (ORANGE, GREEN, PURPLE, RED)):
-        data.append(line(steps, values, f"{name} (right)", colour, mode=mode, yaxis="y2"))
+    for (name, steps, values, mode), colour in zip(on_right, (draw.ORANGE, draw.GREEN, draw.PURPLE, draw.RED)):
+        data.append(draw.line(steps, values, f"{name} (right)", colour, mode=mode, yaxis="y2"))
     if on_right:
         frame["yaxis2"] = {"overlaying": "y", "side": "right", "showgrid": False, "tickmode": "auto", "zeroline": False,
                            "title": {"text": "mean over samples"}}  # fmt: skip
         frame["yaxis2"] |= _around_one([value for _, _, values, _ in on_right for value in values])
         frame["margin"] |= {"r": 64}
     said = f"The last loss was {_last(loss):.3g}." if math.isfinite(_last(loss)) else ""
-    return Picture("learning", "Loss and what was evaluated", said or "No loss was recorded.", data, frame)
+    return draw.Picture("learning", "Loss and what was evaluated", said or "No loss was recorded.", data, frame)
 
 
 def _around_one(values: Sequence[float]) -> dict[str, Any]:
@@ -192,7 +178,7 @@ def _around_one(values: Sequence[float]) -> dict[str, Any]:
     return {"range": [0, max(1.0, *known) * 1.05]} if len(known) == 1 and min(known) >= 0 else {}
 
 
-def forecast(run: PictureData) -> Picture | None:
+def forecast(run: PictureData) -> draw.Picture | None:
     """What the pacer expected of the last worker against what that step took."""
     if not any(bucket.expected_s > 0 for bucket in run.buckets):
         return None
@@ -202,12 +188,15 @@ def forecast(run: PictureData) -> Picture | None:
     expected = [1000 * b.expected_s / n for b, n in zip(told, counts)]
     took = [1000 * b.took_s / n for b, n in zip(told, counts)]
     off = sum(abs(b.expected_s - b.took_s) for b in told) / max(1e-12, sum(b.took_s for b in told))
-    data = [line(steps, took, "took", BLUE), line(steps, expected, "expected", ORANGE, line={"dash": "dot"})]
+    data = [
+        draw.line(steps, took, "took", draw.BLUE),
+        draw.line(steps, expected, "expected", draw.ORANGE, line={"dash": "dot"}),
+    ]
     said = f"Own compute of the last worker to finish. The forecast was off by {percent(off)} on average."
-    return Picture("forecast", "Forecast and what happened", said, data, layout(y="ms a step"))
+    return draw.Picture("forecast", "Forecast and what happened", said, data, draw.layout(y="ms a step"))
 
 
-def presence(run: PictureData) -> Picture | None:
+def presence(run: PictureData) -> draw.Picture | None:
     """A strip a worker: at work, sitting out, missing the round, away."""
     if len(run.workers) < 2:
         return None
@@ -232,13 +221,13 @@ def presence(run: PictureData) -> Picture | None:
          "marker": {"color": colour, "symbol": "square", "size": 11}}
         for value, (name, colour) in STATES.items() if value in seen
     ]  # fmt: skip
-    frame = layout(height=110 + min(22, max(6, 480 // len(rows))) * len(rows), hovermode="closest")
-    frame["yaxis"] = row_axis([(worker, run.machines.get(worker, "")) for _, worker in rows])
+    frame = draw.layout(height=110 + min(22, max(6, 480 // len(rows))) * len(rows), hovermode="closest")
+    frame["yaxis"] = draw.row_axis([(worker, run.machines.get(worker, "")) for _, worker in rows])
     moved = membership_text(run)
     said = (
         f"{moved} A gap is a worker that was away." if moved else "Everybody was there from the first step to the last."
     )
-    return Picture("presence", "Who was there", said, data, frame)
+    return draw.Picture("presence", "Who was there", said, data, frame)
 
 
 def membership_text(run: PictureData, most: int = 6) -> str:
@@ -258,24 +247,23 @@ def membership_text(run: PictureData, most: int = 6) -> str:
         return ""
     words = [words for _, words in sorted(seen)]
     more = f" and {len(words) - most} more changes" if len(words) > most else ""
-    said = "; ".join(words[:most]) + more
-    return said[0].upper() + said[1:] + "."
+    return f"{capital('; '.join(words[:most]))}{more}."
 
 
-def handed_back(run: PictureData) -> Picture | None:
+def handed_back(run: PictureData) -> draw.Picture | None:
     """Samples that were dealt, not counted in their step, and dealt again; nothing when there were none."""
     undone = run.column(lambda b: b.undone)
     if not any(undone):
         return None
     data = [
-        {"type": "bar", "x": run.steps, "y": small(undone), "name": "dealt, not counted in its step",
-         "marker": {"color": SKY}},
+        {"type": "bar", "x": run.steps, "y": draw.small(undone), "name": "dealt, not counted in its step",
+         "marker": {"color": draw.SKY}},
     ]  # fmt: skip
     said = (
         "With a deadline more is dealt than a step needs, so that nobody runs out of work. What was not done by then, "
         f"{sum(undone):,.0f} samples in all, stayed in its queue and was dealt again; none was lost (see the audit)."
     )
-    return Picture("handed-back", "Dealt and handed back", said, data, layout(y="samples", bargap=0))
+    return draw.Picture("handed-back", "Dealt and handed back", said, data, draw.layout(y="samples", bargap=0))
 
 
 def _means(run: PictureData) -> dict[str, list[float]]:

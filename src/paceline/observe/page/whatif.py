@@ -7,13 +7,13 @@ mean time for the round and the rest. The time a rule needs for the run's sample
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.observe.analysis.figures import summarise
+from paceline.observe.analysis.stretches import Floats
 from paceline.observe.words.numbers import duration
 from paceline.observe.words.verdict import steps_text
 from paceline.pace import DEFAULT
@@ -86,14 +86,6 @@ class WhatIf:
         return best if best.seconds < to_beat / WORTH else None
 
 
-@dataclass(frozen=True)
-class Replay:
-    """Seconds for the samples of the replayed steps: of every pace that can be chosen, and when nobody ever waits."""
-
-    seconds: Mapping[str, float]
-    limit_s: float
-
-
 def instead(seconds: float, actual_s: float) -> str:
     """``6 s instead of 9 s``; with a tenth where whole seconds would be the same."""
     told, actual = duration(seconds), duration(actual_s)
@@ -115,15 +107,23 @@ def what_if(records: Sequence[StepRecord]) -> WhatIf:
         found = steps_text(len(stretch))
         return WhatIf(why_not=f"Too short: {found} with the same workers, {FEWEST_STEPS} are needed.")
     try:
-        replay = _replayed(stretch)
+        seconds, limit_s = _replayed(stretch)
     except ValueError as error:  # the simulator says what the record lacks
         return WhatIf(why_not=f"This record cannot be replayed: {error}.")
-    span = (whole[0].step, whole[-1].step) if len(whole) < len(records) else None
-    return replace(_answers(replay, whole, stretch), span=span)
+    factor = sum(record.total for record in whole) / max(1, sum(record.total for record in stretch))
+    answers = [Answer(pace, factor * needed) for pace, needed in seconds.items() if math.isfinite(needed)]
+    return WhatIf(
+        answers=tuple(sorted(answers, key=lambda answer: answer.seconds)),
+        actual_s=sum(record.wall_s for record in whole if math.isfinite(record.wall_s)),
+        limit_s=factor * limit_s,
+        replayed=len(stretch),
+        steps=len(whole),
+        span=(whole[0].step, whole[-1].step) if len(whole) < len(records) else None,
+    )
 
 
-def _replayed(stretch: Sequence[StepRecord]) -> Replay:
-    """What each of the simulator's rules makes of the stretch."""
+def _replayed(stretch: Sequence[StepRecord]) -> tuple[dict[str, float], float]:
+    """Seconds for the stretch's samples: of every pace that can be chosen, and when nobody ever waits."""
     from paceline.simulate import compare
     from paceline.simulate.recorded import equal_share_seconds
 
@@ -131,36 +131,16 @@ def _replayed(stretch: Sequence[StepRecord]) -> Replay:
     shares = sum(record.total for record in stretch) / _samples_of_a_share(matrix, stretch)
     outcomes = compare(matrix, overhead_s=_other_s(stretch))
     seconds = {outcome.pace: shares / outcome.throughput for outcome in outcomes if outcome.pace}
-    return Replay(seconds, shares / outcomes[-1].throughput)
+    return seconds, shares / outcomes[-1].throughput
 
 
-def _samples_of_a_share(matrix: NDArray[np.float64], stretch: Sequence[StepRecord]) -> float:
+def _samples_of_a_share(matrix: Floats, stretch: Sequence[StepRecord]) -> float:
     """Samples of the equal share that the matrix is about: its seconds over a worker's own seconds a sample."""
-    return float(
-        np.median(
-            [
-                row[place] * n / s
-                for row, record in zip(matrix, stretch)
-                for place, (n, s) in enumerate(zip(record.samples, record.seconds))
-                if n > 0 and s > 0
-            ]
-        )
-    )
+    timed = (told for row, r in zip(matrix, stretch) for told in zip(row, r.samples, r.seconds))
+    return float(np.median([equal_s * n / s for equal_s, n, s in timed if n > 0 and s > 0]))
 
 
 def _other_s(stretch: Sequence[StepRecord]) -> float:
     """Mean seconds of a step that are nobody's compute: the round, the update, the rest."""
     figures = summarise(stretch)
     return max(0.0, (figures.round + figures.rest) * figures.seconds / max(1, figures.steps))
-
-
-def _answers(replay: Replay, records: Sequence[StepRecord], stretch: Sequence[StepRecord]) -> WhatIf:
-    factor = sum(record.total for record in records) / max(1, sum(record.total for record in stretch))
-    answers = [Answer(pace, factor * seconds) for pace, seconds in replay.seconds.items() if math.isfinite(seconds)]
-    return WhatIf(
-        answers=tuple(sorted(answers, key=lambda answer: answer.seconds)),
-        actual_s=sum(record.wall_s for record in records if math.isfinite(record.wall_s)),
-        limit_s=factor * replay.limit_s,
-        replayed=len(stretch),
-        steps=len(records),
-    )

@@ -18,17 +18,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from paceline.observe.analysis.grouping import TableLine, group_rows
 from paceline.observe.analysis.progress import Progress, ProgressSnapshot
 from paceline.observe.views import is_terminal
+from paceline.observe.words import progress as words
 from paceline.observe.words.numbers import duration, number, percent, percent_cell
-from paceline.observe.words.progress import (
-    count_text,
-    deadline_text,
-    describe,
-    left_text,
-    line_of,
-    loss_text,
-    place_texts,
-    run_line,
-)
 
 if TYPE_CHECKING:  # rich belongs to the command line: training works without it
     from rich.console import Console, RenderableType
@@ -116,7 +107,7 @@ class LiveView:
         self._progress.add(event)
         if event.get("event") == "step":
             self._stepped_at = time.monotonic()
-        said = ("info", run_line(event)) if event.get("event") == "run" else describe(event)
+        said = ("info", words.run_line(event)) if event.get("event") == "run" else words.describe(event)
         if said is not None:
             self._console.print(_note(*said))
 
@@ -138,7 +129,7 @@ def table(now: ProgressSnapshot, *, console: Console, silence_s: float = 0.0) ->
     silence = [f"no step for {duration(silence_s)}"] if silence_s > SILENCE_S and now.step != now.steps else []
     parts: list[RenderableType] = [_header(now, ascii_only=ascii_only), _speeds(now, silence, ascii_only=ascii_only)]
     if now.deadlines:
-        parts.append(_joined([(count_text(now), ""), (deadline_text(now), "")], ascii_only=ascii_only))
+        parts.append(_joined([(words.count_text(now), ""), (words.deadline_text(now), "")], ascii_only=ascii_only))
     if now.steps:
         parts.append(_rail(now.step, now.steps, width=min(console.width - 1, 100), ascii_only=ascii_only))
     shown = group_rows(now.rows, most=most)
@@ -149,7 +140,7 @@ def table(now: ProgressSnapshot, *, console: Console, silence_s: float = 0.0) ->
 
 
 def _header(now: ProgressSnapshot, *, ascii_only: bool) -> Text:
-    said = [(text, "") for text in (now.pace, *place_texts(now), left_text(now))]
+    said = [(text, "") for text in (now.pace, *words.place_texts(now), words.left_text(now))]
     return _joined([(now.name, "bold"), *said], ascii_only=ascii_only)
 
 
@@ -157,7 +148,7 @@ def _speeds(now: ProgressSnapshot, silence: list[str], *, ascii_only: bool) -> T
     said = [(f"{number(now.samples_per_s)} samples/s", "bold green")]
     if now.limit:
         said.append((f"{percent(now.of_limit)} of the limit ({number(now.limit)})", ""))
-    said += [(loss_text(now), ""), *((text, "bold yellow") for text in silence)]
+    said += [(words.loss_text(now), ""), *((text, "bold yellow") for text in silence)]
     return _joined(said, ascii_only=ascii_only)
 
 
@@ -220,4 +211,4 @@ def _text(parts: list[tuple[str, str]]) -> Text:
 def _note(level: str, text: str) -> Text:
     from rich.text import Text
 
-    return Text(line_of(level, text), style=LEVELS.get(level, ""))
+    return Text(words.line_of(level, text), style=LEVELS.get(level, ""))

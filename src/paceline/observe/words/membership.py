@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.observe.analysis.membership import Departure, GenerationEvent, pause_s
-from paceline.observe.words.numbers import duration
+from paceline.observe.words.numbers import capital, duration
 from paceline.records import StepRecord
 
 MOST_TOLD = 6
@@ -57,7 +57,7 @@ def moves_text(moved: Sequence[Move], most: int = MOST_TOLD) -> str:
     if rest:
         left, joined = (sum(len(getattr(move, what)) for move in rest) for what in ("left", "joined"))
         said += f"; later {_count(left)} left and {_count(joined)} joined"
-    return f"{said[0].upper()}{said[1:]}."
+    return f"{capital(said)}."
 
 
 def _count(workers: int) -> str:

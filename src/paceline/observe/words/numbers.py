@@ -86,6 +86,11 @@ def worker_name(worker: int, machine: str | None = None) -> str:
     return f"worker {worker}" + (f" ({machine})" if machine else "")
 
 
+def capital(sentence: str) -> str:
+    """With a capital letter in front, and the rest as it is."""
+    return sentence[:1].upper() + sentence[1:]
+
+
 def machines(run: Mapping[str, Any], joined: Iterable[Mapping[str, Any]] = ()) -> dict[int, str]:
     """Every worker's machine, by identity: from the ``run`` event, and of those who ``joined`` later."""
     entries = run.get("workers")

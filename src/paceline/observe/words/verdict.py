@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from paceline.observe.log.reader import RunLog
 from paceline.observe.words.audit import audit_verdict
 from paceline.observe.words.deadlines import SAME, deadline_sentences, with_deadlines
 from paceline.observe.words.membership import Move, moves, moves_text
-from paceline.observe.words.numbers import duration, machines, number, percent, size, times
+from paceline.observe.words.numbers import capital, duration, machines, number, percent, size, times, worker_name
 from paceline.pace import DEFAULT, Traits, traits_of
 from paceline.records import StepRecord
 
@@ -61,6 +61,10 @@ class Verdict:
     def traits(self) -> Traits:
         """What the run's pace says of itself."""
         return traits_of(self.pace)
+
+    def name(self, worker: WorkerFigures) -> str:
+        """A worker as people know it, in the middle of a sentence."""
+        return worker_name(worker.worker, self.machines.get(worker.worker))
 
     @property
     def over_equal(self) -> float:
@@ -153,8 +157,7 @@ def _sentences(v: Verdict) -> list[str]:
         said = [_speed(v), _only_warm_up(v), _skipped(v), moves_text(v.moves), v.audit]
         return [sentence for sentence in said if sentence]
     if with_deadlines(v.figures):
-        name = partial(_name, v, first=False)
-        middle = [*deadline_sentences(v.figures, v.pace, name), _idle(v).strip()]
+        middle = [*deadline_sentences(v.figures, v.pace, v.name), _idle(v).strip()]
     else:
         middle = [_equal_shares(v), _who(v), _not_worth(v)]
     said = [_speed(v), *middle, _where(v), _shortfall(v), _skipped(v), moves_text(v.moves), v.audit]
@@ -215,7 +218,7 @@ def _who(v: Verdict) -> str:
     if slowest.speed > 0 and fastest.speed / slowest.speed > UNLIKE:
         share = percent(slowest.share)
         return (
-            f"{_name(v, slowest)} is the slowest{' at work' if idle else ''}: it did {share} of the work, "
+            f"{capital(v.name(slowest))} is the slowest{' at work' if idle else ''}: it did {share} of the work, "
             f"and nobody waited more than {longest} of the time.{idle}"
         )
     return f"Nobody held the fleet back: shares are balanced, and nobody waited more than {longest} of the time.{idle}"
@@ -228,13 +231,13 @@ def _held_back(v: Verdict, culprit: WorkerFigures, busy: Sequence[WorkerFigures]
         advice = " It does one or two micro-batches a step: a smaller micro_batch would let its share fit."
     elif v.traits.if_stalled and culprit.held:
         held = f"in {percent(culprit.held)} of the steps, each time for about {duration(culprit.held_s)}"
-        return f"{_name(v, culprit)} held everybody up {held}, {spent}{_no_waiting(v, 'it')}"
+        return f"{capital(v.name(culprit))} held everybody up {held}, {spent}{_no_waiting(v, 'it')}"
     else:
         set_before = v.pace and not v.traits.equal_shares and not v.traits.follows_speed
         advice = f' pace="{DEFAULT}" would follow its speed step by step.' if set_before else ""
     here = "" if culprit.steps == v.figures.steps else " it was there for"
     often = f"every step{here}" if culprit.last == 1 else f"{percent(culprit.last)} of the steps{here}"
-    return f"{_name(v, culprit)} held the fleet back: it was last in {often}, {spent}{advice}"
+    return f"{capital(v.name(culprit))} held the fleet back: it was last in {often}, {spent}{advice}"
 
 
 def unlike(figures: Figures) -> bool:
@@ -249,7 +252,7 @@ def _not_worth(v: Verdict) -> str:
     if worst is None or not unlike(v.figures) or worst.adds > -WORTH * v.figures.samples_per_s:
         return ""
     longer = f"without it {number(-worst.adds)} samples/s more are in reach, for the round is longer with it"
-    return f"{_name(v, worst)} costs more than it brings: {longer}."
+    return f"{capital(v.name(worst))} costs more than it brings: {longer}."
 
 
 def few_micro_batches(worker: WorkerFigures) -> bool:
@@ -287,7 +290,7 @@ def _idle(v: Verdict) -> str:
     idle = [worker for worker in v.figures.workers if not worker.samples and not worker.missed]
     if not idle:
         return ""
-    who = _name(v, idle[0]) if len(idle) == 1 else f"{len(idle)} workers"
+    who = capital(v.name(idle[0])) if len(idle) == 1 else f"{len(idle)} workers"
     return f" {who} sat out: too slow to help, or never dealt a share."
 
 
@@ -316,7 +319,7 @@ def _shortfall(v: Verdict) -> str:
     worst = max(short, key=lambda worker: worker.shortfall)
     also = f" (and {len(short) - 1} more by less)" if len(short) > 1 else ""
     return (
-        f"This host was too slow to play {_name(v, worst, first=False)}: it ran {percent(worst.shortfall)} slower than "
+        f"This host was too slow to play {v.name(worst)}: it ran {percent(worst.shortfall)} slower than "
         f"asked{also}. Raise --sample-ms or emulate fewer machines."
     )
 
@@ -326,11 +329,6 @@ def _skipped(v: Verdict) -> str:
         return ""
     updates = "1 update was" if v.skipped_updates == 1 else f"{v.skipped_updates:,} updates were"
     return f"{updates} skipped (an overflow, or a step in which nothing was done)."
-
-
-def _name(v: Verdict, worker: WorkerFigures, *, first: bool = True) -> str:
-    known = v.machines.get(worker.worker)
-    return f"{'Worker' if first else 'worker'} {worker.worker}" + (f" ({known})" if known else "")
 
 
 def steps_text(count: int) -> str:
