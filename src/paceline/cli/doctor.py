@@ -22,6 +22,8 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.observe.serve.addresses import address_outwards
+
 OLDEST_TORCH, NEWEST_TESTED = (2, 11), (2, 13)
 MARKS = {"ok": "ok   ", "note": "note ", "failed": "FAIL "}
 ALL_REDUCE = """
@@ -327,13 +329,8 @@ def _train(net: Any, x: Any, y: Any, device: str, seconds: float) -> float:
 
 def interface_outwards(host: str | None = None) -> str | None:
     """``eth0 (10.0.0.7)``: where packets to ``host``, or to any other computer, leave; None when there is no way."""
-    family = socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as datagrams:
-        try:
-            datagrams.connect((host or "10.255.255.254", 9))  # sends nothing, only chooses the route
-        except OSError:
-            return None
-        address = str(datagrams.getsockname()[0])
+    if (address := address_outwards(host)) is None:
+        return None
     name = next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
     return f"{name} ({address})" if name else address
 

@@ -36,11 +36,9 @@ def in_words(compared: Comparison) -> str:
     by_speed = sorted(compared.runs, key=lambda run: -run.verdict.figures.samples_per_s)
     best, worst = by_speed[0], by_speed[-1]
     fast, slow = best.verdict.figures.samples_per_s, worst.verdict.figures.samples_per_s
-    said = (
-        [f"{best.name} was the fastest: {number(fast)} samples/s, {times(fast / slow)} times {worst.name}."]
-        if slow
-        else []
-    )
+    said = []
+    if slow:
+        said.append(f"{best.name} was the fastest: {number(fast)} samples/s, {times(fast / slow)} times {worst.name}.")
     timed = [run for run in compared.runs if math.isfinite(run.time_to_loss_s)]
     if len(timed) > 1:
         first, last = (pick(timed, key=lambda run: run.time_to_loss_s) for pick in (min, max))
@@ -64,14 +62,8 @@ def cells(compared: Comparison) -> tuple[list[str], list[list[str]]]:
 
 def _row(run: ComparedRun, *, timed: bool, judged: str | None) -> list[str]:
     figures = run.verdict.figures
-    row = [
-        run.name,
-        run.verdict.pace,
-        size(figures.fewest, figures.most),
-        f"{len(run.log.records):,}",
-        duration(run.seconds),
-    ]
-    row += [number(figures.samples_per_s), percent_cell(figures.of_limit), _short(run.last_loss)]
+    row = [run.name, run.verdict.pace, size(figures.fewest, figures.most), f"{len(run.log.records):,}"]
+    row += [duration(run.seconds), number(figures.samples_per_s), percent_cell(figures.of_limit), _short(run.last_loss)]
     row += [duration(run.time_to_loss_s) if math.isfinite(run.time_to_loss_s) else "never"] if timed else []
     row += [_short(run.evaluated[1]) if run.evaluated and run.evaluated[0] == judged else ""] if judged else []
     return row
@@ -82,18 +74,11 @@ def _short(value: float) -> str:
 
 
 def _loss(compared: Comparison) -> Picture | None:
-    runs = [run for run in compared.runs if np.isfinite(run.loss).any()]
-    if not runs:
+    if not any(np.isfinite(run.loss).any() for run in compared.runs):
         return None
     data = _lines(compared.runs, lambda run: run.loss)
-    return Picture(
-        "loss",
-        "Loss over time",
-        "Mean over the last few steps of each run.",
-        data,
-        layout(y="loss", x="seconds"),
-        wide=True,
-    )
+    said = "Mean over the last few steps of each run."
+    return Picture("loss", "Loss over time", said, data, layout(y="loss", x="seconds"), wide=True)
 
 
 def _done(compared: Comparison) -> Picture:
