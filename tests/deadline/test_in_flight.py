@@ -39,7 +39,7 @@ class Flight:
 
     def aside(self, first: int) -> Any:
         x, y = (tensor[first : first + 4] for tensor in numbers().tensors)
-        return self.gradients.backward_aside(mse(self.model, x, y), 4)
+        return self.gradients.accumulation.backward_aside(mse(self.model, x, y), 4)
 
     def micro_batch(self, first: int = 0, *, began: float = 10.0) -> None:
         self.in_flight.start(self.step_state, Work(samples=4, micro_batches=1, seconds=1.0), self.aside(first), began)

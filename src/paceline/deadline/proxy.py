@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from paceline.combine import Gradients, Header
-from paceline.combine.gradients.exchange import Sum, re_formed, sum_aside
+from paceline.combine.gradients.exchange import Sum, re_formed, summed
 from paceline.deadline.catch_up import Backlog
 from paceline.deadline.side_stream import SideStream
 from paceline.errors import Dropped, FleetError, GenerationOver
@@ -221,7 +221,7 @@ class Proxy:
             except GenerationOver as over:  # the store that names figures is away
                 re_formed(self._transport, over)
                 continue
-            if self._gradients.exchange_aside(mine, header, f"the round of step {step_state.index}"):
+            if self._gradients.exchange.run_aside(mine, header, f"the round of step {step_state.index}"):
                 return header, mine
 
     def _await_idle(self, step_state: StepState) -> None:
@@ -288,7 +288,7 @@ class Proxy:
             counts = step_state.began is not None and (
                 step_state.plan.wait_for is None or step_state.idle or step_state.last
             )
-            mine = self._gradients.close(step_state.work.samples) if counts else self._gradients.nothing()
+            mine = self._gradients.close(step_state.work.samples) if counts else self._gradients.exchange.nothing()
             header = self._header(step_state, counts, mine.finite)
             header.write(self._transport.rank, wants_state=self.backlog.wants_copy)
             return header, mine
@@ -335,7 +335,7 @@ class Proxy:
 
     def _sum(self, label: str, mine: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Everybody's ``mine``, summed; asked again when members are lost meanwhile."""
-        while (said := sum_aside(self._transport, label, [mine()])) is None:
+        while (said := summed(self._transport, label, [mine()], aside=True)) is None:
             pass
         return said[0]
 

@@ -199,7 +199,9 @@ class ProxyRound:
 
     def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
         if self._check():
-            self._aside = both(self._aside, self._gradients.backward_aside(loss, weight, among=among, **graph))
+            self._aside = both(
+                self._aside, self._gradients.accumulation.backward_aside(loss, weight, among=among, **graph)
+            )
 
     def _check(self) -> bool:
         """Before a backward, and before it joins: False when it would be for nothing."""
@@ -263,7 +265,7 @@ class ProxyRound:
             deadlines.promises.decline()
             return False
         deadlines.side_stream.lend([*total.flats, total.statistics])
-        self._gradients.adopt(total, step_state.header)
+        self._gradients.exchange.adopt(total, step_state.header)
         return True
 
     def record(self, header: Header, applied: bool) -> StepRecord | None:

@@ -277,7 +277,7 @@ class Step:
         updated = time.perf_counter()
         if self.applied:
             if combined_before and clip_norm is not None:
-                self._gradients.norm()  # before it is clipped
+                self._gradients.mean_gradient.norm()  # before it is clipped
                 torch.nn.utils.clip_grad_norm_(self._gradients.buckets.parameters, clip_norm)
             with scaled_rates(optimizers, self._gradients.lr_factor(self._after().weight)):
                 for optimizer in optimizers:
@@ -339,7 +339,7 @@ class Step:
             raise MisuseError(
                 f"the gradients of step {self.index} are no longer there: ask before the next step begins"
             )
-        return self._gradients.norm() if self.applied else float("nan")
+        return self._gradients.mean_gradient.norm() if self.applied else float("nan")
 
     @property
     def progress(self) -> float:

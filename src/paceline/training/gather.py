@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.combine.gradients.exchange import broken_off
-from paceline.errors import FleetError, GenerationOver
+from paceline.combine.gradients.exchange import summed
+from paceline.errors import FleetError
 from paceline.feed import Source, total
 from paceline.training.evaluate import called, each_batch
 from paceline.transport import Transport
-from paceline.transport.base import Pending
 
 LABEL = "fleet.gather()"
 ATTEMPTS = 10
@@ -205,24 +204,9 @@ def gathered(transport: Transport, mine: Callable[[], Part], length: int) -> Any
 
     for _ in range(ATTEMPTS):
         form = agreed_form(transport.gather(LABEL, described))
-        buffer = _summed(transport, packed(form, part, length))
-        whole = None if buffer is None else unpacked(form, buffer, length)
+        sums = summed(transport, LABEL, [packed(form, part, length)])
+        whole = None if sums is None else unpacked(form, sums[0], length)
         if whole is not None:
             transport.gather("the predictions of fleet.gather()", None)  # nobody may still have to be given them
             return whole
     raise FleetError(f"{LABEL}: workers were lost again and again while predictions were gathered")
-
-
-def _summed(transport: Transport, buffer: torch.Tensor) -> torch.Tensor | None:
-    """The fleet's sum; None: members changed, and nothing came of it."""
-    sums: list[Pending] = []
-    try:
-        with transport.round(LABEL, keeps=[buffer]):
-            sums.append(transport.sum(buffer))
-            sums[0].wait()
-    except GenerationOver as over:
-        if not broken_off(transport, over, sums):
-            buffer = torch.empty_like(buffer)  # something may still write into the other one
-        transport.re_form_after(over)
-        return buffer if transport.given([buffer]) else None
-    return buffer

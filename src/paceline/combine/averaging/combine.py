@@ -131,7 +131,7 @@ class AveragingCombine:
         finite = loop.gradients.finish()
         header = self.periods.exchange.persistently(partial(self._write_step, step_state, finite))
         entered = time.perf_counter()
-        loop.gradients.exchange(header, step_state.work.samples, f"local step {step_state.index}")
+        loop.gradients.exchange.run(header, step_state.work.samples, f"local step {step_state.index}")
         self._waited_s = time.perf_counter() - entered
         self._word = int(header.column("ended")[0])
         step_state.header = header
@@ -149,7 +149,7 @@ class AveragingCombine:
             **{fact: getattr(work, fact) for fact in WORK},
             weight=float(work.weight),
             loss=float(work.loss_sum),
-            squares=gradients.squares(float(work.weight)),
+            squares=gradients.exchange.squares(float(work.weight)),
             overflow=overflow,
             nonfinite=not finite and not overflow,
             ended=self._say() if self._member == 0 else 0,
@@ -176,7 +176,7 @@ class AveragingCombine:
             generation=transport.generation,
             workers=tuple(transport.workers[member] for member in self._members),
             planned=step_state.shares,
-            grad_norm=self.loop.gradients.known_norm,
+            grad_norm=self.loop.gradients.mean_gradient.known_norm,
         )
 
     def commit(self, step: Step, updated: float) -> None:
