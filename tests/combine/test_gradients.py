@@ -88,7 +88,7 @@ def test_a_micro_batch_beside_the_sum_counts_only_once_it_joins() -> None:
     first = gradients.accumulation.backward_aside(loss(net, X[:4]), 4)
     gradients.accumulation.join(first)
     gradients.accumulation.backward_aside(loss(net, X[4:]), 4)  # the deadline came before it joined
-    gradients.accumulation.show()
+    gradients.buckets.show()
     mine, header = gradients.close(4), Header(gradients.layout)
     header.write(0, samples=4, weight=4)
     assert mine.finite

@@ -218,7 +218,7 @@ class ProxyRound:
             self._step_state, finished, aside or self._gradients.accumulation.no_gradient(), opened
         )
         with self._changed:
-            self._gradients.accumulation.show()
+            self._gradients.buckets.show()
 
     def may_be_left(self, busy: bool) -> bool:
         return not busy or not self._step_state.open  # what is left stays in this worker's queue
@@ -241,7 +241,7 @@ class ProxyRound:
         if not step_state.over and proxy.error is not None:
             raise proxy.error
         assert step_state.header is not None
-        self._gradients.accumulation.show()
+        self._gradients.buckets.show()
         deadlines.side_stream.rejoin()
         deadlines.promises.note(step_state)
         total = step_state.total

@@ -22,6 +22,7 @@ from paceline.loop.hyperparameters import changed_rate
 from paceline.loop.memory import OutOfMemory, shrink
 from paceline.loop.several_losses import ADVICE, Parts
 from paceline.loop.step_state import StepState, Work
+from paceline.loop.user_code import check_optimizers
 from paceline.records import StepRecord
 
 if TYPE_CHECKING:
@@ -268,7 +269,7 @@ class Step:
             raise ValueError(f"clip_norm must be positive, got {clip_norm}")
         if not optimizers and not self._combined:
             raise ValueError("step.commit needs the optimizer: step.commit(optimizer)")
-        self._loop.optimizer_checks.check(optimizers)
+        check_optimizers(self._loop, optimizers)
         self._loop.optimizers = optimizers
         combined_before = self._combined
         if not combined_before:

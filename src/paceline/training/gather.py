@@ -18,8 +18,8 @@ import torch
 
 from paceline.combine.gradients.exchange import summed
 from paceline.errors import FleetError
-from paceline.feed import Source, total
-from paceline.training.evaluate import called, each_batch
+from paceline.feed import total
+from paceline.training.evaluate import PlacedBatches, called
 from paceline.transport import Transport
 
 LABEL = "fleet.gather()"
@@ -75,22 +75,21 @@ class Part:
         return [self.problem, self.form.to_json() if self.form is not None else None]
 
 
-def own_part(predict: Callable[..., Any], source: Source, *, shares: Sequence[int], rank: int, batch_size: int) -> Part:
-    """Run ``predict`` over this worker's part of the data, which is one stretch of it, and put the rows together."""
-    form: Form | None = None
-    batches: list[list[torch.Tensor]] = []
-    rows = 0
-    for piece, batch in each_batch(source, shares=shares, rank=rank, batch_size=batch_size):
+def own_part(predict: Callable[..., Any], batches: PlacedBatches) -> Part:
+    """Run ``predict`` over this worker's part of the data, and put the rows together."""
+    part, rows = Part(), list[list[torch.Tensor]]()
+    for piece, batch in batches:
         predicted = called(predict, batch)
         try:
-            its_form, leaves = read(predicted, samples=total(piece))
-            form = its_form if form is None else same(form, its_form, "for another batch")
+            form, leaves = read(predicted, samples=total(piece))
+            part.form = form if part.form is None else same(part.form, form, "for another batch")
         except ValueError as error:
             return Part(problem=str(error))
-        batches.append(leaves)
-        rows += total(piece)
-    whole = [torch.cat(column) for column in zip(*batches, strict=True)]
-    return Part(form, whole, start=sum(shares[:rank]), rows=rows)
+        part.start = part.start if rows else piece[0][0]
+        part.rows += total(piece)
+        rows.append(leaves)
+    part.leaves = [torch.cat(column) for column in zip(*rows, strict=True)]
+    return part
 
 
 def read(predicted: Any, *, samples: int) -> tuple[Form, list[torch.Tensor]]:

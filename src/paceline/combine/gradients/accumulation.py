@@ -189,10 +189,6 @@ class Accumulation:
         self.buckets.join(grads)
         self.statistics.note(look)
 
-    def show(self) -> None:
-        """The sum shows in ``p.grad``."""
-        self.buckets.show()
-
 
 def _unique(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """Shared parameters once, in order."""
