@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from paceline.combine.gradients import second_order
 from paceline.errors import MisuseError
 from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
 from paceline.feed.micro_batches import MicroBatch
-from paceline.loop.hyperparameters import changed_rate
+from paceline.loop.hyperparameters import changed_rate, scaled_rates
 from paceline.loop.memory import OutOfMemory, shrink
 from paceline.loop.several_losses import ADVICE, Parts
 from paceline.loop.step_state import StepState, Work
@@ -352,26 +351,6 @@ class Step:
         if self.record is None:
             raise MisuseError(f"step {self.index} has no result yet: call step.commit first")
         return self.record
-
-
-@contextmanager
-def scaled_rates(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> Iterator[None]:
-    """Learning rates times ``factor`` for one update, and as they were afterwards."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1.0 else []
-    before = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else group["lr"] for group in groups]
-    for group, rate in zip(groups, before, strict=True):
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].mul_(factor)
-        else:
-            group["lr"] = rate * factor
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, before, strict=True):
-            if isinstance(rate, torch.Tensor):
-                group["lr"].copy_(rate)
-            else:
-                group["lr"] = rate
 
 
 def _check_weight(weight: Any) -> Any:
