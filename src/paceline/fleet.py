@@ -28,6 +28,7 @@ from paceline.records import History
 from paceline.training.build import LoopBuilder
 from paceline.training.collective import CollectiveCalls
 from paceline.training.construct import StepsConstructor
+from paceline.training.context import TrainingContext
 from paceline.training.join import join_training
 from paceline.training.loading import Loading
 from paceline.training.replica import Model, Replica
@@ -74,26 +75,17 @@ def join(
             model = fleet.model(Net())
         ```
     """
-    return Fleet(pace, combine, device=device, seed=seed, nonfinite=nonfinite, name=name, run_dir=run_dir, quiet=quiet)
+    context = join_training(
+        pace, combine, device=device, seed=seed, nonfinite=nonfinite, name=name, run_dir=run_dir, quiet=quiet
+    )
+    return Fleet(context)
 
 
 class Fleet:
     """This worker's hold on the fleet. Use it as a context manager: ``with paceline.join() as fleet:``."""
 
-    def __init__(
-        self,
-        pace: str | Pacer,
-        combine: str | Averaging | ElasticAverage,
-        *,
-        device: str | torch.device | None,
-        seed: int,
-        nonfinite: str,
-        name: str | None,
-        run_dir: str | Path | None,
-        quiet: bool,
-    ) -> None:
-        asked: dict[str, Any] = {"device": device, "seed": seed, "nonfinite": nonfinite}
-        self._context = context = join_training(pace, combine, **asked, name=name, run_dir=run_dir, quiet=quiet)
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
         self._trackers = Trackers(leads=lambda: context.is_leader, observe=context.recorder.event)
         self._replica = Replica(context)
         untracked = UntrackedChecks(context)

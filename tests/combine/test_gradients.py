@@ -46,7 +46,7 @@ def committed(gradients: Gradients, samples: int, clip_norm: float | None = None
     assert gradients.finish()
     header = Header(gradients.layout)
     header.write(0, samples=samples, weight=samples)
-    assert gradients.exchange(header, samples, "a round")
+    assert gradients.exchange.run(header, samples, "a round")
     gradients.mean(header, clip_norm)
 
 
@@ -77,7 +77,7 @@ def test_clipping_scales_the_mean_to_the_norm_and_the_norm_told_is_that_before_i
     gradients.begin(8)
     gradients.backward(loss(net, X), 8, last=True)
     committed(gradients, 8, clip_norm=norm / 4)
-    assert gradients.norm() == pytest.approx(norm, rel=1e-12)
+    assert gradients.mean_gradient.norm() == pytest.approx(norm, rel=1e-12)
     assert close(net, [grad * (norm / 4 / (norm + 1e-6)) for grad in wanted])
 
 
@@ -85,15 +85,15 @@ def test_a_micro_batch_beside_the_sum_counts_only_once_it_joins() -> None:
     net = model()
     gradients = Gradients(Doubling(), [net])
     gradients.begin(8)
-    first = gradients.backward_aside(loss(net, X[:4]), 4)
+    first = gradients.accumulation.backward_aside(loss(net, X[:4]), 4)
     gradients.accumulation.join(first)
-    gradients.backward_aside(loss(net, X[4:]), 4)  # the deadline came before it joined
-    gradients.accumulation.show()
+    gradients.accumulation.backward_aside(loss(net, X[4:]), 4)  # the deadline came before it joined
+    gradients.buckets.show()
     mine, header = gradients.close(4), Header(gradients.layout)
     header.write(0, samples=4, weight=4)
     assert mine.finite
-    assert gradients.exchange_aside(mine, header, "a round with a deadline")
-    gradients.adopt(mine, header)
+    assert gradients.exchange.run_aside(mine, header, "a round with a deadline")
+    gradients.exchange.adopt(mine, header)
     gradients.mean(header, None)
     assert close(net, whole_batch(X[:4]))
 
@@ -102,8 +102,8 @@ def test_a_worker_that_finished_nothing_brings_zeros_in_tensors_of_its_own() -> 
     net = model()
     gradients = Gradients(Doubling(), [net])
     gradients.begin(8)
-    gradients.accumulation.join(gradients.backward_aside(loss(net, X), 8))
-    nothing = gradients.nothing()
+    gradients.accumulation.join(gradients.accumulation.backward_aside(loss(net, X), 8))
+    nothing = gradients.exchange.nothing()
     assert not any(nothing.used)
     assert all(not flat.any() for flat in nothing.flats)
     assert any(flat.any() for flat in gradients.close(8).flats)
@@ -122,7 +122,7 @@ def test_parameters_frozen_between_steps_leave_the_round_and_in_the_middle_of_on
     net.bias.requires_grad_(False)
     gradients.begin(8)
     gradients.backward(loss(net, X), 8, last=True)
-    assert gradients.trained == [True, False]
+    assert gradients.accumulation.trained == [True, False]
     assert gradients.layout.parameters == 1
 
 

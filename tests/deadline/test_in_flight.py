@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +28,9 @@ class Flight:
         self.model = linear()
         self.gradients = Gradients(Threads(Meeting(2), 0), [self.model])
         self.changed, self.paces = threading.Condition(threading.RLock()), deque[float]()
-        self.in_flight = WorkInFlight(
-            CPU, side_stream=SideStream(CPU), gradients=self.gradients, changed=self.changed, paces=self.paces
-        )
+        training = SimpleNamespace(changed=self.changed)
+        loop: Any = SimpleNamespace(device=CPU, gradients=self.gradients, training=training, paces=self.paces)
+        self.in_flight = WorkInFlight(loop, SideStream(CPU))
         plan = Plan(generation=0, step=0, samples=(8, 8), deadline_s=1.0)
         self.step_state = StepState(
             plan=plan, shares=(8, 8), epoch=0, dealt=16, expected=16, last=False, compare=False, opened=10.0
@@ -39,7 +40,7 @@ class Flight:
 
     def aside(self, first: int) -> Any:
         x, y = (tensor[first : first + 4] for tensor in numbers().tensors)
-        return self.gradients.backward_aside(mse(self.model, x, y), 4)
+        return self.gradients.accumulation.backward_aside(mse(self.model, x, y), 4)
 
     def micro_batch(self, first: int = 0, *, began: float = 10.0) -> None:
         self.in_flight.start(self.step_state, Work(samples=4, micro_batches=1, seconds=1.0), self.aside(first), began)

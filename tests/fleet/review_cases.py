@@ -28,7 +28,7 @@ ME = os.environ.get("PACELINE_WORKER", "")
 def half_finish(steps: Any, *, at: int) -> None:
     """Worker 0 dies in the round of step ``at`` when worker 1 has its result and the others have not."""
     gradients, waited = steps.gradients, small_sums.StarSum.wait
-    exchange, exchange_aside = gradients.exchange, gradients.exchange_aside
+    run, run_aside = gradients.exchange.run, gradients.exchange.run_aside
     left = {"waits": 0}
     sums = len(gradients.buckets.buckets) + bool(gradients.accumulation.counters) + 1  # the header comes last
 
@@ -37,11 +37,11 @@ def half_finish(steps: Any, *, at: int) -> None:
 
     def armed(header: Any, samples: int, label: str) -> Any:
         arm(label)
-        return told(label, exchange(header, samples, label))
+        return told(label, run(header, samples, label))
 
     def armed_aside(mine: Any, header: Any, label: str) -> Any:
         arm(label)
-        return told(label, exchange_aside(mine, header, label))
+        return told(label, run_aside(mine, header, label))
 
     def told(label: str, ended: bool) -> bool:
         if ME == "1" and ended and label == f"the round of step {at}":
@@ -61,7 +61,7 @@ def half_finish(steps: Any, *, at: int) -> None:
         wait_for(beside("told"))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    gradients.exchange, gradients.exchange_aside = armed, armed_aside
+    gradients.exchange.run, gradients.exchange.run_aside = armed, armed_aside
     small_sums.StarSum.wait = wait  # type: ignore[method-assign]
 
 

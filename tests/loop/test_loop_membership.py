@@ -187,7 +187,7 @@ def test_a_loop_begins_with_its_number_and_hears_of_its_members(worker: MakeWork
         assert one.transport.listener is one.members
         assert one.transport.loop.number == 2
         assert one.transport.loop.told == one.passes.call_results.to_json()
-        assert one.transport.intact == one.steps.gradients.intact
+        assert one.transport.intact == one.steps.gradients.mean_gradient.intact
         assert one.members.facts() == {"ahead": 5}
 
 

@@ -51,7 +51,7 @@ def test_an_emulated_machine_pays_its_constant_cost_once_a_step(
     assert pads == [(0, True), (0, False), (1, True), (1, False)]
     for step in steps:
         assert step.record is not None
-        assert step.record.seconds[0] >= 0.02
+        assert step.record.seconds[0] >= 0.015  # less what passed before the clock of the work began
 
 
 # -- misuse that would be averaged in silently ---------------------------------------------------------------------

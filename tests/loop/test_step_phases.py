@@ -10,7 +10,7 @@ from paceline.loop.step_state import LoopPhase, RoundPhase, StepState
 from paceline.records import Plan
 
 LOOP = {
-    "NOT_BEGUN": "WORKING DONE WAITING CUT_OFF",
+    "NOT_BEGUN": "WORKING WAITING CUT_OFF",
     "WORKING": "DONE WAITING CUT_OFF",
     "DONE": "DONE WORKING WAITING",
     "WAITING": "WAITING DONE",

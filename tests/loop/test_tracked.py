@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,13 +31,13 @@ def tracked(model: torch.nn.Module) -> Iterator[Tracked]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each scan of all objects from here on."""
     scans: list[int] = []
-    look = gc.get_objects
+    look = gc.get_referrers
 
-    def get_objects() -> list[Any]:
+    def get_referrers(*objects: Any) -> list[Any]:
         scans.append(1)
-        return look()
+        return look(*objects)
 
-    monkeypatch.setattr(gc, "get_objects", get_objects)
+    monkeypatch.setattr(gc, "get_referrers", get_referrers)
     return scans
 
 
@@ -77,6 +79,28 @@ def test_what_the_script_has_dropped_is_not_missing_though_a_cycle_holds_it(
         assert tracked.missing(living, optimizers=True) == []
     finally:
         gc.enable()
+
+
+def test_instances_of_subclasses_and_copies_are_found_and_nothing_else_is_asked(model: torch.nn.Module) -> None:
+    class Own(torch.optim.Adam):
+        pass
+
+    class Touchy:
+        """Counts as an optimiser by what it says of itself, and may not be asked."""
+
+        asked = 0
+
+        @property
+        def __class__(self) -> Any:
+            Touchy.asked += 1
+            return torch.optim.Optimizer
+
+    own, touchy = Own(model.parameters()), Touchy()
+    restored, copied = pickle.loads(pickle.dumps(torch.optim.SGD(model.parameters()))), copy.deepcopy(own)
+    found = Living(torch.optim.Optimizer).objects
+    assert all(any(thing is one for thing in found) for one in (own, restored, copied))
+    assert not any(thing is touchy for thing in found)
+    assert Touchy.asked == 0
 
 
 def test_an_average_counts_from_its_first_update_after_it_was_noted(model: torch.nn.Module, tracked: Tracked) -> None:

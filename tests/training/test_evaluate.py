@@ -45,7 +45,8 @@ def test_sums_and_tables_are_exact_for_any_shares(
     parts = []
     for rank in range(workers):
         source = Source(TensorDataset(numbers), device=CPU, seed=0)
-        own = evaluating.own_sums(score, source, shares=shares, rank=rank, batch_size=batch_size, tables=["table"])
+        batches = evaluating.each_batch(source, shares=shares, rank=rank, batch_size=batch_size)
+        own = evaluating.own_sums(score, batches, tables=["table"])
         parts.append(json.loads(json.dumps(own)))  # as it travels
     result = evaluating.total(parts, tables=["table"])
     expected = score(numbers)

@@ -19,6 +19,7 @@ import paceline
 from lone import join, linear, numbers
 from paceline.feed import Source
 from paceline.training import gather as gathering
+from paceline.training.evaluate import each_batch
 
 CPU = torch.device("cpu")
 
@@ -54,7 +55,7 @@ def test_every_row_is_in_its_place_bit_for_bit_for_any_shares(
     parts = []
     for rank in range(workers):
         source = Source(TensorDataset(torch.arange(length)), device=CPU, seed=0)
-        parts.append(gathering.own_part(odd_types, source, shares=shares, rank=rank, batch_size=batch_size))
+        parts.append(gathering.own_part(odd_types, each_batch(source, shares=shares, rank=rank, batch_size=batch_size)))
     form = gathering.agreed_form(json.loads(json.dumps([part.to_json() for part in parts])))
     buffers = [gathering.packed(form, part, length) for part in parts]
     whole = gathering.unpacked(form, torch.stack(buffers).sum(0), length)

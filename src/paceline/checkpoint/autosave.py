@@ -172,9 +172,6 @@ class Autosaver:
         self._reported.add(kind)
         self._observe("note", {"level": "warning", "text": f"automatic saving in {self._folder}: {text}"})
 
-    def _saved(self, step: int, path: Path) -> None:
-        self._observe("save", {"step": step, "path": str(path), "automatic": True})
-
     # -- the writer's thread ---------------------------------------------------------------------------------------
 
     def _write(self, taken: Snapshot, step: int) -> None:
@@ -186,7 +183,8 @@ class Autosaver:
         except Exception as error:
             self._report_trouble(error, f"cannot write {path.name}, the training goes on without")
             return
-        self._reports.put(lambda: self._saved(step, path))
+        saved = {"step": step, "path": str(path), "automatic": True}
+        self._reports.put(lambda: self._observe("save", saved))
         try:
             checkpoint_folder.prune(self._folder, keep=self._keep)
         except OSError as error:

@@ -131,9 +131,6 @@ class _Reader(io.RawIOBase):
         self._at = max(0, start + offset)
         return self._at
 
-    def mine(self) -> int:
-        return self._at
-
 
 def parse(data: bytes | memoryview, *, path: Path, device: torch.device) -> dict[str, Any]:
     """The content of a checkpoint, or a ValueError that says what is wrong with it."""

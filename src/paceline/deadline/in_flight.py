@@ -6,16 +6,13 @@ proxy, which closes the round, only looks. Both hold the lock of the training's 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from typing import NamedTuple
 
-import torch
-
-from paceline.combine import Gradients
 from paceline.combine.gradients.accumulation import Aside
 from paceline.deadline.side_stream import SideStream, StreamMark
+from paceline.loop.context import LoopContext
 from paceline.loop.step_state import StepState, Work
 
 
@@ -31,18 +28,9 @@ class MicroBatchInFlight(NamedTuple):
 class WorkInFlight:
     """Those of this worker, in the order in which the loop finished them."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        side_stream: SideStream,
-        gradients: Gradients,
-        changed: threading.Condition,
-        paces: deque[float],
-    ) -> None:
-        """``changed``: the lock of the training's state. ``paces``: where to note a micro-batch's seconds a sample."""
-        self._device, self._side_stream, self._gradients, self._changed = device, side_stream, gradients, changed
-        self._paces = paces
+    def __init__(self, loop: LoopContext, side_stream: SideStream) -> None:
+        self._device, self._gradients, self._paces = loop.device, loop.gradients, loop.paces
+        self._changed, self._side_stream = loop.training.changed, side_stream
         self._waiting: deque[MicroBatchInFlight] = deque()
         self._landed = 0.0
         """When the last one did."""

@@ -11,59 +11,42 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from paceline.combine import Gradients, Header
-from paceline.combine.gradients.exchange import Sum, re_formed, sum_aside
+from paceline.combine import Header
+from paceline.combine.gradients.exchange import Sum, re_formed, summed
 from paceline.deadline.catch_up import Backlog
-from paceline.deadline.side_stream import SideStream
 from paceline.errors import Dropped, FleetError, GenerationOver
 from paceline.loop.step_state import LoopPhase, RoundPhase, StepState
-from paceline.loop.training_state import TrainingState
 from paceline.pace.shares import proportional
-from paceline.records import StepRecord
-from paceline.transport import Transport
+
+if TYPE_CHECKING:
+    from paceline.deadline.rounds import Deadlines
+    from paceline.loop.context import LoopContext
 
 LISTEN_S = (0.001, 0.01)
 """Seconds between two looks for a signal of the others, at first and later."""
 PATIENT = 1.2
 """A further lap of an epoch's last step may take so many times the expected seconds."""
 
-WriteHeader = Callable[[StepState, bool, bool], Header]
-"""Of a step, whether this worker's work in it counts, and whether its gradients are finite."""
-MakeRecord = Callable[[StepState, Header, float], StepRecord]
-"""Of a step whose round this worker entered at that time."""
-
 
 class Proxy:
     """Closes the steps that have a deadline. The others are the user's thread's own."""
 
-    def __init__(
-        self,
-        *,
-        side_stream: SideStream,
-        landed: Callable[[StepState], None],
-        transport: Transport,
-        training: TrainingState,
-        gradients: Gradients,
-        header: WriteHeader,
-        record: MakeRecord,
-        opened: Callable[[StepState], None],
-        backlog: Backlog,
-    ) -> None:
-        self._transport, self._training, self._gradients = transport, training, gradients
-        self._side_stream, self._landed = side_stream, landed
-        self._header, self._record, self._opened = header, record, opened
+    def __init__(self, loop: LoopContext, deadlines: Deadlines) -> None:
+        self._transport, self._training, self._gradients = loop.transport, loop.training, loop.gradients
+        self._deadlines = deadlines
         self.error: BaseException | None = None
-        self.backlog = backlog
+        self.backlog = Backlog(loop.transport, loop.training.changed, deadlines.copyable)
         self._stopping = False
         self._entered = 0
         """Rounds and laps that this worker has gone into."""
         self._last_to_enter: int | None = None
         """Once it is stopping: the last of them that it may go into; None while the workers agree on it."""
-        self._loop = transport.calls
+        self._loop = loop.transport.calls
         """Tells this loop's signals from those of an earlier one with the same steps."""
         self._step_state: StepState | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-proxy", daemon=True)
@@ -134,7 +117,7 @@ class Proxy:
         try:
             while (step_state := self._next()) is not None:
                 self._await_begin(step_state)
-                with self._side_stream.work():
+                with self._deadlines.side_stream.work():
                     self._close(step_state)
         except _Left:
             return
@@ -198,7 +181,7 @@ class Proxy:
         self._keep_up()
         entered = time.perf_counter()
         header, mine = self._run_round(step_state)
-        record = self._record(step_state, header, entered)
+        record = self._deadlines.record(step_state, header, entered)
         with self._training.changed:
             step_state.header, step_state.total = header, mine
             self.backlog.keep(step_state)
@@ -209,9 +192,9 @@ class Proxy:
             step_state.enter(RoundPhase.OVER)
             if self._training.plan is not None and not self._training.finished:  # else the leader hands a plan round
                 self._step_state = self._training.open(self._training.plan)
-                self._opened(self._step_state)
+                self._deadlines.opened(self._step_state)
             self._training.changed.notify_all()
-        self._release()
+        self._transport.release()
 
     def _run_round(self, step_state: StepState) -> tuple[Header, Sum]:
         """What the round gave; it is run again when members are lost meanwhile."""
@@ -221,7 +204,7 @@ class Proxy:
             except GenerationOver as over:  # the store that names figures is away
                 re_formed(self._transport, over)
                 continue
-            if self._gradients.exchange_aside(mine, header, f"the round of step {step_state.index}"):
+            if self._gradients.exchange.run_aside(mine, header, f"the round of step {step_state.index}"):
                 return header, mine
 
     def _await_idle(self, step_state: StepState) -> None:
@@ -283,13 +266,13 @@ class Proxy:
     def _seal(self, step_state: StepState) -> tuple[Header, Sum]:
         """Nothing joins any more: what this worker brings to the round."""
         with self._training.changed:
-            self._landed(step_state)
+            self._deadlines.in_flight.count_landed(step_state)
             step_state.enter(RoundPhase.CLOSED)
             counts = step_state.began is not None and (
                 step_state.plan.wait_for is None or step_state.idle or step_state.last
             )
-            mine = self._gradients.close(step_state.work.samples) if counts else self._gradients.nothing()
-            header = self._header(step_state, counts, mine.finite)
+            mine = self._gradients.close(step_state.work.samples) if counts else self._gradients.exchange.nothing()
+            header = self._deadlines.write_header(step_state, counts, mine.finite)
             header.write(self._transport.rank, wants_state=self.backlog.wants_copy)
             return header, mine
 
@@ -303,7 +286,7 @@ class Proxy:
         def mine() -> torch.Tensor:
             said = torch.zeros(3, self._transport.size, dtype=torch.float64)
             with self._training.changed:
-                self._landed(step_state)
+                self._deadlines.in_flight.count_landed(step_state)
                 if not step_state.idle:
                     step_state.enter(LoopPhase.CUT_OFF)
                 waits, done = step_state.loop_phase is LoopPhase.WAITING, step_state.loop_phase is LoopPhase.DONE
@@ -316,7 +299,7 @@ class Proxy:
             before = np.array(step_state.counted)
             left = (self._training.dealing.remaining or 0) - int((done - before).sum())
             if left == 0 or bool(said[2].all()):
-                self._release()
+                self._transport.release()
                 return False
             speeds = np.where(idle, np.maximum(step_state.plan.samples, 1.0), 0.0)
             shares = proportional(speeds, left) if idle.any() else np.zeros(len(done), dtype=int)
@@ -335,13 +318,9 @@ class Proxy:
 
     def _sum(self, label: str, mine: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Everybody's ``mine``, summed; asked again when members are lost meanwhile."""
-        while (said := sum_aside(self._transport, label, [mine()])) is None:
+        while (said := summed(self._transport, label, [mine()], aside=True)) is None:
             pass
         return said[0]
-
-    def _release(self) -> None:
-        """What the last call gave is in the training's state, which may hear who is there now."""
-        self._transport.release()
 
     def _keep_up(self) -> None:
         """Before this worker says anything of itself: see who is there."""

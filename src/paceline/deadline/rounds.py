@@ -13,7 +13,7 @@ from paceline.checkpoint import content as checkpoint
 from paceline.combine import Header
 from paceline.combine.gradients.accumulation import Aside
 from paceline.combine.gradients.buckets import Among
-from paceline.deadline.catch_up import Backlog, Promises
+from paceline.deadline.catch_up import Promises
 from paceline.deadline.in_flight import WorkInFlight
 from paceline.deadline.proxy import Proxy
 from paceline.deadline.side_stream import SideStream
@@ -38,43 +38,27 @@ class Deadlines:
                 "rounds with a deadline (pace joint or cutoff) need a dataset with a length: an iterable one cannot "
                 "give again what a deadline cut off; use pace adaptive"
             )
-        self._loop, self._opened = loop, opened
+        self._loop, self.opened = loop, opened
         self.side_stream = SideStream(loop.device)
-        self.in_flight = WorkInFlight(
-            loop.device,
-            side_stream=self.side_stream,
-            gradients=loop.gradients,
-            changed=loop.training.changed,
-            paces=loop.paces,
-        )
+        self.in_flight = WorkInFlight(loop, self.side_stream)
         self.promises = Promises(loop.transport)
         self.commit_s = 0.0
         """Seconds of the last update."""
-        self.proxy = self._make_proxy()
+        self.proxy = Proxy(loop, self)
 
-    def _make_proxy(self) -> Proxy:
-        loop = self._loop
-        copyable = lambda: loop.copyable and not loop.tracking.stepped_untracked()  # noqa: E731
-        return Proxy(
-            side_stream=self.side_stream,
-            landed=self.in_flight.count_landed,
-            transport=loop.transport,
-            training=loop.training,
-            gradients=loop.gradients,
-            header=self._write_header,
-            record=self._record,
-            opened=self._opened,
-            backlog=Backlog(loop.transport, loop.training.changed, copyable),
-        )
+    def copyable(self) -> bool:
+        """Whether a copy of a peer's state would hold everything that has state."""
+        return self._loop.copyable and not self._loop.tracking.stepped_untracked()
 
-    def _write_header(self, step_state: StepState, counts: bool, finite: bool) -> Header:
+    def write_header(self, step_state: StepState, counts: bool, finite: bool) -> Header:
+        """``counts``: whether this worker's work does; ``finite``: whether its gradients are."""
         loop, members = self._loop, self._loop.membership
         busy = 0.0 if step_state.idle else time.perf_counter() - (step_state.busy_since or step_state.opened)
         more = {"unfinished_s": busy, "behind": max(0, step_state.index - loop.next), "late_s": self.in_flight.late_s()}
         intentions = members.intentions() if members is not None else {}
         return write_header(loop, step_state, {**more, **intentions}, finite=finite, counts=counts)
 
-    def _record(self, step_state: StepState, header: Header, entered: float) -> StepRecord:
+    def record(self, step_state: StepState, header: Header, entered: float) -> StepRecord:
         """The record of a round that the proxy ran: it is over now, and this worker entered it then."""
         wall_s = time.perf_counter() - step_state.opened
         busy = float((header.column("seconds") + header.column("unfinished_s")).max())
@@ -131,7 +115,7 @@ class Deadlines:
     def restart(self, place: Any) -> None:
         """A newcomer has taken over a peer's state: be where the peer's proxy is."""
         self.proxy.stop()
-        self.proxy = self._make_proxy()
+        self.proxy = Proxy(self._loop, self)
         self.proxy.take_place(place)
 
     def members_changed(self) -> None:
@@ -199,7 +183,9 @@ class ProxyRound:
 
     def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
         if self._check():
-            self._aside = both(self._aside, self._gradients.backward_aside(loss, weight, among=among, **graph))
+            self._aside = both(
+                self._aside, self._gradients.accumulation.backward_aside(loss, weight, among=among, **graph)
+            )
 
     def _check(self) -> bool:
         """Before a backward, and before it joins: False when it would be for nothing."""
@@ -232,7 +218,7 @@ class ProxyRound:
             self._step_state, finished, aside or self._gradients.accumulation.no_gradient(), opened
         )
         with self._changed:
-            self._gradients.accumulation.show()
+            self._gradients.buckets.show()
 
     def may_be_left(self, busy: bool) -> bool:
         return not busy or not self._step_state.open  # what is left stays in this worker's queue
@@ -255,7 +241,7 @@ class ProxyRound:
         if not step_state.over and proxy.error is not None:
             raise proxy.error
         assert step_state.header is not None
-        self._gradients.accumulation.show()
+        self._gradients.buckets.show()
         deadlines.side_stream.rejoin()
         deadlines.promises.note(step_state)
         total = step_state.total
@@ -263,7 +249,7 @@ class ProxyRound:
             deadlines.promises.decline()
             return False
         deadlines.side_stream.lend([*total.flats, total.statistics])
-        self._gradients.adopt(total, step_state.header)
+        self._gradients.exchange.adopt(total, step_state.header)
         return True
 
     def record(self, header: Header, applied: bool) -> StepRecord | None:

@@ -11,7 +11,6 @@ import torch
 
 from paceline.combine import Gradients, Header
 from paceline.feed.dealing import Dealing
-from paceline.loop.optimizer_checks import OptimizerChecks
 from paceline.loop.passes import LoopPlace
 from paceline.loop.replicas import Repair
 from paceline.loop.step_recording import said
@@ -60,6 +59,8 @@ class LoopContext:
     """Called between two steps, and after the last: the state is whole then."""
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     """What the last commit was given."""
+    checked_optimizers: set[int] = field(default_factory=set)
+    """By ``id``: those that a commit may be given."""
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Seconds a sample of this worker's last micro-batches."""
 
@@ -80,7 +81,6 @@ class LoopContext:
 
     def __post_init__(self) -> None:
         self.next = self.first
-        self.optimizer_checks = OptimizerChecks(self)
 
     @property
     def begun(self) -> bool:

@@ -19,7 +19,7 @@ def place_of(loop: LoopContext) -> dict[str, Any]:
         "finished": loop.finished,
         "progress": loop.progress,
         "full_shares": list(loop.full_shares),
-        "trained": loop.gradients.trained,
+        "trained": loop.gradients.accumulation.trained,
         "random": Generators().state_dict(),
     }
 
@@ -27,7 +27,7 @@ def place_of(loop: LoopContext) -> dict[str, Any]:
 def take_place(loop: LoopContext, state: Mapping[str, Any]) -> None:
     """Take over a peer's replica and its place in the training."""
     loop.restore(state)
-    loop.gradients.train_only(state["trained"])
+    loop.gradients.accumulation.train_only(state["trained"])
     loop.gradients.load_state_dict(state["gradients"])
     loop.gradients.statistics_were_set()
     loop.transport.calls = state["calls"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
@@ -113,6 +114,26 @@ def changed_rate(groups: Sequence[str], before: Sequence[Any], after: Sequence[A
         f"{said} between two micro-batches of step {step}, and each worker has another number of these: a step has one "
         "update, so move scheduler.step(), or whatever changed it, behind step.commit"
     )
+
+
+@contextmanager
+def scaled_rates(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> Iterator[None]:
+    """Learning rates times ``factor`` for one update, and as they were afterwards."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1.0 else []
+    before = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else group["lr"] for group in groups]
+    for group, rate in zip(groups, before, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].mul_(factor)
+        else:
+            group["lr"] = rate * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, before, strict=True):
+            if isinstance(rate, torch.Tensor):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Membership:
         self.all_leave = False
         """Of the last round: whether everybody has said so."""
         self._led = transport.rank == 0
-        transport.listener, transport.intact = self, steps.gradients.intact
+        transport.listener, transport.intact = self, steps.gradients.mean_gradient.intact
         transport.loop.begin(steps.place.loop + 1, passes.call_results.to_json())
         self._loop = transport.loop.number
 

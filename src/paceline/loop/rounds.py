@@ -97,7 +97,9 @@ class InlineRound:
     def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
         if among is not None and self._gradients.whole:  # the part before may be for nothing
             self._gradients.accumulation.begin_whole()
-            self._aside = both(self._aside, self._gradients.backward_aside(loss, weight, among=among, **graph))
+            self._aside = both(
+                self._aside, self._gradients.accumulation.backward_aside(loss, weight, among=among, **graph)
+            )
         else:
             self._gradients.backward(loss, weight, last=micro.last, among=among, **graph)
 
@@ -137,9 +139,9 @@ class InlineRound:
             try:
                 header = self._write_header(finite)
             except GenerationOver as over:  # the store that names figures is away
-                self._gradients.re_form_after(over)
+                self._gradients.exchange.re_form(over)
                 continue
-            if self._gradients.exchange(header, step_state.work.samples, f"the round of step {step_state.index}"):
+            if self._gradients.exchange.run(header, step_state.work.samples, f"the round of step {step_state.index}"):
                 break
         waited = time.perf_counter() - entered
         self._round_s = max(0.0, waited - float(header.column("seconds").max() - step_state.work.seconds))
@@ -156,7 +158,7 @@ class InlineRound:
         record = record_of(
             step_state, header, loop.transport.slot_name, round_s=self._round_s, emulated=loop.machine is not None
         )
-        step_state.record = replace(record, grad_norm=self._gradients.known_norm if applied else None)
+        step_state.record = replace(record, grad_norm=self._gradients.mean_gradient.known_norm if applied else None)
         return loop.dealing.told(step_state.record)
 
     def commit(self, header: Header, began: float) -> None:

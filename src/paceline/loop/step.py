@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +17,11 @@ from paceline.combine.gradients import second_order
 from paceline.errors import MisuseError
 from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
 from paceline.feed.micro_batches import MicroBatch
-from paceline.loop.hyperparameters import changed_rate
+from paceline.loop.hyperparameters import changed_rate, scaled_rates
 from paceline.loop.memory import OutOfMemory, shrink
 from paceline.loop.several_losses import ADVICE, Parts
 from paceline.loop.step_state import StepState, Work
+from paceline.loop.user_code import check_optimizers
 from paceline.records import StepRecord
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class Step:
             raise ValueError(f"clip_norm must be positive, got {clip_norm}")
         if not optimizers and not self._combined:
             raise ValueError("step.commit needs the optimizer: step.commit(optimizer)")
-        self._loop.optimizer_checks.check(optimizers)
+        check_optimizers(self._loop, optimizers)
         self._loop.optimizers = optimizers
         combined_before = self._combined
         if not combined_before:
@@ -277,7 +277,7 @@ class Step:
         updated = time.perf_counter()
         if self.applied:
             if combined_before and clip_norm is not None:
-                self._gradients.norm()  # before it is clipped
+                self._gradients.mean_gradient.norm()  # before it is clipped
                 torch.nn.utils.clip_grad_norm_(self._gradients.buckets.parameters, clip_norm)
             with scaled_rates(optimizers, self._gradients.lr_factor(self._after().weight)):
                 for optimizer in optimizers:
@@ -339,7 +339,7 @@ class Step:
             raise MisuseError(
                 f"the gradients of step {self.index} are no longer there: ask before the next step begins"
             )
-        return self._gradients.norm() if self.applied else float("nan")
+        return self._gradients.mean_gradient.norm() if self.applied else float("nan")
 
     @property
     def progress(self) -> float:
@@ -351,26 +351,6 @@ class Step:
         if self.record is None:
             raise MisuseError(f"step {self.index} has no result yet: call step.commit first")
         return self.record
-
-
-@contextmanager
-def scaled_rates(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> Iterator[None]:
-    """Learning rates times ``factor`` for one update, and as they were afterwards."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1.0 else []
-    before = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else group["lr"] for group in groups]
-    for group, rate in zip(groups, before, strict=True):
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].mul_(factor)
-        else:
-            group["lr"] = rate * factor
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, before, strict=True):
-            if isinstance(rate, torch.Tensor):
-                group["lr"].copy_(rate)
-            else:
-                group["lr"] = rate
 
 
 def _check_weight(weight: Any) -> Any:

@@ -31,7 +31,7 @@ def write_header(
         **{**measured(work), "seconds": step_state.work.seconds},
         weight=float(work.weight),
         loss=float(work.loss_sum),
-        squares=gradients.squares(float(work.weight)) if counts else 0.0,
+        squares=gradients.exchange.squares(float(work.weight)) if counts else 0.0,
         overflow=overflow,
         nonfinite=not finite and not overflow,
         ended=loop.dealing.ended or step_state.shares[rank] == 0,

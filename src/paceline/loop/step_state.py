@@ -42,7 +42,7 @@ class RoundPhase(Enum):
 
 _L, _R = LoopPhase, RoundPhase
 TRANSITIONS: dict[LoopPhase | RoundPhase, tuple[LoopPhase | RoundPhase, ...]] = {
-    _L.NOT_BEGUN: (_L.WORKING, _L.DONE, _L.WAITING, _L.CUT_OFF),
+    _L.NOT_BEGUN: (_L.WORKING, _L.WAITING, _L.CUT_OFF),
     _L.WORKING: (_L.DONE, _L.WAITING, _L.CUT_OFF),
     _L.DONE: (_L.DONE, _L.WORKING, _L.WAITING),
     _L.WAITING: (_L.WAITING, _L.DONE),

@@ -3,9 +3,42 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+
+from paceline.errors import MisuseError
+
+if TYPE_CHECKING:
+    from paceline.loop.context import LoopContext
+
+
+def check_optimizers(loop: LoopContext, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Of one ``step.commit``: raise ValueError for an optimiser of parameters that are not the fleet's, MisuseError for
+    one that is not tracked where workers come and go. Each optimiser is looked at once in a loop."""
+    for optimizer in optimizers:
+        if id(optimizer) in loop.checked_optimizers:
+            continue
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"step.commit takes optimizers, got {type(optimizer).__name__}")
+        refuse_closures(optimizer)
+        ours = {id(parameter) for parameter in loop.gradients.everything}
+        groups = (group["params"] for group in optimizer.param_groups)
+        if any(id(parameter) not in ours for group in groups for parameter in group):
+            raise ValueError(
+                "the optimizer has parameters that are not in fleet.model(...): build it from the module that "
+                "fleet.model returns"
+            )
+        loop.checked_optimizers.add(id(optimizer))
+    # Those that the script stepped itself were seen doing so.
+    seen = (*optimizers, *loop.tracking.stepped_untracked()) if loop.transport.elastic else ()
+    for optimizer in seen:
+        if not loop.tracking.is_tracked(optimizer):
+            raise MisuseError(
+                f"the optimizer ({type(optimizer).__name__}) is not tracked, so a worker that joins could not take "
+                "over its state: call fleet.track(optimizer=optimizer) before the first step"
+            )
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:

@@ -44,18 +44,14 @@ class LoopBuilder:
         self,
         data: Any,
         *,
-        global_batch: int,
-        micro_batch: int | str | Sequence[int] | None,
-        epochs: int,
-        shuffle: bool | None,
-        drop_last: bool | None,
         order: Order | None,
         split: bool | None,
         whole: bool | None,
         varying_count: str,
+        **asked: Any,
     ) -> Steps:
-        """``fleet.steps``."""
-        context = self._context
+        """``fleet.steps``; ``asked``: what `read_settings` reads."""
+        context, micro_batch = self._context, asked["micro_batch"]
         if not context.models:
             raise MisuseError("fleet.steps before fleet.model: bring the model first")
         if context.elastic is not None and isinstance(micro_batch, Sequence) and not isinstance(micro_batch, str):
@@ -63,22 +59,13 @@ class LoopBuilder:
         source = self._source(data, context.seed, split)
         try:
             self._check_split(source, split)
-            settings = read_settings(
-                source,
-                global_batch=global_batch,
-                micro_batch=micro_batch,
-                epochs=epochs,
-                shuffle=shuffle,
-                drop_last=drop_last,
-                rank=context.transport.rank,
-                size=context.transport.size,
-            )
+            settings = read_settings(source, rank=context.transport.rank, size=context.transport.size, **asked)
             varying = VaryingCount(varying_count, settings.global_batch)
             place = self._next_place(source, settings.epochs)
             if (seed := place.seed(context.seed)) != context.seed:
                 source.close()
                 source = self._source(data, seed, split)
-            order = _one_order(source, order, shuffle)
+            order = _one_order(source, order, asked["shuffle"])
             context.steps = self._build(source, settings, order, whole, varying, place)
         except BaseException:
             source.close()

@@ -37,7 +37,7 @@ class CollectiveCalls:
     ) -> dict[str, Any]:
         """``fleet.evaluate``."""
         with self._context.meet("fleet.evaluate()"):
-            names = evaluating.table_names(tables)
+            names = (tables,) if isinstance(tables, str) else tuple(tables)
             return dict(self._remembered("evaluate", lambda: self._evaluate(score, data, batch_size, names)))
 
     def gather(self, predict: Callable[..., Any], data: Any, *, batch_size: int | None, to: str) -> Any:
@@ -90,9 +90,7 @@ class CollectiveCalls:
             def mine() -> dict[str, Any]:
                 """This worker's part among those who are there; once more when some are lost meanwhile."""
                 with self._evaluation_mode():
-                    return evaluating.own_sums(
-                        score, source, shares=self._parts(source), rank=transport.rank, batch_size=size, tables=tables
-                    )
+                    return evaluating.own_sums(score, self._own_batches(source, size), tables=tables)
 
             sums = transport.gather("the sums of fleet.evaluate()", mine)
         result = evaluating.total(sums[:1] if context.outside else sums, tables=tables)
@@ -105,9 +103,7 @@ class CollectiveCalls:
 
             def mine() -> gathering.Part:
                 with self._evaluation_mode():
-                    return gathering.own_part(
-                        predict, source, shares=self._parts(source), rank=transport.rank, batch_size=size
-                    )
+                    return gathering.own_part(predict, self._own_batches(source, size))
 
             length = evaluating.length_of(source)
             whole = gathering.gathered(Alone() if context.outside else transport, mine, length)
@@ -131,11 +127,11 @@ class CollectiveCalls:
         tracked = [thing for thing in self._context.tracking.things.values() if isinstance(thing, torch.nn.Module)]
         return evaluating.evaluation_mode([*self._context.models, *tracked])
 
-    def _parts(self, source: Source) -> list[int]:
-        """How many samples of the whole each of those who are there takes."""
+    def _own_batches(self, source: Source, size: int) -> evaluating.PlacedBatches:
+        """Those of this worker: each of those who are there takes a part of the whole by its speed."""
         speeds = (0, 1) if self._context.outside else self._speeds()
-        parts: list[int] = proportional(np.asarray(speeds, dtype=float), evaluating.length_of(source)).tolist()
-        return parts
+        shares = proportional(np.asarray(speeds, dtype=float), evaluating.length_of(source)).tolist()
+        return evaluating.each_batch(source, shares=shares, rank=self._context.transport.rank, batch_size=size)
 
     def _speeds(self) -> tuple[int, ...]:
         """In proportion to which work is dealt outside the steps: the last full shares, or equal parts."""

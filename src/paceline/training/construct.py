@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -159,7 +161,7 @@ class StepsConstructor:
             observe=context.recorder.event,
             repair=self._replica.make_equal,
             snapshot=self._replica.state,
-            restore=self._replica.restore_peers,
+            restore=partial(self._replica.restore, Path("a peer's state")),
             whole=unit > 1,
             alike=plan.alike,
             first=first,

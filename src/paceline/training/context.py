@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,39 +23,33 @@ if TYPE_CHECKING:
     from paceline.run_recorder import RunRecorder
 
 
+@dataclass(eq=False)
 class TrainingContext:
     """One worker's training. The parts that make loops, save, load and evaluate each hold it, and nothing of each
     other's."""
 
-    def __init__(
-        self,
-        *,
-        transport: Transport,
-        recorder: RunRecorder,
-        pacer: Pacer,
-        combine: Choice,
-        device: torch.device,
-        machine: Machine | None,
-        failures: Failures | None,
-        seed: int,
-        nonfinite: str,
-        at_the_end: ExitStack,
-    ) -> None:
-        self.transport, self.recorder = transport, recorder
-        self.pacer, self.combine, self.nonfinite = pacer, combine, nonfinite
-        self.device, self.machine, self.failures = device, machine, failures
-        self.at_the_end = at_the_end
-        """Closed when the fleet is left."""
-        self.seed = seed
-        """A checkpoint that is loaded brings its own."""
-        self.models: list[torch.nn.Module] = []
+    transport: Transport
+    recorder: RunRecorder
+    pacer: Pacer
+    combine: Choice
+    device: torch.device
+    machine: Machine | None
+    failures: Failures | None
+    nonfinite: str
+    seed: int
+    """A checkpoint that is loaded brings its own."""
+    at_the_end: ExitStack = field(default_factory=ExitStack)
+    """Closed when the fleet is left."""
+    models: list[torch.nn.Module] = field(default_factory=list)
+    history: History = field(default_factory=History)
+    passes: Passes = field(default_factory=Passes)
+    steps: Steps | None = None
+    """The script's newest loop."""
+    resume: Resume | None = None
+    """A checkpoint that was loaded, until the script is where it was saved."""
+
+    def __post_init__(self) -> None:
         self.tracking = Tracked(lambda: (p for model in self.models for p in model.parameters()))
-        self.history = History()
-        self.passes = Passes()
-        self.steps: Steps | None = None
-        """The script's newest loop."""
-        self.resume: Resume | None = None
-        """A checkpoint that was loaded, until the script is where it was saved."""
 
     # -- who is here -------------------------------------------------------------------------------------------------
 

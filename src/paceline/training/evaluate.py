@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -13,12 +13,12 @@ from paceline.feed import Feed, Order, Source, split
 from paceline.feed import total as total_of
 from paceline.records import Range
 
+PlacedBatches = Iterable[tuple[tuple[Range, ...], Any]]
+"""With their positions: of the dataset, or among the draws of a sampler."""
 
-def each_batch(
-    source: Source, *, shares: Sequence[int], rank: int, batch_size: int
-) -> Iterator[tuple[tuple[Range, ...], Any]]:
-    """This worker's part of the data in batches, each with its positions: those of the dataset, or among the draws of
-    a sampler."""
+
+def each_batch(source: Source, *, shares: Sequence[int], rank: int, batch_size: int) -> PlacedBatches:
+    """This worker's part of the data, which is one stretch of it."""
     assert source.length is not None
     draws = source.once
     order: Order | None = None if isinstance(draws, int) else lambda epoch: draws
@@ -48,15 +48,7 @@ def called(function: Callable[..., Any], batch: Any) -> Any:
     return function(*batch) if isinstance(batch, (list, tuple)) else function(batch)
 
 
-def own_sums(
-    score: Callable[..., Any],
-    source: Source,
-    *,
-    shares: Sequence[int],
-    rank: int,
-    batch_size: int,
-    tables: Sequence[str] = (),
-) -> dict[str, Any]:
+def own_sums(score: Callable[..., Any], batches: PlacedBatches, *, tables: Sequence[str] = ()) -> dict[str, Any]:
     """Run ``score`` over this worker's part of the data and add up what it returns, in float64.
 
     Every batch must give the same names, and a table the same shape: which batches a worker meets is the pace's
@@ -64,7 +56,7 @@ def own_sums(
     """
     sums: dict[str, torch.Tensor] = {}
     count = 0
-    for piece, batch in each_batch(source, shares=shares, rank=rank, batch_size=batch_size):
+    for piece, batch in batches:
         figures = {name: _sum(name, value, name in tables) for name, value in _named(called(score, batch)).items()}
         if count:
             _same_names(sums, figures, "for one batch and not for another")
@@ -88,10 +80,6 @@ def total(parts: Sequence[Mapping[str, Any]], *, tables: Sequence[str] = ()) -> 
             raise ValueError(f"fleet.evaluate(..., tables=...): the function returns nothing called {name!r}")
     result = {name: value.item() if value.dim() == 0 else value for name, value in sums.items()}
     return result | {"count": int(result["count"])}
-
-
-def table_names(tables: str | Sequence[str]) -> tuple[str, ...]:
-    return (tables,) if isinstance(tables, str) else tuple(tables)
 
 
 def _sum(name: str, value: Any, table: bool) -> torch.Tensor:

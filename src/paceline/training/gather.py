@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.combine.gradients.exchange import broken_off
-from paceline.errors import FleetError, GenerationOver
-from paceline.feed import Source, total
-from paceline.training.evaluate import called, each_batch
+from paceline.combine.gradients.exchange import summed
+from paceline.errors import FleetError
+from paceline.feed import total
+from paceline.training.evaluate import PlacedBatches, called
 from paceline.transport import Transport
-from paceline.transport.base import Pending
 
 LABEL = "fleet.gather()"
 ATTEMPTS = 10
@@ -76,22 +75,21 @@ class Part:
         return [self.problem, self.form.to_json() if self.form is not None else None]
 
 
-def own_part(predict: Callable[..., Any], source: Source, *, shares: Sequence[int], rank: int, batch_size: int) -> Part:
-    """Run ``predict`` over this worker's part of the data, which is one stretch of it, and put the rows together."""
-    form: Form | None = None
-    batches: list[list[torch.Tensor]] = []
-    rows = 0
-    for piece, batch in each_batch(source, shares=shares, rank=rank, batch_size=batch_size):
+def own_part(predict: Callable[..., Any], batches: PlacedBatches) -> Part:
+    """Run ``predict`` over this worker's part of the data, and put the rows together."""
+    part, rows = Part(), list[list[torch.Tensor]]()
+    for piece, batch in batches:
         predicted = called(predict, batch)
         try:
-            its_form, leaves = read(predicted, samples=total(piece))
-            form = its_form if form is None else same(form, its_form, "for another batch")
+            form, leaves = read(predicted, samples=total(piece))
+            part.form = form if part.form is None else same(part.form, form, "for another batch")
         except ValueError as error:
             return Part(problem=str(error))
-        batches.append(leaves)
-        rows += total(piece)
-    whole = [torch.cat(column) for column in zip(*batches, strict=True)]
-    return Part(form, whole, start=sum(shares[:rank]), rows=rows)
+        part.start = part.start if rows else piece[0][0]
+        part.rows += total(piece)
+        rows.append(leaves)
+    part.leaves = [torch.cat(column) for column in zip(*rows, strict=True)]
+    return part
 
 
 def read(predicted: Any, *, samples: int) -> tuple[Form, list[torch.Tensor]]:
@@ -205,24 +203,9 @@ def gathered(transport: Transport, mine: Callable[[], Part], length: int) -> Any
 
     for _ in range(ATTEMPTS):
         form = agreed_form(transport.gather(LABEL, described))
-        buffer = _summed(transport, packed(form, part, length))
-        whole = None if buffer is None else unpacked(form, buffer, length)
+        sums = summed(transport, LABEL, [packed(form, part, length)])
+        whole = None if sums is None else unpacked(form, sums[0], length)
         if whole is not None:
             transport.gather("the predictions of fleet.gather()", None)  # nobody may still have to be given them
             return whole
     raise FleetError(f"{LABEL}: workers were lost again and again while predictions were gathered")
-
-
-def _summed(transport: Transport, buffer: torch.Tensor) -> torch.Tensor | None:
-    """The fleet's sum; None: members changed, and nothing came of it."""
-    sums: list[Pending] = []
-    try:
-        with transport.round(LABEL, keeps=[buffer]):
-            sums.append(transport.sum(buffer))
-            sums[0].wait()
-    except GenerationOver as over:
-        if not broken_off(transport, over, sums):
-            buffer = torch.empty_like(buffer)  # something may still write into the other one
-        transport.re_form_after(over)
-        return buffer if transport.given([buffer]) else None
-    return buffer

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +15,6 @@ from paceline.combine.averaging.settings import Averaging
 from paceline.combine.choose import Choice, check_combine, failures_from_env, make_combine, name_of
 from paceline.errors import FleetError
 from paceline.exit import end_with_one_line
-from paceline.machines import Machine
 from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace import make as make_pacer
 from paceline.run_recorder import RunRecorder
@@ -39,61 +40,60 @@ def join_training(
     pacer, merge = make_pacer(other_pace or pace), make_combine(other_combine or combine)
     if nonfinite not in ("stop", "skip"):
         raise ValueError(f'nonfinite must be "stop" or "skip", got {nonfinite!r}')
-    here, seed = devices.choose(device), int(seed)
-    try:
+    here = devices.choose(device)
+    with _said_in_one_line():
         machine = machines.from_env(_slot(), around=joins_roster())
-        transport = _make_transport(pacer, merge, here, machine)
-    except FleetError as error:
-        end_with_one_line(error)
-        raise
-    try:
-        if not transport.elastic:
-            pacer.check(transport.size)
-        check_combine(merge, pacer, transport.size, elastic=transport.elastic)
-        failures = failures_from_env(seed)
-        at_the_end = ExitStack()
-        if transport.elastic:
-            at_the_end.enter_context(leave_on_sigterm(transport))
-        settings = {"pace": pacer.name, "combine": name_of(merge), "seed": seed, "nonfinite": nonfinite}
-        must_agree(transport, "paceline.join()", {**settings, "combine": repr(merge)})
-        context = TrainingContext(
-            transport=transport,
-            recorder=RunRecorder(
-                transport,
-                name=name,
-                run_dir=run_dir,
-                quiet=quiet,
-                settings=settings,
-                device=here,
-                emulated=machine.describe() if machine else None,
-            ),
-            pacer=pacer,
-            combine=merge,
-            device=here,
-            machine=machine,
-            failures=failures,
-            seed=seed,
-            nonfinite=nonfinite,
-            at_the_end=at_the_end,
-        )
-        if other_pace:
-            context.inform(f"pace is {pacer.name!r} as PACELINE_PACE says, not {_pace_name(pace)!r}")
-        if other_combine:
-            context.inform(f"combine is {other_combine!r} as PACELINE_COMBINE says")
-    except BaseException as error:
-        transport.close(failure=error)
-        if isinstance(error, FleetError):
-            end_with_one_line(error)
-        raise
+        emulated = machine.describe() if machine else None
+        transport = _make_transport(pacer, merge, here, emulated)
+        try:
+            failures = failures_from_env(int(seed))
+            at_the_end, settings = _agree(transport, pacer, merge, seed=int(seed), nonfinite=nonfinite)
+            recorder = RunRecorder(
+                transport, name=name, run_dir=run_dir, quiet=quiet, settings=settings, device=here, emulated=emulated
+            )
+            context = TrainingContext(
+                transport, recorder, pacer, merge, here, machine, failures, nonfinite, int(seed), at_the_end
+            )
+            if other_pace:
+                context.inform(f"pace is {pacer.name!r} as PACELINE_PACE says, not {_pace_name(pace)!r}")
+            if other_combine:
+                context.inform(f"combine is {other_combine!r} as PACELINE_COMBINE says")
+        except BaseException as error:
+            transport.close(failure=error)
+            raise
     return context
 
 
-def _make_transport(pacer: Pacer, combine: Choice, device: torch.device, machine: Machine | None) -> Transport:
+def _agree(transport: Transport, pacer: Pacer, combine: Choice, **asked: Any) -> tuple[ExitStack, dict[str, Any]]:
+    """Check what was asked for, by itself and against the others'. Returns what is to be closed when the fleet is left,
+    and the settings for the run's log."""
+    if not transport.elastic:
+        pacer.check(transport.size)
+    check_combine(combine, pacer, transport.size, elastic=transport.elastic)
+    at_the_end = ExitStack()
+    if transport.elastic:
+        at_the_end.enter_context(leave_on_sigterm(transport))
+    settings = {"pace": pacer.name, "combine": name_of(combine), **asked}
+    must_agree(transport, "paceline.join()", {**settings, "combine": repr(combine)})
+    return at_the_end, settings
+
+
+@contextmanager
+def _said_in_one_line() -> Iterator[None]:
+    """An error of the fleet ends the script with one line."""
+    try:
+        yield
+    except FleetError as error:
+        end_with_one_line(error)
+        raise
+
+
+def _make_transport(pacer: Pacer, combine: Choice, device: torch.device, emulated: str | None) -> Transport:
     # Rounds with a deadline, and overlapped ones, run beside the user's kernels, which NCCL was not seen to bear.
     aside = may_set_deadlines(pacer) or (isinstance(combine, Averaging) and combine.overlap)
     backend = "gloo" if aside else None
     if joins_roster():
-        return Elastic(device, emulated=machine.describe() if machine else None, backend=backend)
+        return Elastic(device, emulated=emulated, backend=backend)
     return FixedTransport(device, backend=backend) if launched() else Alone()
 
 

@@ -100,10 +100,6 @@ class Replica:
         checkpoint.restore(source, content, tracking.things, self._context.models)
         tracking.state.load_state_dict(content.get("state", {}), guard=guard)
 
-    def restore_peers(self, content: Mapping[str, Any]) -> None:
-        """Take over a peer's `state`."""
-        self.restore(Path("a peer's state"), content)
-
     def make_equal(self) -> Repair:
         """Every worker takes over the leader's models and everything tracked."""
         context = self._context

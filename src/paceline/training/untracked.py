@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.swa_utils import AveragedModel
+
 from paceline.checkpoint.load import Found
 from paceline.errors import MisuseError
 from paceline.loop.tracking import Living
@@ -33,11 +35,12 @@ class UntrackedChecks:
 
     def before_first_step(self, steps: Steps) -> None:
         """By now the script has brought what a loop needs: everything, where state may be handed over."""
-        living = Living()
-        if steps.combine.hands_over_state or len(self._context.passes.lengths) < 2:
-            self._context.tracking.note_averages(living)
         if steps.combine.hands_over_state:
+            living = Living()
+            self._context.tracking.note_averages(living)
             self._check(steps, living)
+        elif len(self._context.passes.lengths) < 2:
+            self._context.tracking.note_averages(Living(AveragedModel))
 
     def after_first_step(self, steps: Steps) -> None:
         """What the first step used shows by now."""

@@ -34,8 +34,9 @@ from paceline.combine.gradients.combine import may_apply
 from paceline.combine.gradients.scaling import is_active
 from paceline.errors import MisuseError
 from paceline.loop.context import LoopContext
+from paceline.loop.hyperparameters import scaled_rates
 from paceline.loop.rounds import InlineRound
-from paceline.loop.step import Step, scaled_rates
+from paceline.loop.step import Step
 from paceline.loop.step_recording import WORK
 from paceline.loop.step_state import StepState
 from paceline.pace.period import time_is_up
@@ -131,7 +132,7 @@ class AveragingCombine:
         finite = loop.gradients.finish()
         header = self.periods.exchange.persistently(partial(self._write_step, step_state, finite))
         entered = time.perf_counter()
-        loop.gradients.exchange(header, step_state.work.samples, f"local step {step_state.index}")
+        loop.gradients.exchange.run(header, step_state.work.samples, f"local step {step_state.index}")
         self._waited_s = time.perf_counter() - entered
         self._word = int(header.column("ended")[0])
         step_state.header = header
@@ -149,7 +150,7 @@ class AveragingCombine:
             **{fact: getattr(work, fact) for fact in WORK},
             weight=float(work.weight),
             loss=float(work.loss_sum),
-            squares=gradients.squares(float(work.weight)),
+            squares=gradients.exchange.squares(float(work.weight)),
             overflow=overflow,
             nonfinite=not finite and not overflow,
             ended=self._say() if self._member == 0 else 0,
@@ -176,7 +177,7 @@ class AveragingCombine:
             generation=transport.generation,
             workers=tuple(transport.workers[member] for member in self._members),
             planned=step_state.shares,
-            grad_norm=self.loop.gradients.known_norm,
+            grad_norm=self.loop.gradients.mean_gradient.known_norm,
         )
 
     def commit(self, step: Step, updated: float) -> None:

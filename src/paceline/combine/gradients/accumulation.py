@@ -100,29 +100,12 @@ class Accumulation:
         self.statistics.begin()
         self.unscale = 1.0 / scaler.get_scale() if is_active(scaler) else 1.0
 
-    def backward(
-        self,
-        loss: torch.Tensor,
-        weight: Any,
-        *,
-        last: bool,
-        whole: bool,
-        keep_graph: bool,
-        retain_graph: bool,
-        among: Among,
-    ) -> None:
+    def backward(self, loss: torch.Tensor, weight: Any, **how: Any) -> None:
         """Add the gradient of a micro-batch's mean loss with this weight; the other arguments as in `Buckets`."""
         if not self._begun:
             self._notice_freezing()
             self._begin_work()
-        self.buckets.backward(
-            self._scaled(loss, weight),
-            last=last,
-            whole=whole,
-            keep_graph=keep_graph,
-            retain_graph=retain_graph,
-            among=among,
-        )
+        self.buckets.backward(self._scaled(loss, weight), **how)
 
     def _begin_work(self) -> None:
         self._begun = True
@@ -164,13 +147,11 @@ class Accumulation:
 
     # -- beside the sum: a micro-batch joins it whole or not at all --------------------------------------------------
 
-    def backward_aside(
-        self, loss: torch.Tensor, weight: Any, *, retain_graph: bool = False, among: Among = None
-    ) -> Aside:
-        """The gradient of a micro-batch's mean loss, beside the sum until `join`."""
+    def backward_aside(self, loss: torch.Tensor, weight: Any, *, among: Among = None, **graph: bool) -> Aside:
+        """The same, beside the sum until `join`: the micro-batch joins it whole or not at all."""
         if not self._begun:
             self._begin_work()
-        grads = self.buckets.backward_aside(self._scaled(loss, weight), retain_graph=retain_graph, among=among)
+        grads = self.buckets.backward_aside(self._scaled(loss, weight), among=among, **graph)
         if all(grad is None for grad in grads):
             raise MisuseError(_REACHED_NOTHING if among is None else REACHED_NO_MODEL)
         return grads, self.statistics.look()
@@ -207,10 +188,6 @@ class Accumulation:
         grads, look = aside
         self.buckets.join(grads)
         self.statistics.note(look)
-
-    def show(self) -> None:
-        """The sum shows in ``p.grad``."""
-        self.buckets.show()
 
 
 def _unique(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:

@@ -154,13 +154,13 @@ class GradientExchange:
         header.used[:] = mine.used
         header.counters[:] = mine.moved
         parts = [*mine.flats, *([mine.statistics] if self._work.counters else []), header.tensor()]
-        summed = sum_aside(self._transport, label, parts)
-        if summed is None:
+        given = summed(self._transport, label, parts, aside=True)
+        if given is None:
             return False
-        mine.flats = summed[: len(mine.flats)]
+        mine.flats = given[: len(mine.flats)]
         if self._work.counters:
-            mine.statistics = summed[-2]
-        header.vector[:] = summed[-1].numpy()
+            mine.statistics = given[-2]
+        header.vector[:] = given[-1].numpy()
         return True
 
     def adopt(self, total: Sum, header: Header) -> None:
@@ -177,29 +177,36 @@ def _extremes(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [extreme.to(torch.float64) for flat in flats for extreme in torch.aminmax(flat)]
 
 
-def sum_aside(transport: Collective, label: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """The fleet's sums, in these tensors or others like them, on the thread of rounds with a deadline. None: the
-    members changed, and nothing came of the round."""
+def summed(
+    transport: Collective, label: str, tensors: Sequence[torch.Tensor], *, aside: bool = False
+) -> list[torch.Tensor] | None:
+    """The fleet's sums, in these tensors or others like them; ``aside``: on the thread of rounds with a deadline. None:
+    the members changed, and nothing came of the round."""
     sums: list[Pending] = []
     try:
-        with transport.round(label, aside=True, keeps=tensors):
+        with transport.round(label, aside=aside, keeps=tensors):
             sums += [transport.sum(tensor) for tensor in tensors]
             for pending in sums:
                 pending.wait()
     except GenerationOver as over:
-        return re_formed(transport, over, sums, tensors)
+        return re_formed(transport, over, sums, tensors, aside=aside)
     return list(tensors)
 
 
 def re_formed(
-    transport: Collective, over: GenerationOver, sums: Sequence[Pending] = (), tensors: Sequence[torch.Tensor] = ()
+    transport: Collective,
+    over: GenerationOver,
+    sums: Sequence[Pending] = (),
+    tensors: Sequence[torch.Tensor] = (),
+    *,
+    aside: bool = True,
 ) -> list[torch.Tensor] | None:
-    """Re-form the group among the workers that live, on the thread of rounds with a deadline. What ``tensors`` should
-    have held, when some of these workers had finished the round and gave its result; else None."""
+    """Re-form the group among the workers that live. What ``tensors`` should have held, when some of these workers had
+    finished the round and gave its result; else None."""
     if not broken_off(transport, over, sums):
         tensors = [torch.empty_like(tensor) for tensor in tensors]
     transport.re_form_after(over)
-    return list(tensors) if transport.given(tensors, aside=True) else None
+    return list(tensors) if transport.given(tensors, aside=aside) else None
 
 
 def broken_off(transport: Collective, over: GenerationOver, sums: Sequence[Pending]) -> bool:
