@@ -166,7 +166,8 @@ def train(job: Job) -> dict[str, Any]:
         look()
         for step in fleet.steps(part, global_batch=BATCH * workers, micro_batch=BATCH, epochs=EPOCHS):
             for x, y in step:
-                step.backward(cross_entropy(model(x), y))
+                # A step on the few samples that an epoch has left goes as far as they carry it, whatever the rate.
+                step.backward(cross_entropy(model(x), y) * len(y) / BATCH)
             step.commit(optimizer)
             if job.seed == 0 and ((step.index % LOOKS == 0) if job.once else step.round > round):
                 look()
@@ -327,13 +328,14 @@ def charts(results: Results) -> list[Chart]:
 
     def over_time(model: str, once: bool, momentum: float, regime: float) -> dict[str, Any]:
         curves: dict[str, Any] = {}
+        alone: dict[str, Any] = {}
         for rule in RULES:
             for job in (one for one in own if _is(one, model, once, momentum, rule, regime)):
                 seconds, apart = results.of(job)["seconds"], results.apart(job)
-                if once and rule == "uniform":
-                    curves["the first worker alone"] = seconds[:-1], apart[:-1]
                 curves[rule] = (seconds[-1:], apart[-1:]) if once else (seconds, apart)
-        return curves
+                if once:
+                    alone["the first worker alone"] = seconds[:-1], apart[:-1]
+        return curves | alone
 
     def over_regimes(momentum: float) -> dict[str, Any]:
         what = {"model": "logistic", "once": True, "momentum": momentum}
