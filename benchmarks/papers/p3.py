@@ -6,8 +6,9 @@ worker sleeps until its machine would be done) in four nodes of two, which slow 
 steps. They train a small network on Fashion-MNIST, every sample counted once, with one learning rate under every rule:
 naive (everybody is waited for), the best static cut-off in hindsight, Elfving, deep (trained beforehand on another
 600 steps of the same kind of cluster, and used from the first step), joint. Loss is that of the leader's weights on
-test images, scored after the training; the clock starts when the first step ends, which waits for everybody under
-every rule. Time to target is read where the mean of three evaluations first is at or below the target.
+test images, scored after the training. The clock starts when the second step ends: workers that do not wait for each
+other connect once more before, which takes a moment and belongs to no rule. Time to target is read where the mean of
+three evaluations first is at or below the target.
 
 **Throughput**, simulated: shares a second over naive's, on the same two scenarios with 158 and with 2,175 workers and,
 with --traces, on recorded ones widened to 158: copies of the recorded job, each of which begins elsewhere in the
@@ -93,7 +94,7 @@ class Size:
     """One model for the real and the simulated workers of a scenario, learned from both."""
 
 
-FULL = Size(seeds=3, steps=120, sample_ms=2.0, target=0.55, updates=1200, fleets={158: 3, 2175: 2}, played=220)
+FULL = Size(seeds=3, steps=120, sample_ms=2.0, target=0.55, updates=1000, fleets={158: 3, 2175: 2}, played=220)
 QUICK = Size(seeds=1, steps=45, sample_ms=4.0, target=0.75, updates=400, fleets={158: 1}, played=120, together=True)
 FLEET_CORES, MOST_PROCESSES = 8, 16
 """Cores that a real fleet wants for itself, and trainings at the same time."""
@@ -228,7 +229,7 @@ def trained(way: str, scenario: str, seed: int, size: Size, folder: str) -> tupl
             for x, y in step:
                 step.backward(nn.functional.cross_entropy(model(x), y))
             step.commit(optimizer)
-            if fleet.rank == 0 and step.index % KEEP_EVERY == 0:
+            if fleet.rank == 0 and step.index % KEEP_EVERY == 1:
                 kept.append((step.index, {name: value.clone() for name, value in model.state_dict().items()}))
     if fleet.rank != 0:
         return [], 0.0
