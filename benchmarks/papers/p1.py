@@ -8,6 +8,7 @@ times slower, is added. In the JSON:
 
     saved_1_2, saved_1_3, saved_1_1_2_4   part of the time a step that adaptive saves against equal shares
     static_saved                          the same of shares set by hand
+    saved_of_work     the same two of the slowest worker's own seconds, the round and the rest left out
     loss_gap          largest difference of a step's loss between any two ways: they are one curve over steps
     steps_to_follow   steps from a change of members until all shares are within a tenth of what speeds ask for, in
                       three steps in a row
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -99,12 +100,13 @@ def measure(machines: str, seed: int) -> dict[str, Curve]:
     emulate(machines, SAMPLE_MS)
     found = {}
     for name, pace in {"equal": "equal", "static": by_hand(machines), "adaptive": "adaptive"}.items():
-        told: Curve = {"step_s": [], "loss": [], "short": []}
+        told: Curve = {"step_s": [], "work_s": [], "loss": [], "short": []}
         with paceline.join(pace, quiet=True, seed=seed) as fleet:
             began = None
             for step in train(fleet, FLEETS[machines], STEPS, seed=seed):
                 now = time.perf_counter()
                 told["step_s"] += [now - began] if began is not None else []
+                told["work_s"].append(max(step.record.seconds))
                 told["loss"].append(step.loss)
                 told["short"].append(sum(step.record.shortfall_s) / max(1e-9, sum(step.record.seconds)))
                 began = now
@@ -233,8 +235,13 @@ def step_ms(run: Curve) -> float:
     return 1000 * median(run["step_s"][WARM_UP:-1])
 
 
-def saved(runs: Sequence[dict[str, Curve]], way: str) -> list[float]:
-    return [1 - step_ms(run[way]) / step_ms(run["equal"]) for run in runs]
+def work_ms(run: Curve) -> float:
+    """What the slowest worker computes in a step, without the round and whatever else the host does."""
+    return 1000 * median(run["work_s"][WARM_UP:-1])
+
+
+def saved(runs: Sequence[dict[str, Curve]], way: str, ms: Callable[[Curve], float] = step_ms) -> list[float]:
+    return [1 - ms(run[way]) / ms(run["equal"]) for run in runs]
 
 
 def loss_gap(runs: Runs) -> float:
@@ -249,7 +256,7 @@ def loss_gap(runs: Runs) -> float:
 
 
 def tell(runs: Runs) -> dict[str, Any]:
-    figures: dict[str, Any] = {"static_saved": {}, "spread": {}, "rule": {}}
+    figures: dict[str, Any] = {"static_saved": {}, "saved_of_work": {}, "spread": {}, "rule": {}}
     for machines, each in runs.items():
         name = machines.replace(",", "_")
         print(
@@ -258,10 +265,13 @@ def tell(runs: Runs) -> dict[str, Any]:
         for way in ("equal", "static", "adaptive"):
             took, whole = fmean(step_ms(run[way]) for run in each), fmean(sum(run[way]["step_s"]) for run in each)
             gain, final = fmean(saved(each, way)), fmean(fmean(run[way]["loss"][-5:]) for run in each)
-            print(f"  {way:<9} {took:6.1f} ms a step, {whole:5.1f} s in all, saved {gain:6.3f}, last loss {final:.4f}")
+            works = fmean(work_ms(run[way]) for run in each)
+            print(f"  {way:<9} {took:6.1f} ms a step ({works:.1f} work), {whole:5.1f} s in all", end="")
+            print(f", saved {gain:6.3f}, last loss {final:.4f}")
         gains = saved(each, "adaptive")
         figures[f"saved_{name}"] = fmean(gains)
         figures["static_saved"][name], figures["rule"][name] = fmean(saved(each, "static")), rule(machines)
+        figures["saved_of_work"][name] = {way: fmean(saved(each, way, work_ms)) for way in ("static", "adaptive")}
         figures["spread"][name] = stdev(gains) if len(gains) > 1 else None
     short = [value for each in runs.values() for run in each for way in run.values() for value in way["short"]]
     return {**figures, "loss_gap": loss_gap(runs), "host_shortfall": fmean(short), "seeds": SEEDS}

@@ -60,6 +60,6 @@ def test_the_table_has_the_column_where_machines_are_unlike() -> None:
 
 def test_a_worker_that_costs_more_than_it_brings_is_named() -> None:
     slow = verdict(run({0: 99.0, 1: 1.0}, round_s=0.2))
-    assert "Worker 1 costs more than it brings: without it 15.7 samples/s more are in reach" in slow.text
+    assert "Worker 1 seems to cost more than it brings: without it about 15.7 samples/s more are in reach" in slow.text
     assert slow.to_json()["workers"][1]["adds"] == pytest.approx(-15.67, abs=0.01)
-    assert "costs more" not in verdict(run({0: 80.0, 1: 20.0}, round_s=0.01)).text
+    assert "more than it brings" not in verdict(run({0: 80.0, 1: 20.0}, round_s=0.01)).text

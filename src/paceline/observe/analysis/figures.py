@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median
 
 import numpy as np
 
@@ -294,7 +295,7 @@ def _with_worth(
     steps, sizes = len(records), {len(record.workers) for record in records}
     step = StepCost(
         samples=sum(record.total for record in records) / steps,
-        round_s={size: _mean([r.round_s for r in records if len(r.workers) == size]) for size in sizes},
+        round_s={size: median(r.round_s for r in records if len(r.workers) == size) for size in sizes},
         other_s=max(0.0, whole["other"] - whole["round"]) / steps,
     )
     found = adds({worker.worker: worker.speed for worker in workers}, records[-1].workers, step)

@@ -19,7 +19,8 @@ class StepCost:
 
     samples: float
     round_s: Mapping[int, float]
-    """The round as it was measured, by the number of workers."""
+    """The typical round as it was measured, by the number of workers: the median, for a few that were held up are not
+    what the worker costs."""
     other_s: float
 
     def speed(self, speeds: Collection[float]) -> float:
