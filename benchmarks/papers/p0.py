@@ -11,6 +11,7 @@ third of the epochs, evaluation left out. In the JSON, means over levels and see
 
     epoch_over_best    time a step under epoch / under the best shares (1: P0's rule finds them; above 1: slower)
     epoch_over_equal   time a step under epoch / under equal shares (below 1: time is saved)
+    levels             by share; ``work_...`` are the same ratios of the slowest worker's own seconds, the rest left out
     shares             what P0's logs settled at, and the fast worker's part of the samples here, under epoch
 
     python benchmarks/papers/p0.py            3 seeds, 12 epochs: 12 processes at once, about 2 minutes on 16 cores
@@ -85,7 +86,9 @@ class Level:
 def train(pace: str, images: Images, seed: int) -> Curve:
     """By epoch: seconds of training so far, test accuracy, seconds of the epoch and the fast worker's share; and the
     seconds of the steps of the last epochs."""
-    told: Curve = {name: [] for name in ("time_s", "accuracy", "epoch_s", "share", "step_s", "short_s", "own_s")}
+    told: Curve = {
+        name: [] for name in ("time_s", "accuracy", "epoch_s", "share", "step_s", "work_s", "short_s", "own_s")
+    }
     with paceline.join(pace, quiet=True, seed=seed) as fleet:
         torch.manual_seed(seed)
         model = fleet.model(small_cnn())
@@ -102,6 +105,7 @@ def train(pace: str, images: Images, seed: int) -> Curve:
             passed, epoch_s, done, fast = passed + took, epoch_s + took, done + record.total, fast + record.samples[0]
             if step.epoch >= EPOCHS - LATE:
                 told["step_s"].append(took)
+                told["work_s"].append(max(record.seconds))
                 told["short_s"].append(sum(record.shortfall_s))
                 told["own_s"].append(sum(record.seconds))
             if step.ends_epoch:
@@ -139,6 +143,11 @@ def step_ms(run: Curve) -> float:
     return 1000 * median(run["step_s"])
 
 
+def work_ms(run: Curve) -> float:
+    """What the slowest worker computes in a step, without the round and whatever else the host does."""
+    return 1000 * median(run["work_s"])
+
+
 def settled(run: Curve) -> float:
     return fmean(run["share"][-LATE:])
 
@@ -160,13 +169,17 @@ def tell(runs: Runs) -> dict[str, Any]:
             steps, ours = [step_ms(run[name]) for run in each], [settled(run[name]) for run in each]
             final = fmean(run[name]["accuracy"][-1] for run in each)
             last = fmean(run[name]["epoch_s"][-1] for run in each)
-            print(f"  {name:<9} {fmean(steps):6.1f} ms a step, {last:5.2f} s an epoch, share {spread(ours)}", end="")
-            print(f" (P0's log {share}), accuracy {final:.3f}")
+            works = fmean(work_ms(run[name]) for run in each)
+            print(f"  {name:<9} {fmean(steps):6.1f} ms a step ({works:.1f} work), {last:5.2f} s an epoch", end="")
+            print(f", share {spread(ours)} (P0's log {share}), accuracy {final:.3f}")
         levels[str(share)] = {
             "delay_ms": level.delay_ms,
             "share": fmean(settled(run["epoch"]) for run in each),
             "epoch_over_best": fmean(ratios(each, "best")),
             "epoch_over_equal": fmean(ratios(each, "equal")),
+            "work_epoch_over_best": fmean(work_ms(run["epoch"]) / work_ms(run["best"]) for run in each),
+            "work_epoch_over_equal": fmean(work_ms(run["epoch"]) / work_ms(run["equal"]) for run in each),
+            "round_ms": fmean(step_ms(run["epoch"]) - work_ms(run["epoch"]) for run in each),
             "by_formula_over_equal": level.best_ms / (level.delay_ms + BATCH * SAMPLE_MS / 2),
             "adaptive_over_equal": fmean(step_ms(run["adaptive"]) / step_ms(run["equal"]) for run in each),
             "whole_epoch_over_equal": fmean(run["epoch"]["time_s"][-1] / run["equal"]["time_s"][-1] for run in each),

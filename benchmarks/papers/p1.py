@@ -8,8 +8,10 @@ times slower, is added. In the JSON:
 
     saved_1_2, saved_1_3, saved_1_1_2_4   part of the time a step that adaptive saves against equal shares
     static_saved                          the same of shares set by hand
+    saved_of_work     the same two of the slowest worker's own seconds, the round and the rest left out
     loss_gap          largest difference of a step's loss between any two ways: they are one curve over steps
-    steps_to_follow   steps from a change of members until all shares are within a tenth of what speeds ask for
+    steps_to_follow   steps from a change of members until all shares are within a tenth of what speeds ask for, in
+                      three steps in a row
     worth             samples/s that the old machine adds: as the report says, as measured (after less before), by its
                       speed alone; and the least speed, as a part of the others', that would still be worth it
 
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -50,12 +52,12 @@ QUICK = "--quick" in sys.argv
 MICRO, SAMPLE_MS, WARM_UP = 16, 2.5, 5
 FLEETS = {"1,2": 64, "1,3": 64, "1,1,2,4": 128}
 """Machines, and the global batch."""
-STEPS, SEEDS = (36, 1) if QUICK else (120, 3)
+STEPS, SEEDS = (30, 1) if QUICK else (120, 3)
 ELASTIC, ELASTIC_BATCH, AFTER = "1,4", 96, 30 if QUICK else 60
 """Machines of the elastic fleet (the list begins again for those that join), and steps after the last one joined."""
-EVENTS, MOST_STEPS = "join@10,leave:1@90,join@110", 2000
-CLOSE = 0.1
-"""A share this close to what speeds ask for has followed."""
+EVENTS, MOST_STEPS = "join@5,leave:1@60,join@80", 2000
+CLOSE, IN_A_ROW = 0.1, 3
+"""Shares this close to what speeds ask for, in so many steps in a row, have followed."""
 SMOKES = bool(smoke(found=True))
 globals().update(smoke(SAMPLE_MS=0.1, WARM_UP=1, FLEETS={"1,2": 16}, STEPS=4, SEEDS=1, ELASTIC_BATCH=16, AFTER=2))
 ELASTIC_WORKER = "elastic"
@@ -98,12 +100,13 @@ def measure(machines: str, seed: int) -> dict[str, Curve]:
     emulate(machines, SAMPLE_MS)
     found = {}
     for name, pace in {"equal": "equal", "static": by_hand(machines), "adaptive": "adaptive"}.items():
-        told: Curve = {"step_s": [], "loss": [], "short": []}
+        told: Curve = {"step_s": [], "work_s": [], "loss": [], "short": []}
         with paceline.join(pace, quiet=True, seed=seed) as fleet:
             began = None
             for step in train(fleet, FLEETS[machines], STEPS, seed=seed):
                 now = time.perf_counter()
                 told["step_s"] += [now - began] if began is not None else []
+                told["work_s"].append(max(step.record.seconds))
                 told["loss"].append(step.loss)
                 told["short"].append(sum(step.record.shortfall_s) / max(1e-9, sum(step.record.seconds)))
                 began = now
@@ -160,10 +163,10 @@ def factor(worker: int) -> float:
     return float(machines[worker % len(machines)])
 
 
-def steps_to_follow(log: RunLog, first: int, last: int) -> int:
-    """Steps after the change until all shares are close to what speeds ask for, until the members change again."""
-    far = [k for k in range(first, last) if _furthest(log.records[k]) > CLOSE]
-    return far[-1] + 1 - first if far else 0
+def steps_to_follow(log: RunLog, first: int, last: int) -> int | None:
+    """Steps after the change until all shares are close to what speeds ask for, and stay so for a few steps."""
+    close = [_furthest(log.records[k]) <= CLOSE for k in range(first, last)]
+    return next((k for k in range(len(close) - IN_A_ROW + 1) if all(close[k : k + IN_A_ROW])), None)
 
 
 def _furthest(record: Any) -> float:
@@ -187,7 +190,7 @@ def tell_elastic(log: RunLog) -> dict[str, Any]:
             f"  steps {first:>4} to {last - 1:>4}: machines {factors:<7} {speed(log, first, last):6.0f} samples/s",
             end="",
         )
-        print(f", shares followed after {followed} steps")
+        print(", shares have not followed" if followed is None else f", shares followed after {followed} steps")
     found = {workers: span for span, workers in spans}
     replaced, added = _span(found, joined=2), _span(found, joined=3)
     before, after = _span(found, exact={0, 2}), _span(found, exact={0, 2, 3})
@@ -232,8 +235,13 @@ def step_ms(run: Curve) -> float:
     return 1000 * median(run["step_s"][WARM_UP:-1])
 
 
-def saved(runs: Sequence[dict[str, Curve]], way: str) -> list[float]:
-    return [1 - step_ms(run[way]) / step_ms(run["equal"]) for run in runs]
+def work_ms(run: Curve) -> float:
+    """What the slowest worker computes in a step, without the round and whatever else the host does."""
+    return 1000 * median(run["work_s"][WARM_UP:-1])
+
+
+def saved(runs: Sequence[dict[str, Curve]], way: str, ms: Callable[[Curve], float] = step_ms) -> list[float]:
+    return [1 - ms(run[way]) / ms(run["equal"]) for run in runs]
 
 
 def loss_gap(runs: Runs) -> float:
@@ -248,7 +256,7 @@ def loss_gap(runs: Runs) -> float:
 
 
 def tell(runs: Runs) -> dict[str, Any]:
-    figures: dict[str, Any] = {"static_saved": {}, "spread": {}, "rule": {}}
+    figures: dict[str, Any] = {"static_saved": {}, "saved_of_work": {}, "spread": {}, "rule": {}}
     for machines, each in runs.items():
         name = machines.replace(",", "_")
         print(
@@ -257,10 +265,13 @@ def tell(runs: Runs) -> dict[str, Any]:
         for way in ("equal", "static", "adaptive"):
             took, whole = fmean(step_ms(run[way]) for run in each), fmean(sum(run[way]["step_s"]) for run in each)
             gain, final = fmean(saved(each, way)), fmean(fmean(run[way]["loss"][-5:]) for run in each)
-            print(f"  {way:<9} {took:6.1f} ms a step, {whole:5.1f} s in all, saved {gain:6.3f}, last loss {final:.4f}")
+            works = fmean(work_ms(run[way]) for run in each)
+            print(f"  {way:<9} {took:6.1f} ms a step ({works:.1f} work), {whole:5.1f} s in all", end="")
+            print(f", saved {gain:6.3f}, last loss {final:.4f}")
         gains = saved(each, "adaptive")
         figures[f"saved_{name}"] = fmean(gains)
         figures["static_saved"][name], figures["rule"][name] = fmean(saved(each, "static")), rule(machines)
+        figures["saved_of_work"][name] = {way: fmean(saved(each, way, work_ms)) for way in ("static", "adaptive")}
         figures["spread"][name] = stdev(gains) if len(gains) > 1 else None
     short = [value for each in runs.values() for run in each for way in run.values() for value in way["short"]]
     return {**figures, "loss_gap": loss_gap(runs), "host_shortfall": fmean(short), "seeds": SEEDS}
@@ -320,7 +331,7 @@ def main() -> None:
         found: dict[str, Curve] = run_workers(__file__, len(job[0].split(",")), *map(str, job), *more)
         return found
 
-    with ThreadPoolExecutor(1 if SMOKES else len(jobs)) as pool:
+    with ThreadPoolExecutor(1 if SMOKES or QUICK else len(jobs)) as pool:
         found = list(pool.map(run, jobs))
     runs: Runs = {name: [run for job, run in zip(jobs, found, strict=True) if job[0] == name] for name in FLEETS}
     figures = tell(runs)

@@ -194,6 +194,10 @@ def test_whatever_stands_in_a_log_is_told_in_words(events: list[dict[str, Any]])
     survives(events)
 
 
+def test_a_name_that_is_no_text_is_none() -> None:
+    survives([{"event": "run", "transport": "fixed", "name": float("nan")}])
+
+
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(AT_THE_EDGES, min_size=1, max_size=24), st.sampled_from(["equal", "adaptive", "joint"]))

@@ -65,8 +65,9 @@ def report(
         wanted = {write_report: page, write_perfetto: perfetto, write_tensorboard: tensorboard, write_csv: csv}
         written = [_write(log, path, write, quietly=as_json) for write, path in wanted.items() if path is not None]
         if as_json:
-            judged = verdict(log)
-            typer.echo(json.dumps({"run": str(log.path.parent), "name": log.run.get("name"), **judged.to_json()}))
+            name = log.run.get("name")
+            head = {"run": str(log.path.parent), "name": name if isinstance(name, str) else None}
+            typer.echo(json.dumps({**head, **verdict(log).to_json()}))
         elif not written:
             _tell(log, verdict(log))
 

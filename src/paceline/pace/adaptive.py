@@ -1,4 +1,4 @@
-"""Shares that follow the measured speed step by step (P1, the self-adaptive allocation): the default pace."""
+"""Shares that follow the measured speed step by step (P1's self-adaptive allocation, reconstructed): the default."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """``combine="gradients"``: one round a step sums gradients and counts, and all divide by the true count.
 
 With S_i the sum of worker i's per-sample gradients and n_i its count, the step's gradient is ``sum_i S_i / sum_i n_i``:
-exactly that of one machine with the whole batch, for any shares (P0's weighted form, P1's rule). A worker adds up its
-micro-batches (`Accumulation`), the round sums over the fleet (`GradientExchange`), `MeanGradient` divides and clips.
+exactly that of one machine with the whole batch, for any shares (P0's weighted form; P1's rule as reconstructed). A
+worker adds up its micro-batches (`Accumulation`), the round sums over the fleet (`GradientExchange`), `MeanGradient`
+divides and clips.
 """
 
 from __future__ import annotations

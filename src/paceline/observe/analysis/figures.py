@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median
 
 import numpy as np
 
@@ -67,8 +68,8 @@ class WorkerFigures:
     would_hold: float = 0.0
     """Of what waiting for everybody would have cost besides, the part that is due to this worker; an estimate."""
     adds: float = 0.0
-    """Samples a second that it adds to those there at the end, with shares by speed and a round that grows as in a ring
-    (`worth`); below 0, it costs more than it brings. 0 too when it was never timed."""
+    """Samples a second that it adds to those there at the end, with shares by speed, and with the round's cost as it is
+    with and without it (`worth`). Below 0, it costs more than it brings; 0 too when it was never timed."""
 
 
 @dataclass(frozen=True)
@@ -288,15 +289,14 @@ def _figures(
 def _with_worth(
     workers: Sequence[WorkerFigures], records: Sequence[StepRecord], whole: Sums
 ) -> tuple[WorkerFigures, ...]:
-    """The workers, with what each adds to those there at the end; the round is that of steps with most workers."""
+    """The workers, with what each adds to those there at the end."""
     if not records:
         return tuple(workers)
-    steps, most = len(records), max(len(record.workers) for record in records)
+    steps, sizes = len(records), {len(record.workers) for record in records}
     step = StepCost(
         samples=sum(record.total for record in records) / steps,
-        round_s=_mean([r.round_s for r in records if len(r.workers) == most and _positive(r.round_s)]),
+        round_s={size: median(r.round_s for r in records if len(r.workers) == size) for size in sizes},
         other_s=max(0.0, whole["other"] - whole["round"]) / steps,
-        size=most,
     )
     found = adds({worker.worker: worker.speed for worker in workers}, records[-1].workers, step)
     return tuple(replace(worker, adds=found.get(worker.worker, 0.0)) for worker in workers)

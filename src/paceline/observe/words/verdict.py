@@ -251,8 +251,8 @@ def _not_worth(v: Verdict) -> str:
     worst = min(v.figures.workers, key=lambda worker: worker.adds, default=None)
     if worst is None or not unlike(v.figures) or worst.adds > -WORTH * v.figures.samples_per_s:
         return ""
-    longer = f"without it {number(-worst.adds)} samples/s more are in reach, for the round is longer with it"
-    return f"{capital(v.name(worst))} costs more than it brings: {longer}."
+    longer = f"without it about {number(-worst.adds)} samples/s more are in reach, for the round is longer with it"
+    return f"{capital(v.name(worst))} seems to cost more than it brings: {longer}."
 
 
 def few_micro_batches(worker: WorkerFigures) -> bool:
