@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.observe.page.drawing import worker_colours
 
 WIDTH, HEIGHT = 420, 300
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 34, 44
+LEFT, RIGHT, TOP, BOTTOM = 70, 12, 34, 44
 LEGEND_ROW = 16
 
 Curve = tuple[Sequence[float], Sequence[float]]
@@ -62,7 +62,7 @@ def _panel(chart: Chart) -> str:
     for tick in across.ticks():
         parts += [_line(across(tick), TOP, across(tick), HEIGHT - BOTTOM)]
         parts += [_text(across(tick), HEIGHT - BOTTOM + 16, f"{tick:g}", anchor="middle")]
-    for tick in up.ticks():
+    for tick in up.powers() if chart.log_y else up.ticks():
         label = f"{10**tick:.3g}" if chart.log_y else f"{tick:g}"
         parts += [_line(LEFT, up(tick), WIDTH - RIGHT, up(tick)), _text(LEFT - 6, up(tick) + 4, label, anchor="end")]
     for row, ((name, points), colour) in enumerate(zip(drawn.items(), worker_colours(len(drawn)), strict=True)):
@@ -94,6 +94,16 @@ class _Axis:
         step = next(power * nice for nice in (1, 2, 5, 10) if power * nice >= raw)
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
         return [round(step * number, 12) for number in range(first, last + 1)]
+
+    def powers(self) -> list[float]:
+        """Of a logarithmic axis: 1, 2 and 5 times the powers of ten, or the powers alone where those are many."""
+        decades = range(math.floor(self.low), math.ceil(self.high) + 1)
+        for digits in ((1, 2, 5), (1,)):
+            ticks = [power + math.log10(digit) for power in decades for digit in digits]
+            inside = [tick for tick in ticks if self.low <= tick <= self.high]
+            if len(inside) <= 7:
+                break
+        return inside if len(inside) > 1 else self.ticks()
 
 
 def _line(x0: float, y0: float, x1: float, y1: float) -> str:
