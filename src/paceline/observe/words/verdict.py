@@ -26,6 +26,8 @@ UNLIKE = 1.25
 """The fastest worker's speed over the slowest's from which machines count as unlike."""
 NOTABLE = 0.10
 """A part of the time from which it is worth a sentence."""
+ENOUGH = 20
+"""Steps from which a round's time is known well enough to say that a machine is not worth it."""
 WORTH = 0.02
 """Of the fleet's speed, what a worker must cost it to be worth a sentence: a round's time is no more exact."""
 
@@ -249,7 +251,9 @@ def unlike(figures: Figures) -> bool:
 def _not_worth(v: Verdict) -> str:
     """That a machine costs more than it brings: it is slow, and the round is longer with it."""
     worst = min(v.figures.workers, key=lambda worker: worker.adds, default=None)
-    if worst is None or not unlike(v.figures) or worst.adds > -WORTH * v.figures.samples_per_s:
+    if worst is None or v.figures.steps < ENOUGH or not unlike(v.figures):
+        return ""
+    if worst.adds > -WORTH * v.figures.samples_per_s:
         return ""
     longer = f"without it about {number(-worst.adds)} samples/s more are in reach, for the round is longer with it"
     return f"{capital(v.name(worst))} seems to cost more than it brings: {longer}."
