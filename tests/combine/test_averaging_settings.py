@@ -70,8 +70,10 @@ def test_an_average_that_makes_no_sense_is_refused_with_what_to_do(bad: Any, par
         ({"weights": "wp"}, "choose one of fixed, dynamic, missed, clipped, known"),
         ({"momentum": 0.9}, "choose one of keep, fade, reset"),
         ({"reading": "both"}, "choose one of growth, fall"),
-        ({"thresholds": (0.0, 0.4)}, "stalls early training"),
-        ({"thresholds": (0.4, 0.1)}, "0 < low < high"),
+        ({"thresholds": (-0.1, 0.4)}, "0 <= low < high"),
+        ({"thresholds": (0.0, 0.0)}, "0 <= low < high"),
+        ({"thresholds": (0.4, 0.1)}, "0 <= low < high"),
+        ({"thresholds": (0.0, math.nan)}, "0 <= low < high"),
         ({"thresholds": (0.1,)}, "two scores"),
         ({"coefficients": ()}, "newest first and heaviest"),
         ({"coefficients": (0.1, 0.9)}, "newest first and heaviest"),
@@ -86,6 +88,15 @@ def test_an_average_that_makes_no_sense_is_refused_with_what_to_do(bad: Any, par
 def test_an_elastic_average_that_makes_no_sense_is_refused_with_what_to_do(bad: Any, part: str) -> None:
     with pytest.raises(ValueError, match=part):
         ElasticAverage(**bad)
+
+
+def test_a_ramp_of_the_dynamic_weights_may_begin_at_a_score_of_zero() -> None:
+    settings = ElasticAverage(alpha=0.2, thresholds=(0.0, 0.5), warm_up=0, coefficients=(1.0,))
+    memory = settings.memory(3)
+    settings.weigh(memory, [1.0, 1.0, 1.0], [True] * 3)
+    exchange = settings.weigh(memory, [0.5, math.exp(0.25), 4.0], [True] * 3)
+    assert exchange.pull.tolist() == pytest.approx([0.2, 0.6, 1.0])
+    assert exchange.push.tolist() == pytest.approx([0.2, 0.1, 0.0])
 
 
 def test_an_alpha_beyond_the_fleet_s_bound_is_refused_when_the_fleet_is_known() -> None:

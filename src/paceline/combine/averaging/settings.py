@@ -138,7 +138,8 @@ class ElasticAverage:
     reading: Reading = "growth"
     """Of ``dynamic``: whose score counts, a worker that drifted away or one that is being pulled back."""
     thresholds: tuple[float, float] = elastic.THRESHOLDS
-    """Of ``dynamic``: scores at which the weights start to change and have changed fully."""
+    """Of ``dynamic``: scores at which the weights start to change and have changed fully. A low of 0 is one reading of
+    P4; it stalls early training, in which every distance grows."""
     coefficients: tuple[float, ...] = elastic.COEFFICIENTS
     """Of ``dynamic``: weights of the last changes of log-distance, the newest first and heaviest."""
     warm_up: int = elastic.WARM_UP
@@ -171,10 +172,8 @@ class ElasticAverage:
             )
 
     def _check_dynamic(self) -> None:
-        if len(self.thresholds) != 2 or not 0 < self.thresholds[0] < self.thresholds[1] < math.inf:
-            raise ValueError(
-                f"thresholds are {self.thresholds}: two scores, 0 < low < high (a low of 0 stalls early training)"
-            )
+        if len(self.thresholds) != 2 or not 0 <= self.thresholds[0] < self.thresholds[1] < math.inf:
+            raise ValueError(f"thresholds are {self.thresholds}: two scores, 0 <= low < high, such as (0.3, 0.8)")
         falling = all(newer >= older for newer, older in zip(self.coefficients, self.coefficients[1:]))
         if not self.coefficients or not falling or not 0 < self.coefficients[-1] <= self.coefficients[0] < math.inf:
             raise ValueError(f"coefficients are {self.coefficients}: numbers above 0, the newest first and heaviest")
