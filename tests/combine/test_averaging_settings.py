@@ -64,6 +64,8 @@ def test_an_average_that_makes_no_sense_is_refused_with_what_to_do(bad: Any, par
     [
         ({"tau": 0}, "tau is 0"),
         ({"tau": 2.0}, "whole number from 1"),
+        ({"exchange": "clock"}, "choose one of round, arrival"),
+        ({"exchange": "arrival", "weights": "clipped"}, "give radius="),
         ({"alpha": 0.0}, "alpha is 0"),
         ({"alpha": 1.5}, r"at most 2 / \(1 \+ workers\)"),
         ({"alpha": math.nan}, "alpha is nan"),
@@ -111,7 +113,13 @@ def test_settings_are_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [Averaging(groups=[[0, 1]]), Averaging(overlap=True), ElasticAverage(overlap=0.25)]
+    "settings",
+    [
+        Averaging(groups=[[0, 1]]),
+        Averaging(overlap=True),
+        ElasticAverage(overlap=0.25),
+        ElasticAverage(exchange="arrival"),
+    ],
 )
 def test_what_needs_a_fixed_number_of_workers_is_refused_where_they_come_and_go(settings: Any) -> None:
     with pytest.raises(ValueError, match="paceline run -n WORKERS"):

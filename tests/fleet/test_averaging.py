@@ -83,6 +83,23 @@ def test_elastic_averages_end_at_the_centre_on_every_worker(weights: str, tmp_pa
     check(run("averaging_cases.py:train", 3, tmp_path, args=case), case)
 
 
+def test_by_arrival_a_fast_worker_meets_the_centre_more_often_and_waits_for_nobody(tmp_path: Path) -> None:
+    case = CASE | {"combine": "elastic-average", "settings": {"tau": 2, "exchange": "arrival"}, "length": 240}
+    env = {"PACELINE_EMULATE": "1,1,4", "PACELINE_SAMPLE_MS": "4"}
+    told = run("averaging_cases.py:train", 3, tmp_path, args=case, env=env)
+    assert told[0]["parameters"] == told[1]["parameters"] == told[2]["parameters"]
+    assert told[0]["evaluations"] == told[1]["evaluations"] == told[2]["evaluations"]
+    ranges = [[record["ranges"] for record in one["records"]] for one in told]
+    assert ranges[0] == ranges[1] == ranges[2]
+    counted = Counter(
+        (r["epoch"], p) for r in told[0]["records"] for w in r["ranges"] for a, b in w for p in range(a, b)
+    )
+    assert counted == Counter((epoch, place) for epoch in range(2) for place in range(240))
+    assert told[0]["local"] > 2 * told[2]["local"]
+    period_s = 2 * 8 * 4 * 0.004
+    assert median(told[0]["waited"]) < period_s / 2, "a period of the slow one"
+
+
 @pytest.mark.parametrize("failures", ["lost:0.5", "frozen:0.3x2", "restart:0.3x2"])
 def test_emulated_failures_leave_the_books_balanced(failures: str, tmp_path: Path) -> None:
     case = CASE | {"combine": "elastic-average", "settings": {"tau": 1}, "epochs": 3}

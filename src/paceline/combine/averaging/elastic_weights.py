@@ -90,10 +90,10 @@ def dynamic(
 
 
 def score(log_distances: ArrayLike, *, coefficients: Sequence[float] = COEFFICIENTS) -> Floats:
-    """The raw score (reconstructed) ``a = sum_j c_j (u_{t-j} - u_{t-j-1})`` with ``u = log |d|``; the newest change is the heaviest.
+    """The raw score ``a = sum_j c_j (u_{t-j} - u_{t-j-1})`` with ``u = log |d|``; the newest change is the heaviest.
 
-    ``log_distances`` has one row an exchange, the newest first, and one column a worker. Changes not yet seen are NaN
-    and count as 0; a worker without any change has a score of NaN.
+    Its form is reconstructed. ``log_distances`` has one row an exchange, the newest first, and one column a worker.
+    Changes not yet seen are NaN and count as 0; a worker without any change has a score of NaN.
     """
     rows = np.asarray(log_distances, dtype=np.float64)
     changes = rows[:-1] - rows[1:]
@@ -157,7 +157,7 @@ class Memory:
     """What the rules remember of each worker: its last log-distances, its exchanges, and the rounds it has missed.
 
     ``weigh`` is called once a round with everybody's distances (anything for those absent) and who was present; all
-    who see the same rounds hold the same memory.
+    who see the same rounds hold the same memory. Where workers come one by one, it also hears whose turn it was.
     """
 
     def __init__(self, workers: int, *, lags: int = len(COEFFICIENTS)) -> None:
@@ -165,14 +165,16 @@ class Memory:
         self.exchanges = np.zeros(workers, dtype=np.int64)
         self.missed = np.zeros(workers, dtype=np.int64)
 
-    def arrive(self, distances: ArrayLike, present: ArrayLike) -> Floats:
-        """Note a round's distances; returns the rounds each worker had missed before it."""
+    def arrive(self, distances: ArrayLike, present: ArrayLike, expected: ArrayLike | None = None) -> Floats:
+        """Note a round's distances; returns the rounds each worker had missed before it. ``expected``: whose turn it
+        was, everybody's when left out; others have missed nothing."""
         there = np.asarray(present, dtype=bool)
+        turn = np.ones_like(there) if expected is None else np.asarray(expected, dtype=bool)
         pushed = np.vstack([log_distance(distances)[None], self.log_distances[:-1]])
         self.log_distances = np.where(there, pushed, self.log_distances)
         self.exchanges += there
         before = self.missed.astype(np.float64)
-        self.missed = np.where(there, 0, self.missed + 1)
+        self.missed = np.where(there, 0, self.missed + turn)
         return before
 
     def forget(self, worker: int) -> None:
