@@ -900,6 +900,20 @@ def test_parameters_are_kept_only_where_failures_are_emulated() -> None:
     assert parameter.tolist() == [1.0, 1.0, 1.0], "it has come back with those"
 
 
+def test_a_worker_that_returns_has_a_new_optimiser() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    outages = EmulatedOutages(Failures((), 0), [parameter])
+    (parameter**2).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["step"] = 7
+    outages.come_back(Trouble(), [optimizer])
+    assert optimizer.state[parameter]["momentum_buffer"].abs().sum() > 0
+    outages.come_back(Trouble(returns_with="stale"), [optimizer])
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["step"] == 0
+
+
 def test_emulated_failures_are_refused_beside_local_steps_and_in_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

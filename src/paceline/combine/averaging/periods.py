@@ -100,7 +100,7 @@ class Periods:
         if self.turns is not None:
             self._landed = time.perf_counter()
             self.turns.start()
-        self._outages.come_back(self.trouble())
+        self._outages.come_back(self.trouble(), self._loop.optimizers)
         return period
 
     def trouble(self) -> Trouble:
@@ -126,7 +126,7 @@ class Periods:
         if self.turns is not None:
             self.turns.arrive(self._write_round(period), self._call)
             if self.open is not None:
-                self._outages.come_back(self.trouble())
+                self._outages.come_back(self.trouble(), self._loop.optimizers)
             return True
         try:
             round = self._run_out(period)
