@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 from statistics import median
@@ -167,3 +168,22 @@ def test_a_worker_may_wait_for_long_periods_of_others(tmp_path: Path) -> None:
     case = {"combine": "average", "settings": {"period_s": 2.5}, "length": 8000, "at": [250, 6], "sleep": 0.01}
     told = run("averaging_cases.py:meets", 2, tmp_path, args=case)
     assert told[0] == told[1] != []
+
+
+def test_adahessian_in_several_processes_under_failures_equals_its_twin_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pytorch_optimizer")
+    benchmarks = Path(__file__).parents[2] / "benchmarks"
+    folders = [str(benchmarks / "papers"), str(benchmarks)]
+    monkeypatch.setattr(sys, "path", [*folders, *sys.path])
+    from _p4_fleet import apart
+
+    failures = "restart:0.3x2,lost:0.2"
+    settings = {"tau": 2, "weights": "dynamic", "overlap": 0.25, "warm_up": 1}
+    case = {"dataset": "none", "samples": 96, "epochs": 3, "seed": 5, "optimiser": "adahessian"}
+    case |= {"settings": settings, "failures": failures, "benchmarks": folders}
+    told = run("averaging_cases.py:against_twin", 3, tmp_path, args=case, env={"PACELINE_FAILURES": failures})
+    assert told[0]["rounds"] > 5
+    assert min(len(one["steps"]) for one in told) < max(len(one["steps"]) for one in told), "somebody was away"
+    assert apart(case, told) < 1e-10
