@@ -30,7 +30,7 @@ FROM_0 = ElasticAverage(weights="dynamic", thresholds=(0.0, 0.05), warm_up=0)
 CHANNELS, FEATURES = (4, 8), 8 * 49
 TRAIN, TEST, LOSSES = 12_000, 1_000, 300
 EVALUATIONS = 15
-SIDE_BY_SIDE = 96
+SIDE_BY_SIDE = 48
 """Networks that train as rows of one product."""
 globals().update(smoke(TEST=50, LOSSES=20, EVALUATIONS=2))
 

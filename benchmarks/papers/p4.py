@@ -55,7 +55,7 @@ from _p4_grid import (
 from _replicas import Result
 from _smoke import smoke, smoking
 
-SEEDS, STEPS, QUICK_STEPS = 3, 300, 200
+SEEDS, STEPS, QUICK_STEPS = 3, 240, 200
 DATASETS = ("fashion", "mnist")
 FLEET_SAMPLES, FLEET_EPOCHS = 512, 3
 FLEET_FAILURES = {"A": "lost:0.333", "B": "frozen:0.15x2", "C": "restart:0.1x3"}
@@ -163,18 +163,18 @@ def table(found: Found, dataset: str, places: Sequence[tuple[str, dict[str, Any]
     return "\n".join(lines)
 
 
-def charts(found: Found, dataset: str) -> list[Chart]:
+def charts(found: Found, dataset: str, title: str, steps: int) -> list[Chart]:
     """Test accuracy and training loss over rounds, AdaHessian, none and C, fixed and dynamic."""
     accuracy: dict[str, Any] = {}
     loss: dict[str, Any] = {}
     for model in ("none", "A", "C"):
         for rule in RULES:
             chosen = pick(found, dataset=dataset, name=rule, optimiser="adahessian", failures=model)
-            rounds = np.linspace(0, 1, len(chosen[0].curve) + 1)[1:] * STEPS
+            rounds = np.linspace(0, 1, len(chosen[0].curve) + 1)[1:] * steps
             label = f"{rule}, {'no failure' if model == 'none' else f'failure {model}'}"
             accuracy[label] = (list(rounds), list(100 * np.mean([one.curve for one in chosen], axis=0)))
             loss[label] = (list(rounds), list(np.mean([one.losses for one in chosen], axis=0)))
-    title = f"{dataset}, AdaHessian, k 4, tau 1"
+    title = f"{title}, AdaHessian, k 4, tau 1"
     return [
         Chart(title, "rounds", "test accuracy of the centre, %", accuracy),
         Chart(title, "rounds", "training loss of the centre", loss, log_y=True),
@@ -261,7 +261,10 @@ def main() -> None:
     if folder is not None:
         clock = {name: ([s for s, _ in curve], [100 * a for _, a in curve]) for name, curve in curves.items()}
         title = f"Fashion-MNIST, machines {MACHINES}, tau 4"
-        panels = [*charts(found, datasets[0]), Chart(title, "seconds", "test accuracy of the centre, %", clock)]
+        panels = [
+            *charts(found, datasets[0], names[datasets[0]], steps),
+            Chart(title, "seconds", "test accuracy of the centre, %", clock),
+        ]
         print(f"\nwrote {write(folder / 'p4.svg', panels)}")
     settings = {"datasets": list(names.values()), "seeds": list(seeds), "steps": steps, "failures": FAILURES}
     print(json.dumps({**figures, **race, **settings, "seconds": round(time.perf_counter() - began)}))

@@ -717,6 +717,16 @@ def test_a_round_says_what_this_worker_did_and_who_waits() -> None:
     assert plan.step == 5
 
 
+def test_a_round_s_facts_travel_in_double_precision() -> None:
+    """Two calls are told apart by 48 bits, and weights follow from distances alike on all workers."""
+    exchange, _, _ = an_exchange(Alone())
+    period = Period(began=0.0, shares=(9,), windows=(9,), batches=(4,), member=0, done=[7], steps=2)
+    period.contraction = -0.1
+    round = exchange.write(period, number=0, call=2.0**47 + 1, present=True, optimizers=[], first_member=True)
+    assert round.table[0, 0] == 2.0**47 + 1
+    assert round.facts[0, 2] == -0.1
+
+
 # -- state -------------------------------------------------------------------------------------------------------------
 
 

@@ -85,8 +85,9 @@ def test_elastic_averages_end_at_the_centre_on_every_worker(weights: str, tmp_pa
 
 
 def test_by_arrival_a_fast_worker_meets_the_centre_more_often_and_waits_for_nobody(tmp_path: Path) -> None:
-    case = CASE | {"combine": "elastic-average", "settings": {"tau": 2, "exchange": "arrival"}, "length": 240}
-    env = {"PACELINE_EMULATE": "1,1,4", "PACELINE_SAMPLE_MS": "4"}
+    case = CASE | {"combine": "elastic-average", "settings": {"tau": 2, "exchange": "arrival"}}
+    sample_s, period_of_the_slow_s = 0.02, 2 * 8 * 4 * 0.02
+    env = {"PACELINE_EMULATE": "1,1,4", "PACELINE_SAMPLE_MS": f"{1e3 * sample_s:g}"}
     told = run("averaging_cases.py:train", 3, tmp_path, args=case, env=env)
     assert told[0]["parameters"] == told[1]["parameters"] == told[2]["parameters"]
     assert told[0]["evaluations"] == told[1]["evaluations"] == told[2]["evaluations"]
@@ -95,10 +96,9 @@ def test_by_arrival_a_fast_worker_meets_the_centre_more_often_and_waits_for_nobo
     counted = Counter(
         (r["epoch"], p) for r in told[0]["records"] for w in r["ranges"] for a, b in w for p in range(a, b)
     )
-    assert counted == Counter((epoch, place) for epoch in range(2) for place in range(240))
-    assert told[0]["local"] > 2 * told[2]["local"]
-    period_s = 2 * 8 * 4 * 0.004
-    assert median(told[0]["waited"]) < period_s / 2, "a period of the slow one"
+    assert counted == Counter((epoch, place) for epoch in range(2) for place in range(case["length"]))
+    assert told[0]["local"] > 1.5 * told[2]["local"]
+    assert max(told[0]["waited"]) < period_of_the_slow_s
 
 
 @pytest.mark.parametrize("failures", ["lost:0.5", "frozen:0.3x2", "restart:0.3x2"])
@@ -181,9 +181,9 @@ def test_adahessian_in_several_processes_under_failures_equals_its_twin_in_one(
 
     failures = "restart:0.3x2,lost:0.2"
     settings = {"tau": 2, "weights": "dynamic", "overlap": 0.25, "warm_up": 1}
-    case = {"dataset": "none", "samples": 96, "epochs": 3, "seed": 5, "optimiser": "adahessian"}
+    case = {"dataset": "none", "samples": 96, "epochs": 2, "seed": 5, "optimiser": "adahessian"}
     case |= {"settings": settings, "failures": failures, "benchmarks": folders}
     told = run("averaging_cases.py:against_twin", 3, tmp_path, args=case, env={"PACELINE_FAILURES": failures})
     assert told[0]["rounds"] > 5
     assert min(len(one["steps"]) for one in told) < max(len(one["steps"]) for one in told), "somebody was away"
-    assert apart(case, told) < 1e-10
+    assert apart(case, told) < 1e-11
