@@ -74,7 +74,7 @@ def work() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Using backward.. with create_graph")
     case = json.loads(os.environ[CASE])
-    told = train(case) if case["what"] == "twin" else race(case)
+    told = train(case) if case["what"] == "twin" else races(case)
     (Path(os.environ[FOLDER]) / f"worker-{told['rank']}.json").write_text(json.dumps(told))
 
 
@@ -195,25 +195,31 @@ def apart(case: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> float:
 # -- rounds against arrivals ------------------------------------------------------------------------------------------
 
 
-def race(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds of training (without evaluation) and test accuracy of the centre after each epoch."""
+def races(case: Mapping[str, Any]) -> dict[str, Any]:
+    """One training after another, in the same processes: each a pace and a way to exchange."""
+    runs = {name: race(case, pace, exchange) for name, (pace, exchange) in case["ways"].items()}
+    return {"rank": int(os.environ["RANK"]), **runs}
+
+
+def race(case: Mapping[str, Any], pace: str, exchange: Any) -> dict[str, Any]:
+    """Seconds of training (without evaluation) and test accuracy of the centre after each epoch; samples done."""
     x, y, test_x, test_y = data_of(case)
     data, tests = torch.utils.data.TensorDataset(x, y), torch.utils.data.TensorDataset(test_x, test_y)
-    combine = ElasticAverage(**case["settings"])
+    combine = ElasticAverage(tau=case["tau"], exchange=exchange)
     curve: list[tuple[float, float]] = []
-    with paceline.join(case["pace"], combine=combine, quiet=True, device="cpu", seed=case["seed"]) as fleet:
+    with paceline.join(pace, combine=combine, quiet=True, device="cpu", seed=case["seed"]) as fleet:
         torch.manual_seed(case["seed"])
         model = fleet.model(network())
         optimizer = optimizer_of("nesterov", model.parameters())
-        began, local = time.perf_counter(), 0
+        began, samples = time.perf_counter(), 0
         for step in fleet.steps(data, global_batch=BATCH * fleet.size, micro_batch=BATCH, epochs=case["epochs"]):
             for inputs, labels in step:
                 step.backward(nn.functional.cross_entropy(model(inputs), labels))
-                local += 1
+                samples += len(labels)
             step.commit(optimizer)
             if step.ends_epoch:
                 stopped = time.perf_counter()
                 hit = fleet.evaluate(lambda x, y: {"hit": (model(x).argmax(1) == y).sum()}, tests)
                 curve.append((stopped - began, hit["hit"] / hit["count"]))
                 began += time.perf_counter() - stopped
-        return {"rank": fleet.rank, "curve": curve, "local": local}
+        return {"curve": curve, "samples": samples}

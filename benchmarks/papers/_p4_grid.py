@@ -20,16 +20,22 @@ from torch.nn import functional as F
 from paceline.combine.averaging.settings import ElasticAverage
 
 FAILURES = {"none": "", "A": "lost:0.333", "B": "frozen:0.1x5", "C": "restart:0.02x20"}
+STALE = {"C stale": "restart:0.02x20:stale"}
+"""Who returns has the weights with which it went; only at k 4, tau 1, no overlap."""
 OPTIMISERS = ("sgd", "nesterov", "adahessian")
 WORKERS, TAUS, OVERLAPS = (4, 8), (1, 2, 4), (0.0, 0.125, 0.25, 0.375, 0.5)
 RULES = {
     "fixed": ElasticAverage(weights="fixed"),
     "dynamic": ElasticAverage(weights="dynamic"),
 }
-FROM_0 = ElasticAverage(weights="dynamic", thresholds=(0.0, 0.05), warm_up=0)
+MORE_RULES = {
+    "from 0": ElasticAverage(weights="dynamic", thresholds=(0.0, 0.05), warm_up=0),
+    "known": ElasticAverage(weights="known"),
+}
+"""Of which a few trainings are made, for comparison."""
 CHANNELS, FEATURES = (4, 8), 8 * 49
 TRAIN, TEST, LOSSES = 12_000, 1_000, 300
-EVALUATIONS = 15
+EVALUATIONS = 12
 SIDE_BY_SIDE = 48
 """Networks that train as rows of one product."""
 globals().update(smoke(TEST=50, LOSSES=20, EVALUATIONS=2))
@@ -88,8 +94,8 @@ Found = list[tuple[str, int, Result]]
 
 
 def case(rule: str, tau: int, overlap: float, optimiser: str, model: str, seed: int) -> Case:
-    settings = FROM_0 if rule == "from 0" else RULES[rule]
-    return Case(rule, replace(settings, tau=tau, overlap=overlap), optimiser, FAILURES[model], seed)
+    settings = (RULES | MORE_RULES)[rule]
+    return Case(rule, replace(settings, tau=tau, overlap=overlap), optimiser, (FAILURES | STALE)[model], seed)
 
 
 def in_parts(dataset: str, workers: int, cases: Iterable[Case], steps: int) -> list[Part]:

@@ -8,14 +8,16 @@
 3. *Rounds against arrivals*: four real workers, one of them four times as slow.
 
     python benchmarks/papers/p4.py            # the whole grid: about 3 minutes on 16 cores
-    python benchmarks/papers/p4.py --quick    # Fashion-MNIST, k 4, tau 1, no overlap: about 90 s on two cores
+    python benchmarks/papers/p4.py --quick    # Fashion-MNIST, k 4, tau 1, no overlap: about 80 s on two cores
 
 The last line is JSON. ``recovered_c``: of the test accuracy that fixed weights lose under C against no failures, the
 part that dynamic weights keep; gains over losses, pooled over optimisers and data sets at k 4, tau 1, no overlap.
 ``loss_points_a`` and ``loss_points_b``: how many points dynamic weights end below fixed ones under A and B, the worst
 of optimisers and data sets. ``fleet_equals_twin``: whether the fleet's centre and the twin's agree to 1e-8 in every
-parameter, in double precision, under each failure model. ``from_0_points_a``: points that thresholds of 0 and 0.05
-without a warm-up end below fixed weights under A, with SGD. ``arrival_over_round_s``: time of a training by arrival
+parameter, in double precision, under each failure model (``--quick``: C). ``dynamic_over_known_c_points``: how far
+dynamic weights end above weights that know who failed, under C, on average. ``recovered_c_stale``: as ``recovered_c``
+where who returns has the weights with which it went. ``from_0_points_a``: points that thresholds of 0 and 0.05 without
+a warm-up end below fixed weights under A, with SGD. ``arrival_over_round_s``: time of a training by arrival
 over that of one by rounds of equal shares; ``arrival_over_adaptive_s``: over that of rounds whose shares follow the
 speeds.
 """
@@ -43,6 +45,7 @@ from _p4_grid import (
     OPTIMISERS,
     OVERLAPS,
     RULES,
+    STALE,
     TAUS,
     WORKERS,
     Found,
@@ -55,7 +58,7 @@ from _p4_grid import (
 from _replicas import Result
 from _smoke import smoke, smoking
 
-SEEDS, STEPS, QUICK_STEPS = 3, 240, 200
+SEEDS, STEPS, QUICK_STEPS = 3, 200, 200
 DATASETS = ("fashion", "mnist")
 FLEET_SAMPLES, FLEET_EPOCHS = 512, 3
 FLEET_FAILURES = {"A": "lost:0.333", "B": "frozen:0.15x2", "C": "restart:0.1x3"}
@@ -74,7 +77,8 @@ def grid(datasets: Sequence[str], seeds: range, steps: int, *, whole: bool) -> l
     points = [(k, tau, 0.0) for k in WORKERS for tau in TAUS] if whole else [(4, 1, 0.0)]
     points += [(4, 1, overlap) for overlap in OVERLAPS[1:]] if whole else []
     rows = [(rule, name, model) for rule in RULES for name in OPTIMISERS for model in FAILURES]
-    extra = [("from 0", "sgd", model) for model in ("none", "A")]
+    extra = [("from 0", "sgd", model) for model in ("none", "A")] + [("known", name, "C") for name in OPTIMISERS]
+    extra += [(rule, name, model) for rule in RULES for name in OPTIMISERS for model in STALE]
     return [
         part
         for dataset in datasets
@@ -94,7 +98,7 @@ def grid(datasets: Sequence[str], seeds: range, steps: int, *, whole: bool) -> l
 
 def pick(found: Found, *, dataset: str, k: int = 4, tau: int = 1, overlap: float = 0.0, **wanted: str) -> list[Result]:
     """The seeds of one place in the grid."""
-    wanted = {**wanted, "failures": FAILURES[wanted["failures"]]}
+    wanted = {**wanted, "failures": (FAILURES | STALE)[wanted["failures"]]}
     chosen = [
         result
         for name, workers, result in found
@@ -115,7 +119,7 @@ def spread(results: Sequence[Result]) -> float:
 
 def compare(found: Found, datasets: Sequence[str]) -> dict[str, Any]:
     """The figures of fixed against dynamic weights at k 4, tau 1, no overlap."""
-    gained = lost = 0.0
+    gained = lost = stale_gained = stale_lost = 0.0
     below: dict[str, dict[str, float]] = {"A": {}, "B": {}}
     each: dict[str, float | None] = {}
     for dataset in datasets:
@@ -123,12 +127,14 @@ def compare(found: Found, datasets: Sequence[str]) -> dict[str, Any]:
             at = {
                 rule: {
                     model: points(pick(found, dataset=dataset, name=rule, optimiser=name, failures=model))
-                    for model in FAILURES
+                    for model in FAILURES | STALE
                 }
                 for rule in RULES
             }
             fixed, ours = at["fixed"], at["dynamic"]
             gained, lost = gained + ours["C"] - fixed["C"], lost + fixed["none"] - fixed["C"]
+            stale_gained += ours["C stale"] - fixed["C stale"]
+            stale_lost += fixed["none"] - fixed["C stale"]
             each[f"{dataset} {name}"] = _part(ours["C"] - fixed["C"], fixed["none"] - fixed["C"])
             for model in "AB":
                 below[model][f"{dataset} {name}"] = round(fixed[model] - ours[model], 2)
@@ -136,11 +142,19 @@ def compare(found: Found, datasets: Sequence[str]) -> dict[str, Any]:
         points(pick(found, dataset=datasets[0], name=rule, optimiser="sgd", failures="A"))
         for rule in ("fixed", "from 0")
     ]
+    known = [
+        points(pick(found, dataset=dataset, name="dynamic", optimiser=name, failures="C"))
+        - points(pick(found, dataset=dataset, name="known", optimiser=name, failures="C"))
+        for dataset in datasets
+        for name in OPTIMISERS
+    ]
     return {
         "recovered_c": _part(gained, lost),
         "loss_points_a": max(below["A"].values()),
         "loss_points_b": max(below["B"].values()),
         "recovered_c_each": each,
+        "recovered_c_stale": _part(stale_gained, stale_lost),
+        "dynamic_over_known_c_points": round(float(np.mean(known)), 2),
         "from_0_points_a": round(from_0[0] - from_0[1], 1),
     }
 
@@ -206,19 +220,18 @@ def against_twin(models: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def races() -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
+def rounds_against_arrivals() -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
     """Four workers, one slow: rounds of equal shares, rounds of adaptive shares, and arrivals."""
     ways = {"round": ("equal", "round"), "adaptive": ("adaptive", "round"), "arrival": ("equal", "arrival")}
-    curves: dict[str, list[list[float]]] = {}
-    for name, (pace, exchange) in ways.items():
-        asked = {
-            "what": "race", "dataset": "fashion", "samples": RACE_SAMPLES, "epochs": RACE_EPOCHS, "seed": 0,
-            "pace": pace, "settings": {"tau": 4, "exchange": exchange},
-        }  # fmt: skip
-        told = launch(asked, 4, script=__file__, emulate=MACHINES, sample_ms=f"{SAMPLE_MS:g}")
-        curves[name] = told[0]["curve"]
-        steps, (seconds, accuracy) = [one["local"] for one in told], curves[name][-1]
-        print(f"{name}: {seconds:.1f} s, {100 * accuracy:.1f} %, local steps {steps}", flush=True)
+    asked = {
+        "what": "race", "dataset": "fashion", "samples": RACE_SAMPLES, "epochs": RACE_EPOCHS, "seed": 0, "tau": 4,
+        "ways": ways,
+    }  # fmt: skip
+    told = launch(asked, 4, script=__file__, emulate=MACHINES, sample_ms=f"{SAMPLE_MS:g}")
+    curves = {name: told[0][name]["curve"] for name in ways}
+    for name, curve in curves.items():
+        samples, (seconds, accuracy) = [one[name]["samples"] for one in told], curve[-1]
+        print(f"{name}: {seconds:.1f} s, {100 * accuracy:.1f} %, samples of each {samples}", flush=True)
     took = {name: curve[-1][0] for name, curve in curves.items()}
     figures = {
         "arrival_over_round_s": round(took["arrival"] / took["round"], 3),
@@ -255,8 +268,10 @@ def main() -> None:
     for dataset in datasets:
         print(f"\n{names[dataset]}\n{table(found, dataset, places)}")
     figures = compare(found, datasets)
-    race, curves = races()  # before the twin, which runs backward in this process: forks of a smoke run come before it
-    figures |= against_twin("C" if smoking() else "ABC")
+    race, curves = (
+        rounds_against_arrivals()
+    )  # before the twin, which runs backward in this process: forks of a smoke run come before it
+    figures |= against_twin("C" if quick else "ABC")
     folder = options.plots or (None if quick else Path(__file__).parents[2] / "docs/images/papers")
     if folder is not None:
         clock = {name: ([s for s, _ in curve], [100 * a for _, a in curve]) for name, curve in curves.items()}
