@@ -37,6 +37,10 @@ def train(fleet: paceline.Fleet, *, slow: float = 0.0, epochs: int = 1, **asked:
     model = fleet.model(asked.get("model", zeros)())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fleet.track(optimizer=optimizer)
+    if "load" in asked:
+        fleet.load(asked["load"])
+    if "autosave" in asked:
+        fleet.autosave(asked["autosave"], every_steps=1)
     steps, ends, met = 0, [], []
     for step in fleet.steps(DATA, global_batch=8, micro_batch=2, shuffle=False, epochs=epochs):
         for x, y in step:
@@ -48,6 +52,8 @@ def train(fleet: paceline.Fleet, *, slow: float = 0.0, epochs: int = 1, **asked:
         ends.append(step.ends_epoch)
         if steps == asked["meets"] if "meets" in asked else step.ends_epoch:
             met.append(fleet.evaluate(lambda x, y: {"loss": mse(model, x, y) * len(x)}, DATA)["loss"])
+        if step.ends_epoch and step.epoch == 0 and "save" in asked:
+            fleet.save(asked["save"])
         if steps == asked.get("leaves"):
             break
         if steps == 1 and fleet.rank == asked.get("fails"):
@@ -171,3 +177,13 @@ def test_batch_norm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     with pytest.raises(ValueError, match="GroupNorm"):
         together(monkeypatch, tmp_path, lambda fleet, _: train(fleet, model=model), combine=ARRIVAL)
+
+
+@pytest.mark.parametrize("how", ["save", "autosave"])
+def test_a_training_resumes_at_the_end_of_an_epoch(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / ("saved.pt" if how == "save" else "folder")
+    asked = {how: path}
+    together(monkeypatch, tmp_path / "one", lambda fleet, _: train(fleet, epochs=1, **asked), combine=ARRIVAL)
+    again = together(monkeypatch, tmp_path / "two", lambda fleet, _: train(fleet, epochs=2, load=path), combine=ARRIVAL)
+    assert torch.equal(again[0]["weights"], again[1]["weights"])
+    assert counted(again[0]["records"]) == Counter((1, place) for place in range(len(DATA)))
