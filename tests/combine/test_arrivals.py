@@ -21,6 +21,8 @@ from paceline.errors import FleetError, MisuseError
 from paceline.records import StepRecord
 from side_by_side import SideBySide, together
 
+pytestmark = pytest.mark.slow  # seconds, all together
+
 DATA = numbers(48)
 ARRIVAL = ElasticAverage(exchange="arrival", weights="fixed", tau=2, alpha=0.25)
 
