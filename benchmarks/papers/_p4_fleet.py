@@ -160,8 +160,10 @@ def _set(model: nn.Module, values: Sequence[Tensor]) -> None:
 def _local_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, places: list[int], seed: int
 ) -> None:
-    second = second_order.needs_graph(optimizer)
-    nn.functional.cross_entropy(model(x[places]), y[places]).backward(create_graph=second)
+    second, parameters = second_order.needs_graph(optimizer), list(model.parameters())
+    loss = nn.functional.cross_entropy(model(x[places]), y[places])
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters, create_graph=second), strict=True):
+        parameter.grad = gradient
     torch.manual_seed(seed)
     second_order.step(optimizer) if second else optimizer.step()
     optimizer.zero_grad(set_to_none=True)

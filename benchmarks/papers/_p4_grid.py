@@ -36,8 +36,8 @@ MORE_RULES = {
 CHANNELS, FEATURES = (4, 8), 8 * 49
 TRAIN, TEST, LOSSES = 12_000, 1_000, 300
 EVALUATIONS = 12
-SIDE_BY_SIDE = 48
-"""Networks that train as rows of one product."""
+SIDE_BY_SIDE = {"cpu": 48, "cuda": 2048}
+"""Networks that train as rows of one product, by device."""
 globals().update(smoke(TEST=50, LOSSES=20, EVALUATIONS=2))
 
 
@@ -98,12 +98,12 @@ def case(rule: str, tau: int, overlap: float, optimiser: str, model: str, seed: 
     return Case(rule, replace(settings, tau=tau, overlap=overlap), optimiser, (FAILURES | STALE)[model], seed)
 
 
-def in_parts(dataset: str, workers: int, cases: Iterable[Case], steps: int) -> list[Part]:
+def in_parts(dataset: str, workers: int, cases: Iterable[Case], steps: int, device: str) -> list[Part]:
     """Cases that can train side by side, in parts that are quick by themselves."""
     kinds: dict[tuple[int, bool], list[Case]] = {}
     for one in cases:
         kinds.setdefault((one.settings.tau, one.optimiser == "adahessian"), []).append(one)
-    size = max(1, SIDE_BY_SIDE // workers)
+    size = max(1, SIDE_BY_SIDE[device.split(":")[0]] // workers)
     return [
         Part(dataset, workers, tuple(group[start : start + size]), steps)
         for group in kinds.values()

@@ -72,7 +72,7 @@ globals().update(
 # -- the grid ----------------------------------------------------------------------------------------------------------
 
 
-def grid(datasets: Sequence[str], seeds: range, steps: int, *, whole: bool) -> list[Part]:
+def grid(datasets: Sequence[str], seeds: range, steps: int, *, whole: bool, device: str) -> list[Part]:
     """Every k with every tau, and every overlap at the first of both; without ``whole`` only the first of all three."""
     points = [(k, tau, 0.0) for k in WORKERS for tau in TAUS] if whole else [(4, 1, 0.0)]
     points += [(4, 1, overlap) for overlap in OVERLAPS[1:]] if whole else []
@@ -92,6 +92,7 @@ def grid(datasets: Sequence[str], seeds: range, steps: int, *, whole: bool) -> l
                 for seed in seeds
             ],
             steps,
+            device,
         )
     ]
 
@@ -259,7 +260,7 @@ def main() -> None:
     datasets = DATASETS[:1] if quick else DATASETS
     names = {name: pictures(name).name for name in datasets}
     seeds = range(options.first_seed, options.first_seed + options.seeds)
-    found = run_all(grid(datasets, seeds, steps, whole=not quick), device=options.device)
+    found = run_all(grid(datasets, seeds, steps, whole=not quick, device=options.device), device=options.device)
     places = [("k 4, tau 1", {})]
     if not quick:
         places += [(f"k {k}, tau {tau}", {"k": k, "tau": tau}) for k in WORKERS for tau in TAUS if (k, tau) != (4, 1)]
