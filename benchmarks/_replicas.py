@@ -46,6 +46,18 @@ class Images:
         names = ("train", "train_labels", "test", "test_labels")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
+    def initial(self, seed: int) -> list[Tensor]:
+        """Parameters of one network for these images."""
+        return initial(self, seed)
+
+    def logits(self, parameters: Sequence[Tensor], inputs: Tensor) -> Tensor:
+        """Of networks whose parameters have a leading dimension of replicas; ``inputs`` replicas x samples x ..."""
+        return logits(parameters, inputs, self.side)
+
+    def over_windows(self, diagonals: list[Tensor]) -> list[Tensor]:
+        """The Hessian's diagonal, averaged over the window of every kernel: here the first's 3 x 3."""
+        return [diagonals[0].mean(dim=1, keepdim=True).expand_as(diagonals[0]), *diagonals[1:]]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -64,6 +76,8 @@ class Result:
     case: Case
     curve: list[float] = field(default_factory=list)
     """Test accuracy of the centre, evenly spaced over the rounds."""
+    losses: list[float] = field(default_factory=list)
+    """Training loss of the centre at the same rounds, where it was asked for."""
 
     @property
     def final(self) -> float:
@@ -214,10 +228,8 @@ class AdaHessian:
 
 
 def curvature(gradients: Sequence[Tensor], parameters: Sequence[Tensor], signs: Sequence[Tensor]) -> list[Tensor]:
-    """|Hz| of every replica at once: their Hessians are blocks of one. The 3 x 3 window of the kernel is averaged."""
-    products = [product.abs() for product in torch.autograd.grad(gradients, parameters, signs)]
-    products[0] = products[0].mean(dim=1, keepdim=True).expand_as(products[0])
-    return products
+    """|Hz| of every replica at once: their Hessians are blocks of one."""
+    return [product.abs() for product in torch.autograd.grad(gradients, parameters, signs)]
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -226,11 +238,13 @@ def curvature(gradients: Sequence[Tensor], parameters: Sequence[Tensor], signs: 
 class Batch:
     """Cases that train side by side; all have ``workers`` workers, one tau, and one kind of optimiser."""
 
-    def __init__(self, images: Images, cases: Sequence[Case], *, workers: int, steps: int) -> None:
+    def __init__(self, images: Images, cases: Sequence[Case], *, workers: int, steps: int, losses: int = 0) -> None:
+        """``losses``: on how many samples the training loss is measured; 0: it is not."""
+        self.losses = losses
         self.images, self.cases, self.workers = images, list(cases), workers
         self.tau = cases[0].settings.tau
         self.rounds = steps // self.tau
-        starts = [initial(images, case.seed) for case in cases]
+        starts = [images.initial(case.seed) for case in cases]
         self.device = images.train.device
         self.centre = [torch.stack(parts).to(self.device) for parts in zip(*starts, strict=True)]
         self.first = [part.repeat_interleave(workers, 0) for part in self.centre]
@@ -266,6 +280,8 @@ class Batch:
             if number in marks:
                 for result, accuracy in zip(results, self.accuracy(), strict=True):
                     result.curve.append(accuracy)
+                for result, loss in zip(results, self.loss() if self.losses else (), strict=False):
+                    result.losses.append(loss)
             progress(self.tau * len(self.cases) * self.workers)
         return results
 
@@ -283,15 +299,18 @@ class Batch:
     def _local_step(self, trains: Tensor) -> None:
         rows = self._deal()
         patches, labels = self.images.train[rows], self.images.train_labels[rows]
-        out = logits(self.parameters, patches, self.images.side)
+        out = self.images.logits(self.parameters, patches)
         loss = F.cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="sum") / BATCH
         second = self.optimiser.second_order
         gradients = torch.autograd.grad(loss, self.parameters, create_graph=second)
-        more = (curvature(gradients, self.parameters, self._signs()),) if second else ()
+        more = (self._curvature(gradients),) if second else ()
         with torch.no_grad():
             moves = self.optimiser.updates([g.detach() for g in gradients], trains, *more)
             for parameter, move in zip(self.parameters, moves, strict=True):
                 parameter.add_(move * _rows(trains, move))
+
+    def _curvature(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        return self.images.over_windows(curvature(gradients, self.parameters, self._signs()))
 
     def _deal(self) -> Tensor:
         """The same draws for all cases of one seed: rules are compared on the same batches."""
@@ -327,8 +346,16 @@ class Batch:
     @torch.no_grad()
     def accuracy(self) -> list[float]:
         patches = self.images.test.expand(len(self.cases), *self.images.test.shape)
-        right = logits(self.centre, patches, self.images.side).argmax(2) == self.images.test_labels
+        right = self.images.logits(self.centre, patches).argmax(2) == self.images.test_labels
         return [float(part) for part in right.float().mean(1).cpu()]
+
+    @torch.no_grad()
+    def loss(self) -> list[float]:
+        """Training loss of each centre."""
+        inputs, labels = self.images.train[: self.losses], self.images.train_labels[: self.losses]
+        out = self.images.logits(self.centre, inputs.expand(len(self.cases), *inputs.shape))
+        each = F.cross_entropy(out.flatten(0, 1), labels.repeat(len(self.cases)), reduction="none")
+        return [float(part) for part in each.view(len(self.cases), -1).mean(1).cpu()]
 
     def _put(self, values: ArrayLike) -> Tensor:
         return torch.as_tensor(values, device=self.device)

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "paceline"
+AVERAGES = ("arrivals", "combine", "dealing", "exchange", "outages", "periods", "turns")
 MOST_ROOT_MODULES, MOST_METHODS, MOST_LINES = 10, 30, 400
 
 LAYERS: list[tuple[str, ...]] = [
@@ -24,7 +25,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("loop",),
     ("deadline",),
     ("combine.gradients.combine",),
-    tuple(f"combine.averaging.{name}" for name in ("combine", "dealing", "exchange", "outages", "periods")),
+    tuple(f"combine.averaging.{name}" for name in AVERAGES),
     ("combine.choose",),
     ("training",),
     ("fleet",),

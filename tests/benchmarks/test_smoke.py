@@ -37,6 +37,8 @@ KEYS = {
     "wp_blind_over_uniform_momentum slow_over_fast seeds dataset",
     "papers/p3": "deep_over_static deep_over_elfving time_to_target_naive_over_deep time_to_target_naive_over_joint "
     "throughput_over_naive seconds_to_target target images seeds",
+    "papers/p4": "recovered_c loss_points_a loss_points_b fleet_equals_twin fleet_twin_apart from_0_points_a "
+    "arrival_over_round_s arrival_over_adaptive_s race_accuracy recovered_c_each datasets seeds steps failures",
     "plan_scale": "ms_at_10 ms_at_1000 ms_at_10000 observe_ms_at_10000",
     "sim_vs_real": "worst_error worst_step_by_step scenarios",
     "slow_network": "gradients_s gradients_accuracy average_s average_accuracy average_over_gradients",

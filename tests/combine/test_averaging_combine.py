@@ -717,6 +717,16 @@ def test_a_round_says_what_this_worker_did_and_who_waits() -> None:
     assert plan.step == 5
 
 
+def test_a_round_s_facts_travel_in_double_precision() -> None:
+    """Two calls are told apart by 48 bits, and weights follow from distances alike on all workers."""
+    exchange, _, _ = an_exchange(Alone())
+    period = Period(began=0.0, shares=(9,), windows=(9,), batches=(4,), member=0, done=[7], steps=2)
+    period.contraction = -0.1
+    round = exchange.write(period, number=0, call=2.0**47 + 1, present=True, optimizers=[], first_member=True)
+    assert round.table[0, 0] == 2.0**47 + 1
+    assert round.facts[0, 2] == -0.1
+
+
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
@@ -898,6 +908,20 @@ def test_parameters_are_kept_only_where_failures_are_emulated() -> None:
     parameter.fill_(4.0)
     outages.come_back(Trouble(returns_with="stale"))
     assert parameter.tolist() == [1.0, 1.0, 1.0], "it has come back with those"
+
+
+def test_a_worker_that_returns_has_a_new_optimiser() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    outages = EmulatedOutages(Failures((), 0), [parameter])
+    (parameter**2).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["step"] = 7
+    outages.come_back(Trouble(), [optimizer])
+    assert optimizer.state[parameter]["momentum_buffer"].abs().sum() > 0
+    outages.come_back(Trouble(returns_with="stale"), [optimizer])
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["step"] == 0
 
 
 def test_emulated_failures_are_refused_beside_local_steps_and_in_groups(

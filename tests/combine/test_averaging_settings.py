@@ -64,14 +64,18 @@ def test_an_average_that_makes_no_sense_is_refused_with_what_to_do(bad: Any, par
     [
         ({"tau": 0}, "tau is 0"),
         ({"tau": 2.0}, "whole number from 1"),
+        ({"exchange": "clock"}, "choose one of round, arrival"),
+        ({"exchange": "arrival", "weights": "clipped"}, "give radius="),
         ({"alpha": 0.0}, "alpha is 0"),
         ({"alpha": 1.5}, r"at most 2 / \(1 \+ workers\)"),
         ({"alpha": math.nan}, "alpha is nan"),
         ({"weights": "wp"}, "choose one of fixed, dynamic, missed, clipped, known"),
         ({"momentum": 0.9}, "choose one of keep, fade, reset"),
         ({"reading": "both"}, "choose one of growth, fall"),
-        ({"thresholds": (0.0, 0.4)}, "stalls early training"),
-        ({"thresholds": (0.4, 0.1)}, "0 < low < high"),
+        ({"thresholds": (-0.1, 0.4)}, "0 <= low < high"),
+        ({"thresholds": (0.0, 0.0)}, "0 <= low < high"),
+        ({"thresholds": (0.4, 0.1)}, "0 <= low < high"),
+        ({"thresholds": (0.0, math.nan)}, "0 <= low < high"),
         ({"thresholds": (0.1,)}, "two scores"),
         ({"coefficients": ()}, "newest first and heaviest"),
         ({"coefficients": (0.1, 0.9)}, "newest first and heaviest"),
@@ -88,6 +92,15 @@ def test_an_elastic_average_that_makes_no_sense_is_refused_with_what_to_do(bad: 
         ElasticAverage(**bad)
 
 
+def test_a_ramp_of_the_dynamic_weights_may_begin_at_a_score_of_zero() -> None:
+    settings = ElasticAverage(alpha=0.2, thresholds=(0.0, 0.5), warm_up=0, coefficients=(1.0,))
+    memory = settings.memory(3)
+    settings.weigh(memory, [1.0, 1.0, 1.0], [True] * 3)
+    exchange = settings.weigh(memory, [0.5, math.exp(0.25), 4.0], [True] * 3)
+    assert exchange.pull.tolist() == pytest.approx([0.2, 0.6, 1.0])
+    assert exchange.push.tolist() == pytest.approx([0.2, 0.1, 0.0])
+
+
 def test_an_alpha_beyond_the_fleet_s_bound_is_refused_when_the_fleet_is_known() -> None:
     ElasticAverage(alpha=0.4).check(4)
     with pytest.raises(ValueError, match=r"stable for 0 < alpha <= 0\.2222"):
@@ -100,7 +113,13 @@ def test_settings_are_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [Averaging(groups=[[0, 1]]), Averaging(overlap=True), ElasticAverage(overlap=0.25)]
+    "settings",
+    [
+        Averaging(groups=[[0, 1]]),
+        Averaging(overlap=True),
+        ElasticAverage(overlap=0.25),
+        ElasticAverage(exchange="arrival"),
+    ],
 )
 def test_what_needs_a_fixed_number_of_workers_is_refused_where_they_come_and_go(settings: Any) -> None:
     with pytest.raises(ValueError, match="paceline run -n WORKERS"):

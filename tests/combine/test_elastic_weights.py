@@ -247,3 +247,12 @@ def test_a_learning_rate_beyond_the_curvature_is_refused() -> None:
         largest_alpha(2, step_curvature=2.5)
     with pytest.raises(ValueError, match=r"alpha is 0\.5"):
         ElasticAverage(alpha=0.5).check(2, step_curvature=1.5)
+
+
+def test_who_comes_one_by_one_misses_its_own_turns_alone() -> None:
+    memory = Memory(2)
+    memory.arrive([1.0, 1.0], [True, False], expected=[True, False])
+    assert memory.missed.tolist() == [0, 0]
+    memory.arrive([1.0, 1.0], [False, False], expected=[False, True])
+    assert memory.missed.tolist() == [0, 1]
+    assert memory.arrive([1.0, 1.0], [False, True], expected=[False, True]).tolist() == [0, 1]

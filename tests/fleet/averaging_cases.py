@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,14 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
                 for r in fleet.history
             ],
         }
+
+
+def against_twin(case: dict[str, Any]) -> dict[str, Any]:
+    """A training that benchmarks/papers/_p4_fleet.py knows to repeat in one process."""
+    sys.path[:0] = case["benchmarks"]
+    from _p4_fleet import train as noted
+
+    return noted(case)
 
 
 def samples_seen(case: dict[str, Any]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 from statistics import median
@@ -83,6 +84,23 @@ def test_elastic_averages_end_at_the_centre_on_every_worker(weights: str, tmp_pa
     check(run("averaging_cases.py:train", 3, tmp_path, args=case), case)
 
 
+def test_by_arrival_a_fast_worker_meets_the_centre_more_often_and_waits_for_nobody(tmp_path: Path) -> None:
+    case = CASE | {"combine": "elastic-average", "settings": {"tau": 2, "exchange": "arrival"}}
+    sample_s, period_of_the_slow_s = 0.02, 2 * 8 * 4 * 0.02
+    env = {"PACELINE_EMULATE": "1,1,4", "PACELINE_SAMPLE_MS": f"{1e3 * sample_s:g}"}
+    told = run("averaging_cases.py:train", 3, tmp_path, args=case, env=env)
+    assert told[0]["parameters"] == told[1]["parameters"] == told[2]["parameters"]
+    assert told[0]["evaluations"] == told[1]["evaluations"] == told[2]["evaluations"]
+    ranges = [[record["ranges"] for record in one["records"]] for one in told]
+    assert ranges[0] == ranges[1] == ranges[2]
+    counted = Counter(
+        (r["epoch"], p) for r in told[0]["records"] for w in r["ranges"] for a, b in w for p in range(a, b)
+    )
+    assert counted == Counter((epoch, place) for epoch in range(2) for place in range(case["length"]))
+    assert told[0]["local"] > 1.5 * told[2]["local"]
+    assert max(told[0]["waited"]) < period_of_the_slow_s
+
+
 @pytest.mark.parametrize("failures", ["lost:0.5", "frozen:0.3x2", "restart:0.3x2"])
 def test_emulated_failures_leave_the_books_balanced(failures: str, tmp_path: Path) -> None:
     case = CASE | {"combine": "elastic-average", "settings": {"tau": 1}, "epochs": 3}
@@ -150,3 +168,22 @@ def test_a_worker_may_wait_for_long_periods_of_others(tmp_path: Path) -> None:
     case = {"combine": "average", "settings": {"period_s": 2.5}, "length": 8000, "at": [250, 6], "sleep": 0.01}
     told = run("averaging_cases.py:meets", 2, tmp_path, args=case)
     assert told[0] == told[1] != []
+
+
+def test_adahessian_in_several_processes_under_failures_equals_its_twin_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pytorch_optimizer")
+    benchmarks = Path(__file__).parents[2] / "benchmarks"
+    folders = [str(benchmarks / "papers"), str(benchmarks)]
+    monkeypatch.setattr(sys, "path", [*folders, *sys.path])
+    from _p4_fleet import apart
+
+    failures = "restart:0.3x2,lost:0.2"
+    settings = {"tau": 2, "weights": "dynamic", "overlap": 0.25, "warm_up": 1}
+    case = {"dataset": "none", "samples": 96, "epochs": 2, "seed": 5, "optimiser": "adahessian"}
+    case |= {"settings": settings, "failures": failures, "benchmarks": folders}
+    told = run("averaging_cases.py:against_twin", 3, tmp_path, args=case, env={"PACELINE_FAILURES": failures})
+    assert told[0]["rounds"] > 5
+    assert min(len(one["steps"]) for one in told) < max(len(one["steps"]) for one in told), "somebody was away"
+    assert apart(case, told) < 1e-11

@@ -73,7 +73,8 @@ class AveragingCombine:
 
     @property
     def counts_steps(self) -> bool:
-        return self.periods.dealer.period_s is None or self.loop.transport.size == 1
+        dealer = self.periods.dealer
+        return (dealer.period_s is None and not dealer.by_arrival) or self.loop.transport.size == 1
 
     @property
     def hands_over_state(self) -> bool:
@@ -264,7 +265,7 @@ class AveragingCombine:
         self.periods.inside = False
 
     def close(self, *, orderly: bool) -> None:
-        if orderly and (self.periods.overlaps or self.periods.once):
+        if orderly and (self.periods.overlaps or self.periods.once or self.periods.turns is not None):
             self.periods.inside = False
             self.meet("the end of the loop")  # else a round would wait for a worker that has left
 

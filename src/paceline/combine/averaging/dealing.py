@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from paceline.combine.averaging.groups import Place, place_of
 from paceline.combine.averaging.period import Ints, Period, above, followed
-from paceline.combine.averaging.settings import Averaging, ElasticAverage
+from paceline.combine.averaging.settings import Averaging, ElasticAverage, exchanges_by_arrival
 from paceline.loop.context import LoopContext
 from paceline.pace.period import by_the_clock
 from paceline.records import Plan
@@ -41,7 +41,8 @@ class PeriodDealer:
     def open(self, round_number: int) -> Period:
         """Deal a period."""
         feed = self._loop.dealing
-        self.plan = self.plan or self._agree_on_plan(round_number)
+        if not self.by_arrival:
+            self.plan = self.plan or self._agree_on_plan(round_number)
         if self._lengths and feed.remaining == feed.length:
             feed.deal(self._lengths)  # an epoch opens: everybody claims its own part and the common one
         nothing, member = (0,) * len(self.place.members), self.place.member
@@ -83,11 +84,20 @@ class PeriodDealer:
                 self.place.groups, batch=equal, speeds=self._speeds, rates=self._rates, period_s=self.period_s
             )
         else:
-            assert self.plan is not None
-            # With a common part everybody has as much, and is to finish it at the same time.
-            batches = np.full(size, equal) if self._lengths else np.maximum(1, np.asarray(self.plan.samples))
+            # With a common part everybody has as much, and is to finish it at the same time; by arrival nobody waits.
+            alike = bool(self._lengths) or self.by_arrival
+            batches = np.full(size, equal) if alike else np.maximum(1, self._planned())
             shares = batches * self.steps_a_period
         return shares * (AHEAD if self._overlaps else 1), batches
+
+    def _planned(self) -> Ints:
+        assert self.plan is not None
+        return np.asarray(self.plan.samples)
+
+    @property
+    def by_arrival(self) -> bool:
+        """Whether workers meet the centre one by one."""
+        return exchanges_by_arrival(self._settings, self._loop.transport.size)
 
     @property
     def period_s(self) -> float | None:

@@ -30,7 +30,7 @@ Reading = Literal["growth", "fall"]
 READINGS: tuple[Reading, ...] = ("growth", "fall")
 RULES = ("fixed", "dynamic", "missed", "clipped", "known")
 COEFFICIENTS = (0.5, 0.25, 0.15, 0.1)
-"""P4's c_j, newest first: weights of the last changes of log-distance in the score."""
+"""c_j, newest first: weights of the last changes of log-distance in the score; ours, P4's are not known to us."""
 THRESHOLDS = (0.3, 0.8)
 """Scores at which the weights begin to change and have changed fully: ours, from the measurements in the docs."""
 WARM_UP = len(COEFFICIENTS) + 1
@@ -76,11 +76,13 @@ def clip_radius(distances: ArrayLike, *, times: float = 2.0) -> float:
 def dynamic(
     alpha: float, score: ArrayLike, *, thresholds: tuple[float, float] = THRESHOLDS, reading: Reading = "growth"
 ) -> Exchange:
-    """P4: between two thresholds of the score, h1 rises in a line from alpha to 1 and h2 falls from alpha to 0.
+    """Between two thresholds of the score, h1 rises in a line from alpha to 1 and h2 falls from alpha to 0.
 
-    Two readings of the paper are possible. ``growth``: a worker that has drifted away (its distance grew) is the one
-    to correct. ``fall``: one whose distance is shrinking, because it is being pulled back, is; its score is then
-    negative, and the thresholds are those of ``-score``. A score of NaN (too few exchanges) counts as 0.
+    The rule is reconstructed: P4 weighs by the log of the distance, but its formula is not known to us. Two readings
+    are possible. ``growth``: a worker that has drifted away (its distance grew) is the one to correct. ``fall``: one
+    whose distance is shrinking, because it is being pulled back, is; its score is then negative, and the thresholds are
+    those of ``-score``. A score of NaN (too few exchanges) counts as 0. A low threshold of 0 corrects any growth at
+    all, and in early training every distance grows.
     """
     low, high = thresholds
     signed = np.nan_to_num(np.asarray(score, dtype=np.float64)) * (1 if reading == "growth" else -1)
@@ -88,10 +90,10 @@ def dynamic(
 
 
 def score(log_distances: ArrayLike, *, coefficients: Sequence[float] = COEFFICIENTS) -> Floats:
-    """P4's raw score ``a = sum_j c_j (u_{t-j} - u_{t-j-1})`` with ``u = log |d|``; the newest change is the heaviest.
+    """The raw score ``a = sum_j c_j (u_{t-j} - u_{t-j-1})`` with ``u = log |d|``; the newest change is the heaviest.
 
-    ``log_distances`` has one row an exchange, the newest first, and one column a worker. Changes not yet seen are NaN
-    and count as 0; a worker without any change has a score of NaN.
+    Its form is reconstructed. ``log_distances`` has one row an exchange, the newest first, and one column a worker.
+    Changes not yet seen are NaN and count as 0; a worker without any change has a score of NaN.
     """
     rows = np.asarray(log_distances, dtype=np.float64)
     changes = rows[:-1] - rows[1:]
@@ -155,7 +157,7 @@ class Memory:
     """What the rules remember of each worker: its last log-distances, its exchanges, and the rounds it has missed.
 
     ``weigh`` is called once a round with everybody's distances (anything for those absent) and who was present; all
-    who see the same rounds hold the same memory.
+    who see the same rounds hold the same memory. Where workers come one by one, it also hears whose turn it was.
     """
 
     def __init__(self, workers: int, *, lags: int = len(COEFFICIENTS)) -> None:
@@ -163,14 +165,16 @@ class Memory:
         self.exchanges = np.zeros(workers, dtype=np.int64)
         self.missed = np.zeros(workers, dtype=np.int64)
 
-    def arrive(self, distances: ArrayLike, present: ArrayLike) -> Floats:
-        """Note a round's distances; returns the rounds each worker had missed before it."""
+    def arrive(self, distances: ArrayLike, present: ArrayLike, expected: ArrayLike | None = None) -> Floats:
+        """Note a round's distances; returns the rounds each worker had missed before it. ``expected``: whose turn it
+        was, everybody's when left out; others have missed nothing."""
         there = np.asarray(present, dtype=bool)
+        turn = np.ones_like(there) if expected is None else np.asarray(expected, dtype=bool)
         pushed = np.vstack([log_distance(distances)[None], self.log_distances[:-1]])
         self.log_distances = np.where(there, pushed, self.log_distances)
         self.exchanges += there
         before = self.missed.astype(np.float64)
-        self.missed = np.where(there, 0, self.missed + 1)
+        self.missed = np.where(there, 0, self.missed + turn)
         return before
 
     def forget(self, worker: int) -> None:

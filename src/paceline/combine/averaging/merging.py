@@ -29,6 +29,8 @@ Table = NDArray[np.float64]
 FACTS = ("steps", "samples", "log_contraction", "momentum", "distance", "present")
 """What a worker's row begins with; a sketch of its update may follow."""
 STEPS, SAMPLES, CONTRACTION, MOMENTUM, DISTANCE, PRESENT = range(len(FACTS))
+TURN = len(FACTS)
+"""A column that follows where workers meet the centre one by one: whose turn it is."""
 
 
 class Merging(Protocol):
@@ -173,9 +175,11 @@ class Springs:
         self.centre = copies(self._parameters)
 
     def row(self, *, steps: int, samples: int, contraction: float, momentum: float, present: bool) -> list[float]:
-        norms = torch._foreach_norm(self._apart())
-        distance = math.sqrt(sum(float(norm) ** 2 for norm in norms))
-        return [float(steps), float(samples), contraction, momentum, distance, float(present)]
+        return [float(steps), float(samples), contraction, momentum, self.distance(), float(present)]
+
+    def distance(self) -> float:
+        """From the centre as it is now."""
+        return math.sqrt(sum(float(norm) ** 2 for norm in torch._foreach_norm(self._apart())))
 
     @torch.no_grad()
     def part(self, table: Table) -> list[torch.Tensor]:
@@ -186,7 +190,8 @@ class Springs:
     @torch.no_grad()
     def take(self, table: Table, total: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         rank, pull = self._transport.rank, self._weigh(self._memory, table).pull
-        torch._foreach_add_([p.data for p in self._parameters], self._apart(), alpha=-float(pull[rank]))
+        if pull[rank]:  # a worker that is absent may be training
+            torch._foreach_add_([p.data for p in self._parameters], self._apart(), alpha=-float(pull[rank]))
         torch._foreach_add_(self.centre, list(total))
         self.rounds += 1
         self._fade(optimizers, float(self._settings.momentum_kept(pull, len(table))[rank]))
@@ -195,7 +200,8 @@ class Springs:
         return list(torch._foreach_sub([p.detach() for p in self._parameters], self.centre))
 
     def _weigh(self, memory: Memory, table: Table) -> Exchange:
-        return self._settings.weigh(memory, table[:, DISTANCE], table[:, PRESENT] > 0)
+        turn = table[:, TURN] > 0 if table.shape[1] > TURN else None
+        return self._settings.weigh(memory, table[:, DISTANCE], table[:, PRESENT] > 0, turn)
 
     def members_changed(self, kept: Sequence[int | None]) -> None:
         self._memory.members_changed(kept)

@@ -22,13 +22,23 @@ class EmulatedOutages:
         return Trouble() if self._failures is None else self._failures.at(worker=worker, round=round)
 
     @torch.no_grad()
-    def come_back(self, trouble: Trouble) -> None:
-        """A period begins: a worker that returns has the parameters that its trouble left it."""
+    def come_back(self, trouble: Trouble, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        """A period begins: a worker that returns has the parameters that its trouble left it, and a new optimiser."""
         if self._failures is None:
             return
         if trouble.returns_with is not None:
             source = self._initial if trouble.returns_with == "initial" or not self._stale else self._stale
             for parameter, value in zip(self._parameters, source, strict=True):
                 parameter.data.copy_(value)
+            for optimizer in optimizers:
+                make_new(optimizer)
         if trouble.exchanges:
             self._stale = copies(self._parameters)
+
+
+def make_new(optimizer: torch.optim.Optimizer) -> None:
+    """As it was before its first step: without moments, and with a count of 0 where it counts steps by group."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        if isinstance(group.get("step"), int):
+            group["step"] = 0

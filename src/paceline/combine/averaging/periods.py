@@ -19,6 +19,7 @@ from paceline.combine.averaging.outages import EmulatedOutages
 from paceline.combine.averaging.period import NOTHING, Ints, Period
 from paceline.combine.averaging.rounds import Round
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
+from paceline.combine.averaging.turns import Turns
 from paceline.combine.base import CombineParts
 from paceline.errors import Dropped, FleetError, MisuseError
 from paceline.loop.context import LoopContext
@@ -48,6 +49,7 @@ class Periods:
         self.exchange = RoundExchange(loop, self.merging, parts.models, overlaps=overlaps, averages=self._averages_in)
         self._before = NOTHING
         """What this worker did in earlier periods, and no average has in it."""
+        self.turns = Turns(self, loop, first=parts.first_round) if self.dealer.by_arrival else None
         self.open: Period | None = None
         self.under_way: Round | None = None
         """A round that runs beside the local steps."""
@@ -78,10 +80,12 @@ class Periods:
         feed = self._loop.dealing
         epoch = feed.epoch
         while True:
-            self.open = self.open or self._open()
-            if self._trouble().trains and not self.open.exhausted:
+            self.open = self.open or self.open_next()
+            if self.trouble().trains and not self.open.exhausted:
                 return self.open, epoch
-            if self.under_way is not None:
+            if self.turns is not None:
+                self.turns.stand_still()
+            elif self.under_way is not None:
                 self.land_round()
             elif not self.end_period():
                 self.cross_boundary()
@@ -89,15 +93,19 @@ class Periods:
             if self._loop.finished or feed.epoch != epoch:
                 return None, epoch
 
-    def _open(self) -> Period:
+    def open_next(self) -> Period:
         self.cross_boundary()
         period = self.dealer.open(self.number)
         self.exchange.statistics.begin()
-        self._outages.come_back(self._trouble())
+        if self.turns is not None:
+            self._landed = time.perf_counter()
+            self.turns.start()
+        self._outages.come_back(self.trouble(), self._loop.optimizers)
         return period
 
-    def _trouble(self) -> Trouble:
-        return self._outages.at(worker=self._loop.transport.rank, round=self.number)
+    def trouble(self) -> Trouble:
+        number = self.number if self.turns is None else self.turns.number
+        return self._outages.at(worker=self._loop.transport.rank, round=number)
 
     @property
     def uncounted(self) -> int:
@@ -115,6 +123,11 @@ class Periods:
         if self.overlaps:
             self._begin_beside(period)
             return True
+        if self.turns is not None:
+            self.turns.arrive(self._write_round(period), self._call)
+            if self.open is not None:
+                self._outages.come_back(self.trouble(), self._loop.optimizers)
+            return True
         try:
             round = self._run_out(period)
         except Dropped as dropped:
@@ -122,7 +135,7 @@ class Periods:
             return False
         if round.averages:
             self.merging.take(round.facts, round.total.views, self._loop.optimizers)
-        self._close_round(round, time.perf_counter() - entered)
+        self.close_round(round, time.perf_counter() - entered)
         return True
 
     def _averages_in(self, round: Round) -> bool:
@@ -149,7 +162,7 @@ class Periods:
             before=self._before,
             number=self.number,
             call=self._call,
-            present=self._trouble().exchanges,
+            present=self.trouble().exchanges,
             optimizers=self._loop.optimizers,
             first_member=self.dealer.place.member == 0,
         )
@@ -172,18 +185,20 @@ class Periods:
         round.wait()
         self.under_way = None
         self.merging.land(round.total.views, round.update)
-        self._close_round(round, time.perf_counter() - waited)
+        self.close_round(round, time.perf_counter() - waited)
 
-    def _close_round(self, round: Round, waited_s: float) -> None:
+    # -- after a round -------------------------------------------------------------------------------------------------
+
+    def close_round(self, round: Round, waited_s: float) -> None:
         """A round is over: everybody counts what it says. ``waited_s``: what this worker waited for it."""
         loop, period, header, table = self._loop, round.period, round.header, round.table.cpu().numpy()
         self._before = NOTHING if round.averages else self._before + period
         if round.averages:
             self.exchange.merge_statistics(round)
-        ended, walls = time.perf_counter(), table[:, 1]
+        ended, walls = round.ended or time.perf_counter(), table[:, 1]
         samples = header.column("samples").astype(int)
         ranges: tuple[tuple[Range, ...], ...] = loop.dealing.commit(tuple(samples.tolist()), False)
-        late_s = 0.0 if self.overlaps else max(0.0, float(walls.max()) - period.wall_s)
+        late_s = 0.0 if self._nobody_is_late else max(0.0, float(walls.max()) - period.wall_s)
         record = StepRecord(
             **loop.said(header),
             step=self.number,
@@ -192,7 +207,7 @@ class Periods:
             workers=loop.transport.workers,
             planned=period.shares,
             slowest_s=tuple(header.column("slowest_s").tolist()),
-            wall_s=ended - max(period.began, self._landed),
+            wall_s=max(0.0, ended - max(period.began if self.turns is None else 0.0, self._landed)),
             round_s=max(0.0, waited_s - late_s),
             ranges=ranges,
         )
@@ -213,7 +228,7 @@ class Periods:
         if loop.dealing.remaining == 0:
             self.open = None
             loop.training.next_epoch()
-        elif self.overlaps:
+        elif self._nobody_is_late:
             assert self.open is not None
             self.dealer.deal(self.open, left)
         else:
@@ -221,6 +236,11 @@ class Periods:
         loop.finished, loop.progress = loop.training.finished, loop.training.progress
         if loop.finished:
             self._show_for_good()
+
+    @property
+    def _nobody_is_late(self) -> bool:
+        """Whether local steps go on while others are in a round."""
+        return self.overlaps or self.turns is not None
 
     def _show_for_good(self) -> None:
         """The training is over: everybody holds what is to be evaluated and saved."""
@@ -232,6 +252,8 @@ class Periods:
 
     def wait_for_thread(self) -> None:
         """Of a round that is under way when the training has failed."""
+        if self.turns is not None:
+            self.turns.join(LEAVING_S)
         if self.under_way is not None:
             with suppress(FleetError):  # it was raised before
                 self.under_way.wait(LEAVING_S)
@@ -245,7 +267,7 @@ class Periods:
             return
         self._call = float(int.from_bytes(blake2b(label.encode(), digest_size=6).digest(), "big"))
         loop.transport.doing(label)
-        self._run_rounds_until_met()
+        self._run_rounds_until_met() if self.turns is None else self.turns.wait_until_met()
         self._call = 0.0
         together = self.dealer.together
         if len(set(together[together > 0].tolist())) > 1:
@@ -256,7 +278,7 @@ class Periods:
         if self.under_way is not None:
             self.land_round()
         while not self._loop.finished:
-            self.open = self.open or self._open()
+            self.open = self.open or self.open_next()
             if not self.end_period():
                 raise _dropped_in_a_call()
             if self.under_way is not None:

@@ -31,6 +31,8 @@ class Round:
         """Beside local steps: this worker's update as it was when the round began."""
         self.averages = True
         """Whether parameters were averaged in it, and not only samples counted."""
+        self.ended: float | None = None
+        """When it was over, where another thread than the user's ran it."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

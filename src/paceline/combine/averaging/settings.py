@@ -30,6 +30,7 @@ Bools = NDArray[np.bool_]
 PERIOD_S = 2.0
 """Seconds between rounds when nothing is said."""
 MOMENTUM = ("keep", "fade", "reset")
+EXCHANGES = ("round", "arrival")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +129,9 @@ class ElasticAverage:
 
     tau: int = 1
     """Local steps between exchanges."""
+    exchange: Literal["round", "arrival"] = "round"
+    """When a worker meets the centre: in a ``round`` of all workers, for which the fast wait; or upon its ``arrival``,
+    when its own tau steps are done: nobody waits, and the centre meets the workers one by one."""
     alpha: float | None = None
     """Strength of an ordinary exchange; None: 0.9 / workers."""
     weights: str = "dynamic"
@@ -138,7 +142,8 @@ class ElasticAverage:
     reading: Reading = "growth"
     """Of ``dynamic``: whose score counts, a worker that drifted away or one that is being pulled back."""
     thresholds: tuple[float, float] = elastic.THRESHOLDS
-    """Of ``dynamic``: scores at which the weights start to change and have changed fully."""
+    """Of ``dynamic``: scores at which the weights start to change and have changed fully. A low of 0 is one reading of
+    P4; it stalls early training, in which every distance grows."""
     coefficients: tuple[float, ...] = elastic.COEFFICIENTS
     """Of ``dynamic``: weights of the last changes of log-distance, the newest first and heaviest."""
     warm_up: int = elastic.WARM_UP
@@ -155,6 +160,7 @@ class ElasticAverage:
 
     def __post_init__(self) -> None:
         _whole("tau", self.tau, "local steps between exchanges")
+        _one_of("exchange", self.exchange, EXCHANGES)
         if self.alpha is not None and not 0 < self.alpha <= 1:
             raise ValueError(f"alpha is {self.alpha}: above 0, at most 1, and at most 2 / (1 + workers) to be stable")
         _one_of("weights", self.weights, elastic.RULES)
@@ -165,16 +171,16 @@ class ElasticAverage:
             raise ValueError(f"power is {self.power}: above 0; 1 gives a worker that missed one round half its say")
         if self.radius is not None and not 0 < self.radius < math.inf:
             raise ValueError(f"radius is {self.radius}: a distance in parameter space, above 0, or None")
+        if self.exchange == "arrival" and self.weights == "clipped" and self.radius is None:
+            raise ValueError("exchange='arrival' shows one distance at a time, which has no median: give radius=")
         if not 0 <= self.overlap < 1:
             raise ValueError(
                 f"overlap is {self.overlap}: the part of the data that all workers share, from 0 to below 1"
             )
 
     def _check_dynamic(self) -> None:
-        if len(self.thresholds) != 2 or not 0 < self.thresholds[0] < self.thresholds[1] < math.inf:
-            raise ValueError(
-                f"thresholds are {self.thresholds}: two scores, 0 < low < high (a low of 0 stalls early training)"
-            )
+        if len(self.thresholds) != 2 or not 0 <= self.thresholds[0] < self.thresholds[1] < math.inf:
+            raise ValueError(f"thresholds are {self.thresholds}: two scores, 0 <= low < high, such as (0.3, 0.8)")
         falling = all(newer >= older for newer, older in zip(self.coefficients, self.coefficients[1:]))
         if not self.coefficients or not falling or not 0 < self.coefficients[-1] <= self.coefficients[0] < math.inf:
             raise ValueError(f"coefficients are {self.coefficients}: numbers above 0, the newest first and heaviest")
@@ -194,6 +200,11 @@ class ElasticAverage:
 
     def check_elastic(self) -> None:
         """Raise ValueError for what cannot be had where workers come and go."""
+        if self.exchange == "arrival":
+            raise ValueError(
+                "ElasticAverage(exchange='arrival') needs a fleet of fixed size, and workers come and go in this one: "
+                "leave exchange out, or start it with paceline run -n WORKERS"
+            )
         if self.overlap:
             raise ValueError(
                 "ElasticAverage(overlap=...) divides the data among a fixed number of workers, and they come and go "
@@ -213,11 +224,14 @@ class ElasticAverage:
         """What the rule remembers of so many workers, nothing yet."""
         return Memory(workers, lags=len(self.coefficients))
 
-    def weigh(self, memory: Memory, distances: ArrayLike, present: ArrayLike) -> Exchange:
-        """One round: note the distances in ``memory`` and say how hard to pull and push. Absent workers get zeros."""
+    def weigh(
+        self, memory: Memory, distances: ArrayLike, present: ArrayLike, expected: ArrayLike | None = None
+    ) -> Exchange:
+        """One round: note the distances in ``memory`` and say how hard to pull and push. Absent workers get zeros.
+        ``expected``: whose turn it was; everybody's when left out."""
         there = np.asarray(present, dtype=bool)
         alpha = self.settling_alpha(len(there))
-        before = memory.arrive(distances, there)
+        before = memory.arrive(distances, there, expected)
         exchange = self._rule(alpha, memory, np.asarray(distances, dtype=np.float64), there, before)
         return Exchange(np.where(there, exchange.pull, 0.0), np.where(there, exchange.push, 0.0))
 
@@ -241,6 +255,11 @@ class ElasticAverage:
         if self.momentum == "fade":
             return fade
         return np.ones_like(fade) if self.momentum == "keep" else (fade >= 1).astype(np.float64)
+
+
+def exchanges_by_arrival(settings: Averaging | ElasticAverage, workers: int) -> bool:
+    """Whether so many workers meet the centre one by one; one alone has nobody to wait for."""
+    return isinstance(settings, ElasticAverage) and settings.exchange == "arrival" and workers > 1
 
 
 def _whole(name: str, value: int | None, what: str) -> None:

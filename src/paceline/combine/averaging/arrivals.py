@@ -1,0 +1,188 @@
+"""Exchanges by arrival: each worker meets the centre when its own tau steps are done, and nobody waits for a peer.
+
+Every worker's thread runs small rounds, one about every `EVERY_S`, whatever its loop does meanwhile. The first sum of
+such a round says who has arrived and how long each has waited. The one that has waited longest (of equals, the lowest
+rank) meets the centre; the others' turn comes in the next rounds. Only then is there a second sum: what that worker
+did, and its push, which every replica of the centre adds. So all replicas go through the same exchanges in the same
+order and stay equal. A loop waits for its own turn alone: milliseconds, and the sums of those before it.
+
+What an exchange counted is told to each loop in that same order when it comes by (`Arrivals.news`), so all workers deal
+alike, late or not. The thread ends, on all workers after the same round, when the epoch's samples are done or when all
+wait in a call: at rest, the training's state is whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from paceline.combine import Header
+from paceline.combine.averaging.exchange import RoundExchange
+from paceline.combine.averaging.merging import DISTANCE, PRESENT, SAMPLES, STEPS, TURN, Springs
+from paceline.combine.averaging.period import Floats, Period
+from paceline.combine.averaging.rounds import Round
+from paceline.combine.flats import Flats
+from paceline.loop.context import LoopContext
+
+EVERY_S = 0.005
+"""How long a round waits for this worker to arrive, in seconds."""
+FIRST = 2
+"""Columns of a round's table before a worker's facts: what it waits to do with all others, and its period's seconds."""
+
+
+class Arrivals:
+    """The thread of one worker, what it hands to the thread, and what the thread tells it."""
+
+    def __init__(self, loop: LoopContext, exchange: RoundExchange) -> None:
+        if len(exchange.statistics):
+            raise ValueError(
+                "exchange='arrival' has no round in which batch norm's running statistics could be merged: use "
+                "GroupNorm, or exchange='round'"
+            )
+        assert isinstance(exchange.merging, Springs)
+        self._loop, self._exchange, self._springs = loop, exchange, exchange.merging
+        self._room = Flats(loop.gradients.everything)
+        self._changed = threading.Condition()
+        self._call = 0.0
+        self._mine: Round | None = None
+        """What this worker has arrived with, until it has met the centre."""
+        self._since = 0.0
+        self._left = 0
+        """Samples of the epoch that no exchange has counted."""
+        self._over: deque[Round] = deque()
+        """Exchanges that this worker's loop has not heard of."""
+        self.at_rest = True
+        """Whether the thread has ended."""
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    # -- the user's thread -------------------------------------------------------------------------------------------
+
+    def start(self, left: int) -> None:
+        """Begin to meet. ``left``: samples of the epoch; all workers hold the same state now."""
+        self.join()  # it has told of its last exchange before it ended
+        assert not self._over
+        self._left, self.at_rest = left, False
+        self._thread = threading.Thread(target=self._run, name="paceline-arrivals", daemon=True)
+        self._thread.start()
+
+    def arrive(self, round: Round, call: float) -> bool:
+        """Meet the centre; waits for this worker's turn. ``call``: what it waits to do together with the others. False:
+        the thread ended before, and nothing was done that had to be counted."""
+        self._exchange.finish_kernels()
+        with self._changed:
+            self._mine, self._since, self._call = round, time.perf_counter(), call
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._mine is None or self.at_rest)
+            met, self._mine = self._mine is None, None
+        self._check()
+        return met
+
+    def news(self, *, wait: bool) -> list[Round]:
+        """The exchanges since the last time, in their order. ``wait``: until there is one, or the thread has ended."""
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: bool(self._over) or self.at_rest)
+            told = list(self._over)
+            self._over.clear()
+        self._check()
+        return told
+
+    def call_is_over(self) -> None:
+        self._call = 0.0
+
+    def join(self, timeout: float | None = None) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._round():
+                pass
+        except BaseException as error:  # it is the user's thread's
+            self._error = error
+        finally:
+            with self._changed:
+                self.at_rest = True
+                self._changed.notify_all()
+
+    def _round(self) -> bool:
+        """A small round; False after the last."""
+        transport = self._loop.transport
+        with self._changed:
+            self._changed.wait_for(lambda: self._mine is not None, EVERY_S)
+            mine, call, since = self._mine, self._call, self._since
+        table = torch.zeros(transport.size, FIRST + TURN + 1, dtype=torch.float64)
+        if mine is not None:
+            table[transport.rank, : FIRST + TURN] = mine.table[transport.rank]
+            table[transport.rank, FIRST + DISTANCE] = self._springs.distance()
+            table[transport.rank, FIRST + TURN] = max(1e-9, time.perf_counter() - since)
+        table[transport.rank, 0] = call
+        with transport.round("the exchanges by arrival", aside=True):
+            self._sum([table])
+            first = next_turn(table[:, FIRST + TURN].numpy())
+            if first is None:
+                return not bool((table[:, 0] > 0).all())
+            self._meet(first, only(table, first), mine if first == transport.rank else None)
+        return self._left > 0
+
+    def _meet(self, first: int, table: torch.Tensor, mine: Round | None) -> None:
+        """The worker of rank ``first`` meets the centre, on every worker alike; ``mine``: it is this one."""
+        round = mine or self._another_s()
+        round.table = table
+        if mine is not None:
+            round.total.fill(self._springs.part(round.facts))
+        self._sum([round.header.tensor(), *round.total.flats])
+        self._springs.take(round.facts, round.total.views, self._loop.optimizers)
+        self._exchange.finish_kernels()
+        with self._changed:
+            round.ended, self._left = time.perf_counter(), self._left - int(table[first, FIRST + SAMPLES])
+            self._over.append(round)
+            if mine is not None:
+                self._mine = None
+            self._changed.notify_all()
+
+    def _another_s(self) -> Round:
+        """Room for the exchange of another worker, whose period is not known here. Nothing of the sum is kept."""
+        for flat in self._room.flats:
+            flat.zero_()
+        nobody_s = Period(began=0.0, shares=(), windows=(), batches=(), member=0)
+        header, nothing = Header(self._exchange.layout), torch.empty(0)
+        return Round(nobody_s, header=header, table=nothing, statistics=nothing, total=self._room)
+
+    def _sum(self, parts: Sequence[torch.Tensor]) -> None:
+        for pending in [self._loop.transport.sum(part) for part in parts]:
+            pending.wait()
+
+
+def next_turn(waited: Floats) -> int | None:
+    """The rank that has waited longest; of equals, the lowest. None: nobody waits.
+
+    >>> next_turn(np.array([0.0, 0.2, 0.2])), next_turn(np.zeros(3))
+    (1, None)
+    """
+    return int(np.argmax(waited)) if waited.any() else None
+
+
+def only(table: torch.Tensor, first: int) -> torch.Tensor:
+    """The table of an exchange: the facts of the worker whose turn it is, and what each waits to do with all others.
+
+    A worker that only says that it waits, and has made no step, does not exchange.
+    """
+    alone = torch.zeros_like(table)
+    alone[:, 0], alone[first] = table[:, 0], table[first]
+    facts = alone[first, FIRST:]
+    exchanges = bool(facts[STEPS] > 0 or facts[PRESENT] == 0)
+    facts[TURN], facts[PRESENT] = float(exchanges), facts[PRESENT] * exchanges
+    return alone
