@@ -30,16 +30,16 @@ def test_a_trace_becomes_a_model_and_a_score_beside_the_simple_forecasts(trace: 
     assert load_model(target).shape.lag == 20
     lines = done.stdout.splitlines()
     assert "last fifth of 80 steps" in lines[0]
-    assert [line.split()[0] for line in lines[1:4]] == ["deep", "smoothed", "last"]
-    assert "does not win here" in lines[4]  # two updates teach nothing
-    assert str(target) in lines[5]
+    assert [line.split()[0] for line in lines[1:5]] == ["deep", "general", "smoothed", "last"]
+    assert "does not win here" in lines[5]  # two updates teach nothing
+    assert str(target) in lines[6]
 
 
 def test_the_scores_come_as_one_line_of_json(trace: Path, tmp_path: Path) -> None:
     done = learn(str(trace), "-o", str(tmp_path / "model.pt"), "--updates", "1", "--json")
     told = json.loads(done.stdout)
     assert (told["steps"], told["workers"]) == (40, 3)
-    assert set(told["held_out"]) == {"deep", "smoothed", "last value"}
+    assert set(told["held_out"]) == {"deep", "general", "smoothed", "last value"}
     assert 0.05 < told["held_out"]["smoothed"] < 0.1
 
 

@@ -15,7 +15,7 @@ from paceline.deep.model import DeepModel, Shape
 from paceline.deep.past import Past
 from paceline.pace import Ask
 from paceline.pace.cutoff import Cutoff
-from paceline.pace.forecast import Forecast, Seen, Smoothed
+from paceline.pace.forecast import Auto, Forecast, Seen
 from paceline.pace.forecast import make as make_forecast
 from paceline.pace.joint import Joint
 from paceline.records import StepRecord
@@ -60,14 +60,14 @@ def candidate(*pairs: tuple[float, float]) -> Candidate:
     return made
 
 
-def test_without_a_model_it_answers_as_the_smoothed_forecast_does() -> None:
-    deep, smoothed = Deep(), Smoothed()
+def test_without_a_model_it_answers_as_the_forecast_that_needs_none_does() -> None:
+    deep, plain = Deep(), Auto()
     assert isinstance(deep, Forecast)
     for seen in steps(20):
         deep.observe(seen)
-        smoothed.observe(seen)
-    assert deep.speaking == "smoothed"
-    assert deep.draw(16, rng()).tolist() == smoothed.draw(16, rng()).tolist()
+        plain.observe(seen)
+    assert deep.speaking == plain.speaking == "general"
+    assert deep.draw(16, rng()).tolist() == plain.draw(16, rng()).tolist()
 
 
 def test_a_model_that_knows_nothing_never_gets_to_speak() -> None:
@@ -76,7 +76,7 @@ def test_a_model_that_knows_nothing_never_gets_to_speak() -> None:
     noise = rng()
     for _ in range(3 * TRIAL):
         deep.observe(Seen.whole(own * np.exp(0.01 * noise.standard_normal(3))))
-        assert deep.speaking == "smoothed"
+        assert deep.speaking != "deep"
     assert deep.draw(64, rng()).mean(axis=0) == pytest.approx(own, rel=0.05)
 
 

@@ -104,7 +104,7 @@ def test_a_trainer_that_fails_is_warned_of_once_and_not_started_again(caplog: py
         learner.offer(own, late)
         wait(learner)
         assert learner.poll() is None
-        assert "smoothed forecast stays in use" in caplog.text
+        assert "general forecast stays in use" in caplog.text
         assert "worker 1" in caplog.text
         learner.offer(*series(200))
         assert not learner.busy

@@ -65,7 +65,7 @@ def test_recordings_of_unlike_fleets_are_learned_together() -> None:
     model = fit(fleets, shape=SMALL, training=training, progress=lambda done, total: ticks.append((done, total)))
     assert ticks == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert all(bool(torch.isfinite(tensor).all()) for tensor in model.state_dict().values())
-    assert set(held_out_scores(model, fleets)) == {"deep", "smoothed", "last value"}
+    assert set(held_out_scores(model, fleets)) == {"deep", "general", "smoothed", "last value"}
 
 
 def test_the_workers_of_an_update_stand_for_the_whole_recording(monkeypatch: pytest.MonkeyPatch) -> None:

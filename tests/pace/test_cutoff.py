@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 import paceline
 from paceline.pace import Ask, Cutoff, make
 from paceline.pace.arrivals import best_count, best_static_count, clairvoyant_counts, static_count
-from paceline.pace.forecast import Forecast, LastValue, OrderStatistics, Seen, Smoothed, Window
+from paceline.pace.forecast import Auto, Forecast, General, LastValue, OrderStatistics, Seen, Smoothed, Window
 from paceline.pace.forecast import make as make_forecast
 from paceline.records import StepRecord
 
@@ -213,7 +213,7 @@ hostile = st.one_of(st.floats(0, 1e300), st.sampled_from([0.0, 1e-300, math.inf,
 rows = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100), hostile, hostile), min_size=3, max_size=3)
 
 
-@given(st.lists(rows, max_size=8), st.sampled_from(["last", "smoothed", "elfving", "window"]))
+@given(st.lists(rows, max_size=8), st.sampled_from(["last", "smoothed", "elfving", "window", "general", "auto"]))
 @settings(max_examples=60, deadline=None)
 def test_any_records_give_a_valid_plan(history: list[list[tuple[int, int, float, float]]], forecast: str) -> None:
     rule = Cutoff(forecast)
@@ -246,7 +246,7 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> No
         Cutoff(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("make_one", [LastValue, Smoothed, OrderStatistics, Window])
+@pytest.mark.parametrize("make_one", [LastValue, Smoothed, OrderStatistics, Window, General, Auto])
 @pytest.mark.parametrize("saved_after", [0, 1, 15])
 def test_a_rule_goes_on_from_its_saved_state_as_if_nothing_had_happened(
     make_one: Callable[[], Forecast], saved_after: int
@@ -261,6 +261,6 @@ def test_a_rule_goes_on_from_its_saved_state_as_if_nothing_had_happened(
 def test_it_is_had_by_name_and_public() -> None:
     assert isinstance(make("cutoff"), Cutoff)
     assert paceline.Cutoff is Cutoff
-    assert "smoothed" in repr(make("cutoff"))
+    assert "auto" in repr(make("cutoff"))
     assert repr(Cutoff(static=0.9)) == "Cutoff(static=0.9)"
     assert make_forecast("elfving").name == "Elfving"

@@ -8,9 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.pace.forecast import Forecast, LastValue, OrderStatistics, Seen, Smoothed, Window, expected_order
+from paceline.pace.forecast import (
+    Auto,
+    Forecast,
+    General,
+    LastValue,
+    OrderStatistics,
+    Seen,
+    Smoothed,
+    Window,
+    expected_order,
+)
 
-ALL: list[Callable[[], Forecast]] = [LastValue, Smoothed, OrderStatistics, Window]
+ALL: list[Callable[[], Forecast]] = [LastValue, Smoothed, OrderStatistics, Window, General, Auto]
 
 
 def rng() -> np.random.Generator:

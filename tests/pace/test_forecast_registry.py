@@ -60,7 +60,9 @@ def test_a_forecast_is_registered_in_one_line(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("unknown", ["magic", "", "smoothed:3", ":deep"])
 def test_an_unknown_forecast_is_refused_with_the_known_ones(unknown: str) -> None:
-    known = "Known: last, smoothed, elfving, window, deep, deep:FILE (a model written by `paceline learn`)"
+    known = (
+        "Known: auto, general, last, smoothed, elfving, window, deep, deep:FILE (a model written by `paceline learn`)"
+    )
     with pytest.raises(ValueError, match="unknown forecast") as refused:
         make(unknown)
     assert str(refused.value).endswith(known)

@@ -291,7 +291,7 @@ def test_a_long_run_resumed_in_the_middle_goes_on_the_same() -> None:
     assert second.plan(ask(60)) == whole.plan(ask(60))
 
 
-@pytest.mark.parametrize("forecast", ["smoothed", "last", "window"])
+@pytest.mark.parametrize("forecast", ["smoothed", "last", "window", "general", "auto"])
 def test_any_forecast_of_workers_will_do(forecast: str) -> None:
     joint = Joint(forecast)
     records = stalling(joint, steps=80)

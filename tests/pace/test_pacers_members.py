@@ -17,7 +17,7 @@ from pace_rig import play, record, slower
 from paceline.deep.forecast import Deep
 from paceline.deep.model import DeepModel, Shape
 from paceline.pace import Adaptive, Ask, Cutoff, Epoch, Equal, Fixed, Joint, Pacer
-from paceline.pace.forecast import LastValue, OrderStatistics, Smoothed, Window
+from paceline.pace.forecast import Auto, General, LastValue, OrderStatistics, Smoothed, Window
 from paceline.pace.reading import Followed
 from paceline.records import StepRecord
 
@@ -46,6 +46,7 @@ PACERS: dict[str, Callable[[], Pacer]] = {
     "cutoff-last": lambda: Cutoff("last"),
     "cutoff-smoothed": lambda: Cutoff("smoothed"),
     "cutoff-elfving": lambda: Cutoff("elfving"),
+    "cutoff-auto": Cutoff,
     "cutoff-window": lambda: Cutoff("window"),
     "cutoff-deep": lambda: Cutoff(deep()),
     "cutoff-static": lambda: Cutoff(static=0.6),
@@ -287,7 +288,7 @@ def test_a_deadline_counts_on_one_that_returns_as_it_was(name: str) -> None:
 
 # -- forecasts -----------------------------------------------------------------------------------------------------
 
-FORECASTS = [LastValue, Smoothed, Window, deep]
+FORECASTS = [LastValue, Smoothed, Window, General, Auto, deep]
 
 
 def believed(followed: Followed, workers: tuple[int, ...]) -> np.ndarray:
@@ -337,7 +338,7 @@ def test_the_others_keep_what_was_learned_of_them_when_one_leaves() -> None:
     assert left[0] < 0.2 * left[1]
 
 
-@pytest.mark.parametrize("make", [LastValue, Smoothed, Window, OrderStatistics, deep])
+@pytest.mark.parametrize("make", [LastValue, Smoothed, Window, OrderStatistics, General, Auto, deep])
 def test_rearranging_before_anything_was_seen_does_nothing(make: Callable[[], Smoothed]) -> None:
     forecast = make()
     forecast.rearrange([0, -1], np.array([1.0, 1.0]))

@@ -78,7 +78,7 @@ def test_a_pace_has_one_row_in_the_simulator_unless_it_says_otherwise() -> None:
     assert [(row.name, type(row.pacer)) for row in rows(Mine)] == [("mine", Mine)]
     assert not rows(Fixed)
     names = [row.name for row in rows(registered()["cutoff"], forecast=LastValue())]
-    assert names == ["Elfving", "last value", "smoothed", "window", "last value"]
+    assert names == ["Elfving", "last value", "smoothed", "window", "auto", "last value"]
 
 
 def test_of_a_pace_with_several_rows_only_the_one_that_can_be_chosen_stands_for_it() -> None:

@@ -90,11 +90,9 @@ def _tell(scores: dict[str, float], steps: int, output: Path) -> None:
     typer.echo(f"Error of the forecast over the last fifth of {steps:,} steps, which training did not see:")
     for name, value in scores.items():
         typer.echo(f"  {name:<11}{value:7.2%}")
-    if scores["deep"] < scores["smoothed"]:
-        less = 1 - scores["deep"] / scores["smoothed"]
-        typer.echo(
-            f"{less:.0%} less than the smoothed forecast's: a run that loads the model uses it while that holds."
-        )
+    if scores["deep"] < scores["general"]:
+        less = 1 - scores["deep"] / scores["general"]
+        typer.echo(f"{less:.0%} less than the general forecast's: a run that loads the model uses it while that holds.")
     else:
-        typer.echo("The model does not win here: a run that loads it will answer with the smoothed forecast.")
+        typer.echo("The model does not win here: a run that loads it will answer with the general forecast.")
     typer.echo(f'Written to {output}. Use it with forecast="deep:{output}".')

@@ -1,4 +1,4 @@
-"""Models on trial: each is scored beside the smoothed forecast on steps neither has seen."""
+"""Models on trial: each is scored beside the forecast that needs no model on steps neither has seen."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from paceline.deep.model import DeepModel
 from paceline.deep.particle_filter import ParticleFilter
 from paceline.deep.past import Past
 from paceline.deep.serialize import pack, pack_model, unpack, unpack_model
-
-TRIAL = 10
-"""Steps a model is scored before its forecasts may be used."""
-RECENT = 50
-"""Steps it is judged by from then on."""
+from paceline.pace.forecast.auto import RECENT, TRIAL
 
 
 class Candidate:
@@ -33,12 +29,12 @@ class Candidate:
 
     @property
     def loss(self) -> float:
-        """Its score over the smoothed forecast's on the recent steps: below 1 it wins."""
+        """Its score over the other forecast's on the recent steps: below 1 it wins."""
         own, plain = np.mean(self._scores, axis=0)
         return float(own / max(plain, 1e-300))
 
     def scored(self, own: float, plain: float) -> None:
-        """Note its score of a step, and the smoothed forecast's."""
+        """Note its score of a step, and the other forecast's."""
         self._scores.append((own, plain))
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,7 +57,7 @@ class Candidate:
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The one whose forecasts are used; None where the smoothed forecast's are."""
+    """The one whose forecasts are used; None where the other forecast's are."""
     winners = [candidate for candidate in candidates if candidate.tried and candidate.loss < 1]
     return min(winners, key=lambda candidate: candidate.loss, default=None)
 

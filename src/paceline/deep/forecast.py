@@ -1,13 +1,14 @@
-"""Deep: P3's learned forecast, which speaks only while it beats the smoothed one.
+"""Deep: P3's learned forecast, which speaks only while it beats the one that needs no training.
 
 >>> forecast = Deep()
 >>> forecast.observe(Seen.whole([1.0, 2.0]))
 >>> forecast.speaking
-'smoothed'
+'general'
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,15 +20,16 @@ from paceline.deep.candidates import Candidate, best, settled
 from paceline.deep.model import DeepModel, Shape
 from paceline.deep.model_file import load_model
 from paceline.deep.past import Past
-from paceline.deep.score import score
 from paceline.deep.serialize import pack, unpack
+from paceline.pace.forecast.auto import JUDGED_BY, Auto
 from paceline.pace.forecast.base import Floats, Mask, Seen
 from paceline.pace.forecast.normal import truncated_draws
 from paceline.pace.forecast.registry import register
+from paceline.pace.forecast.score import score
 from paceline.pace.forecast.smoothed import FIRST_SPREAD, LEAST_SPREAD, Smoothed
 
-JUDGED_BY = 32
-"""Draws a forecast is scored from."""
+logger = logging.getLogger("paceline.forecast")
+
 BACKLOG = 32
 """Steps kept to be followed when a draw is asked for; older ones are taken in without a model."""
 KEPT = 2000
@@ -39,10 +41,11 @@ DEPTH = Shape().memory + 2 * Shape().lag
 class Deep:
     """P3's deep Markov model, once there is one that earns its keep.
 
-    It follows every step with `Smoothed` and, when given a ``model`` (a `DeepModel`, or the path of a file written by
-    ``paceline learn``) or when one is `adopt`-ed, with that too. Both are scored on each step before they see it
-    (`paceline.deep.score`); the model speaks while its mean score over the last 50 steps is the better one, after a
-    trial of 10. So a model is judged only by steps that came after it was made.
+    It follows every step with `paceline.pace.forecast.Auto` and, when given a ``model`` (a `DeepModel`, or the path of
+    a file written by ``paceline learn``) or when one is `adopt`-ed, with that too. Both are scored on each step before
+    they see it (`paceline.pace.forecast.score`); the model speaks while its mean score over the last 50 steps is the
+    better one, after a trial of 10, and a change is logged. So a model is judged only by steps that came after it was
+    made.
 
     A model fits any number of workers. When a step comes with more columns than before, the new ones are new workers;
     with fewer, the last ones have left; call `rearrange` first when it was otherwise.
@@ -66,7 +69,8 @@ class Deep:
         self.always = always
         self.learns = model is None if learns is None else learns
         self._rng = np.random.default_rng(seed)
-        self._smoothed = Smoothed()
+        self._plain, self._smoothed = Auto(), Smoothed()
+        self._spoke = False
         self._past: Past | None = None
         self._stale = False
         self._candidates: list[Candidate] = []
@@ -82,9 +86,9 @@ class Deep:
 
     @property
     def speaking(self) -> str:
-        """Who answers `draw` at present: ``"deep"`` or ``"smoothed"``."""
+        """Who answers `draw` at present: ``"deep"``, ``"general"`` or ``"smoothed"``."""
         self._catch_up()
-        return "smoothed" if self._in_use() is None else "deep"
+        return self._plain.speaking if self._in_use() is None else "deep"
 
     def adopt(self, model: DeepModel) -> None:
         """Try a model. One that speaks goes on until the new one has done better over its trial."""
@@ -114,6 +118,8 @@ class Deep:
         if wrong or not len(sources):
             raise ValueError(f"columns are known by their place among {self._past.workers}, or -1, not {wrong}")
         self._past.rearrange(sources, None if seconds is None else np.log(seconds))
+        typical = np.full(len(sources), np.exp(np.median(self._past.rows[-1])))
+        self._plain.rearrange(sources, typical if seconds is None else seconds)
         if seconds is None:
             self._smoothed.load_state_dict(_rearranged(self._smoothed.state_dict(), sources))
         else:
@@ -126,7 +132,7 @@ class Deep:
         self._catch_up()
         in_use = self._in_use()
         if in_use is None or self._past is None:
-            return self._smoothed.draw(rows, rng)
+            return self._plain.draw(rows, rng)
         return in_use.filter.draw(rows, rng)
 
     def series(self) -> list[tuple[Floats, Mask]]:
@@ -143,6 +149,7 @@ class Deep:
         if self._past is not None:
             past = {name: pack(getattr(self._past, name)) for name in ("rows", "hidden", "fresh")}
         return {
+            "plain": self._plain.state_dict(),
             "smoothed": self._smoothed.state_dict(),
             "past": past,
             "contenders": [candidate.state_dict() for candidate in self._candidates],
@@ -153,6 +160,7 @@ class Deep:
         self._backlog.clear()
         self._segments.clear()
         self._smoothed.load_state_dict(state["smoothed"])
+        self._plain.load_state_dict(state.get("plain", state["smoothed"]))
         self._rng.bit_generator.state = state["draws"]
         self._past = None
         if state["past"] is not None:
@@ -200,16 +208,19 @@ class Deep:
         self._judge(seen)
         for candidate in self._candidates:
             candidate.filter.update(row, seen.late, self._rng)
+        self._plain.observe(seen)
         self._smoothed.observe(seen)
         past.push(row, seen.late)
         for candidate in self._candidates:
             candidate.filter.read_windows(past)
         self._candidates = settled(self._candidates)
+        self._log_a_change()
 
     def _skip(self, seen: Seen) -> None:
         """Take a step in without the models, which read the past when they are needed again."""
         past, _ = self._with_columns(seen)
         past.push(self._imputed(seen), seen.late)
+        self._plain.observe(seen)
         self._smoothed.observe(seen)
         self._stale = True
 
@@ -224,10 +235,20 @@ class Deep:
         return past, logs
 
     def _judge(self, seen: Seen) -> None:
-        if self._candidates and self._smoothed.state_dict()["mean"] is not None:
-            plain = score(self._smoothed.draw(JUDGED_BY, self._rng), seen)
+        if self._candidates and self._plain.steps:
+            plain = score(self._plain.draw(JUDGED_BY, self._rng), seen)
             for candidate in self._candidates:
                 candidate.scored(score(candidate.filter.draw(JUDGED_BY, self._rng), seen), plain)
+
+    def _log_a_change(self) -> None:
+        in_use = self._in_use()
+        if (in_use is not None) == self._spoke:
+            return
+        self._spoke = in_use is not None
+        tried = [candidate for candidate in self._candidates if candidate.tried]
+        told = "".join(f"; the model's error is {each.loss:.2f} of the other's" for each in tried[-1:])
+        who = self._plain.speaking if in_use is None else self.name
+        logger.info("step %d: forecasts are %s's now%s", self._plain.steps, who, told)
 
     def _imputed(self, seen: Seen) -> Floats:
         """The step's log seconds, with draws of x given x > cut-off from the smoothed forecast for those cut off."""

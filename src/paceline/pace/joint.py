@@ -67,7 +67,7 @@ class Joint:
 
     def __init__(
         self,
-        forecast: str | Forecast = "smoothed",
+        forecast: str | Forecast = "auto",
         *,
         least_gain: float = 0.01,
         adaptive: Adaptive | None = None,
@@ -80,7 +80,7 @@ class Joint:
             raise ValueError(f"a plan needs at least one draw, not {draws}")
         chosen = make(forecast)
         if isinstance(chosen, OrderStatistics):
-            raise ValueError("the forecast 'elfving' tells no worker from another, which joint must: take 'smoothed'")
+            raise ValueError("the forecast 'elfving' tells no worker from another, which joint must: take 'auto'")
         self.least_gain, self.draws, self.seed = least_gain, draws, seed
         self.adaptive = Adaptive() if adaptive is None else adaptive
         self._followed = Followed(chosen)

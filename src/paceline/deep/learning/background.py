@@ -43,7 +43,7 @@ class Learner:
 
     ``offer`` hands over the series so far and starts a training when at least ``every`` steps are new; ``poll`` gives
     the model once it is ready. Neither waits. A trainer that fails is warned of once; then nothing more is trained and
-    the forecast stays the smoothed one. ``close`` leaves nothing running and no files.
+    the forecast stays the one that needs no training. ``close`` leaves nothing running and no files.
     """
 
     def __init__(self, *, every: int = EVERY, updates: int = UPDATES, forecast: Deep | None = None) -> None:
@@ -153,7 +153,7 @@ class Learner:
 
     def _give_up(self, why: str) -> None:
         self._failed = True
-        logger.warning("the background training of the forecast failed (%s): the smoothed forecast stays in use", why)
+        logger.warning("the background training of the forecast failed (%s): the general forecast stays in use", why)
 
 
 def _environment() -> dict[str, str]:

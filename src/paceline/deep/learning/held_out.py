@@ -10,8 +10,8 @@ from paceline.deep.forecast import Deep
 from paceline.deep.learning.fit import one_thread
 from paceline.deep.learning.recordings import Recording
 from paceline.deep.model import DeepModel
-from paceline.deep.score import score
-from paceline.pace.forecast import Forecast, LastValue, Seen, Smoothed
+from paceline.pace.forecast import Forecast, General, LastValue, Seen, Smoothed
+from paceline.pace.forecast.score import score
 
 HELD_OUT = 5
 """One step in so many, at the end of every recording, is kept from training."""
@@ -24,11 +24,12 @@ def split(recorded: Recording) -> int:
 
 
 def held_out_scores(model: DeepModel, recordings: Sequence[Recording]) -> dict[str, float]:
-    """Mean score of the held-out steps for deep, smoothed and last value: the error as a part of the mean time, up to
-    the cut-off where there was one (`paceline.deep.score`); the smaller the better. Every step before is seen, none
-    ahead."""
+    """Mean score of the held-out steps of deep, general, smoothed and last value: the error as a part of the mean time,
+    up to the cut-off where there was one (`paceline.pace.forecast.score`); the smaller the better. Every step before is
+    seen, none ahead."""
     rivals: dict[str, Callable[[], Forecast]] = {
         "deep": lambda: Deep(model, always=True),
+        "general": General,
         "smoothed": Smoothed,
         "last value": LastValue,
     }

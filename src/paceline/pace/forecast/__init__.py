@@ -1,4 +1,4 @@
-"""Forecasts of the next step: last value, smoothed, order statistics, empirical window, and others that plug in.
+"""Forecasts of the next step: auto, general, last value, smoothed, order statistics, empirical window, and plug-ins.
 
 >>> make("smoothed").name
 'smoothed'
@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+from paceline.pace.forecast.auto import Auto
 from paceline.pace.forecast.base import Forecast, Seen
+from paceline.pace.forecast.general import General
 from paceline.pace.forecast.last import LastValue
 from paceline.pace.forecast.order import OrderStatistics, expected_order
 from paceline.pace.forecast.registry import make, register
@@ -14,7 +16,9 @@ from paceline.pace.forecast.smoothed import Smoothed
 from paceline.pace.forecast.window import Window
 
 __all__ = [
+    "Auto",
     "Forecast",
+    "General",
     "LastValue",
     "OrderStatistics",
     "Seen",
@@ -25,6 +29,8 @@ __all__ = [
     "register",
 ]
 
+register("auto", Auto)
+register("general", General)
 register("last", LastValue)
 register("smoothed", Smoothed)
 register("elfving", OrderStatistics)

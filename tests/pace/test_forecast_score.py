@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from paceline.deep.score import crps, score
 from paceline.pace.forecast import Seen
+from paceline.pace.forecast.score import crps, score
 
 
 def test_the_score_of_a_normal_forecast_is_the_closed_form() -> None:

@@ -1,0 +1,137 @@
+"""General: a forecast that was made beforehand, from simulated clusters, and needs no training on this one.
+
+Eight simple experts look at the last 48 steps (`paceline.pace.forecast.experts`), and a small learned network weighs
+them for each worker (`paceline.pace.forecast.gate`). See docs/forecast.md.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.pace.forecast.base import Floats, Seen, moved
+from paceline.pace.forecast.gate import Gate, LogMixture, shipped, spread_evenly
+
+WINDOW = 48
+"""Steps it looks at."""
+BACKLOG = 32
+"""Steps kept to be taken in when a draw is asked for; older ones are taken in without a belief."""
+ALONE = 0.3
+"""Weight of a worker's own luck beside what it shares with those whose times changed together with its own."""
+
+
+class General:
+    """Joint draws of the next step for any number of workers, from the first step on.
+
+    A worker's log seconds are a mixture of what the experts expect. Workers whose times changed in the same steps, as
+    those of a node, get the same part of their mixtures in most draws: the ranks of ``sum_t e_t (y_t - y_(t-1))`` with
+    random ``e_t`` choose it. A worker cut off at t enters the window with the median of x given x > t.
+
+    It is a function of the window alone: nothing else is learned, and nothing random is kept. The work is left to the
+    next `draw`, which happens while a step computes.
+    """
+
+    name = "general"
+
+    def __init__(self, gate: Gate | None = None) -> None:
+        self._gate = shipped() if gate is None else gate
+        self._logs = np.zeros((0, 0))
+        self._hidden = np.zeros((0, 0), dtype=np.bool_)
+        self._backlog: deque[Seen] = deque()
+        self._belief: LogMixture | None = None
+
+    @property
+    def workers(self) -> int | None:
+        """Columns; None before anything was observed."""
+        if self._backlog:
+            return len(self._backlog[-1].seconds)
+        return self._logs.shape[1] if len(self._logs) else None
+
+    def observe(self, seen: Seen) -> None:
+        if self.workers not in (None, len(seen.seconds)):
+            raise ValueError(
+                f"{len(seen.seconds)} workers in a step after steps of {self.workers}: rearrange the forecast first"
+            )
+        self._backlog.append(seen)
+        if len(self._backlog) > BACKLOG:
+            self._take_in(self._backlog.popleft(), believing=False)
+
+    def draw(self, rows: int, rng: np.random.Generator) -> Floats:
+        return np.asarray(np.exp(self.belief().draw(_together(self._logs, rows, rng), rng)))
+
+    def belief(self) -> LogMixture:
+        """What is believed of the next step. Raises ValueError before anything was observed."""
+        while self._backlog:
+            self._take_in(self._backlog.popleft(), believing=True)
+        if not len(self._logs):
+            raise ValueError("nothing was observed yet: a forecast needs one step")
+        if self._belief is None:
+            self._belief = self._gate.believe(self._logs, self._hidden)
+        return self._belief
+
+    def beyond(self, seen: Seen) -> Floats:
+        """A step's log seconds as they enter the window: for those cut off, the median beyond the cut-off."""
+        return self._beyond(seen, None if self.workers is None or not seen.late.any() else self.belief())
+
+    def rearrange(self, sources: Sequence[int], seconds: Floats | None = None) -> None:
+        """The new column i was column ``sources[i]``; a new worker (-1) has always been at ``seconds[i]`` or, without
+        that, a typical one."""
+        if self.workers is None:
+            return
+        self.belief()
+        start = np.median(self._logs, axis=1)[:, None] if seconds is None else np.log(seconds)
+        # In one layout whatever happened: sums, and so draws, are those of a forecast that was saved and loaded.
+        self._logs = np.ascontiguousarray(moved(self._logs, sources, start))
+        self._hidden = np.ascontiguousarray(moved(self._hidden.astype(np.float64), sources, 0.0) > 0)
+        self._belief = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.workers is not None:
+            self.belief()
+        arrays = self._logs.astype("<f8"), self._hidden.astype("<u1")
+        logs, hidden = (b64encode(each.tobytes()).decode() for each in arrays)
+        return {"shape": list(self._logs.shape), "logs": logs, "hidden": hidden}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._backlog.clear()
+        kinds = (("logs", "<f8"), ("hidden", "<u1"))
+        logs, hidden = (np.frombuffer(b64decode(state[name]), kind).reshape(state["shape"]) for name, kind in kinds)
+        self._logs, self._hidden = logs.astype(np.float64), hidden.astype(np.bool_)
+        self._belief = None
+
+    def _take_in(self, seen: Seen, *, believing: bool) -> None:
+        if not len(self._logs):
+            self._logs, self._hidden = np.log(seen.seconds)[None], seen.late[None]
+            return
+        if believing and seen.late.any() and self._belief is None:
+            self._belief = self._gate.believe(self._logs, self._hidden)
+        row = self._beyond(seen, self._belief if believing else None)
+        self._logs = np.concatenate([self._logs[1 - WINDOW :], row[None]])
+        self._hidden = np.concatenate([self._hidden[1 - WINDOW :], seen.late[None]])
+        self._belief = None
+
+    def _beyond(self, seen: Seen, belief: LogMixture | None) -> Floats:
+        row = np.log(seen.seconds)
+        if belief is not None and seen.late.any():
+            row[seen.late] = belief.beyond(row, seen.late)
+        elif len(self._logs):
+            row = np.where(seen.late, np.maximum(row, self._logs[-1]), row)
+        return row
+
+
+def _together(logs: Floats, rows: int, rng: np.random.Generator) -> Floats:
+    """Uniform numbers, rows x workers: one in each of ``rows`` equal parts for every worker, in an order that workers
+    whose times changed together share."""
+    workers = logs.shape[1]
+    luck = ALONE * rng.standard_normal((rows, workers))
+    change = np.diff(logs, axis=0)
+    if len(change) > 1:
+        size = np.sqrt((change**2).sum(axis=0))
+        # Squares, signs kept: one step or two make the most of a draw, so that what happened together stays together.
+        weight = rng.standard_normal((rows, len(change)))
+        luck += (weight * np.abs(weight)) @ (change / np.maximum(size, 1e-9))
+    return spread_evenly(luck, rng)
