@@ -24,7 +24,7 @@ def cluster(rng: Generator, steps: int) -> np.ndarray:
     logs = speeds(rng, workers) + noise(rng, steps, workers)
     if rng.random() < 0.15:
         logs = logs + rng.uniform(0, 0.1) * rng.standard_normal((steps, node[-1] + 1))[:, node]
-    for _ in range(rng.choice(3, p=[0.2, 0.6, 0.2])):
+    for _ in range(rng.choice(3, p=[0.35, 0.5, 0.15])):
         kind = KINDS[str(rng.choice(list(TROUBLES), p=list(TROUBLES.values())))]
         columns = node if rng.random() < 0.65 else np.arange(workers)
         logs = kind(rng, logs, columns)

@@ -33,7 +33,7 @@ from paceline.pace.arrivals import best_count
 from paceline.pace.forecast import General, Seen, experts, gate
 from paceline.pace.forecast.experts import EXPERTS, advise
 
-FIRST, THEN = 200, 600
+FIRST, THEN = 150, 600
 """Clusters of the two rounds."""
 STEPS, EARLY = 100, 12
 WORKERS, WORKERS_EARLY = 5, 10
@@ -51,8 +51,8 @@ Arrays = dict[str, np.ndarray]
 class Noting(gate.Gate):
     """A gate that keeps the advice it last read."""
 
-    def believe(self, logs: np.ndarray, hidden: np.ndarray) -> gate.LogMixture:
-        self.advice = advise(logs, hidden)
+    def believe(self, logs: np.ndarray, hidden: np.ndarray, ahead: int = 1) -> gate.LogMixture:
+        self.advice = advise(logs, hidden, ahead)
         return self.mix(self.advice)
 
 

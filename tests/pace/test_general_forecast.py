@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.pace import Ask
 from paceline.pace.arrivals import best_count
 from paceline.pace.cutoff import Cutoff
 from paceline.pace.forecast import Auto, Forecast, General, Seen, Smoothed, make
@@ -21,6 +22,8 @@ from paceline.pace.forecast.experts import EXPERTS, advise
 from paceline.pace.forecast.gate import FILE, Gate, LogMixture, shipped, spread_evenly
 from paceline.pace.forecast.general import WINDOW
 from paceline.pace.joint import Joint
+from paceline.pace.reading import steps_ahead
+from paceline.records import StepRecord
 from paceline.simulate import make as scenario
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -89,6 +92,33 @@ def test_it_finds_a_rhythm_that_no_weighted_mean_can_follow() -> None:
     assert ours < 0.5 * theirs
 
 
+def test_it_can_look_two_steps_ahead_where_plans_are_made_a_step_early() -> None:
+    """Slow for 2 of every 6 steps, and the next change is two steps away: only a forecast of that step has it."""
+    logs = np.log(3.0) * (np.arange(43)[:, None] % 6 < 2) + 0.02 * rng().standard_normal((43, 5))
+    forecast = told(np.exp(logs[:41]))
+    assert np.median(forecast.draw(64, rng())) == pytest.approx(1.0, rel=0.1)  # step 41 is fast
+    forecast.ahead = 2
+    assert np.median(forecast.draw(64, rng())) == pytest.approx(3.0, rel=0.1)  # step 42 is not
+    forecast.observe(Seen.whole(np.exp(logs[41])))
+    assert np.median(forecast.draw_early(64, rng())) == pytest.approx(3.0, rel=0.1)  # step 42, without step 41
+
+
+def test_how_far_ahead_a_plan_looks_follows_from_the_steps_planned_and_observed() -> None:
+    assert [steps_ahead(5, 4), steps_ahead(5, 3), steps_ahead(5, 2), steps_ahead(1, -1)] == [1, 2, 2, 1]
+    rule, workers = Cutoff(), tuple(range(4))
+    for step in range(3):
+        rule.observe(_whole(step, workers))
+    for planned, ahead in ((3, 1), (4, 2), (3, 1)):
+        rule.plan(Ask(step=planned, total=40, workers=workers))
+        assert rule.forecast.ahead == ahead  # type: ignore[attr-defined]
+
+
+def _whole(step: int, workers: tuple[int, ...]) -> StepRecord:
+    each = (10,) * len(workers)
+    done = {"planned": each, "samples": each, "seconds": (1.0,) * len(workers)}
+    return StepRecord(step=step, epoch=0, generation=0, workers=workers, **done)  # type: ignore[arg-type]
+
+
 def test_workers_of_a_node_slow_down_in_the_same_draws() -> None:
     """With 40 workers in nodes of 10: across draws, node-mates' times go together, strangers' do not."""
     quiet = 0.02 * rng().standard_normal((40, 40))
@@ -129,6 +159,16 @@ def test_a_worker_that_nobody_measures_does_not_drift_away() -> None:
     for noise in 0.05 * rng().standard_normal((100, 6)):
         forecast.observe(Seen.until(np.exp(noise), 0.9))
     assert np.all(np.abs(mean(forecast.belief())) < 0.5)
+
+
+def test_a_worker_of_which_nothing_is_heard_stays_as_it_was() -> None:
+    """A bound near 0 for twenty steps is no sign of a slow worker."""
+    forecast = told(np.exp(0.03 * rng().standard_normal((20, 4))))
+    for noise in 0.03 * rng().standard_normal((20, 4)):
+        seconds = np.exp(noise)
+        seconds[3] = 1e-6
+        forecast.observe(Seen(seconds, np.array([False, False, False, True])))
+    assert forecast.draw(64, rng())[:, 3].mean() == pytest.approx(1.0, rel=0.05)
 
 
 @settings(max_examples=40, deadline=None)
@@ -219,6 +259,9 @@ def test_one_that_is_better_on_the_last_steps_takes_over_and_that_is_logged(capl
 class _Wrong(General):
     def draw(self, rows: int, rng: np.random.Generator) -> np.ndarray:
         return 1.5 * super().draw(rows, rng)
+
+    def draw_early(self, rows: int, rng: np.random.Generator) -> np.ndarray:
+        return 1.5 * super().draw_early(rows, rng)
 
 
 def test_cutoff_and_joint_use_it_unless_told_otherwise() -> None:

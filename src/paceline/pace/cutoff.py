@@ -12,7 +12,7 @@ from paceline.pace.arrivals import best_count, static_count
 from paceline.pace.base import Ask
 from paceline.pace.equal import Equal
 from paceline.pace.forecast import Auto, Forecast, LastValue, OrderStatistics, Smoothed, Window, make
-from paceline.pace.reading import Followed, column
+from paceline.pace.reading import Followed, column, steps_ahead
 from paceline.pace.traits import Simulated, Traits
 from paceline.records import Plan, StepRecord
 
@@ -65,6 +65,7 @@ class Cutoff:
         self._share = 0.0
         self._round_s, self._rounds = 0.0, 0
         self._generation: int | None = None
+        self._step = -1
 
     @classmethod
     def simulated(cls, *, seed: int, forecast: Forecast | None = None) -> Sequence[Simulated]:
@@ -89,7 +90,7 @@ class Cutoff:
             self._rounds += 1
             rate = max(ROUND_RATE, 1 / self._rounds)
             self._round_s += rate * (float(column((record.round_s,), 1)[0]) - self._round_s)
-        self._generation = record.generation
+        self._generation, self._step = record.generation, record.step
         if self.static is None:
             self._follow(record)
 
@@ -121,7 +122,7 @@ class Cutoff:
             count = static_count(self.static, workers)
         else:
             rng = np.random.default_rng((self.seed, ask.step))
-            drawn = self._followed.draws(ask.workers, self.draws, rng)
+            drawn = self._followed.draws(ask.workers, self.draws, rng, ahead=steps_ahead(ask.step, self._step))
             if drawn is None or not self._share or not share:
                 return None
             overhead_s = self._round_s if self.overhead_s is None else self.overhead_s
@@ -137,6 +138,7 @@ class Cutoff:
             "round_s": self._round_s,
             "rounds": self._rounds,
             "generation": self._generation,
+            "step": self._step,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -144,7 +146,7 @@ class Cutoff:
         self._equal.load_state_dict(state["equal"])
         self._followed.load_state_dict(state["followed"])
         self._share, self._round_s, self._rounds = float(state["share"]), float(state["round_s"]), int(state["rounds"])
-        self._generation = state.get("generation")
+        self._generation, self._step = state.get("generation"), int(state.get("step", -1))
 
     def __repr__(self) -> str:
         if self.static is not None:

@@ -18,7 +18,7 @@ from paceline.pace.forecast.base import Floats, Mask
 from paceline.pace.forecasting import floors
 from paceline.pace.gain import Gain
 from paceline.pace.ledger import Ledger
-from paceline.pace.reading import TYPICAL_RATE, Followed, column
+from paceline.pace.reading import TYPICAL_RATE, Followed, column, steps_ahead
 from paceline.pace.shares import Ints, proportional
 from paceline.pace.traits import Simulated, Traits
 from paceline.records import Plan, StepRecord
@@ -90,7 +90,8 @@ class Joint:
         self._stretch = 1.0
         self._observed = 0
         self._generation: int | None = None
-        self._drawn: tuple[tuple[int, ...], Floats | None] | None = None
+        self._step = -1
+        self._drawn: tuple[tuple[int, ...], int, Floats | None] | None = None
 
     @classmethod
     def simulated(cls, *, seed: int, forecast: Forecast | None = None) -> Sequence[Simulated]:
@@ -136,7 +137,7 @@ class Joint:
         self._stretch = min(self._stretch * STRETCH, MOST_STRETCH) if nobody else 1.0
         self.adaptive.observe(record if record.deadline_s is None else replace(record, planned=(0,) * len(work.told)))
         self._observed += 1
-        self._drawn = None
+        self._step, self._drawn = record.step, None
 
     def _follow(self, record: StepRecord, work: _Work) -> None:
         """Tell the forecast each worker's pace; who finished nothing was at a standstill, which is no pace."""
@@ -187,7 +188,7 @@ class Joint:
         calm = self.adaptive.plan(ask)
         if not self._gain.on or ask.total < 1 or len(ask.workers) < 2:
             return calm
-        if (pace_s := self._draws(ask.workers)) is None:
+        if (pace_s := self._draws(ask.workers, steps_ahead(ask.step, self._step))) is None:
             return calm
         stuck = self._ledger.look_up("stuck", ask.workers) > 0
         return self._last(ask, pace_s) if ask.last else self._until_deadline(ask, pace_s, stuck, calm.samples)
@@ -223,12 +224,13 @@ class Joint:
             forecast_s=tuple(np.where(known | (shares == 0), expected_s, np.nan).tolist()),
         )
 
-    def _draws(self, workers: tuple[int, ...]) -> Floats | None:
+    def _draws(self, workers: tuple[int, ...], ahead: int = 1) -> Floats | None:
         """Seconds a sample, drawn once for each observed step: a function of what was observed alone."""
-        if self._drawn is None or self._drawn[0] != workers:
-            drawn = self._followed.draws(workers, self.draws, np.random.default_rng((self.seed, self._observed)))
-            self._drawn = workers, None if drawn is None else np.maximum(drawn, drawn.mean(axis=0) / FASTEST)
-        return self._drawn[1]
+        if self._drawn is None or self._drawn[:2] != (workers, ahead):
+            rng = np.random.default_rng((self.seed, self._observed))
+            drawn = self._followed.draws(workers, self.draws, rng, ahead=ahead)
+            self._drawn = workers, ahead, None if drawn is None else np.maximum(drawn, drawn.mean(axis=0) / FASTEST)
+        return self._drawn[2]
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -243,6 +245,7 @@ class Joint:
             "stretch": self._stretch,
             "observed": self._observed,
             "generation": self._generation,
+            "step": self._step,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -253,7 +256,7 @@ class Joint:
         self._at_work.load_state_dict(state["at_work"])
         self._ledger.load_state_dict(state["workers"])
         self._stretch, self._observed, self._drawn = float(state["stretch"]), int(state["observed"]), None
-        self._generation = state.get("generation")
+        self._generation, self._step = state.get("generation"), int(state.get("step", -1))
 
     def __repr__(self) -> str:
         settings = f"least_gain={self.least_gain}, adaptive={self.adaptive!r}, draws={self.draws}, seed={self.seed}"

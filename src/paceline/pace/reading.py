@@ -33,6 +33,11 @@ def column(values: tuple[float, ...] | tuple[int, ...], count: int) -> Floats:
     return np.where(np.isfinite(found) & (found > 0), np.clip(found, *SECONDS_RANGE), 0.0)
 
 
+def steps_ahead(planned: int, observed: int) -> int:
+    """How far ahead of the last observed step a plan looks: 2 at most, and 1 where nothing is known of that."""
+    return 2 if 0 <= observed < planned - 1 else 1
+
+
 class Followed:
     """A forecast and whose columns it has. ``typical`` is each worker's running mean of what was seen of it."""
 
@@ -66,10 +71,13 @@ class Followed:
         np.copyto(typical, newest, where=told)
         settling -= anew
 
-    def draws(self, workers: tuple[int, ...], rows: int, rng: np.random.Generator) -> Floats | None:
-        """Joint samples for any workers, in their order; None before anything was observed."""
+    def draws(self, workers: tuple[int, ...], rows: int, rng: np.random.Generator, *, ahead: int = 1) -> Floats | None:
+        """Joint samples for any workers, in their order, of the step ``ahead`` steps after the last one observed (of
+        the next, from a forecast that looks no further); None before anything was observed."""
         if not self.workers:
             return None
+        if getattr(self.forecast, "ahead", None) not in (None, ahead):
+            self.forecast.ahead = ahead  # type: ignore[attr-defined]
         drawn = self.forecast.draw(rows, rng)
         if workers == self.workers:
             return drawn

@@ -35,9 +35,9 @@ BACKLOG = 32
 
 
 class Auto:
-    """Follows every step with `General` and with `Smoothed`, scores both on it before they see it
-    (`paceline.pace.forecast.score`), and answers with the one whose mean score over the last 50 steps is the better
-    one: at first, and while there is little between them, with the general one. A change is logged.
+    """Follows every step with `General` and with `Smoothed`, scores what both foretold of it two steps ahead, as for a
+    plan (`paceline.pace.forecast.score`), and answers with the one whose mean score over the last 50 steps is better:
+    at first, and while there is little between them, with the general one. A change is logged.
 
     The work is left to the next `draw`, which happens while a step computes.
     """
@@ -45,7 +45,7 @@ class Auto:
     name = "auto"
 
     def __init__(self) -> None:
-        self._general, self._smoothed = General(), Smoothed()
+        self._general, self._smoothed, self._earlier = General(), Smoothed(), Smoothed()
         self._scores: deque[list[float]] = deque(maxlen=RECENT)
         self._backlog: deque[Seen] = deque()
         self._speaks = self._steps = 0
@@ -60,6 +60,15 @@ class Auto:
     def steps(self) -> int:
         """Steps observed."""
         return self._steps + len(self._backlog)
+
+    @property
+    def ahead(self) -> int:
+        """Which step is drawn: 1 the next, 2 the one after it."""
+        return self._general.ahead
+
+    @ahead.setter
+    def ahead(self, steps: int) -> None:
+        self._general.ahead = steps
 
     @property
     def _forecasts(self) -> tuple[Forecast, ...]:
@@ -80,7 +89,7 @@ class Auto:
 
     def rearrange(self, sources: Sequence[int], seconds: Floats) -> None:
         self._catch_up()
-        for forecast in self._forecasts:
+        for forecast in (*self._forecasts, self._earlier):
             forecast.rearrange(sources, seconds)
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,6 +97,7 @@ class Auto:
         return {
             "general": self._general.state_dict(),
             "smoothed": self._smoothed.state_dict(),
+            "earlier": self._earlier.state_dict(),
             "scores": list(self._scores),
             "speaks": self._speaks,
             "steps": self._steps,
@@ -101,12 +111,14 @@ class Auto:
             return
         self._general.load_state_dict(state["general"])
         self._smoothed.load_state_dict(state["smoothed"])
+        self._earlier.load_state_dict(state["earlier"])
         self._scores.extend([float(each) for each in scores] for scores in state["scores"])
         self._speaks, self._steps = int(state["speaks"]), int(state["steps"])
 
     def _go_on_from(self, smoothed: Mapping[str, Any]) -> None:
         """From a checkpoint of the time when the smoothed forecast was the default: a step as it expected."""
         self._smoothed.load_state_dict(smoothed)
+        self._earlier.load_state_dict(smoothed)
         self._general, self._speaks, self._steps = General(), 0, 0
         if smoothed["mean"] is not None:
             self._general.observe(Seen.whole(smoothed["mean"]))
@@ -117,11 +129,17 @@ class Auto:
             seen = self._backlog.popleft()
             if self._steps:
                 rng = np.random.default_rng(self._steps)
-                self._scores.append([score(each.draw(JUDGED_BY, rng), seen) for each in self._forecasts])
+                self._scores.append([score(drawn, seen) for drawn in self._foretold(rng)])
                 self._choose()
             self._take_in(seen)
 
+    def _foretold(self, rng: np.random.Generator) -> list[Floats]:
+        """What each foretold of the step about to be seen, without the one before it: plans are made so early."""
+        plain = self._earlier if self._steps > 1 else self._smoothed
+        return [self._general.draw_early(JUDGED_BY, rng), plain.draw(JUDGED_BY, rng)]
+
     def _take_in(self, seen: Seen) -> None:
+        self._earlier.load_state_dict(self._smoothed.state_dict())
         for forecast in self._forecasts:
             forecast.observe(seen)
         self._steps += 1

@@ -53,24 +53,25 @@ class Advice:
     """What helps to choose among them, workers x features."""
 
 
-def advise(logs: Floats, hidden: Mask) -> Advice:
-    """The experts' advice from a window of at least one step."""
+def advise(logs: Floats, hidden: Mask, ahead: int = 1) -> Advice:
+    """The experts' advice from a window of at least one step, for the one ``ahead`` steps after the newest."""
     steps = len(logs)
     age = np.arange(steps, dtype=np.float64)[::-1, None]
     weight: Floats = np.asarray(FORGET**age * np.where(hidden, UNSEEN, 1.0), dtype=np.float64)
     change = np.diff(logs, axis=0) if steps > 1 else np.zeros_like(logs)
     noise = _noise(change)
-    states, rhythm = _States(logs, weight, noise), _Rhythm(logs, weight)
-    recent, smoothed = _smoothed(logs, weight, 0.5), _smoothed(logs, weight, 0.15)
+    states, rhythm = _States(logs, weight, noise), _Rhythm(logs, weight, ahead)
+    recent, smoothed = _smoothed(logs, weight, 0.5, ahead), _smoothed(logs, weight, 0.15, ahead)
     means = [logs[-1], recent[0], smoothed[0], rhythm.once, rhythm.twice, states.state, states.other, smoothed[0]]
-    spreads = [_root_mean(change, weight[-len(change) :]), recent[1], smoothed[1], rhythm.spread, 0.87 * rhythm.spread]
+    over = logs[ahead:] - logs[:-ahead] if steps > ahead else change
+    spreads = [_root_mean(over, weight[-len(over) :]), recent[1], smoothed[1], rhythm.spread, 0.87 * rhythm.spread]
     spreads += [states.spread, states.spread, np.maximum(np.ptp(logs, axis=0), 0.3)]
     spread = np.maximum(np.stack(spreads, axis=1), noise[:, None] if steps < 4 else LEAST)
     lone = [
         *(np.log(spread[:, :6]) / 2).T,
         np.log(noise) / 2,
         *(np.arcsinh(apart / noise) / 3 for apart in (change[-1], *_apart(means))),
-        *states.features(logs),
+        *states.features(logs, ahead),
         *rhythm.features(),
         hidden[-1],
         hidden[-8:].mean(axis=0),
@@ -94,12 +95,13 @@ def _apart(means: list[Floats]) -> tuple[Floats, ...]:
     return last - state, once - state, once - last, twice - once, other - state, smoothed - state
 
 
-def _smoothed(logs: Floats, weight: Floats, rate: float) -> tuple[Floats, Floats]:
-    """The exponentially weighted mean after the window, and the root mean square of its errors along it."""
-    mean, errors = logs[0], np.zeros_like(logs)
+def _smoothed(logs: Floats, weight: Floats, rate: float, ahead: int) -> tuple[Floats, Floats]:
+    """The exponentially weighted mean after the window, and the root mean square of its errors so far ahead."""
+    means, errors = [logs[0]], np.zeros_like(logs)
     for step in range(1, len(logs)):
-        errors[step] = logs[step] - mean
-        mean = mean + max(rate, 1 / (step + 1)) * errors[step]
+        errors[step] = logs[step] - means[max(step - ahead, 0)]
+        means.append(means[-1] + max(rate, 1 / (step + 1)) * (logs[step] - means[-1]))
+    mean = means[-1]
     return mean, _root_mean(errors[1:], weight[1:]) if len(logs) > 1 else errors[0]
 
 
@@ -123,11 +125,11 @@ class _States:
         self.within = (logs - np.where(self.high, mean_high, mean_low)) / noise
         self.spread = noise * _root_mean(self.within, weight)
 
-    def features(self, logs: Floats) -> list[Floats]:
+    def features(self, logs: Floats, ahead: int) -> list[Floats]:
         run = np.logical_and.accumulate((self.high == self.now)[::-1], axis=0).sum(axis=0)
         furthest = max(1, len(logs) // 10)
         tail = np.partition(np.abs(self.within), -furthest, axis=0)[-furthest:].mean(axis=0)
-        own, fleet = self._leaving()
+        own, fleet = (p if ahead == 1 else 1 - (1 - p) ** ahead for p in self._leaving())
         return [
             self.excess,
             self.now.astype(np.float64),
@@ -152,7 +154,7 @@ class _States:
 class _Rhythm:
     """Each worker's best period: the lag at which its times, and the fleet's, repeat best."""
 
-    def __init__(self, logs: Floats, weight: Floats) -> None:
+    def __init__(self, logs: Floats, weight: Floats, ahead: int) -> None:
         steps, workers = logs.shape
         most = max(min(LAGS, 2 * steps // 3), 1)
         errors, squares = np.zeros((most, workers)), np.zeros((most, workers))
@@ -163,8 +165,8 @@ class _Rhythm:
         score = errors + errors.mean(axis=1, keepdims=True)
         best: Ints = np.argmin(score[1:], axis=0) + 1 if most > 1 else np.zeros(workers, dtype=np.intp)
         column = np.arange(workers)
-        self.spread, self.once = squares[best, column], logs[-1 - best, column]
-        second = np.minimum(2 * (best + 1), steps)
+        self.spread, self.once = squares[best, column], logs[np.minimum(-1 - best + ahead - 1, -1), column]
+        second = np.minimum(2 * (best + 1), steps) - (ahead - 1)
         self.twice = np.where(2 * (best + 1) <= steps, (self.once + logs[-second, column]) / 2, self.once)
         self._lag, self._turns = best + 1, steps / (best + 1) / 3
         self._gain = np.log((np.median(errors, axis=0) + 1e-3) / (errors[best, column] + 1e-3))

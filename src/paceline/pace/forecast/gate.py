@@ -20,8 +20,6 @@ WEIGHTS = ("centre", "scale", "w1", "b1", "w2", "b2", "w3", "b3")
 MOST_STRETCH = 2.5
 """A spread is at most so many times (natural log) more or less than the expert's own errors."""
 HALVINGS = 14
-LEAST_WEIGHT = 0.01
-"""Components less likely are not drawn."""
 
 
 class LogMixture:
@@ -52,10 +50,8 @@ class LogMixture:
 
     def draw(self, chosen: Floats, rng: np.random.Generator) -> Floats:
         """Log seconds, draws x workers: the component by ``chosen``, uniform numbers of that shape; then its normal
-        noise, every worker's spread evenly over the draws. A component unlikelier than a few dozen draws can show is
-        left out: whether it came up would be chance."""
-        weights = np.where(self.weights < LEAST_WEIGHT, 0.0, self.weights)
-        bounds = (weights.cumsum(axis=1) / weights.sum(axis=1, keepdims=True))[:, :-1]
+        noise, every worker's spread evenly over the draws."""
+        bounds = self.weights.cumsum(axis=1)[:, :-1]
         part = (chosen[:, :, None] > bounds).sum(axis=2)
         worker = np.arange(len(self.means))
         noise = quantile(np.clip(spread_evenly(rng.random(chosen.shape), rng), 1e-9, 1 - 1e-9))
@@ -76,8 +72,9 @@ class Gate:
     def __init__(self, arrays: Mapping[str, Floats]) -> None:
         self._arrays = {name: np.asarray(arrays[name], dtype=np.float64) for name in WEIGHTS}
 
-    def believe(self, logs: Floats, hidden: Mask) -> LogMixture:
-        return self.mix(advise(logs, hidden))
+    def believe(self, logs: Floats, hidden: Mask, ahead: int = 1) -> LogMixture:
+        """What is believed of the step that comes ``ahead`` steps after the window's newest."""
+        return self.mix(advise(logs, hidden, ahead))
 
     def mix(self, advice: Advice) -> LogMixture:
         a = self._arrays

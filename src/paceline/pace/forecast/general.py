@@ -20,6 +20,8 @@ WINDOW = 48
 """Steps it looks at."""
 BACKLOG = 32
 """Steps kept to be taken in when a draw is asked for; older ones are taken in without a belief."""
+NO_NEWS = 3.0
+"""A bound so far (natural log) below what is believed says nothing, as of a stuck worker: that stays as it was."""
 ALONE = 0.3
 """Weight of a worker's own luck beside what it shares with those whose times changed together with its own."""
 
@@ -31,6 +33,8 @@ class General:
     those of a node, get the same part of their mixtures in most draws: the ranks of ``sum_t e_t (y_t - y_(t-1))`` with
     random ``e_t`` choose it. A worker cut off at t enters the window with the median of x given x > t.
 
+    ``ahead`` says which step is drawn: 1 the next one, 2 the one after it, as where plans are made a step early.
+
     It is a function of the window alone: nothing else is learned, and nothing random is kept. The work is left to the
     next `draw`, which happens while a step computes.
     """
@@ -41,6 +45,7 @@ class General:
         self._gate = shipped() if gate is None else gate
         self._logs = np.zeros((0, 0))
         self._hidden = np.zeros((0, 0), dtype=np.bool_)
+        self.ahead = 1
         self._backlog: deque[Seen] = deque()
         self._belief: LogMixture | None = None
 
@@ -61,14 +66,21 @@ class General:
             self._take_in(self._backlog.popleft(), believing=False)
 
     def draw(self, rows: int, rng: np.random.Generator) -> Floats:
-        return np.asarray(np.exp(self.belief().draw(_together(self._logs, rows, rng), rng)))
+        self._catch_up()
+        belief = self.belief() if self.ahead == 1 else self._gate.believe(self._logs, self._hidden, self.ahead)
+        return np.asarray(np.exp(belief.draw(_together(self._logs, rows, rng), rng)))
+
+    def draw_early(self, rows: int, rng: np.random.Generator) -> Floats:
+        """Draws of the step after the newest, made without knowing the newest: two steps ahead."""
+        self._catch_up()
+        known = max(len(self._logs) - 1, 1)
+        logs, hidden = self._logs[:known], self._hidden[:known]
+        belief = self._gate.believe(logs, hidden, 2)
+        return np.asarray(np.exp(belief.draw(_together(logs, rows, rng), rng)))
 
     def belief(self) -> LogMixture:
         """What is believed of the next step. Raises ValueError before anything was observed."""
-        while self._backlog:
-            self._take_in(self._backlog.popleft(), believing=True)
-        if not len(self._logs):
-            raise ValueError("nothing was observed yet: a forecast needs one step")
+        self._catch_up()
         if self._belief is None:
             self._belief = self._gate.believe(self._logs, self._hidden)
         return self._belief
@@ -82,7 +94,7 @@ class General:
         that, a typical one."""
         if self.workers is None:
             return
-        self.belief()
+        self._catch_up()
         start = np.median(self._logs, axis=1)[:, None] if seconds is None else np.log(seconds)
         # In one layout whatever happened: sums, and so draws, are those of a forecast that was saved and loaded.
         self._logs = np.ascontiguousarray(moved(self._logs, sources, start))
@@ -91,7 +103,7 @@ class General:
 
     def state_dict(self) -> dict[str, Any]:
         if self.workers is not None:
-            self.belief()
+            self._catch_up()
         arrays = self._logs.astype("<f8"), self._hidden.astype("<u1")
         logs, hidden = (b64encode(each.tobytes()).decode() for each in arrays)
         return {"shape": list(self._logs.shape), "logs": logs, "hidden": hidden}
@@ -103,6 +115,12 @@ class General:
         self._logs, self._hidden = logs.astype(np.float64), hidden.astype(np.bool_)
         self._belief = None
 
+    def _catch_up(self) -> None:
+        while self._backlog:
+            self._take_in(self._backlog.popleft(), believing=True)
+        if not len(self._logs):
+            raise ValueError("nothing was observed yet: a forecast needs one step")
+
     def _take_in(self, seen: Seen, *, believing: bool) -> None:
         if not len(self._logs):
             self._logs, self._hidden = np.log(seen.seconds)[None], seen.late[None]
@@ -110,8 +128,9 @@ class General:
         if believing and seen.late.any() and self._belief is None:
             self._belief = self._gate.believe(self._logs, self._hidden)
         row = self._beyond(seen, self._belief if believing else None)
+        hidden = seen.late & (row < np.log(seen.seconds) + NO_NEWS)
         self._logs = np.concatenate([self._logs[1 - WINDOW :], row[None]])
-        self._hidden = np.concatenate([self._hidden[1 - WINDOW :], seen.late[None]])
+        self._hidden = np.concatenate([self._hidden[1 - WINDOW :], hidden[None]])
         self._belief = None
 
     def _beyond(self, seen: Seen, belief: LogMixture | None) -> Floats:
