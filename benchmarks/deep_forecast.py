@@ -147,8 +147,8 @@ def measure(scenario: str, seed: int, size: Size, folder: Path) -> dict[str, flo
     static = play.counts("static", seconds[WARM_UP:], best_static_count(scored)).throughput
     model = load_model(_file(folder, scenario, seed))
     rates = {
-        "deep": throughput(seconds, Deep(model)),
-        "deep, uncensored": uncensored(seconds, Deep(model)),
+        "deep": throughput(seconds, Deep(model, always=True)),
+        "deep, uncensored": uncensored(seconds, Deep(model, always=True)),
         "last value": throughput(seconds, LastValue()),
         "smoothed": throughput(seconds, Smoothed()),
         "best static": static,

@@ -183,7 +183,7 @@ def outcomes(own: np.ndarray, model: Path) -> dict[str, Outcome]:
         "best static": play.counts("static", own[WARM_UP:], best_static_count(scored)),
         "Elfving": predicted(OrderStatistics()),
         "last value": predicted(LastValue()),
-        "deep": predicted(Deep(load_model(model))),
+        "deep": predicted(Deep(load_model(model), always=True)),
         "oracle": play.counts("oracle", own[WARM_UP:], clairvoyant_counts(scored)),
         "joint": rounds.play(own, Joint(), cut_to_fit=True).after(WARM_UP),
     }
