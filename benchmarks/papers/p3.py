@@ -3,7 +3,8 @@
 **Convergence.** Eight processes play eight machines (a sample takes so many milliseconds; after the computation a
 worker sleeps until its machine would be done) in four nodes of two, which slow down together: in *bursts* a node turns
 1.8 times slower with probability 0.03 a step and recovers with 0.1, in *periodic* it is twice as slow for 3 of every 12
-steps. They train a small network on Fashion-MNIST, every sample counted once, with one learning rate under every rule:
+steps. They train a small network on Fashion-MNIST, every sample counted once, with one learning rate and, by larger
+shares after a cut, one batch under every rule:
 naive (everybody is waited for), the best static cut-off in hindsight, Elfving, deep (trained beforehand on another
 600 steps of the same kind of cluster, and used from the first step), joint. Loss is that of the leader's weights on
 test images, scored after the training. The clock starts when the second step ends: workers that do not wait for each
@@ -74,7 +75,7 @@ class Size:
 
     seeds: int
     steps: int
-    """Steps of naive's epoch on real workers; the others count the same samples in more and shorter ones."""
+    """Steps of an epoch on real workers: a count that falls short is made up for later, under every rule."""
     sample_ms: float
     target: float
     """Test loss to be reached."""
@@ -138,10 +139,8 @@ def trained(way: str, scenario: str, seed: int, size: Size, folder: str) -> tupl
         return [], 0.0
     log = read_log(fleet.run_dir)
     times = {record.step: moment for record, moment in zip(log.records, log.times, strict=True)}
-    missing, spent = (
-        sum(map(sum, (getattr(one, field) for one in log.records))) for field in ("shortfall_s", "seconds")
-    )
-    return [(times[index] - times[0], loss(weights, data)) for index, weights in kept], missing / spent
+    shortfall = sum(sum(one.shortfall_s) for one in log.records) / sum(sum(one.seconds) for one in log.records)
+    return [(times[index] - times[1], loss(weights, data)) for index, weights in kept], shortfall
 
 
 def loss(weights: dict[str, torch.Tensor], data: dict[str, torch.Tensor]) -> float:
