@@ -3,7 +3,8 @@
 **Convergence.** Eight processes play eight machines (a sample takes so many milliseconds; after the computation a
 worker sleeps until its machine would be done) in four nodes of two, which slow down together: in *bursts* a node turns
 1.8 times slower with probability 0.03 a step and recovers with 0.1, in *periodic* it is twice as slow for 3 of every 12
-steps. They train a small network on Fashion-MNIST, every sample counted once, with one learning rate under every rule:
+steps. They train a small network on Fashion-MNIST, every sample counted once, with one learning rate and, by larger
+shares after a cut, one batch under every rule:
 naive (everybody is waited for), the best static cut-off in hindsight, Elfving, deep (trained beforehand on another
 600 steps of the same kind of cluster, and used from the first step), joint. Loss is that of the leader's weights on
 test images, scored after the training. The clock starts when the second step ends: workers that do not wait for each
@@ -46,6 +47,7 @@ import _chart
 import _data
 import numpy as np
 import torch
+from _cutoff_table import SHOWN, Cluster, Played, Row, measure, model_file, say, seconds, train
 from _smoke import smoke, smoking
 from common import emulate, is_worker, leave_result, run_workers
 from torch import nn
@@ -53,26 +55,17 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.deep.forecast import Deep
-from paceline.deep.learning.fit import Training, fit
-from paceline.deep.learning.recordings import recording
-from paceline.deep.model_file import load_model, save_model
+from paceline.deep.model_file import load_model
 from paceline.machines import read_trace
 from paceline.observe import read_log
 from paceline.pace import Cutoff, Joint, Pacer
-from paceline.pace.arrivals import best_static_count, clairvoyant_counts
-from paceline.pace.forecast import Forecast, LastValue, OrderStatistics
-from paceline.simulate import Outcome, make, play, rounds
+from paceline.pace.arrivals import best_static_count
 
 SCENARIOS = ("bursts", "periodic")
-WORKERS, SHARE, MICRO, RATE = 8, 16, 4, 0.02
+WORKERS, SHARE, MICRO, RATE = 8, 16, 8, 0.02
 BATCH = WORKERS * SHARE
 WAYS = ("naive", "static", "Elfving", "deep", "joint")
 KEEP_EVERY, TEST_IMAGES = 3, 2000
-TRAIN_STEPS, WARM_UP = 600, 20
-TRAINING_SEEDS = 1000
-"""Seed s is played by a model trained on seed 1000 + s."""
-SHOWN = slice(60, 120)
-"""Steps of the chart of counts."""
 PLOTS = Path(__file__).parents[2] / "docs" / "images" / "papers"
 
 
@@ -82,7 +75,7 @@ class Size:
 
     seeds: int
     steps: int
-    """Steps of naive's epoch on real workers; the others count the same samples in more and shorter ones."""
+    """Steps of an epoch on real workers: a count that falls short is made up for later, under every rule."""
     sample_ms: float
     target: float
     """Test loss to be reached."""
@@ -95,108 +88,19 @@ class Size:
 
 
 FULL = Size(seeds=3, steps=120, sample_ms=2.0, target=0.55, updates=1000, fleets={158: 3, 2175: 2}, played=220)
-QUICK = Size(seeds=1, steps=45, sample_ms=4.0, target=0.75, updates=400, fleets={158: 1}, played=120, together=True)
+QUICK = Size(seeds=1, steps=40, sample_ms=5.0, target=0.8, updates=400, fleets={158: 1}, played=120, together=True)
 FLEET_CORES, MOST_PROCESSES = 8, 16
 """Cores that a real fleet wants for itself, and trainings at the same time."""
 SMOKE = Size(seeds=1, steps=10, sample_ms=0.05, target=2.5, updates=1, fleets={10: 1}, played=12, together=True)
 globals().update(
     smoke(WORKERS=2, BATCH=2 * SHARE, WAYS=("naive", "deep", "joint"), SCENARIOS=("bursts",), FULL=SMOKE)
-    | smoke(TRAIN_STEPS=40, WARM_UP=2, SHOWN=slice(2, 8), TEST_IMAGES=20)
+    | smoke(TEST_IMAGES=20)
 )
 
 Curve = list[tuple[float, float]]
 """Seconds and test loss."""
 Curves = dict[str, dict[str, list[Curve]]]
 """By scenario and way, one a seed."""
-Row = dict[str, float]
-Cluster = tuple[str, int, int]
-"""A scenario or the path of a trace, workers, and the seed."""
-Played = tuple[Row, dict[str, list[float]]]
-"""Throughputs over naive's, and the counts of some steps."""
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-# -- clusters and their models ---------------------------------------------------------------------------------------
-
-
-def seconds(source: str, workers: int, steps: int, seed: int, *, learned: bool) -> np.ndarray:
-    """Steps x workers of a scenario, or of a recorded trace (a path); ``learned`` are those a model learns from."""
-    seed += TRAINING_SEEDS if learned else 0
-    if source in SCENARIOS:
-        return make(source, steps=steps, workers=workers, seed=seed)
-    own = read_trace(Path(source)).seconds
-    return widened(own[: len(own) // 2] if learned else own[len(own) // 2 :], workers, steps, seed)
-
-
-def widened(own: np.ndarray, workers: int, steps: int, seed: int) -> np.ndarray:
-    """Copies of the recorded job until there are so many workers, each from another step on and coming round."""
-    rng, columns = np.random.default_rng(seed), np.arange(workers)
-    begins = rng.integers(len(own), size=-(-workers // own.shape[1]))
-    at = (np.arange(steps)[:, None] + begins[columns // own.shape[1]]) % len(own)
-    return np.asarray(own[at, columns % own.shape[1]])
-
-
-def train(source: str, fleets: Sequence[int], seed: int, updates: int, folder: str) -> None:
-    """A model of clusters of these sizes, saved for each of them."""
-    torch.set_num_threads(1)
-    series = [seconds(source, workers, TRAIN_STEPS, seed, learned=True) for workers in fleets]
-    recordings = [recording(f"{source}, {own.shape[1]} workers", own) for own in series]
-    model = fit(recordings, training=Training(updates=updates, rate=4e-3, seed=seed))
-    for workers in fleets:
-        save_model(model, _model(folder, source, workers, seed))
-    say(f"trained on {Path(source).stem}, {' and '.join(map(str, fleets))} workers, seed {seed}")
-
-
-def trainings(size: Size, traces: Sequence[str]) -> list[tuple[str, tuple[int, ...], int]]:
-    if size.together:
-        return [(source, (WORKERS, *size.fleets), 0) for source in SCENARIOS]
-    simulated = [(source, (workers,), seed) for source, workers, seed in clusters(size, traces)]
-    return [*simulated, *((source, (WORKERS,), 0) for source in SCENARIOS)]
-
-
-def clusters(size: Size, traces: Sequence[str]) -> list[Cluster]:
-    """What the table has, the largest first: they take longest."""
-    fleets = sorted(size.fleets.items(), reverse=True)
-    made = [(source, workers, seed) for workers, seeds in fleets for source in SCENARIOS for seed in range(seeds)]
-    return [*made, *((source, min(size.fleets), 0) for source in traces)]
-
-
-def _model(folder: str, source: str, workers: int, seed: int) -> Path:
-    return Path(folder) / f"{Path(source).stem}-{workers}-{seed}.pt"
-
-
-# -- throughput, simulated -------------------------------------------------------------------------------------------
-
-
-def outcomes(own: np.ndarray, model: Path) -> dict[str, Outcome]:
-    """Every rule against the same steps, without those that warm up."""
-    scored = np.sort(own[WARM_UP:], axis=1)
-
-    def predicted(forecast: Forecast) -> Outcome:
-        return play.arrivals(own, Cutoff(forecast, overhead_s=0.0)).after(WARM_UP)
-
-    return {
-        "naive": play.counts("naive", own[WARM_UP:], own.shape[1]),
-        "best static": play.counts("static", own[WARM_UP:], best_static_count(scored)),
-        "Elfving": predicted(OrderStatistics()),
-        "last value": predicted(LastValue()),
-        "deep": predicted(Deep(load_model(model), always=True)),
-        "oracle": play.counts("oracle", own[WARM_UP:], clairvoyant_counts(scored)),
-        "joint": rounds.play(own, Joint(), cut_to_fit=True).after(WARM_UP),
-    }
-
-
-def measure(source: str, workers: int, seed: int, steps: int, folder: str) -> Played:
-    """One column of the table."""
-    torch.set_num_threads(1)
-    own = seconds(source, workers, steps, seed, learned=False)
-    found = outcomes(own, _model(folder, source, workers, seed))
-    say(f"played {Path(source).stem}, {workers} workers, seed {seed}")
-    rates = {name: outcome.throughput / found["naive"].throughput for name, outcome in found.items()}
-    return rates, {name: found[name].shares[SHOWN].tolist() for name in ("oracle", "deep", "Elfving")}
 
 
 # -- loss over wall-clock time, real workers -------------------------------------------------------------------------
@@ -221,7 +125,7 @@ def trained(way: str, scenario: str, seed: int, size: Size, folder: str) -> tupl
     emulate(str(_trace(folder, scenario, seed)), size.sample_ms)
     torch.manual_seed(seed)
     kept: list[tuple[int, dict[str, torch.Tensor]]] = []
-    with paceline.join(pacer(way, own, _model(folder, scenario, WORKERS, 0)), seed=seed, quiet=True) as fleet:
+    with paceline.join(pacer(way, own, model_file(folder, scenario, WORKERS, 0)), seed=seed, quiet=True) as fleet:
         model = fleet.model(network(data["train_x"][0].numel()))
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
         train_set = TensorDataset(data["train_x"], data["train_y"])
@@ -235,10 +139,8 @@ def trained(way: str, scenario: str, seed: int, size: Size, folder: str) -> tupl
         return [], 0.0
     log = read_log(fleet.run_dir)
     times = {record.step: moment for record, moment in zip(log.records, log.times, strict=True)}
-    missing, spent = (
-        sum(map(sum, (getattr(one, field) for one in log.records))) for field in ("shortfall_s", "seconds")
-    )
-    return [(times[index] - times[0], loss(weights, data)) for index, weights in kept], missing / spent
+    shortfall = sum(sum(one.shortfall_s) for one in log.records) / sum(sum(one.seconds) for one in log.records)
+    return [(times[index] - times[1], loss(weights, data)) for index, weights in kept], shortfall
 
 
 def loss(weights: dict[str, torch.Tensor], data: dict[str, torch.Tensor]) -> float:
@@ -375,6 +277,21 @@ def _mean_curve(curves: list[Curve]) -> tuple[list[float], list[float]]:
 
 
 # -- all of it -------------------------------------------------------------------------------------------------------
+
+
+def trainings(size: Size, traces: Sequence[str]) -> list[tuple[str, tuple[int, ...], int]]:
+    """Scenario or trace, sizes of its fleets and the seed of every model."""
+    if size.together:
+        return [(source, (WORKERS, *size.fleets), 0) for source in SCENARIOS]
+    simulated = [(source, (workers,), seed) for source, workers, seed in clusters(size, traces)]
+    return [*simulated, *((source, (WORKERS,), 0) for source in SCENARIOS)]
+
+
+def clusters(size: Size, traces: Sequence[str]) -> list[Cluster]:
+    """What the table has, the largest first: they take longest."""
+    fleets = sorted(size.fleets.items(), reverse=True)
+    made = [(source, workers, seed) for workers, seeds in fleets for source in SCENARIOS for seed in range(seeds)]
+    return [*made, *((source, min(size.fleets), 0) for source in traces)]
 
 
 def run(size: Size, traces: Sequence[str], folder: str, plots: Path | None) -> dict[str, Any]:
