@@ -96,14 +96,14 @@ class _Axis:
         return [round(step * number, 12) for number in range(first, last + 1)]
 
     def powers(self) -> list[float]:
-        """Of a logarithmic axis: 1, 2 and 5 times the powers of ten, or the powers alone where those are many."""
+        """Of a logarithmic axis: round multiples of the powers of ten, the finest of which there are not too many."""
         decades = range(math.floor(self.low), math.ceil(self.high) + 1)
-        for digits in ((1, 2, 5), (1,)):
+        for digits in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1,)):
             ticks = [power + math.log10(digit) for power in decades for digit in digits]
             inside = [tick for tick in ticks if self.low <= tick <= self.high]
             if len(inside) <= 7:
                 break
-        return inside if len(inside) > 1 else self.ticks()
+        return inside
 
 
 def _line(x0: float, y0: float, x1: float, y1: float) -> str:
