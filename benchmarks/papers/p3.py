@@ -17,7 +17,7 @@ recording and comes round. Models learn from other seeds, of a recording from it
 Every rule sees only what its own cut-offs leave; the first 20 steps are not scored.
 
     python benchmarks/papers/p3.py [--traces DIR]    # three seeds: under 4 minutes on 16 cores, 25 on two
-    python benchmarks/papers/p3.py --quick           # one seed, 158 workers, short trainings: 90 s on two cores
+    python benchmarks/papers/p3.py --quick           # one seed, 158 workers, short trainings: two minutes on two cores
 
 Trainings and the table run in one process a core. The two scenarios' fleets run at the same time on 16 cores or more.
 ``host_shortfall`` in the last line is by what part the host was too slow to play its machines, at worst: above a few
@@ -88,7 +88,7 @@ class Size:
 
 
 FULL = Size(seeds=3, steps=120, sample_ms=2.0, target=0.55, updates=1000, fleets={158: 3, 2175: 2}, played=220)
-QUICK = Size(seeds=1, steps=40, sample_ms=5.0, target=0.8, updates=400, fleets={158: 1}, played=120, together=True)
+QUICK = Size(seeds=1, steps=36, sample_ms=5.0, target=0.8, updates=300, fleets={158: 1}, played=120, together=True)
 FLEET_CORES, MOST_PROCESSES = 8, 16
 """Cores that a real fleet wants for itself, and trainings at the same time."""
 SMOKE = Size(seeds=1, steps=10, sample_ms=0.05, target=2.5, updates=1, fleets={10: 1}, played=12, together=True)
