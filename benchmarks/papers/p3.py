@@ -62,7 +62,7 @@ from paceline.pace import Cutoff, Joint, Pacer
 from paceline.pace.arrivals import best_static_count
 
 SCENARIOS = ("bursts", "periodic")
-WORKERS, SHARE, MICRO, RATE = 8, 16, 8, 0.02
+WORKERS, SHARE, MICRO, RATE = 8, 16, 2, 0.02
 BATCH = WORKERS * SHARE
 WAYS = ("naive", "static", "Elfving", "deep", "joint")
 KEEP_EVERY, TEST_IMAGES = 3, 2000
