@@ -35,7 +35,7 @@ from paceline.simulate import SCENARIOS, make, play
 SIZES, STEPS, WARM_UP = (16, 158), 120, 10
 SEEDS, SEEDS_TRAINED = (11,), (11, 12, 13)
 TRAINED, TRAINING_SEED = ("bursts", "periodic"), 1000
-TRAINING_STEPS, UPDATES = 600, 1000
+TRAINING_STEPS, UPDATES = 600, 700
 TIMED = 30
 globals().update(smoke(SIZES=(6,), STEPS=16, TRAINING_STEPS=60, UPDATES=2, TIMED=6))
 
