@@ -203,19 +203,9 @@ def test_an_optimiser_that_the_script_steps_itself_is_known_by_its_name(tmp_path
                 )
 
 
-def test_a_rate_that_is_scaled_by_the_count_is_the_steps_own(tmp_path: Path) -> None:
-    with join(tmp_path, combine=paceline.Averaging(every_steps=8, weights="wp")) as fleet:
-        model = fleet.model(linear())
-        optimizer = SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-        steps: Any = fleet.steps(numbers(15), global_batch=10, varying_count="linear")
-        expected = 0.0
-        for step in steps:
-            rates: list[float] = []
-            optimizer.register_step_pre_hook(lambda own, *_, to=rates: to.append(own.param_groups[0]["lr"]))
-            for x, y in step:
-                step.backward(mse(model, x, y))
-            period = steps.combine.periods.open
-            step.commit(optimizer)
-            expected += log_contraction(rates[0], 0.1)
-            assert period.contraction == pytest.approx(expected)
-        assert rates[0] != 0.1
+@pytest.mark.parametrize("rule", ["linear", "gain"])
+def test_a_rate_that_follows_the_global_count_is_refused(tmp_path: Path, rule: str) -> None:
+    with join(tmp_path, combine="average") as fleet:
+        fleet.model(linear())
+        with pytest.raises(ValueError, match="leave varying_count out"):
+            fleet.steps(numbers(15), global_batch=10, varying_count=rule)

@@ -34,7 +34,6 @@ from paceline.combine.gradients.combine import may_apply
 from paceline.combine.gradients.scaling import is_active
 from paceline.errors import MisuseError
 from paceline.loop.context import LoopContext
-from paceline.loop.hyperparameters import scaled_rates
 from paceline.loop.rounds import InlineRound
 from paceline.loop.step import Step
 from paceline.loop.step_recording import WORK
@@ -57,7 +56,8 @@ class AveragingCombine:
         place = place_of(settings, rank=transport.rank, size=transport.size)
         grouped = len(place.groups) < transport.size
         once = isinstance(settings, Averaging) and settings.once
-        check_fits(transport, loop.dealing, parts.failures, grouped=grouped, overlaps=overlaps, once=once)
+        asked = {"grouped": grouped, "overlaps": overlaps, "once": once}
+        check_fits(transport, loop.dealing, parts.failures, **asked, varying=loop.gradients.varying)
         if grouped:
             loop.gradients = over_group(loop.gradients, transport, place.members, parts.models)
         self.loop, self._settings = loop, settings
@@ -184,7 +184,7 @@ class AveragingCombine:
     def commit(self, step: Step, updated: float) -> None:
         loop, step_state, period, work = self.loop, step.step_state, self.periods.open, step.step_state.work
         assert step_state.header is not None
-        contraction = self._contraction(step) if step.applied and self.periods.merging.decays else 0.0
+        contraction = self._contraction() if step.applied and self.periods.merging.decays else 0.0
         loop.gradients.clear(overflow=bool(step_state.header.column("overflow").any()))
         loop.next += 1
         if step_state.dealt == 0:  # it only said that an epoch is over
@@ -214,12 +214,10 @@ class AveragingCombine:
         for name, value in work.added.items():
             period.added[name] = period.added.get(name, 0.0) + float(value)
 
-    def _contraction(self, step: Step) -> float:
-        """Of the update just made, with its own rates. Optimisers that the script steps itself are known by name."""
-        given, named = self.loop.optimizers, tuple(self.loop.tracking.optimizers.values())
-        assert step.record is not None
-        with scaled_rates(given, self.loop.gradients.lr_factor(step.record.weight)):
-            return contraction_of(given or named, getattr(self._settings, "weight_decay", None))
+    def _contraction(self) -> float:
+        """Of the update just made. Optimisers that the script steps itself are known by their names."""
+        optimizers = self.loop.optimizers or tuple(self.loop.tracking.optimizers.values())
+        return contraction_of(optimizers, getattr(self._settings, "weight_decay", None))
 
     def _advance(self) -> None:
         """Between two local steps: take over a round that is over, and begin the one that is due."""

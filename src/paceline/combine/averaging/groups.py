@@ -9,6 +9,7 @@ import torch
 
 from paceline.combine import Gradients
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
+from paceline.combine.gradients.varying import VaryingCount
 from paceline.feed.dealing import Dealing
 from paceline.machines.failures import Failures
 from paceline.transport import Transport
@@ -33,9 +34,21 @@ def place_of(combine: Averaging | ElasticAverage, *, rank: int, size: int) -> Pl
 
 
 def check_fits(
-    transport: Transport, dealing: Dealing, failures: Failures | None, *, grouped: bool, overlaps: bool, once: bool
+    transport: Transport,
+    dealing: Dealing,
+    failures: Failures | None,
+    *,
+    grouped: bool,
+    overlaps: bool,
+    once: bool,
+    varying: VaryingCount | None = None,
 ) -> None:
     """Raise ValueError for what averages, groups or overlapped rounds cannot bear."""
+    if varying is not None and varying.rule != "none":
+        raise ValueError(
+            f"varying_count={varying.rule!r} compares a step's count with global_batch, and a local step counts one "
+            "worker's part of it: leave varying_count out, or use combine='gradients'"
+        )
     if failures is not None and transport.elastic:
         raise ValueError(
             "failures by chance (lost, frozen, restart) are emulated in a fleet of fixed size alone: where workers "
