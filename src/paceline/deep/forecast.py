@@ -235,7 +235,8 @@ class Deep:
         return past, logs
 
     def _judge(self, seen: Seen) -> None:
-        if self._candidates and self._plain.steps:
+        """Score every model beside the plain forecast; not where a model speaks whatever its score."""
+        if self._candidates and self._plain.steps and not self.always:
             plain = score(self._plain.draw(JUDGED_BY, self._rng), seen)
             for candidate in self._candidates:
                 candidate.scored(score(candidate.filter.draw(JUDGED_BY, self._rng), seen), plain)
