@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.pace.forecast.base import Floats, Forecast, Seen
+from paceline.pace.forecast.base import Floats, Forecast, Seen, same_workers
 from paceline.pace.forecast.general import General
 from paceline.pace.forecast.score import score
 from paceline.pace.forecast.smoothed import Smoothed
@@ -75,10 +75,7 @@ class Auto:
         return self._general, self._smoothed
 
     def observe(self, seen: Seen) -> None:
-        workers = len(self._backlog[-1].seconds) if self._backlog else self._general.workers
-        if workers not in (None, len(seen.seconds)):
-            told = f"{len(seen.seconds)} workers in a step after steps of {workers}"
-            raise ValueError(f"{told}: rearrange the forecast first")
+        same_workers(self._backlog[-1].seconds if self._backlog else self._general.newest, seen)
         self._backlog.append(seen)
         if len(self._backlog) > BACKLOG:
             self._take_in(self._backlog.popleft())

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.pace.forecast.base import Floats, Seen, moved
+from paceline.pace.forecast.base import Floats, Seen, moved, same_workers
 from paceline.pace.forecast.gate import Gate, LogMixture, shipped, spread_evenly
 
 WINDOW = 48
@@ -52,15 +52,17 @@ class General:
     @property
     def workers(self) -> int | None:
         """Columns; None before anything was observed."""
+        return None if self.newest is None else len(self.newest)
+
+    @property
+    def newest(self) -> Floats | None:
+        """A value of every worker's last step."""
         if self._backlog:
-            return len(self._backlog[-1].seconds)
-        return self._logs.shape[1] if len(self._logs) else None
+            return self._backlog[-1].seconds
+        return self._logs[-1] if len(self._logs) else None
 
     def observe(self, seen: Seen) -> None:
-        if self.workers not in (None, len(seen.seconds)):
-            raise ValueError(
-                f"{len(seen.seconds)} workers in a step after steps of {self.workers}: rearrange the forecast first"
-            )
+        same_workers(self.newest, seen)
         self._backlog.append(seen)
         if len(self._backlog) > BACKLOG:
             self._take_in(self._backlog.popleft(), believing=False)
