@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,6 +14,9 @@ from paceline.observe.page.drawing import worker_colours
 WIDTH, HEIGHT = 420, 300
 LEFT, RIGHT, TOP, BOTTOM = 70, 12, 34, 44
 LEGEND_ROW = 16
+
+PLOTS = Path(__file__).parents[2] / "docs" / "images" / "papers"
+"""Where a whole run leaves its pictures: the documentation shows them."""
 
 Curve = tuple[Sequence[float], Sequence[float]]
 
@@ -32,6 +36,13 @@ class Chart:
         pairs = [(float(x), float(y)) for x, y in zip(*curve, strict=True)]
         known = [(x, y) for x, y in pairs if math.isfinite(x) and math.isfinite(y) and (y > 0 or not self.log_y)]
         return [(x, math.log10(y) if self.log_y else y) for x, y in known]
+
+
+def folder_of_plots(*, whole: bool) -> Path | None:
+    """Where pictures go: ``--plots FOLDER`` on the command line, or beside the documentation in a whole run."""
+    if "--plots" in sys.argv:
+        return Path(sys.argv[sys.argv.index("--plots") + 1])
+    return PLOTS if whole else None
 
 
 def write(path: str | Path, charts: Sequence[Chart]) -> Path:

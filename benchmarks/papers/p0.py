@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from _chart import Chart, write
+from _chart import Chart, folder_of_plots, write
 from _data import Images, load, small_cnn
 from _smoke import smoke
 from common import emulate, is_worker, leave_result, run_workers
@@ -230,19 +230,11 @@ def draw(folder: Path, runs: Runs) -> None:
     )
 
 
-def plots() -> Path | None:
-    """Where pictures go: --plots FOLDER, or beside the documentation in a whole run."""
-    if "--plots" in sys.argv:
-        return Path(sys.argv[sys.argv.index("--plots") + 1])
-    whole = not QUICK and not smoke(found=True)
-    return Path(__file__).parents[2] / "docs" / "images" / "papers" if whole else None
-
-
 def main() -> None:
     if is_worker():
         leave_result(work(float(sys.argv[1]), int(sys.argv[2])))
         return
-    folder = plots()
+    folder = folder_of_plots(whole=not QUICK and not smoke(found=True))
     print(f"{load().name}: {BATCH * STEPS} images an epoch, {EPOCHS} epochs, {SEEDS} seeds")
     jobs = [(share, seed) for share in LOGGED for seed in range(SEEDS)]
     more = ["--quick"] if QUICK else []

@@ -37,7 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from _chart import Chart, write
+from _chart import Chart, folder_of_plots, write
 from _data import load, small_cnn
 from _smoke import forked, smoke
 from common import emulate, is_worker, leave_result, run_workers
@@ -308,13 +308,6 @@ def draw(folder: Path, runs: Runs, log: RunLog) -> None:
     )
 
 
-def plots() -> Path | None:
-    """Where pictures go: --plots FOLDER, or beside the documentation in a whole run."""
-    if "--plots" in sys.argv:
-        return Path(sys.argv[sys.argv.index("--plots") + 1])
-    return None if QUICK or SMOKES else Path(__file__).parents[2] / "docs" / "images" / "papers"
-
-
 def main() -> None:
     if ELASTIC_WORKER in sys.argv[1:]:
         elastic()
@@ -322,7 +315,7 @@ def main() -> None:
     if is_worker():
         leave_result(measure(sys.argv[1], int(sys.argv[2])))
         return
-    folder = plots()
+    folder = folder_of_plots(whole=not QUICK and not SMOKES)
     print(f"{load().name}, {SEEDS} seeds")
     jobs = [(machines, seed) for machines in FLEETS for seed in range(SEEDS)]
     more = ["--quick"] if QUICK else []

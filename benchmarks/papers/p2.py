@@ -36,7 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from _chart import Chart, write
+from _chart import PLOTS, Chart, write
 from _data import Images, load, small_cnn
 from _smoke import smoke, smoking
 from common import emulate, is_worker, leave_result, run_workers
@@ -61,7 +61,6 @@ globals().update(
     smoke(MACHINES="1,4", SAMPLE_MS=0.02, PERIOD_S=0.05, BATCH=32, EPOCHS=1, SAMPLES=320, QUICK_SAMPLES=320, TESTED=50)
     | smoke(QUICK_SEEDS=1, LOOKS=3, ITERATIONS=5, RULES=("uniform", "wp"))
 )
-PICTURES = Path(__file__).parents[2] / "docs" / "images" / "papers"
 
 
 @dataclass(frozen=True)
@@ -374,7 +373,7 @@ def main() -> None:
     )
     print("\n".join([*table(results), *accuracies(results)]))
     if not quick:
-        write((asked.plots or PICTURES) / "p2.svg", charts(results))
+        write((asked.plots or PLOTS) / "p2.svg", charts(results))
     print(json.dumps(figures(results)))
 
 

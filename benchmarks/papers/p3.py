@@ -66,7 +66,6 @@ WORKERS, SHARE, MICRO, RATE = 8, 16, 2, 0.02
 BATCH = WORKERS * SHARE
 WAYS = ("naive", "static", "Elfving", "deep", "joint")
 KEEP_EVERY, TEST_IMAGES = 3, 2000
-PLOTS = Path(__file__).parents[2] / "docs" / "images" / "papers"
 
 
 @dataclass(frozen=True)
@@ -356,7 +355,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of recorded traces (*.csv)")
     parser.add_argument("--plots", type=Path, help="folder for p3.svg; a whole run writes it to docs/images/papers")
     asked = parser.parse_args()
-    plots = asked.plots or (None if asked.quick or smoking() else PLOTS)
+    plots = asked.plots or (None if asked.quick or smoking() else _chart.PLOTS)
     traces = [] if asked.traces is None or asked.quick else _recorded(asked.traces)
     with TemporaryDirectory() as folder:
         print(json.dumps(run(QUICK if asked.quick else FULL, traces, folder, plots)))

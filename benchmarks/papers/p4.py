@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
-from _chart import Chart, write
+from _chart import PLOTS, Chart, write
 from _p4_fleet import CASE, apart, hessian_is_there, launch, work
 from _p4_grid import (
     FAILURES,
@@ -273,7 +273,7 @@ def main() -> None:
         rounds_against_arrivals()
     )  # before the twin, which runs backward in this process: forks of a smoke run come before it
     figures |= against_twin("C" if quick else "ABC")
-    folder = options.plots or (None if quick else Path(__file__).parents[2] / "docs/images/papers")
+    folder = options.plots or (None if quick else PLOTS)
     if folder is not None:
         clock = {name: ([s for s, _ in curve], [100 * a for _, a in curve]) for name, curve in curves.items()}
         title = f"Fashion-MNIST, machines {MACHINES}, tau 4"
