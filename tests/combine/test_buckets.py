@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import MisuseError
-from paceline.combine.gradients import buckets as module
-from paceline.combine.gradients.buckets import BUCKET_BYTES, FIRST_BYTES, Buckets, _group
+from paceline.combine.gradients import bucket as module
+from paceline.combine.gradients.bucket import BUCKET_BYTES, FIRST_BYTES, group
+from paceline.combine.gradients.buckets import Buckets
 
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -48,18 +49,18 @@ def parameters(*sizes: int) -> list[nn.Parameter]:
 def test_a_group_has_one_kind_and_the_reverse_order_and_every_parameter_is_in_one(sizes: Any, dtypes: Any) -> None:
     given_ = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in zip(sizes, dtypes)]
     order = {id(parameter): number for number, parameter in enumerate(given_)}
-    groups = _group(given_)
-    for group in groups:
-        assert len({parameter.dtype for parameter in group}) == 1
-        numbers = [order[id(parameter)] for parameter in group]
+    groups = group(given_)
+    for one in groups:
+        assert len({parameter.dtype for parameter in one}) == 1
+        numbers = [order[id(parameter)] for parameter in one]
         assert numbers == sorted(numbers, reverse=True)
-    assert sorted(order[id(p)] for group in groups for p in group) == list(range(len(given_)))
+    assert sorted(order[id(p)] for one in groups for p in one) == list(range(len(given_)))
 
 
 def test_the_first_bucket_is_small_and_the_others_are_large() -> None:
     quarter_megabyte = 1 << 16  # float32 numbers
-    groups = _group(parameters(*[quarter_megabyte] * 300))
-    sizes = [sum(p.numel() * p.element_size() for p in group) for group in groups]
+    groups = group(parameters(*[quarter_megabyte] * 300))
+    sizes = [sum(p.numel() * p.element_size() for p in one) for one in groups]
     assert sizes[0] == FIRST_BYTES
     assert sizes[1:-1] == [BUCKET_BYTES] * (len(sizes) - 2)
     assert 0 < sizes[-1] <= BUCKET_BYTES
@@ -67,7 +68,7 @@ def test_the_first_bucket_is_small_and_the_others_are_large() -> None:
 
 def test_one_huge_parameter_is_one_bucket() -> None:
     huge = BUCKET_BYTES // 4 + 1
-    assert [len(group) for group in _group(parameters(1, huge, 1))] == [2, 1]
+    assert [len(one) for one in group(parameters(1, huge, 1))] == [2, 1]
 
 
 def net() -> nn.Sequential:
@@ -264,3 +265,97 @@ def test_detached_buckets_leave_no_hook_behind() -> None:
     buckets.detach()
     model(X).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Counting(Buckets):
+    """Counts autograd's calls."""
+
+    called = 0
+
+    def _came(self, number: int, parameter: nn.Parameter) -> None:
+        self.called += 1
+        super()._came(number, parameter)
+
+
+@pytest.mark.parametrize("wire", [None, Wire()], ids=["alone", "fleet"])
+def test_autograd_calls_for_every_parameter_only_where_sums_start(wire: Wire | None) -> None:
+    model = net()
+    buckets, each = Counting(list(model.parameters()), wire), len(list(model.parameters()))
+    calls = []
+    for _ in range(3):
+        for last in (False, False, True):
+            before = buckets.called
+            buckets.backward(model(X).sum(), last=last)
+            calls.append(buckets.called - before)
+        buckets.finish()
+        buckets.clear()
+    assert calls[:3] == [each] * 3, "the first step shows how gradients come"
+    assert calls[3:] == [1, 1, 1 if wire is None else each] * 2
+
+
+@pytest.mark.parametrize("wire", [None, Wire()], ids=["alone", "fleet"])
+@pytest.mark.parametrize(
+    "strange",
+    [
+        lambda model: model(X).sum().backward(),
+        lambda model: model[2](torch.ones(1, 3).double()).sum().backward(),
+        lambda model: model[2].bias.grad.mul_(2.0),
+        lambda model: model.zero_grad(),
+        lambda model: setattr(model[2].weight, "grad", torch.zeros(1, 3).double()),
+    ],
+    ids=["whole model", "last layer", "in place", "cleared", "assigned"],
+)
+def test_a_gradient_that_is_not_the_steps_is_noticed_though_one_parameter_alone_calls(
+    wire: Wire | None, strange: Any
+) -> None:
+    model = net()
+    buckets = Buckets(list(model.parameters()), wire)
+    for _ in range(2):
+        for last in (False, False, True):
+            buckets.backward(model(X).sum(), last=last)
+        buckets.finish()
+        buckets.clear()
+    buckets.backward(model(X).sum(), last=False)
+
+    def go_on() -> None:
+        strange(model)
+        buckets.backward(model(X).sum(), last=False)
+
+    with pytest.raises(MisuseError):
+        go_on()
+
+
+def test_a_backward_of_the_users_own_before_a_step_is_refused_though_one_parameter_alone_calls() -> None:
+    model = net()
+    buckets = Buckets(list(model.parameters()))
+    for _ in range(2):
+        buckets.backward(model(X).sum(), last=True)
+        buckets.finish()
+        buckets.clear()
+    with pytest.raises(MisuseError, match="plain"):
+        model(X).sum().backward()
+    model.zero_grad()
+    model[2](torch.ones(1, 3).double()).sum().backward()
+    with pytest.raises(MisuseError, match="before the step's first"):
+        buckets.backward(model(X).sum(), last=True)
+    model.zero_grad()
+    buckets.backward(model(X).sum(), last=True)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_parameter_that_is_reached_by_a_later_micro_batch_alone_counts(keeps: bool) -> None:
+    model, expected, wire = net(), net(), Wire()
+    buckets = Buckets(list(model.parameters()), wire, keeps=keeps)
+    for uses in ((True, True, True), (False, True, False), (False, False, True), (True, False, False)):
+        wire.sent.clear()
+        wire.flats.clear()
+        expected.zero_grad()
+        for number, whole in enumerate(uses):
+            buckets.backward((model(X) if whole else model[:2](X)).sum(), last=number == 2)
+            (expected(X) if whole else expected[:2](X)).sum().backward()
+        buckets.finish()
+        assert wire.final()
+        buckets.expose(buckets.used())
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+        buckets.clear()

@@ -43,7 +43,8 @@ def whole_batch(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def committed(gradients: Gradients, samples: int, clip_norm: float | None = None) -> None:
-    assert gradients.finish()
+    gradients.finish()
+    assert gradients.finite()
     header = Header(gradients.layout)
     header.write(0, samples=samples, weight=samples)
     assert gradients.exchange.run(header, samples, "a round")
@@ -132,4 +133,5 @@ def test_a_gradient_that_is_not_finite_is_seen_before_the_round() -> None:
         gradients = Gradients(transport, [net])
         gradients.begin(8)
         gradients.backward(loss(net, X) * math.inf, 8, last=True)
-        assert not gradients.finish()
+        gradients.finish()
+        assert not gradients.finite()

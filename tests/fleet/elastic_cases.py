@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from exact_cases import many_cores
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -72,6 +73,8 @@ class Ghost:
 def train(args: dict[str, Any]) -> dict[str, Any]:
     """Plain SGD with momentum, a schedule and slow micro-batches; dies where it is told to."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
+    if args.get("many_cores"):
+        many_cores()
     ghost, steps_seen = Ghost(args), []
     with paceline.join(args.get("pace", "adaptive"), combine=args.get("combine", "gradients")) as fleet:
         model = fleet.model(network())

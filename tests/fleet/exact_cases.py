@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import paceline
 from paceline.feed import Feed
 from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
+from paceline.transport import group
 
 
 class Scripted:
@@ -128,6 +130,17 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
 def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train(case) for case in cases]
+
+
+def many_cores() -> None:
+    """As on a computer with cores to spare: sums, however small, travel side by side over several of Gloo's devices."""
+    os.sched_getaffinity = lambda _: set(range(16))
+    group.is_small = lambda *_: False
+
+
+def train_all_on_many_cores(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    many_cores()
+    return train_all(cases)
 
 
 def batches_of(case: dict[str, Any], told: list[Any]) -> Iterator[list[int]]:

@@ -41,7 +41,7 @@ def must_be_sound(folder: Path, outcomes: dict[int, Outcome], *, ended: set[int]
     ],
 )
 def test_a_killed_worker_is_done_without_and_comes_back(tmp_path: Path, pace: str) -> None:
-    with Flock(CASE, 3, tmp_path, args={"pace": pace, **UNHURRIED}) as flock:
+    with Flock(CASE, 3, tmp_path, args={"pace": pace, "many_cores": pace == "adaptive", **UNHURRIED}) as flock:
         flock.wait_for_step(8)
         flock.kill(1)
         flock.wait_for_workers(2)

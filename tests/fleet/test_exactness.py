@@ -32,16 +32,16 @@ def random_cases(count: int, dtype: str, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_for_any_shares_ten_steps_equal_one_machines_in_float64(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "case"), [(2, "train_all"), (3, "train_all_on_many_cores"), (4, "train_all")])
+def test_for_any_shares_ten_steps_equal_one_machines_in_float64(size: int, case: str, tmp_path: Path) -> None:
     cases = random_cases(10, "float64", seed=size)
-    told = run("exact_cases.py:train_all", size, tmp_path, args=cases)
-    for number, case in enumerate(cases):
+    told = run(f"exact_cases.py:{case}", size, tmp_path, args=cases)
+    for number, one in enumerate(cases):
         ours = told[0][number]
-        batches = list(exact_cases.batches_of(case, ours["batches"]))
-        parameters, losses = exact_cases.one_machine(case, batches)
+        batches = list(exact_cases.batches_of(one, ours["batches"]))
+        parameters, losses = exact_cases.one_machine(one, batches)
         error = (torch.tensor(ours["parameters"], dtype=torch.float64) - parameters).abs().max()
-        assert error < 1e-12, (case, float(error))
+        assert error < 1e-12, (one, float(error))
         assert max(abs(a - b) for a, b in zip(ours["losses"], losses, strict=True)) < 1e-12
         assert all(other[number] == ours for other in told), "workers disagree on parameters, losses or records"
 

@@ -59,13 +59,13 @@ class Source:
             self.order = BatchOrder(settings.batches, length=settings.length or 0, seed=seed)
         self.batch_size = settings.batch_size
         self._device = device
-        self._pin = settings.pin_memory and device.type == "cuda"
+        self._pin, self._asked_to_pin = device.type == "cuda", settings.pin_memory
         self._stream = Stream(settings, seed=seed, rank=rank, split=split) if settings.length is None else None
         self._settings, self._seed = settings, seed
         self._fetch = make_fetcher(settings.dataset, collate=settings.collate, seed=seed)
         self._pipeline: Pipeline | None = None
         if self._stream is None and settings.num_workers and isinstance(self._fetch, Fetcher):
-            self._pipeline = Pipeline(settings, pin_memory=self._pin, seed=seed)
+            self._pipeline = Pipeline(settings, pin_memory=self._pin and self._asked_to_pin, seed=seed)
         self.ahead = settings.num_workers * settings.prefetch_factor if self._pipeline else 0
         """Micro-batches it likes to load ahead."""
 
@@ -75,7 +75,7 @@ class Source:
         assert len(indices), "a micro-batch holds at least one sample"
         piece = Piece(epoch, ranges, indices)
         if self._pipeline is not None:
-            return move(self._pipeline.take(piece), self._device)
+            return self._place(self._pipeline.take(piece))
         return self._place(self._load_here(piece))
 
     def expect(self, epoch: int, pieces: Sequence[tuple[tuple[Range, ...], NDArray[np.int64]]]) -> None:
@@ -149,4 +149,4 @@ class Source:
             return self._fetch(piece)
 
     def _place(self, batch: Any) -> Any:
-        return move(pin(batch) if self._pin else batch, self._device)
+        return move(pin(batch, asked=self._asked_to_pin) if self._pin else batch, self._device)

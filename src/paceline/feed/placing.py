@@ -22,9 +22,17 @@ def move(data: Any, device: torch.device) -> Any:
     return _each(data, to, method="to")
 
 
-def pin(data: Any) -> Any:
-    """The same structure with every tensor in page-locked memory."""
-    return _each(data, lambda leaf: leaf.pin_memory(), method="pin_memory")
+def pin(data: Any, *, asked: bool) -> Any:
+    """The same structure with every tensor in page-locked memory: from anywhere else the copy to a GPU would make the
+    host wait until the GPU has done everything before it. ``asked``: by the user, who then has objects that can pin
+    themselves pinned too."""
+
+    def to(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf.pin_memory() if asked else leaf
+        return leaf.pin_memory() if leaf.device.type == "cpu" and leaf.layout is torch.strided else leaf
+
+    return _each(data, to, method="pin_memory")
 
 
 def _each(data: Any, change: Callable[[Any], Any], *, method: str) -> Any:

@@ -19,6 +19,7 @@ from paceline.combine.gradients.buckets import Among
 from paceline.errors import GenerationOver, MisuseError
 from paceline.feed.micro_batches import MicroBatch
 from paceline.loop.context import LoopContext
+from paceline.loop.device_clock import DeviceClock, mark, wait_for
 from paceline.loop.replicas import fingerprint
 from paceline.loop.step_recording import record_of, write_header
 from paceline.loop.step_state import RoundPhase, StepState, Work
@@ -88,10 +89,12 @@ class InlineRound:
         self._aside: Aside | None = None
         """Where a micro-batch may have to come again (``micro_batch="auto"``): the gradients of its parts so far."""
         self._round_s = 0.0
+        self._clock = DeviceClock(loop.device)
 
     # -- micro-batches -----------------------------------------------------------------------------------------------
 
     def take(self, opened: float) -> tuple[MicroBatch | None, float]:
+        self._clock.begin()
         return self._loop.dealing.take(), opened
 
     def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
@@ -122,10 +125,17 @@ class InlineRound:
         return False
 
     def end_work(self, began: float) -> None:
-        work, device = self._step_state.work, self._loop.device
-        if device.type == "cuda" and work.micro_batches:
-            torch.cuda.current_stream(device).synchronize()  # once a step: the round needs the true time
-            work.seconds = time.perf_counter() - began
+        if self._step_state.work.micro_batches:
+            self._clock.end()
+
+    def finish(self) -> bool:
+        """Start the sums that are left, and wait for the device, once a step: the round needs its true time. True if
+        this worker's gradients are finite."""
+        self._gradients.finish()
+        wait_for(mark(self._loop.device), self._loop, self._step_state.index)
+        if (seconds := self._clock.seconds()) is not None:
+            self._step_state.work.seconds = seconds
+        return self._gradients.finite()
 
     # -- the round ---------------------------------------------------------------------------------------------------
 
@@ -133,7 +143,7 @@ class InlineRound:
         step_state = self._step_state
         if self._loop.membership is not None:
             self._loop.membership.keep_up()
-        finite = self._gradients.finish()
+        finite = self.finish()
         entered = time.perf_counter()
         while True:
             try:

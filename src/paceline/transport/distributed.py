@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -151,7 +152,24 @@ class Distributed(Transport, ABC):
 
 def facts_of(device: torch.device) -> dict[str, Any]:
     """What a worker says of itself."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "device": str(device)}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"host": socket.gethostname(), "pid": os.getpid(), "device": str(device), "cores": cores}
+
+
+MOST_CHANNELS = 4
+"""Beyond these, loopback on 16 cores gained nothing."""
+
+
+def channels(facts: Sequence[Mapping[str, Any]]) -> int:
+    """Over how many of Gloo's devices these workers send their sums side by side. Each has one thread that moves its
+    bytes, so where workers have cores to spare several are faster: 40 MB among three took 7 ms instead of 16.
+
+    >>> channels([{"host": "a", "cores": 16}] * 3), channels([{"host": "a", "cores": 2}] * 4)
+    (4, 1)
+    """
+    beside = Counter(fact["host"] for fact in facts)
+    spare = min(int(fact.get("cores", 1)) // beside[fact["host"]] for fact in facts)
+    return max(1, min(spare, MOST_CHANNELS))
 
 
 def choose_backend(facts: Sequence[Mapping[str, Any]]) -> str:

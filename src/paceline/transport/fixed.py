@@ -22,7 +22,7 @@ from paceline.roster.calls import CALLS, GROUP, ROUNDS, name_workers
 from paceline.transport.alone import Alone
 from paceline.transport.base import Collective
 from paceline.transport.calls import CallSequences
-from paceline.transport.distributed import Distributed, choose_backend, facts_of, one_line
+from paceline.transport.distributed import Distributed, channels, choose_backend, facts_of, one_line
 from paceline.transport.group import Group
 from paceline.transport.heartbeat import Heartbeat
 from paceline.transport.nccl import NcclGroup
@@ -77,7 +77,7 @@ class FixedTransport(Distributed):
         facts = self.gather("join", facts_of(device))
         self._names[:] = name_workers(dict(enumerate(facts))).values()
         self.group.alike = len({fact["device"].split(":")[0] for fact in facts}) == 1
-        self.backend = backend or choose_backend(facts)
+        self.backend, self._channels = backend or choose_backend(facts), channels(facts)
         with self.round("forming the group"):
             self._connect(self.group, f"group/{self.generation}")
 
@@ -91,7 +91,8 @@ class FixedTransport(Distributed):
 
     def _connect(self, group: Group, name: str) -> None:
         """Form a process group; ``name``: of its keys in the store."""
-        group.connect(dist.PrefixStore(name, self.group.store), towards=self._meeting, make=dist.ProcessGroupGloo)
+        store = dist.PrefixStore(name, self.group.store)
+        group.connect(store, towards=self._meeting, make=dist.ProcessGroupGloo, channels=self._channels)
         if self.backend == "nccl":
             store = dist.PrefixStore(f"{name}/gpus", self.group.store)
             group.gpus = NcclGroup(store, group.rank, group.size, self._device)

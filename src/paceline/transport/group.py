@@ -95,21 +95,23 @@ class Group:
             raise RuntimeError("the group is not formed, or closed")
         return self._gloo
 
-    def connect(self, store: Store, *, towards: tuple[str, int], make: MakeGloo) -> None:
-        """Form Gloo's process group; all workers of the group come here. ``towards``: where the fleet meets."""
+    def connect(self, store: Store, *, towards: tuple[str, int], make: MakeGloo, channels: int = 1) -> None:
+        """Form Gloo's process group; all workers of the group come here. ``towards``: where the fleet meets.
+        ``channels``: how many sums may travel side by side, the same for all."""
         before = open_sockets()
-        device, where = gloo_device(*towards)
+        devices, (where, *_) = zip(*(gloo_device(*towards) for _ in range(channels)), strict=True)
         listeners = open_sockets() - before  # Gloo's, and what another thread of the script may have opened meanwhile
         mine = listening_ports(listeners)
         store.set(f"doors/{self.rank}", json.dumps(mine))
         options = dist.ProcessGroupGloo._Options()
-        options._devices = [device]
+        options._devices = list(devices)
+        options._threads = max(2, channels)
         options._timeout = ENGINE_TIMEOUT
         gloo = make(store, self.rank, self.size, options)
         everybodys = [json.loads(store.get(f"doors/{other}")) for other in range(self.size)]  # all have come by now
         made = open_sockets() - before
         self._sockets = joining(made, {port for ports in everybodys for port in ports}) or made
-        if len(mine) == 1:  # surely Gloo's
+        if len(mine) == channels:  # surely Gloo's
             close_listeners(listeners)
         logger.info("worker %d of %d reaches the others over gloo, %s", self.rank, self.size, where)
         self._gloo = gloo

@@ -130,7 +130,8 @@ class AveragingCombine:
     def exchange(self, step: Step, clip_norm: float | None, *, own: bool) -> bool:
         """A local step's gradient: this worker's own, or its group's mean."""
         loop, step_state = self.loop, step.step_state
-        finite = loop.gradients.finish()
+        assert isinstance(step.work, InlineRound)
+        finite = step.work.finish()
         header = self.periods.exchange.persistently(partial(self._write_step, step_state, finite))
         entered = time.perf_counter()
         loop.gradients.exchange.run(header, step_state.work.samples, f"local step {step_state.index}")

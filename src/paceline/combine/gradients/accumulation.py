@@ -7,6 +7,7 @@ done the fleet's sum already is the mean, and half-precision gradients stay in r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from paceline.combine.gradients.scaling import scaled as scale_loss
 from paceline.combine.gradients.statistics import Look, RunningStatistics
 from paceline.errors import MisuseError
 from paceline.transport import Collective
+
+_TRAINED, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
 
 _REACHED_NOTHING = (
     "the losses of this step reached no parameter of the fleet's model: compute them with the module that fleet.model "
@@ -62,7 +65,7 @@ class Accumulation:
     # -- which parameters are trained ------------------------------------------------------------------------------
 
     def _trained_now(self) -> list[bool]:
-        return [p.requires_grad for p in self.everything]
+        return list(map(_TRAINED, self.everything))
 
     def train_only(self, trained: Sequence[bool]) -> None:
         """Freeze and unfreeze as a peer has."""
@@ -137,7 +140,7 @@ class Accumulation:
             )
 
     def _versions_now(self) -> list[int]:
-        return [parameter._version for parameter in self.everything]
+        return list(map(_VERSION, self.everything))
 
     def clear(self) -> None:
         """The step is over: forget its gradients."""

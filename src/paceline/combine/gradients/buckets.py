@@ -9,22 +9,24 @@ Where workers come and go, a round may have to be run again, and its result be h
 There the copy is made last, not first: gradients add up where autograd puts them and are copied when their sum starts,
 into one of two flat tensors by turns, so that a worker's own gradient lasts until the round is over and the fleet's
 until the next one is. That costs memory, and no time.
+
+Autograd calls back for every parameter that has its gradient, which costs a microsecond or two each. So all parameters
+call back only where that is needed: in the first step, which shows whether each gradient comes once a pass, and in
+micro-batches during which sums start. In the others one parameter does, to notice a backward that is not the step's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import accumulate
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, is_
 
 import torch
 
+from paceline.combine.gradients.bucket import Bucket, Slot, copy_all, group
+from paceline.combine.gradients.callbacks import Callbacks
 from paceline.errors import MisuseError
 
-FIRST_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
-"""As in DDP: a small first bucket starts the round early, then large ones keep it efficient."""
+_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 
 Among = frozenset[int] | None
 """Parameters, by id, that a loss's gradient is for; None: all."""
@@ -33,63 +35,6 @@ REACHED_NO_MODEL = (
     "the loss given to step.backward(models=...) reached no parameter of these models: compute it with them, and "
     "without detach() or no_grad() on the way"
 )
-
-
-class Slot:
-    """One parameter's place."""
-
-    __slots__ = ("bucket", "grad", "home", "parameter", "seen", "shown", "version")
-
-    def __init__(self, parameter: torch.nn.Parameter, bucket: Bucket | None, home: torch.Tensor | None) -> None:
-        self.parameter, self.bucket, self.home = parameter, bucket, home
-        self.grad: torch.Tensor | None = None
-        """Where this step's gradient adds up; None until the first one comes."""
-        self.shown: torch.Tensor | None = None
-        """What stands in ``p.grad`` until the next backward, and nobody else may change: the sum or, under a deadline,
-        the gradient of the micro-batch before it joins the sum."""
-        self.version = 0
-        self.seen = -1
-        """The backward pass in which the last gradient came."""
-
-
-class Bucket:
-    """Slots that share a flat tensor and one sum."""
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, flats: int = 1) -> None:
-        first = parameters[0]
-        size = sum(p.numel() for p in parameters)
-        self._flats = [torch.zeros(size, dtype=first.dtype, device=first.device) for _ in range(flats)]
-        self._homes = [_homes(flat, parameters) for flat in self._flats]
-        self.flat = self._flats[0]
-        self.slots = [Slot(p, self, home) for p, home in zip(parameters, self._homes[0], strict=True)]
-        self.awaited = len(self.slots)
-        self.started = False
-
-    def renew(self) -> None:
-        """A flat tensor of its own, for something may still write into this one."""
-        self._flats[0] = torch.zeros_like(self.flat)
-        self._homes[0] = _homes(self._flats[0], [slot.parameter for slot in self.slots])
-        self._use_first()
-
-    def turn_over(self) -> None:
-        """Use the other flat tensor, and leave this one as it is."""
-        self._flats.reverse()
-        self._homes.reverse()
-        self._use_first()
-
-    def _use_first(self) -> None:
-        self.flat = self._flats[0]
-        for slot, home in zip(self.slots, self._homes[0], strict=True):
-            slot.home = home
-
-    def fill(self) -> None:
-        """Copy this worker's own gradients to where they are summed."""
-        for slot in self.slots:
-            assert slot.home is not None
-            if slot.grad is None:
-                slot.home.zero_()
-            else:
-                slot.home.copy_(slot.grad.detach())
 
 
 class Buckets:
@@ -108,11 +53,17 @@ class Buckets:
     ) -> None:
         self.parameters = list(parameters)
         self._start, self._keeps = start, keeps
-        groups = _group(self.parameters) if start else []
-        self.buckets = [Bucket(group, flats=2 if keeps else 1) for group in groups]
+        self.buckets = [Bucket(one, flats=2 if keeps else 1) for one in group(self.parameters)] if start else []
         homes = {id(slot.parameter): slot for bucket in self.buckets for slot in bucket.slots}
         self.slots = [homes.get(id(p)) or Slot(p, None, None) for p in self.parameters]
-        self._hooks = [_on_gradient(slot.parameter, partial(self._came, slot)) for slot in self.slots]
+        self._callbacks = Callbacks(self.parameters, self._came)
+        self._newest: int | None = None
+        """The parameter whose gradient came last: at the end of a backward, one that most losses reach."""
+        self._lacking: list[Slot] = []
+        """Those without a gradient in this step as yet, once some have one."""
+        self._held: tuple[list[torch.nn.Parameter], list[torch.Tensor], list[int]] | None = None
+        """Parameters with a gradient, what stands there, and its versions after the last backward. None: ask the
+        slots."""
         self._inside = False
         self._aside = False
         self._last = False
@@ -123,8 +74,7 @@ class Buckets:
 
     def detach(self) -> None:
         """Give the parameters back: no hooks, no views."""
-        for hook in self._hooks:
-            hook.remove()
+        self._callbacks.remove()
         self.clear()
 
     # -- during the step -------------------------------------------------------------------------------------------
@@ -149,9 +99,12 @@ class Buckets:
             self.join(self.backward_aside(loss, retain_graph=retain_graph, among=among))
             self.show()
             return
-        if not any(slot.grad is not None for slot in self.slots):
-            for parameter in self.parameters:
-                parameter.grad = None  # e.g. left by the user's own code between steps
+        first = not any(slot.grad is not None for slot in self.slots)
+        if first:
+            self._forget_strange_gradients()
+        closely = among is not None or keep_graph
+        starts = last and self._overlap and self._start is not None
+        self._callbacks.listen(None if closely or starts or not self._known else self._newest)
         self._pass += 1
         self._inside, self._last = True, last
         try:
@@ -159,9 +112,52 @@ class Buckets:
             loss.backward(retain_graph=retain, create_graph=keep_graph, inputs=self._inputs(among))  # type: ignore[no-untyped-call]
         finally:
             self._inside = False
-        self._note_versions()
+        self._hold(self.slots if first or closely or self._held is None else self._lacking)
         if among is not None and not any(slot.seen == self._pass for slot in self._chosen(among)):
             raise MisuseError(REACHED_NO_MODEL)
+
+    @property
+    def _known(self) -> bool:
+        """Whether a whole step has shown how gradients come."""
+        return (self._overlap or self._twice) and self._newest is not None
+
+    def _forget_strange_gradients(self) -> None:
+        """The user's own code between steps may have left some. A backward may not have, and would have been heard."""
+        if not self._callbacks.all and any(p.grad is not None for p in self.parameters):
+            raise MisuseError(
+                "parameters of the fleet's model have gradients before the step's first step.backward(loss), from a "
+                "loss.backward() or p.grad = ... of your own, which would be lost: use step.backward(loss), or clear "
+                "them with optimizer.zero_grad()"
+            )
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _hold(self, among: Iterable[Slot]) -> None:
+        """A backward is over: bring home what is new among these, and note what all gradients are."""
+        new = [slot for slot in among if slot.parameter.grad is not None and slot.parameter.grad is not slot.grad]
+        self._bring_home(new)
+        if new or self._held is None:
+            shown = [slot for slot in self.slots if slot.shown is not None]
+            self._lacking = [slot for slot in self.slots if slot.shown is None]
+            self._held = (
+                [slot.parameter for slot in shown],
+                [slot.shown for slot in shown if slot.shown is not None],
+                [],
+            )
+        parameters, tensors, _ = self._held
+        self._held = parameters, tensors, list(map(_VERSION, tensors))
+
+    def _bring_home(self, new: Sequence[Slot]) -> None:
+        pairs = []
+        for slot in new:
+            grad = slot.parameter.grad
+            assert grad is not None
+            self._check_dense(grad)
+            if slot.home is not None and not self._keeps:
+                pairs.append((slot.home, grad))
+                grad = slot.home
+            slot.parameter.grad = slot.grad = slot.shown = grad
+        copy_all(pairs)
 
     def _chosen(self, among: Among) -> list[Slot]:
         return self.slots if among is None else [slot for slot in self.slots if id(slot.parameter) in among]
@@ -174,6 +170,7 @@ class Buckets:
     ) -> list[torch.Tensor | None]:
         """The gradients of ``loss``, beside the sum: of all parameters or of those ``among``, None for the others. They
         stay in ``p.grad`` until `show`."""
+        self._held = None
         chosen = self._chosen(among)
         for slot in chosen:
             slot.parameter.grad = None
@@ -203,6 +200,7 @@ class Buckets:
 
     def show(self) -> None:
         """The sum shows in ``p.grad``."""
+        self._held = None
         for slot in self.slots:
             slot.parameter.grad = slot.shown = slot.grad
         self._note_versions()
@@ -217,7 +215,7 @@ class Buckets:
             if slot.shown is not None:
                 slot.version = slot.shown._version
 
-    def _came(self, slot: Slot, parameter: torch.nn.Parameter) -> None:
+    def _came(self, number: int, parameter: torch.nn.Parameter) -> None:
         """Autograd has put or added to ``parameter.grad``."""
         if not self._inside:
             raise MisuseError(
@@ -232,6 +230,7 @@ class Buckets:
             )
         if self._aside:
             return
+        slot, self._newest = self.slots[number], number
         again, slot.seen = slot.seen == self._pass, self._pass
         self._twice = self._twice or again
         if slot.bucket and slot.bucket.started:
@@ -251,9 +250,12 @@ class Buckets:
 
     def _at_home(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
         """A parameter's first gradient of the step, in its place."""
+        self._check_dense(grad)
+        return grad if slot.home is None or self._keeps else slot.home.copy_(grad.detach())
+
+    def _check_dense(self, grad: torch.Tensor) -> None:
         if grad.is_sparse:
             raise ValueError("sparse gradients are not supported: build the embedding with sparse=False")
-        return grad if slot.home is None or self._keeps else slot.home.copy_(grad.detach())
 
     def _start_ready(self) -> None:
         while self._started < len(self.buckets) and self.buckets[self._started].awaited == 0:
@@ -316,7 +318,7 @@ class Buckets:
     def clear(self) -> None:
         """Forget this step's gradients; ready for the next."""
         self._overlap = not self._twice and self._pass > 0
-        self._started = 0
+        self._started, self._held, self._lacking = 0, None, []
         for slot in self.slots:
             slot.parameter.grad = slot.grad = slot.shown = None
         for bucket in self.buckets:
@@ -326,47 +328,21 @@ class Buckets:
 
     def check_untouched(self) -> None:
         """Raise MisuseError when somebody cleared or changed gradients since the last backward of this step."""
+        if self._held is not None:
+            parameters, tensors, versions = self._held
+            same = all(map(is_, map(_GRAD, parameters), tensors)) and list(map(_VERSION, tensors)) == versions
+            if same and all(slot.parameter.grad is None for slot in self._lacking):
+                return
+            noted = dict(zip(map(id, tensors), versions, strict=True))
+            for slot in self.slots:
+                slot.version = noted.get(id(slot.shown), 0)
         for slot in self.slots:
             # A running sum changes it, by its own right.
             running = slot.bucket is not None and slot.bucket.started and not self._keeps
-            if slot.shown is None or running:
+            if running or (slot.shown is None and (self._held is None or slot.parameter.grad is None)):
                 continue
-            if slot.parameter.grad is not slot.shown or slot.shown._version != slot.version:
+            if slot.shown is None or slot.parameter.grad is not slot.shown or slot.shown._version != slot.version:
                 raise MisuseError(
                     "gradients were cleared or changed in the middle of a step (optimizer.zero_grad(), clipping, "
                     "or p.grad = ...): step.commit clips and zeroes; for code of your own call step.combine() first"
                 )
-
-
-def _group(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Buckets of one dtype and device, in reverse order of definition: about the order in which backward ends."""
-    groups: list[list[torch.nn.Parameter]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.nn.Parameter], int]] = {}
-    for parameter in reversed(parameters):
-        kind = (parameter.dtype, parameter.device)
-        group, size = open_groups.get(kind, ([], 0))
-        if not group:
-            groups.append(group)
-        group.append(parameter)
-        size += parameter.numel() * parameter.element_size()
-        full = size >= (FIRST_BYTES if group is groups[0] else BUCKET_BYTES)
-        open_groups[kind] = ([], 0) if full else (group, size)
-    return groups
-
-
-def _homes(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Each parameter's place in the flat tensor, one after another."""
-    ends = accumulate(parameter.numel() for parameter in parameters)
-    return [_view_like(flat, end - p.numel(), p) for end, p in zip(ends, parameters, strict=True)]
-
-
-def _on_gradient(parameter: Any, came: Callable[[torch.nn.Parameter], None]) -> Any:
-    return parameter.register_post_accumulate_grad_hook(came)
-
-
-def _view_like(flat: torch.Tensor, offset: int, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A view of the flat tensor with the parameter's shape and, where dense, its memory layout."""
-    dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
-    if dense if parameter.dim() == 4 else parameter.is_contiguous():
-        return flat.as_strided(parameter.shape, parameter.stride(), offset)
-    return flat[offset : offset + parameter.numel()].view(parameter.shape)

@@ -67,7 +67,7 @@ class GradientExchange:
 
     def finite(self) -> bool:
         """Whether this worker's own gradients hold neither NaN nor infinities."""
-        return not self._extremes or bool(torch.stack(self._extremes).isfinite().all())
+        return _finite(self._extremes)
 
     def _note_squares(self, flats: Sequence[torch.Tensor]) -> None:
         self._squares += [norm.to(torch.float64).square() for norm in torch._foreach_norm(list(flats))]
@@ -133,8 +133,7 @@ class GradientExchange:
         flats, self._squares = self._work.buckets.seal(), []
         if self._work.unscale != 1.0 and flats:
             torch._foreach_mul_(flats, self._work.unscale)
-        extremes = _extremes(flats)
-        finite = not extremes or bool(torch.stack(extremes).isfinite().all())
+        finite = _finite(_extremes(flats))
         if squares:
             self._note_squares(flats)
         if self._transport.elastic:  # the round may have to be run again
@@ -174,7 +173,12 @@ class GradientExchange:
 
 def _extremes(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """One read of memory finds NaN and infinities, so that the worker behind them can be named."""
-    return [extreme.to(torch.float64) for flat in flats for extreme in torch.aminmax(flat)]
+    return [extreme for flat in flats for extreme in torch.aminmax(flat)]
+
+
+def _finite(extremes: Sequence[torch.Tensor]) -> bool:
+    dtype = torch.float64 if any(one.dtype is torch.float64 for one in extremes) else torch.float32
+    return not extremes or bool(torch.stack([one.to(dtype) for one in extremes]).isfinite().all())
 
 
 def summed(

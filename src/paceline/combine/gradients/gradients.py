@@ -96,10 +96,15 @@ class Gradients:
     def _start_sum(self, flat: torch.Tensor) -> None:
         self.exchange.start_sum(flat, squares=self._learns_norms)
 
-    def finish(self) -> bool:
-        """This worker has done its share: start what is left to sum. True if its gradients are finite."""
+    def finish(self) -> None:
+        """This worker has done its share: start what is left to sum."""
         self.accumulation.finish()
-        return self.mean_gradient.measure_alone() if self._transport.solitary else self.exchange.finite()
+        if self._transport.solitary:
+            self.mean_gradient.measure_alone()
+
+    def finite(self) -> bool:
+        """After `finish`: whether this worker's gradients are finite. Waits for its device."""
+        return self.mean_gradient.finite_alone() if self._transport.solitary else self.exchange.finite()
 
     # -- round -----------------------------------------------------------------------------------------------------
 

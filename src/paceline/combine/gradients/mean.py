@@ -25,6 +25,7 @@ class MeanGradient:
         """In the last round: steps a planned count into a planned weight."""
         self.known_norm: float | None = None
         """Of this step's mean before clipping, where it had to be measured anyway."""
+        self._norm_alone = torch.zeros((), dtype=torch.float64)
         self._norm_wanted = True  # the first step's is measured in any case, so that asking for it works from there on
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -34,12 +35,16 @@ class MeanGradient:
         """A step begins."""
         self.known_norm = None
 
-    def measure_alone(self) -> bool:
-        """Unscale and measure the gradients of a worker alone, whose sum is its own. True if they are finite."""
+    def measure_alone(self) -> None:
+        """Unscale and measure the gradients of a worker alone, whose sum is its own; `finite_alone` tells."""
         tensors = self._work.buckets.tensors()
         if self._work.unscale != 1.0 and tensors:
             torch._foreach_mul_(tensors, self._work.unscale)
-        self.known_norm = _norm(tensors)
+        self._norm_alone = _norm(tensors)
+
+    def finite_alone(self) -> bool:
+        """Whether they are finite; waits for the device."""
+        self.known_norm = float(self._norm_alone)
         return math.isfinite(self.known_norm) or all(bool(t.isfinite().all()) for t in self._work.buckets.tensors())
 
     def make(self, header: Header, clip_norm: float | None, *, own: bool, varying: VaryingCount | None) -> None:
@@ -64,7 +69,7 @@ class MeanGradient:
         """By the true count, and by what clipping asks."""
         factor, tensors = self._work.planned / total, self._work.buckets.tensors()
         wanted = measure or clip_norm is not None
-        known = self.known_norm if self._alone else _norm(tensors) if wanted else None
+        known = self.known_norm if self._alone else float(_norm(tensors)) if wanted else None
         self.known_norm = None if known is None else known * factor
         if clip_norm is not None and self.known_norm is not None:
             factor *= min(1.0, clip_norm / (self.known_norm + 1e-6))
@@ -98,7 +103,7 @@ class MeanGradient:
                     "the gradients were changed since the round (some optimisers do), so their norm is lost for this "
                     "step; from the next step on it is measured in time"
                 )
-            self.known_norm = _norm(self._tensors)
+            self.known_norm = float(_norm(self._tensors))
         return self.known_norm
 
 
@@ -112,7 +117,11 @@ def _learn(varying: VaryingCount, header: Header, total: float, norm: float) -> 
 
 
 @torch.no_grad()
-def _norm(tensors: Sequence[torch.Tensor]) -> float:
+def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of all these together, in float64, where they are: nobody has waited for it yet."""
     if not tensors:
-        return 0.0
-    return float(torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(list(tensors))]).norm())
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch._foreach_norm(list(tensors))
+    dtype = norms[0].dtype if len({norm.dtype for norm in norms}) == 1 else torch.float64
+    total: torch.Tensor = torch.stack([norm.to(dtype) for norm in norms]).to(torch.float64).norm()
+    return total

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.roster import Generation
-from paceline.transport.distributed import choose_backend
+from paceline.transport.distributed import channels, choose_backend
 from paceline.transport.group import Group
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import ENGINE_TIMEOUT, Store, dist
@@ -53,9 +53,9 @@ class Connector:
 
     def connect(self, group: Group, generation: Generation) -> None:
         """Form the process groups of these members, all of whom come here."""
-        store = dist.PrefixStore("group", group.store)
-        group.connect(store, towards=generation.store, make=self._make_gloo)
-        if self.may_use_nccl([generation.facts[worker] for worker in generation.workers]):
+        store, facts = dist.PrefixStore("group", group.store), [generation.facts[one] for one in generation.workers]
+        group.connect(store, towards=generation.store, make=self._make_gloo, channels=channels(facts))
+        if self.may_use_nccl(facts):
             store = dist.PrefixStore("gpus", group.store)
             group.gpus = self._on_thread(lambda: NcclGroup(store, group.rank, group.size, self._device))
             logger.info("worker %d of %d sums over nccl", group.rank, group.size)
