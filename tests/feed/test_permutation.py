@@ -30,6 +30,15 @@ def test_long_lengths_are_bijections(length: int) -> None:
     assert np.array_equal(np.sort(shuffled), np.arange(length))
 
 
+def test_parts_are_those_of_the_whole_in_whatever_order_they_are_asked_for() -> None:
+    for length in (1, 7, 1500, 5000):
+        shuffle, dice = KeyedPermutation(length, 3), np.random.default_rng(length)
+        whole = shuffle(np.arange(length))
+        for start in dice.integers(0, length, 50).tolist():
+            stop = int(dice.integers(start, min(length, start + 1100) + 1))
+            assert np.array_equal(shuffle.part(start, stop), whole[start:stop])
+
+
 @pytest.mark.parametrize("length", [10**9, 2**33 + 7, MAX_LENGTH])
 def test_huge_lengths_stay_in_range_and_reach_everywhere(length: int) -> None:
     positions = np.unique(np.random.default_rng(0).integers(0, length, 100_000))

@@ -176,10 +176,14 @@ class Feed:
         """The dataset indices at these positions of the open epoch."""
         if any(start < 0 or stop > self._draws for start, stop in ranges):
             raise ValueError(f"positions {list(ranges)} lie outside epoch {self.epoch}, which has {self._draws}")
-        where = positions(ranges if self.batches is None else self.batches.flat(ranges))
+        if self.batches is not None:
+            ranges = self.batches.flat(ranges)
         if self._drawn is not None:
-            return self._drawn[1][where]
-        return self._permutation(where) if self._shuffle else where
+            return self._drawn[1][positions(ranges)]
+        if not self._shuffle:
+            return positions(ranges)
+        parts = [self._permutation.part(start, stop) for start, stop in ranges]
+        return np.concatenate(parts) if parts else positions(())
 
     def order_digest(self) -> str | None:
         """Of the open epoch's custom order; None when there is none."""

@@ -22,6 +22,8 @@ from paceline.feed.keys import key
 
 MAX_LENGTH = 1 << 40
 _SMALL, _ROUNDS_SMALL, _ROUNDS = 1 << 12, 16, 8
+WINDOW = 1024
+"""Positions that are computed at once when fewer are asked for: they cost little more than a few."""
 _HALF, _MULTIPLIER = np.uint64(32), np.uint64(0xD6E8FEB86659FD93)
 
 
@@ -34,6 +36,18 @@ class KeyedPermutation:
         self.length = length
         self._rows, self._columns = _grid(length)
         self._keys = _round_keys(key, rounds=_ROUNDS_SMALL if length < _SMALL else _ROUNDS)
+        self._window: tuple[int, NDArray[np.int64]] = 0, np.empty(0, dtype=np.int64)
+        """A first position, and the indices from there on that were computed last."""
+
+    def part(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The dataset indices at the positions from ``start`` to below ``stop``; those after them will come soon."""
+        if stop - start > WINDOW:
+            return self(np.arange(start, stop))
+        first, known = self._window
+        if not first <= start <= stop <= first + len(known):
+            first, known = start, self(np.arange(start, min(start + WINDOW, self.length)))
+            self._window = first, known
+        return known[start - first : stop - first]
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The dataset index at each position (both in ``range(length)``)."""

@@ -121,7 +121,8 @@ def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Of all these together, in float64, where they are: nobody has waited for it yet."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch._foreach_norm(list(tensors))
-    dtype = norms[0].dtype if len({norm.dtype for norm in norms}) == 1 else torch.float64
-    total: torch.Tensor = torch.stack([norm.to(dtype) for norm in norms]).to(torch.float64).norm()
+    norms = list(torch._foreach_norm(list(tensors)))
+    if len({norm.dtype for norm in norms}) > 1:
+        norms = [norm.to(torch.float64) for norm in norms]
+    total: torch.Tensor = torch.stack(norms).to(torch.float64).norm()
     return total
