@@ -334,7 +334,8 @@ def test_a_backward_of_the_users_own_before_a_step_is_refused_though_one_paramet
         buckets.clear()
     with pytest.raises(MisuseError, match="plain"):
         model(X).sum().backward()
-    model.zero_grad()
+    buckets.backward(model(X).sum(), last=True)  # what it left is gone
+    buckets.clear()
     model[2](torch.ones(1, 3).double()).sum().backward()
     with pytest.raises(MisuseError, match="before the step's first"):
         buckets.backward(model(X).sum(), last=True)
@@ -353,6 +354,7 @@ def test_a_parameter_that_is_reached_by_a_later_micro_batch_alone_counts(keeps: 
         for number, whole in enumerate(uses):
             buckets.backward((model(X) if whole else model[:2](X)).sum(), last=number == 2)
             (expected(X) if whole else expected[:2](X)).sum().backward()
+        buckets.check_untouched()
         buckets.finish()
         assert wire.final()
         buckets.expose(buckets.used())

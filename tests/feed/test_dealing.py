@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
 from paceline.feed import Feed, Source, total
-from paceline.feed.micro_batches import even_pieces
+from paceline.feed.micro_batches import pieces_of
 from paceline.feed.sample_dealing import SampleDealing
 from paceline.feed.stream_dealing import StreamDealing
 
@@ -28,11 +28,12 @@ disjoint = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), max_size=5
 
 
 @given(ranges=disjoint, largest=st.integers(1, 40))
-def test_pieces_are_as_few_as_fit_differ_by_one_at_most_and_lose_nothing(ranges: Any, largest: int) -> None:
-    pieces = even_pieces(ranges, largest)
+def test_pieces_are_as_few_as_fit_whole_but_for_the_last_two_and_lose_nothing(ranges: Any, largest: int) -> None:
+    pieces = pieces_of(ranges, largest)
     sizes = [total(piece) for piece in pieces]
     assert len(pieces) == -(-total(ranges) // largest)
-    assert not sizes or (max(sizes) <= largest and max(sizes) - min(sizes) <= 1)
+    assert not sizes or (max(sizes) <= largest and max(sizes[-2:]) - min(sizes[-2:]) <= 1)
+    assert set(sizes[:-2]) <= {largest}
     flat = [position for piece in pieces for start, stop in piece for position in range(start, stop)]
     assert flat == [position for start, stop in ranges for position in range(start, stop)]
 

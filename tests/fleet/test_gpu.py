@@ -62,7 +62,8 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_the_step_goes_on(tmp_pa
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["on the host", "in a kernel"])
-def test_a_gpu_worker_that_is_stuck_is_not_waited_for(kernel: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", ["train", "train_over_nccl"], ids=["mixed", "NCCL, three ranks"])
+def test_a_gpu_worker_that_is_stuck_is_not_waited_for(function: str, kernel: bool, tmp_path: Path) -> None:
     case = CASE | {
         "stalls": [(0, 4, 1), (1, 12, 0)],
         "long_s": 0.5,
@@ -70,7 +71,7 @@ def test_a_gpu_worker_that_is_stuck_is_not_waited_for(kernel: bool, tmp_path: Pa
         "kernel": kernel,
         "batch_norm": kernel,
     }
-    told = run("deadline_cases.py:train", 3, tmp_path, args=case)
+    told = run(f"deadline_cases.py:{function}", 3, tmp_path, args=case)
     assert positions(told[0]["steps"]) == Counter((epoch, p) for epoch in range(2) for p in range(case["length"]))
     assert max(step["behind"][0] for step in told[1]["steps"] if step["behind"]) >= 3
     for worker in told[1:]:
@@ -129,6 +130,18 @@ def test_gpu_workers_that_sum_over_nccl_come_and_go(tmp_path: Path, dies: int, p
         outcomes = flock.wait()
     must_equal_one_machine(tmp_path, outcomes)
     assert outcomes[2].err.count("of 3 sums over nccl") >= 1
+    assert outcomes[2].err.count("of 2 sums over nccl") >= 1
+
+
+@pytest.mark.parametrize("pace", ["joint", "cutoff"])
+def test_rounds_that_wait_for_nobody_run_over_nccl_while_workers_come_and_go(tmp_path: Path, pace: str) -> None:
+    own = {slot: share_one_gpu(str(slot)) for slot in range(3)}
+    args = {"die": {"1": [["in round", 7]]}, "epochs": 8, "pause_s": 0.05, "pace": pace}
+    with Flock("elastic_cases.py:train", 3, tmp_path, args=args, own=own) as flock:
+        flock.wait_for_step(12)
+        flock.start(1)
+        outcomes = flock.wait()
+    must_equal_one_machine(tmp_path, outcomes)
     assert outcomes[2].err.count("of 2 sums over nccl") >= 1
 
 

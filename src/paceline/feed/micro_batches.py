@@ -1,4 +1,4 @@
-"""How a worker's share is cut into micro-batches: as few as fit in memory, and of even size."""
+"""How a worker's share is cut into micro-batches: as few as fit in memory, whole ones first."""
 
 from __future__ import annotations
 
@@ -35,18 +35,21 @@ class MicroBatch(NamedTuple):
         return self.given or self.samples
 
 
-def even_pieces(ranges: Iterable[Range], largest: int) -> list[tuple[Range, ...]]:
-    """Cut a share into as few micro-batches as fit ``largest``, of sizes that differ by one at most.
-
-    A last micro-batch of a single sample would cost nearly as much as a whole one, and batch norm cannot train on it.
+def pieces_of(ranges: Iterable[Range], largest: int) -> list[tuple[Range, ...]]:
+    """Cut a share into as few micro-batches as fit ``largest``: whole ones but for the last two, which differ by one
+    at most. So what loader processes prepare for the next step, before its share is known, is mostly right, and most
+    micro-batches have the same shape. A last micro-batch of a single sample would cost nearly as much as a whole one,
+    and batch norm cannot train on it.
 
     >>> from paceline.feed.ranges import total
-    >>> [total(piece) for piece in even_pieces([(0, 13)], 4)]
-    [4, 3, 3, 3]
+    >>> [total(piece) for piece in pieces_of([(0, 13)], 4)]
+    [4, 4, 3, 2]
     """
     rest = Ranges(ranges)
+    whole = max(0, -(-rest.total // largest) - 2)
+    first = [rest.take_front(largest) for _ in range(whole)]
     count = -(-rest.total // largest)
-    return [rest.take_front(-(-rest.total // left)) for left in range(count, 0, -1)]
+    return first + [rest.take_front(-(-rest.total // left)) for left in range(count, 0, -1)]
 
 
 def front_of(batch: Any, *, samples: int, keep: int) -> Any:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.feed.feed import Feed
 from paceline.feed.loading import Source
-from paceline.feed.micro_batches import MicroBatch, Piece, even_pieces, front_of
+from paceline.feed.micro_batches import MicroBatch, Piece, front_of, pieces_of
 from paceline.feed.ranges import Ranges, total
 from paceline.records import Range, StepRecord
 
@@ -92,7 +92,7 @@ class SampleDealing:
         return self._in_pieces(ranges, self._feed.indices(ranges)) if ranges else []
 
     def _in_pieces(self, ranges: Sequence[Range], indices: NDArray[np.int64]) -> list[Piece]:
-        pieces = even_pieces(ranges, self.micro_batch)
+        pieces = pieces_of(ranges, self.micro_batch)
         ends = np.cumsum([total(piece) for piece in pieces])[:-1]
         return list(zip(pieces, np.split(indices, ends), strict=True)) if pieces else []
 

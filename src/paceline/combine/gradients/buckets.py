@@ -17,7 +17,7 @@ micro-batches during which sums start. In the others one parameter does, to noti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 
 import torch
@@ -64,6 +64,8 @@ class Buckets:
         self._held: tuple[list[torch.nn.Parameter], list[torch.Tensor], list[int]] | None = None
         """Parameters with a gradient, what stands there, and its versions after the last backward. None: ask the
         slots."""
+        self._refused = False
+        """A backward that is not a step's was, since the last step's."""
         self._inside = False
         self._aside = False
         self._last = False
@@ -122,8 +124,10 @@ class Buckets:
         return (self._overlap or self._twice) and self._newest is not None
 
     def _forget_strange_gradients(self) -> None:
-        """The user's own code between steps may have left some. A backward may not have, and would have been heard."""
-        if not self._callbacks.all and any(p.grad is not None for p in self.parameters):
+        """The user's own code between steps may have left some. A backward may not have: all parameters would have
+        called, or one has and it was refused there."""
+        refused, self._refused = self._refused, False
+        if not (refused or self._callbacks.all) and any(p.grad is not None for p in self.parameters):
             raise MisuseError(
                 "parameters of the fleet's model have gradients before the step's first step.backward(loss), from a "
                 "loss.backward() or p.grad = ... of your own, which would be lost: use step.backward(loss), or clear "
@@ -132,26 +136,22 @@ class Buckets:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _hold(self, among: Iterable[Slot]) -> None:
-        """A backward is over: bring home what is new among these, and note what all gradients are."""
-        new = [slot for slot in among if slot.parameter.grad is not None and slot.parameter.grad is not slot.grad]
-        self._bring_home(new)
-        if new or self._held is None:
-            shown = [slot for slot in self.slots if slot.shown is not None]
+    def _hold(self, among: Sequence[Slot]) -> None:
+        """A backward is over, in which these may have got their first gradient: bring home what is not there yet, and
+        note what all gradients are."""
+        self._bring_home([slot for slot in among if slot.parameter.grad is not slot.grad])
+        if self._held is None or any(slot.shown is not None for slot in among):
             self._lacking = [slot for slot in self.slots if slot.shown is None]
-            self._held = (
-                [slot.parameter for slot in shown],
-                [slot.shown for slot in shown if slot.shown is not None],
-                [],
-            )
+            shown = [(slot.parameter, slot.shown) for slot in self.slots if slot.shown is not None]
+            self._held = [parameter for parameter, _ in shown], [tensor for _, tensor in shown], []
         parameters, tensors, _ = self._held
         self._held = parameters, tensors, list(map(_VERSION, tensors))
 
     def _bring_home(self, new: Sequence[Slot]) -> None:
         pairs = []
         for slot in new:
-            grad = slot.parameter.grad
-            assert grad is not None
+            if (grad := slot.parameter.grad) is None:
+                continue
             self._check_dense(grad)
             if slot.home is not None and not self._keeps:
                 pairs.append((slot.home, grad))
@@ -218,6 +218,7 @@ class Buckets:
     def _came(self, number: int, parameter: torch.nn.Parameter) -> None:
         """Autograd has put or added to ``parameter.grad``."""
         if not self._inside:
+            self._refused = True
             raise MisuseError(
                 "a plain loss.backward() ran on the fleet's model: its gradient would not be weighted by the "
                 "micro-batch; use step.backward(loss) instead"

@@ -45,6 +45,7 @@ class GradientExchange:
         self.release()
         self._extremes: list[torch.Tensor] = []
         self._squares: list[torch.Tensor] = []
+        self._all_finite = torch.ones((), dtype=torch.bool)
         self.is_mean = False
         """The round's result was handed over by a worker that had the mean already."""
         self.norm = torch.full((1,), math.nan, dtype=torch.float64)
@@ -65,9 +66,13 @@ class GradientExchange:
             self._note_squares([flat])
         self._sums.append(self._transport.sum(flat))
 
+    def look(self) -> None:
+        """Have the device find out whether this worker's own gradients are finite; `finite` tells."""
+        self._all_finite = _finite(self._extremes)
+
     def finite(self) -> bool:
-        """Whether this worker's own gradients hold neither NaN nor infinities."""
-        return _finite(self._extremes)
+        """Whether they hold neither NaN nor infinities; waits for the device."""
+        return bool(self._all_finite)
 
     def _note_squares(self, flats: Sequence[torch.Tensor]) -> None:
         self._squares += [norm.to(torch.float64).square() for norm in torch._foreach_norm(list(flats))]
@@ -133,7 +138,7 @@ class GradientExchange:
         flats, self._squares = self._work.buckets.seal(), []
         if self._work.unscale != 1.0 and flats:
             torch._foreach_mul_(flats, self._work.unscale)
-        finite = _finite(_extremes(flats))
+        finite = bool(_finite(_extremes(flats)))
         if squares:
             self._note_squares(flats)
         if self._transport.elastic:  # the round may have to be run again
@@ -176,9 +181,12 @@ def _extremes(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [extreme for flat in flats for extreme in torch.aminmax(flat)]
 
 
-def _finite(extremes: Sequence[torch.Tensor]) -> bool:
+def _finite(extremes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether all are finite, where they are: nobody has waited for it yet."""
+    if not extremes:
+        return torch.ones((), dtype=torch.bool)
     dtype = torch.float64 if any(one.dtype is torch.float64 for one in extremes) else torch.float32
-    return not extremes or bool(torch.stack([one.to(dtype) for one in extremes]).isfinite().all())
+    return torch.stack([one.to(dtype) for one in extremes]).isfinite().all()
 
 
 def summed(

@@ -101,6 +101,8 @@ class Gradients:
         self.accumulation.finish()
         if self._transport.solitary:
             self.mean_gradient.measure_alone()
+        else:
+            self.exchange.look()
 
     def finite(self) -> bool:
         """After `finish`: whether this worker's gradients are finite. Waits for its device."""
