@@ -16,6 +16,7 @@ from paceline.combine.gradients.accumulation import Accumulation
 from paceline.combine.header import Header
 from paceline.errors import GenerationOver
 from paceline.transport import Collective, Pending
+from paceline.transport.pending import wait_for_all
 
 
 @dataclass
@@ -93,8 +94,7 @@ class GradientExchange:
         try:
             with self._transport.round(label, keeps=[*work.buckets.tensors(), *parts, self.norm]):
                 self._sums += [self._transport.sum(part) for part in parts]
-                for pending in self._sums:
-                    pending.wait()
+                wait_for_all(self._sums)
         except GenerationOver as over:
             given = self.re_form(over, parts)
             if given is None:
@@ -190,8 +190,7 @@ def summed(
     try:
         with transport.round(label, aside=aside, keeps=tensors):
             sums += [transport.sum(tensor) for tensor in tensors]
-            for pending in sums:
-                pending.wait()
+            wait_for_all(sums)
     except GenerationOver as over:
         return re_formed(transport, over, sums, tensors, aside=aside)
     return list(tensors)
