@@ -39,6 +39,8 @@ class GradientExchange:
 
     def __init__(self, transport: Collective, work: Accumulation) -> None:
         self._transport, self._work = transport, work
+        self.norm = torch.full((1,), math.nan, dtype=torch.float64)
+        """Of the mean before clipping, handed over with the mean; NaN where nobody measured it."""
         self.begin()
 
     def begin(self) -> None:
@@ -48,8 +50,8 @@ class GradientExchange:
         self._squares: list[torch.Tensor] = []
         self.is_mean = False
         """The round's result was handed over by a worker that had the mean already."""
-        self.norm = torch.full((1,), math.nan, dtype=torch.float64)
-        """Of the mean before clipping, handed over with the mean; NaN where nobody measured it."""
+        if self._transport.elastic:  # the last round's may still have to be handed over
+            self.norm = torch.full((1,), math.nan, dtype=torch.float64)
 
     def release(self) -> None:
         """Forget the sums: a finished one keeps the transport's group alive."""
@@ -124,7 +126,7 @@ class GradientExchange:
         return None
 
     def _merge(self, statistics: torch.Tensor, header: Header) -> None:
-        self._work.statistics.merge(statistics, float(header.column("samples").sum()), header.counters.tolist())
+        self._work.statistics.merge(statistics, header.total("samples"), header.counters.tolist())
 
     # -- a round with a deadline, which any thread may close -------------------------------------------------------
 
@@ -177,8 +179,10 @@ def _extremes(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _finite(extremes: Sequence[torch.Tensor]) -> bool:
+    if all(one.is_cpu for one in extremes):
+        return all(map(math.isfinite, extremes))
     dtype = torch.float64 if any(one.dtype is torch.float64 for one in extremes) else torch.float32
-    return not extremes or bool(torch.stack([one.to(dtype) for one in extremes]).isfinite().all())
+    return bool(torch.stack([one.to(dtype) for one in extremes]).isfinite().all())
 
 
 def summed(
