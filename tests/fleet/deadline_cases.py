@@ -19,7 +19,7 @@ from paceline.deadline import catch_up
 from paceline.loop import rounds
 from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
-from paceline.transport.small_sums import StarSum
+from paceline.transport.small_sums import SmallExchange
 
 
 class Deadline:
@@ -105,14 +105,14 @@ def bound_kept_sums(case: dict[str, Any]) -> None:
 
 def ask_late_for_sums(case: dict[str, Any]) -> None:
     """Let worker 1 ask a second later than it could for some of the sums that it has given its part to."""
-    plain, numbers = StarSum.wait, itertools.count()
+    plain, numbers = SmallExchange._run, itertools.count()
 
-    def wait(star: StarSum) -> None:
+    def run(exchange: SmallExchange) -> None:
         if next(numbers) in case.get("asks_late", ()) and os.environ.get("RANK") == "1":
             time.sleep(1.0)
-        plain(star)
+        plain(exchange)
 
-    StarSum.wait = wait  # type: ignore[method-assign]
+    SmallExchange._run = run  # type: ignore[method-assign]
 
 
 def train_over_nccl(case: dict[str, Any]) -> dict[str, Any]:

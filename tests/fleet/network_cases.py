@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import time
-from collections import Counter
 from typing import Any
 
 import elastic_cases
@@ -63,22 +62,24 @@ def move() -> None:
 
 
 class Scissors:
-    """Cuts the leader's own cable in the round of a step, right before its answer to the last sum: the leader then has
-    every sum, and the others lack one."""
+    """Cuts the leader's own cable in the round of a step, when it has everybody's part and right before it sends its
+    own: the leader then has the sum, and the others have not."""
 
     def __init__(self, when: int | None) -> None:
         self.step = 0
-        self._when, self._answers = when, Counter[int]()
+        self._when = when
         if when is not None and os.environ["PACELINE_WORKER"] == "0":
-            self._do, small_sums.StarSum._do = small_sums.StarSum._do, lambda *args: self._watch(*args)
+            self._send, small_sums.SmallExchange._send = (
+                small_sums.SmallExchange._send,
+                lambda *args: self._watch(*args),
+            )
 
-    def _watch(self, sum: small_sums.StarSum, act: Any, tensor: torch.Tensor, other: int) -> Any:
-        if sum._leads and act.__name__ == "send":
-            last = self._answers[self.step - 1] - (sum._size - 1)
-            if self.step == self._when and self._answers[self.step] == last:
-                netns.ip(*json.loads(os.environ["CABLE"]))
-            self._answers[self.step] += 1
-        return self._do(sum, act, tensor, other)
+    def _watch(self, exchange: small_sums.SmallExchange, others: Any) -> None:
+        if self.step == self._when:
+            for work in exchange.works[0]:  # of three in one turn, each hears from all
+                work.wait()
+            netns.ip(*json.loads(os.environ["CABLE"]))
+        self._send(exchange, others)
 
 
 class Trap:

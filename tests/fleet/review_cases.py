@@ -27,13 +27,13 @@ ME = os.environ.get("PACELINE_WORKER", "")
 
 def half_finish(steps: Any, *, at: int) -> None:
     """Worker 0 dies in the round of step ``at`` when worker 1 has its result and the others have not."""
-    gradients, waited = steps.gradients, small_sums.StarSum.wait
+    gradients, finished = steps.gradients, small_sums.SmallExchange.finish
+    sent = small_sums.SmallExchange._send
     run, run_aside = gradients.exchange.run, gradients.exchange.run_aside
-    left = {"waits": 0}
-    sums = len(gradients.buckets.buckets) + bool(gradients.accumulation.counters) + 1  # the header comes last
+    armed_now = {"now": False}
 
     def arm(label: str) -> None:
-        left["waits"] = sums if ME == "0" and label == f"the round of step {at}" else 0
+        armed_now["now"] = ME == "0" and label == f"the round of step {at}"
 
     def armed(header: Any, samples: int, label: str) -> Any:
         arm(label)
@@ -48,21 +48,18 @@ def half_finish(steps: Any, *, at: int) -> None:
             beside("told").touch()
         return ended
 
-    def wait(self: Any) -> None:
-        left["waits"] -= 1
-        if left["waits"] != 0:
-            waited(self)
-            return
-        for work in self.works:
-            work.wait()
-        for part in self._theirs:
-            self._tensor.add_(part)
-        self._do(self._group.send, self._tensor, 1).wait()
-        wait_for(beside("told"))
-        os.kill(os.getpid(), signal.SIGKILL)
+    def send(self: Any, others: Any) -> None:
+        sent(self, [other for other in others if other == 1 or not armed_now["now"]])
+
+    def finish(self: Any) -> None:
+        if armed_now["now"]:
+            wait_for(beside("told"))
+            os.kill(os.getpid(), signal.SIGKILL)
+        finished(self)
 
     gradients.exchange.run, gradients.exchange.run_aside = armed, armed_aside
-    small_sums.StarSum.wait = wait  # type: ignore[method-assign]
+    small_sums.SmallExchange._send = send  # type: ignore[method-assign]
+    small_sums.SmallExchange.finish = finish  # type: ignore[method-assign]
 
 
 def hand_half_over() -> None:

@@ -52,7 +52,6 @@ def test_the_training_never_sees_a_rank_and_size_of_other_members_than_it_follow
 def test_a_sum_while_another_thread_re_forms_the_group_is_cut_short() -> None:
     transport = bare()
     in_generation(transport, generation(5, 4, 6))
-    transport.group.alike = True
     with pytest.raises(GenerationOver):
         transport.sum(torch.zeros(1)).wait()
     with pytest.raises(GenerationOver):

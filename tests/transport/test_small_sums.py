@@ -1,4 +1,4 @@
-"""Small sums by way of the leader: right, the same bits everywhere, and lost connections come out as named errors."""
+"""Small sums: right, the same bits everywhere, and lost connections come out as named errors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from paceline.errors import WorkerLost
 from paceline.transport.fixed import FixedTransport
-from paceline.transport.group import Group
-from paceline.transport.small_sums import MOST_BYTES, Outbox, StarSum, is_small
+from paceline.transport.group import Already, Group
+from paceline.transport.pending import Watched, wait_for_all
+from paceline.transport.small_sums import MOST_BYTES, Outbox, SmallSum, SmallSums, is_small, lane
 
 
 def together(size: int, work: Callable[..., Any]) -> list[Any]:
-    """Run ``work(rank, group, keep)`` on threads that are joined by Gloo over loopback; nothing is freed before the
-    end."""
+    """Run ``work(rank, sums)`` on threads that are joined by Gloo over loopback; nothing is freed before the end."""
     store, results, kept = dist.HashStore(), [None] * size, []
 
     def one(rank: int) -> None:
@@ -28,13 +28,9 @@ def together(size: int, work: Callable[..., Any]) -> list[Any]:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=20)
         group = dist.ProcessGroupGloo(store, rank, size, options)
-        kept.append(group)
-
-        def keep(star: StarSum) -> StarSum:
-            kept.append(star)
-            return star
-
-        results[rank] = work(rank, group, keep)
+        sums = SmallSums(rank, size, lambda: group)
+        kept.append((group, sums))
+        results[rank] = work(rank, sums)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -44,27 +40,61 @@ def together(size: int, work: Callable[..., Any]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_everybody_has_the_sum_in_the_order_of_ranks_bit_for_bit(size: int) -> None:
-    parts = [
-        torch.randn(101, dtype=torch.float32, generator=torch.Generator().manual_seed(rank)) for rank in range(size)
-    ]
+def randoms(size: int, length: int) -> list[torch.Tensor]:
+    return [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
 
-    def work(rank: int, group: Any, keep: Callable[[StarSum], StarSum]) -> torch.Tensor:
+
+@pytest.mark.parametrize("length", [101, 5001])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8])
+def test_everybody_has_the_sum_bit_for_bit_the_same(size: int, length: int) -> None:
+    parts = randoms(size, length)
+
+    def work(rank: int, sums: SmallSums) -> torch.Tensor:
         mine = parts[rank].clone()
-        keep(StarSum(group, mine, rank=rank, size=size, number=1)).wait()
+        sums.start(mine).wait()
         return mine
 
-    expected = parts[0].clone()
-    for part in parts[1:]:
-        expected += part
-    assert all(torch.equal(result, expected) for result in together(size, work))
+    results = together(size, work)
+    assert all(torch.equal(result, results[0]) for result in results)
+    torch.testing.assert_close(results[0], torch.stack(parts).sum(0))
+
+
+def test_three_add_up_in_the_order_of_ranks() -> None:
+    parts = randoms(3, 7)
+
+    def work(rank: int, sums: SmallSums) -> torch.Tensor:
+        mine = parts[rank].clone()
+        sums.start(mine).wait()
+        return mine
+
+    assert torch.equal(together(3, work)[1], (parts[0] + parts[1]) + parts[2])
+
+
+def test_sums_of_unlike_types_go_in_one_message_and_stay_exact() -> None:
+    def work(rank: int, sums: SmallSums) -> tuple[list[Any], int]:
+        mine = [
+            torch.full((3,), 2.0**-30 * (rank + 1), dtype=torch.float64) + 1,
+            torch.full((5,), rank, dtype=torch.bfloat16),
+            torch.full((2, 2), float(rank)),
+            torch.full((3,), 10.0 * rank),
+            torch.full((3,), 1 << (40 + rank)),
+        ]
+        begun = [sums.start(part) for part in mine]
+        sums.exchange(begun)
+        for one in begun:
+            one.wait()
+        return [part.tolist() for part in mine], sums._lanes[0]._number
+
+    exact = [[4 + 10 * 2.0**-30] * 3, [6.0] * 5, [[6.0] * 2] * 2, [60.0] * 3, [15 << 40] * 3]
+    assert together(4, work) == [(exact, 1)] * 4
 
 
 def test_sums_that_are_under_way_at_once_are_not_mixed_up_whatever_their_sizes() -> None:
-    def work(rank: int, group: Any, keep: Callable[[StarSum], StarSum]) -> list[list[float]]:
+    def work(rank: int, sums: SmallSums) -> list[list[float]]:
         mine = [torch.full((length,), float(rank + 10 * length)) for length in (1, 7, 3)]
-        under_way = [keep(StarSum(group, part, rank=rank, size=3, number=n)) for n, part in enumerate(mine)]
+        under_way = [sums.start(part) for part in mine]
+        for one in under_way:
+            sums.exchange([one])
         for one in under_way:
             one.wait()
         return [part.tolist() for part in mine]
@@ -73,26 +103,73 @@ def test_sums_that_are_under_way_at_once_are_not_mixed_up_whatever_their_sizes()
     assert together(3, work) == [expected] * 3
 
 
-def test_large_tensors_and_those_of_a_device_go_another_way() -> None:
-    row = torch.empty(MOST_BYTES // 4, dtype=torch.float32)
-    assert is_small(row, 2)
-    assert not is_small(row, 3), "the leader would receive more"
-    assert not is_small(torch.empty(1, device="meta"), 2)
+def test_calls_aside_are_counted_by_themselves_in_whichever_order_they_come() -> None:
+    def work(rank: int, sums: SmallSums) -> list[float]:
+        ours, theirs = torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])
+        first, second = sums.start(ours), sums.start(theirs)
+        for aside in (False, True) if rank else (True, False):
+            with lane(aside=aside):
+                sums.exchange([second if aside else first])
+        first.wait()
+        second.wait()
+        return [float(ours), float(theirs)]
+
+    assert together(2, work) == [[3.0, 21.0]] * 2
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_where_devices_are_unlike_everybody_goes_the_way_that_all_can(alike: bool) -> None:
-    went: list[str] = []
+def test_messages_are_used_again_once_nothing_is_sent_from_them_any_more() -> None:
+    def work(rank: int, sums: SmallSums) -> tuple[list[float], int]:
+        totals, used = [], set()
+        for number in range(6):
+            mine = torch.full((4,), float(number + rank))
+            one = sums.start(mine)
+            one.wait()
+            assert one.exchange is not None
+            used.add(id(one.exchange.wires))
+            kept.append(one.exchange.wires)
+            sums.round_is_over()
+            totals.append(float(mine[0]))
+        return totals, len(used)
 
-    def went_by(way: str) -> Callable[..., Any]:
-        return lambda *_: went.append(way)
+    kept: list[Any] = []
+    assert together(2, work) == [([1.0, 3.0, 5.0, 7.0, 9.0, 11.0], 2)] * 2
 
+
+def test_large_tensors_go_another_way_and_in_large_fleets_larger_ones_are_small() -> None:
+    most = torch.empty(MOST_BYTES // 4)
+    assert is_small(most, 2)
+    assert is_small(most, 4), "a ring would send as much"
+    assert not is_small(most, 8)
+    assert is_small(most, 64), "a ring would take 126 turns"
+    assert not is_small(torch.empty(MOST_BYTES // 4 + 1), 2)
+    assert is_small(torch.empty(1, device="meta"), 2), "where devices are unlike all go one way"
+
+
+def test_a_ring_carries_what_is_large() -> None:
     group = Group(1, 2)
-    group.alike, group._gloo = alike, SimpleNamespace(send=went_by("star"), allreduce=went_by("ring"))
-    group.start_sum(torch.zeros(3))
-    assert went == ["star" if alike else "ring"], (
-        "a GPU's tensor cannot go by the star, and the others must not wait there"
-    )
+    group._gloo = SimpleNamespace(allreduce=lambda *_: "ring")
+    assert group.start_sum(torch.zeros(MOST_BYTES)) == "ring"
+    assert isinstance(group.start_sum(torch.zeros(3)), SmallSum)
+
+
+def test_what_waits_for_several_sums_sends_the_small_ones_in_one_message_and_waits_for_them_first() -> None:
+    said: list[Any] = []
+
+    class Large:
+        def wait(self, *_: Any) -> None:
+            said.append("large")
+
+    class Sums:
+        def exchange(self, sums: Any) -> None:
+            said.append([float(one.tensor) for one in sums])
+            for one in sums:
+                one.exchange = SimpleNamespace(finish=lambda: said.append("small"))
+
+    group, sums = Group(0, 2), Sums()
+    watch: Any = SimpleNamespace(check=lambda: None, group=group)
+    works = [SmallSum(sums, torch.tensor(1.0)), Large(), SmallSum(sums, torch.tensor(2.0))]  # type: ignore[arg-type]
+    wait_for_all([Watched(work, watch, group=group) for work in works])
+    assert said == [[1.0, 2.0], "small", "small", "large"]
 
 
 @pytest.mark.parametrize("call", ["sum", "send", "receive"])
@@ -102,22 +179,24 @@ def test_a_connection_that_is_broken_already_is_a_named_error_too(call: str) -> 
 
     transport = FixedTransport.__new__(FixedTransport)
     transport._formed, transport._noticed, transport._summed = Group(0, 2), threading.Event(), 0
-    transport.group.alike = True
     transport.group._gloo = SimpleNamespace(send=broken, recv=broken, allreduce=broken)
     lost = WorkerLost("worker 1 (cpu) was killed")
     transport._heartbeat = SimpleNamespace(failure=None, diagnose=lambda error: lost)  # type: ignore[assignment]
     args = () if call == "sum" else (1, 7)
     with pytest.raises(WorkerLost, match="worker 1"):
-        getattr(transport, call)(torch.zeros(3), *args)
+        (getattr(transport, call)(torch.zeros(3), *args) or Already()).wait()
 
 
 def test_a_sum_is_kept_until_another_round_of_sums_is_over_whatever_rounds_without_sums_end_meanwhile() -> None:
     outbox: Any = Outbox()
-    outbox.keep("a sum")
+    first, second = (SimpleNamespace(wires=SimpleNamespace(form=())) for _ in range(2))
+    outbox.keep(first)
     outbox.round_is_over()
     outbox.round_is_over()
     outbox.round_is_over()
-    assert outbox._before == ["a sum"]
-    outbox.keep("the next")
+    assert outbox._before == [first]
+    assert outbox.spare(()) is None
+    outbox.keep(second)
     outbox.round_is_over()
-    assert outbox.empty() == ["the next"]
+    assert outbox.spare(()) is first.wires
+    assert outbox.empty() == [second]

@@ -7,7 +7,7 @@ in it too, so a plan costs no wait of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -71,24 +71,35 @@ class Layout:
         return [facts.reshape(self.workers, len(FIELDS)), plan, sums.reshape(SUMS, 2), used, counters]
 
 
+layout_of = lru_cache(maxsize=8)(Layout)
+"""The same one for the same numbers."""
+
+
 class Header:
     """One round's vector, being written (before the round) or read (after it)."""
 
     def __init__(self, layout: Layout) -> None:
         self.vector = layout.empty()
         self.facts, self._plan, self._sums, self.used, self.counters = layout.parts(self.vector)
+        self._totals: list[float] | None = None
 
     def tensor(self) -> torch.Tensor:
         """The vector for the wire, which shares memory with this header."""
         return torch.from_numpy(self.vector)
 
     def write(self, rank: int, **facts: float) -> None:
-        own = self.facts[rank]
+        own, self._totals = self.facts[rank], None
         for name, value in facts.items():
             own[_COLUMN[name]] = value
 
     def column(self, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
         return self.facts[:, _COLUMN[name]]
+
+    def total(self, name: str) -> float:
+        """Over the workers. After the round: it is worked out once, for all facts."""
+        if self._totals is None:
+            self._totals = self.facts.sum(axis=0).tolist()
+        return self._totals[_COLUMN[name]]
 
     def write_plan(self, plan: Plan) -> None:
         count = len(plan.samples)
@@ -104,11 +115,12 @@ class Header:
         present, generation, step, deadline, wait_for, expects = self._plan[:PLAN_HEAD]
         if not present:
             return None
-        samples, forecast = np.split(self._plan[PLAN_HEAD:], 2)
+        count = (len(self._plan) - PLAN_HEAD) // 2
+        samples, forecast = self._plan[PLAN_HEAD : PLAN_HEAD + count], self._plan[PLAN_HEAD + count :]
         return Plan(
             generation=int(generation),
             step=int(step),
-            samples=tuple(int(count) for count in samples),
+            samples=tuple(map(int, samples.tolist())),
             deadline_s=None if deadline < 0 else float(deadline),
             wait_for=int(wait_for) or None,
             expects=None if expects < 0 else int(expects),
@@ -122,4 +134,5 @@ class Header:
 
     def sums(self) -> dict[int, float]:
         """By slot: the fleet's sum of each figure that anybody added."""
-        return {int(slot): float(self._sums[slot, 0]) for slot in np.flatnonzero(self._sums[:, 1])}
+        added = self._sums[:, 1]
+        return {int(slot): float(self._sums[slot, 0]) for slot in np.flatnonzero(added)} if added.any() else {}

@@ -79,7 +79,10 @@ class TensorFetcher:
 
     def __call__(self, piece: Piece) -> list[torch.Tensor]:
         where = torch.from_numpy(choose(self._chosen, piece.indices))
-        return [tensor.index_select(0, where.to(tensor.device, non_blocking=True)) for tensor in self._tensors]
+        return [
+            tensor.index_select(0, where if tensor.is_cpu else where.to(tensor.device, non_blocking=True))
+            for tensor in self._tensors
+        ]
 
 
 def make_fetcher(dataset: Any, *, collate: Callable[[Any], Any], seed: int) -> Fetcher | TensorFetcher:

@@ -14,6 +14,8 @@ def move(data: Any, device: torch.device) -> Any:
     """The same structure with every tensor on ``device``; copies from pinned memory do not block."""
 
     def to(leaf: Any) -> Any:
+        if type(leaf) is torch.Tensor and leaf.device == device:
+            return leaf
         try:
             return leaf.to(device, non_blocking=True)
         except TypeError:  # a batch class of the user's own whose .to knows only the device

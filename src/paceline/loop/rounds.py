@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -119,7 +118,8 @@ class InlineRound:
         self._step_state.work.add(work)
 
     def next(self, figures: dict[str, Any], opened: float) -> None:
-        self._step_state.work.add(Work(added=figures))
+        if figures:
+            self._step_state.work.add(Work(added=figures))
 
     def may_be_left(self, busy: bool) -> bool:
         return False
@@ -165,10 +165,11 @@ class InlineRound:
 
     def record(self, header: Header, applied: bool) -> StepRecord | None:
         loop, step_state = self._loop, self._step_state
-        record = record_of(
-            step_state, header, loop.transport.slot_name, round_s=self._round_s, emulated=loop.machine is not None
+        norm = self._gradients.mean_gradient.known_norm if applied else None
+        emulated = loop.machine is not None
+        step_state.record = record_of(
+            step_state, header, loop.transport.slot_name, round_s=self._round_s, emulated=emulated, grad_norm=norm
         )
-        step_state.record = replace(record, grad_norm=self._gradients.mean_gradient.known_norm if applied else None)
         return loop.dealing.told(step_state.record)
 
     def commit(self, header: Header, began: float) -> None:
@@ -177,9 +178,7 @@ class InlineRound:
         if loop.membership is not None:
             loop.membership.heard(header, workers=step_state.workers, generation=step_state.generation)
         with loop.training.changed:
-            record = loop.training.close(
-                step_state, header, replace(step_state.record, wall_s=time.perf_counter() - began)
-            )
+            record = loop.training.close(step_state, header, step_state.record, wall_s=time.perf_counter() - began)
             step_state.enter(RoundPhase.CLOSED)
             step_state.enter(RoundPhase.OVER)
             loop.training.changed.notify_all()

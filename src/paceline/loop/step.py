@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -145,8 +146,8 @@ class Step:
                 "a gradient; call step.skip() to leave it out on purpose"
             )
         self.work.next({} if self._void else self._pending, self._opened)
-        self._pending = {}
-        self._void = False
+        if self._pending or self._void:
+            self._pending, self._void = {}, False
 
     def backward(
         self,
@@ -174,7 +175,7 @@ class Step:
             if not self._try_backward(loss, weight, micro, among=among, retain_graph=retain_graph):
                 return
             done.weight = weight
-            done.loss_sum = done.loss_sum + _weighted(loss.detach().to(torch.float64), weight)
+            done.loss_sum = done.loss_sum + _weighted(loss.detach(), weight)
         self._part = done
         if among is None:
             self._end_parts()
@@ -279,7 +280,8 @@ class Step:
             if combined_before and clip_norm is not None:
                 self._gradients.mean_gradient.norm()  # before it is clipped
                 torch.nn.utils.clip_grad_norm_(self._gradients.buckets.parameters, clip_norm)
-            with scaled_rates(optimizers, self._gradients.lr_factor(self._after().weight)):
+            factor = self._gradients.lr_factor(self._after().weight)
+            with nullcontext() if factor == 1.0 else scaled_rates(optimizers, factor):
                 for optimizer in optimizers:
                     second_order.step(optimizer) if second_order.needs_graph(optimizer) else optimizer.step()
         self._committed = True
@@ -366,8 +368,12 @@ def _check_weight(weight: Any) -> Any:
     return float(weight)
 
 
-def _weighted(loss: torch.Tensor, weight: Any) -> torch.Tensor:
-    """``loss * weight``; a weight of 0, which only the device may know, drops even a loss that is NaN."""
+def _weighted(loss: torch.Tensor, weight: Any) -> torch.Tensor | float:
+    """``loss * weight`` in double precision: a number, where looking at it makes no device wait. A weight of 0, which
+    only the device may know, drops even a loss that is NaN."""
+    if loss.device.type == "cpu" and not isinstance(weight, torch.Tensor):
+        return float(loss) * float(weight)
+    loss = loss.to(torch.float64)
     if isinstance(weight, torch.Tensor):
         loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
     product: torch.Tensor = loss * weight

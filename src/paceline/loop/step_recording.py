@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from paceline.combine import Header
@@ -47,16 +49,24 @@ def write_header(
 
 def measured(work: Any) -> dict[str, float]:
     """What was measured of a worker's own work, of all that it reports."""
-    return {name: getattr(work, name) for name in REPORTED if hasattr(work, name)}
+    kind: Any = type(work)
+    return {name: getattr(work, name) for name in _measured_of(kind)}
+
+
+@cache
+def _measured_of(kind: Any) -> tuple[str, ...]:
+    """What this kind of work has of all that is reported."""
+    known = {one.name for one in fields(kind)}
+    return tuple(name for name in REPORTED if name in known)
 
 
 def said(header: Header, name: Callable[[int], str], facts: Sequence[str] = WORK) -> dict[str, Any]:
     """Everybody's work. ``name``: of the figure in a slot; ``facts``: which of those reported."""
-    weight = float(header.column("weight").sum())
+    weight = header.total("weight")
     return {
         **{fact: tuple(map(REPORTED[fact].kind, header.column(fact).tolist())) for fact in facts},
         "weight": weight,
-        "loss": float(header.column("loss").sum()) / weight if weight else None,
+        "loss": header.total("loss") / weight if weight else None,
         "sums": {name(slot): value for slot, value in header.sums().items()},
     }
 
@@ -69,18 +79,26 @@ def record_of(
     round_s: float,
     emulated: bool,
     by_deadline: bool = False,
+    grad_norm: float | None = None,
 ) -> StepRecord:
     """The record of a step whose round is over. ``by_deadline``: it closed without waiting for everybody."""
-    now = {"always"} | ({"deadline"} if by_deadline else set()) | ({"emulated"} if emulated else set())
     return StepRecord(
         **_dealt(step_state),
-        **said(header, name, [fact for fact, reported in REPORTED.items() if reported.when in now]),
+        **said(header, name, _reported(by_deadline, emulated)),
         forecast_s=step_state.plan.forecast_s,
         deadline_s=step_state.plan.deadline_s,
         wait_for=step_state.plan.wait_for,
         round_s=round_s,
+        grad_norm=grad_norm,
         applied=has_gradient(header),
     )
+
+
+@cache
+def _reported(by_deadline: bool, emulated: bool) -> tuple[str, ...]:
+    """The facts that a record has."""
+    now = {"always"} | ({"deadline"} if by_deadline else set()) | ({"emulated"} if emulated else set())
+    return tuple(fact for fact, reported in REPORTED.items() if reported.when in now)
 
 
 def void_record(step_state: StepState) -> StepRecord:
@@ -102,5 +120,4 @@ def _dealt(step_state: StepState) -> dict[str, Any]:
 
 def has_gradient(header: Header) -> bool:
     """Whether the round gave something to apply."""
-    bad = header.column("nonfinite").any() or header.column("overflow").any()
-    return not bad and bool(header.column("weight").sum() > 0)
+    return not header.total("nonfinite") and not header.total("overflow") and header.total("weight") > 0

@@ -185,15 +185,23 @@ class TrainingState:
         step_state.extra = dealt[self._transport.rank]
 
     def close(
-        self, step_state: StepState, header: Header, record: StepRecord, *, by_deadline: bool = False
+        self,
+        step_state: StepState,
+        header: Header,
+        record: StepRecord,
+        *,
+        by_deadline: bool = False,
+        wall_s: float | None = None,
     ) -> StepRecord:
         """The round is over: count what it says. Returns the record, completed. ``by_deadline``: it did not wait for
-        everybody, so the user's loop may be anywhere, and save."""
+        everybody, so the user's loop may be anywhere, and save. ``wall_s``: the step's, where the record lacks it."""
         if by_deadline:
             step_state.before = self.state_dict()
-        rest = tuple(all_ - before for all_, before in zip(record.samples, step_state.counted, strict=True))
-        ranges = joined(step_state.ranges, self.dealing.commit(rest, bool(header.column("ended").all())))
-        record = replace(record, ranges=ranges)
+        rest = record.samples
+        if step_state.ranges:
+            rest = tuple(all_ - before for all_, before in zip(record.samples, step_state.counted, strict=True))
+        ranges = joined(step_state.ranges, self.dealing.commit(rest, header.total("ended") == len(header.facts)))
+        record = replace(record, ranges=ranges, wall_s=record.wall_s if wall_s is None else wall_s)
         told = self._remember(record)
         self.index += 1
         self.epoch_step += 1
@@ -326,13 +334,15 @@ class TrainingState:
 
 def differ(header: Header) -> bool:
     """Whether the workers that gave a fingerprint of their parameters gave unlike ones."""
+    if not header.total("fingerprint"):
+        return False
     prints = header.column("fingerprint")
     return len(set(prints[prints > 0].tolist())) > 1
 
 
 def changes(header: Header) -> bool:
     """Whether the group is to be re-formed as soon as all are at one place."""
-    return bool(header.column("leaves").any() or header.column("changes").any())
+    return header.total("leaves") > 0 or header.total("changes") > 0
 
 
 def joined(before: tuple[tuple[Any, ...], ...], more: tuple[tuple[Any, ...], ...]) -> tuple[tuple[Any, ...], ...]:

@@ -25,6 +25,7 @@ from paceline.transport.group import Group, Watch
 from paceline.transport.network import dist
 from paceline.transport.pending import Watched
 from paceline.transport.slots import Slots
+from paceline.transport.small_sums import lane as count_in
 
 
 class Distributed(Transport, ABC):
@@ -68,8 +69,9 @@ class Distributed(Transport, ABC):
         lane = ROUNDS if aside else CALLS
         self._enter(label, lane=lane)
         try:
-            yield
-            self.group.round_is_over()
+            with count_in(aside=aside):
+                yield
+                self.group.round_is_over()
             self._cross_link()
         finally:
             self._leave(lane=lane)

@@ -76,7 +76,6 @@ class FixedTransport(Distributed):
         )
         facts = self.gather("join", facts_of(device))
         self._names[:] = name_workers(dict(enumerate(facts))).values()
-        self.group.alike = len({fact["device"].split(":")[0] for fact in facts}) == 1
         self.backend, self._channels = backend or choose_backend(facts), channels(facts)
         with self.round("forming the group"):
             self._connect(self.group, f"group/{self.generation}")
@@ -107,7 +106,6 @@ class FixedTransport(Distributed):
 
     def _make_subgroup(self, members: tuple[int, ...]) -> Subgroup:
         group = Group(members.index(self.rank), len(members))
-        group.alike = self.group.alike
         self._connect(group, f"group/{self.generation}/{'-'.join(map(str, members))}")
         return Subgroup(members, group, heartbeat=self._heartbeat, pending=self._started)
 

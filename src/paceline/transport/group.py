@@ -27,7 +27,7 @@ from paceline.transport.network import (
     listening_ports,
     open_sockets,
 )
-from paceline.transport.small_sums import Outbox, StarSum, is_small
+from paceline.transport.small_sums import SmallSums, is_small
 
 logger = logging.getLogger("paceline")
 
@@ -78,14 +78,11 @@ class Group:
         connection of their own for another thread."""
         self.rank, self.size = rank, size
         self.store, self.signals, self.board = store, signals, board
-        self.alike = False
-        """Whether all compute on one kind of device, so that all choose the same way for a sum."""
         self.gpus: NcclGroup | None = None
         """Sums what lies on GPUs, where every worker has one of its own; all else goes over Gloo."""
         self._gloo: Any = None
         self._sockets: Sockets = frozenset()
-        self._stars = 0
-        self._outbox = Outbox()
+        self._small = SmallSums(rank, size, lambda: self.engine)
         self._spent: list[str] = []
 
     @property
@@ -125,10 +122,8 @@ class Group:
         gpus = self.gpus if tensor.is_cuda else None
         if gpus is not None:
             return gpus.sum(tensor)
-        if self.alike and is_small(tensor, self.size):
-            self._stars += 1
-            star = StarSum(self.engine, tensor, rank=self.rank, size=self.size, number=self._stars)
-            return self._outbox.keep(star)
+        if is_small(tensor, self.size):
+            return self._small.start(tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
         return self.engine.allreduce([tensor], options)
@@ -140,7 +135,7 @@ class Group:
         return self.engine.broadcast([part], options)
 
     def round_is_over(self) -> None:
-        self._outbox.round_is_over()
+        self._small.round_is_over()
 
     # -- small facts -----------------------------------------------------------------------------------------------
 
@@ -186,5 +181,5 @@ class Group:
     def detach(self) -> list[Any]:
         """Give up the engine: what holds it and its last sends, the engine last, for what runs in it needs it."""
         gloo, self._gloo = self._gloo, None
-        sends = self._outbox.empty()
+        sends = self._small.empty()
         return [] if gloo is None else [*sends, gloo]

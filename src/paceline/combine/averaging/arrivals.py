@@ -28,6 +28,7 @@ from paceline.combine.averaging.period import Floats, Period
 from paceline.combine.averaging.rounds import Round
 from paceline.combine.flats import Flats
 from paceline.loop.context import LoopContext
+from paceline.transport.pending import wait_for_all
 
 EVERY_S = 0.005
 """How long a round waits for this worker to arrive, in seconds."""
@@ -162,8 +163,7 @@ class Arrivals:
         return Round(nobody_s, header=header, table=nothing, statistics=nothing, total=self._room)
 
     def _sum(self, parts: Sequence[torch.Tensor]) -> None:
-        for pending in [self._loop.transport.sum(part) for part in parts]:
-            pending.wait()
+        wait_for_all([self._loop.transport.sum(part) for part in parts])
 
 
 def next_turn(waited: Floats) -> int | None:

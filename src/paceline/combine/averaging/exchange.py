@@ -19,6 +19,7 @@ from paceline.errors import GenerationOver
 from paceline.loop.context import LoopContext
 from paceline.loop.step_recording import measured
 from paceline.transport.base import Pending
+from paceline.transport.pending import wait_for_all
 
 Written = TypeVar("Written")
 
@@ -130,8 +131,7 @@ class RoundExchange:
         """Sum over the fleet, and note the sums in ``sums`` as they are begun."""
         begun = [self._loop.transport.sum(part) for part in parts]
         sums += begun
-        for pending in begun:
-            pending.wait()
+        wait_for_all(begun)
 
     def _part(self, round: Round) -> list[torch.Tensor]:
         if isinstance(self.merging, Averages):

@@ -55,6 +55,7 @@ class Accumulation:
         self._scaler: Any = None
         self._begun = False
         self._versions: list[int] = []
+        self._last_factor: tuple[Any, torch.Tensor] | None = None
         self._looked = False
         """Whether a whole step's losses were looked at for a scale that was left in."""
 
@@ -108,20 +109,30 @@ class Accumulation:
         if not self._begun:
             self._notice_freezing()
             self._begin_work()
-        self.buckets.backward(self._scaled(loss, weight), **how)
+        self.buckets.backward(*self._scaled(loss, weight), **how)
 
     def _begin_work(self) -> None:
         self._begun = True
         self._versions = self._versions_now()
 
-    def _scaled(self, loss: torch.Tensor, weight: Any) -> torch.Tensor:
+    def _scaled(self, loss: torch.Tensor, weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What to go backward from, and with which gradient: a factor that is a number takes no operation."""
         if not self._looked and (scale := scale_in(loss)) is not None:
             raise MisuseError(
                 f"the loss was multiplied by a GradScaler's scale, {scale:g}, which nothing would divide out: call "
                 "fleet.track(scaler=scaler) before the first step, and write step.backward(loss) without scaler.scale"
             )
-        scaled: torch.Tensor = loss * (weight / self.planned)
-        return scale_loss(self._scaler, scaled) if is_active(self._scaler) else scaled
+        factor = weight / self.planned
+        if isinstance(factor, torch.Tensor) or is_active(self._scaler):
+            return (scale_loss(self._scaler, loss * factor) if is_active(self._scaler) else loss * factor), None
+        return loss, self._factor(loss, factor)
+
+    def _factor(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        """The factor as a tensor like the loss: mostly that of the micro-batch before."""
+        kind = (factor, loss.dtype, loss.device, loss.shape)
+        if self._last_factor is None or self._last_factor[0] != kind:
+            self._last_factor = kind, torch.full_like(loss, factor, requires_grad=False)
+        return self._last_factor[1]
 
     def finish(self) -> None:
         """This worker has done its share: start what is left to sum."""
@@ -154,7 +165,8 @@ class Accumulation:
         """The same, beside the sum until `join`: the micro-batch joins it whole or not at all."""
         if not self._begun:
             self._begin_work()
-        grads = self.buckets.backward_aside(self._scaled(loss, weight), among=among, **graph)
+        scaled, gradient = self._scaled(loss, weight)
+        grads = self.buckets.backward_aside(scaled, gradient, among=among, **graph)
         if all(grad is None for grad in grads):
             raise MisuseError(_REACHED_NOTHING if among is None else REACHED_NO_MODEL)
         return grads, self.statistics.look()

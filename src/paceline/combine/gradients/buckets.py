@@ -84,6 +84,7 @@ class Buckets:
     def backward(
         self,
         loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
         *,
         last: bool,
         whole: bool = False,
@@ -91,14 +92,15 @@ class Buckets:
         retain_graph: bool = False,
         among: Among = None,
     ) -> None:
-        """Add the gradient of ``loss``, to all parameters or to those ``among``. ``last`` says that nothing more comes
-        in this step; ``retain_graph`` that another loss's backward goes through the same graph.
+        """Add the gradient of ``loss``, times ``gradient`` where it is given, to all parameters or to those ``among``.
+        ``last`` says that nothing more comes in this step; ``retain_graph`` that another loss's backward goes through
+        the same graph.
 
         With ``whole`` a backward that fails half-way (out of memory) leaves the sum as it was.
         """
         self.check_untouched()
         if whole:
-            self.join(self.backward_aside(loss, retain_graph=retain_graph, among=among))
+            self.join(self.backward_aside(loss, gradient, retain_graph=retain_graph, among=among))
             self.show()
             return
         first = not any(slot.grad is not None for slot in self.slots)
@@ -111,7 +113,7 @@ class Buckets:
         self._inside, self._last = True, last
         try:
             retain = retain_graph or keep_graph
-            loss.backward(retain_graph=retain, create_graph=keep_graph, inputs=self._inputs(among))  # type: ignore[no-untyped-call]
+            loss.backward(gradient, retain_graph=retain, create_graph=keep_graph, inputs=self._inputs(among))  # type: ignore[no-untyped-call]
         finally:
             self._inside = False
         self._hold(self.slots if first or closely or self._held is None else self._lacking)
@@ -166,7 +168,12 @@ class Buckets:
         return None if among is None else [slot.parameter for slot in self._chosen(among)]
 
     def backward_aside(
-        self, loss: torch.Tensor, *, retain_graph: bool = False, among: Among = None
+        self,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        *,
+        retain_graph: bool = False,
+        among: Among = None,
     ) -> list[torch.Tensor | None]:
         """The gradients of ``loss``, beside the sum: of all parameters or of those ``among``, None for the others. They
         stay in ``p.grad`` until `show`."""
@@ -176,7 +183,7 @@ class Buckets:
             slot.parameter.grad = None
         self._inside = self._aside = True
         try:
-            loss.backward(retain_graph=retain_graph, inputs=self._inputs(among))  # type: ignore[no-untyped-call]
+            loss.backward(gradient, retain_graph=retain_graph, inputs=self._inputs(among))  # type: ignore[no-untyped-call]
         except BaseException:
             self.show()
             raise
@@ -304,7 +311,7 @@ class Buckets:
         """Which parameters got a gradient on this worker."""
         return [slot.grad is not None for slot in self.slots]
 
-    def expose(self, used: Sequence[bool], *, copies: bool = False) -> None:
+    def expose(self, used: Sequence[float], *, copies: bool = False) -> None:
         """Leave the fleet's gradient in ``p.grad``, and None for parameters that nobody used, as one machine would.
         ``copies``: somebody will change them there."""
         for slot, anybody in zip(self.slots, used, strict=True):

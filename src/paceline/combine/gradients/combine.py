@@ -157,8 +157,8 @@ class GradientCombine:
 
     def _compare_rates(self, step_state: StepState, header: Header) -> None:
         """Every worker must update with the same learning rates and other settings of its optimisers."""
-        tracking, said = self.loop.tracking, header.column("rates")
-        if len(set(said[said > 0].tolist())) > 1:
+        tracking, said = self.loop.tracking, set(header.column("rates").tolist())
+        if len(said - {0.0}) > 1:
             everybody = self.loop.transport.gather("comparing learning rates", tracking.hyperparameters)
             if said_so := unlike_settings(everybody, step=step_state.index, missing=tracking.missing()):
                 raise MisuseError(said_so)
@@ -172,7 +172,7 @@ class GradientCombine:
             self._step_states.clear()
             return
         assert header is not None
-        loop.gradients.clear(overflow=bool(header.column("overflow").any()))
+        loop.gradients.clear(overflow=header.total("overflow") > 0)
         loop.next += 1
         step.work.commit(header, step.began)
         self._step_states.pop(step_state.index, None)
@@ -255,8 +255,8 @@ class GradientCombine:
 def may_apply(combine: Combine, step: Step, header: Header, *, ranks: Sequence[int] | None = None) -> bool:
     """Whether the round gave a gradient to apply; NonFiniteGradients when it gave a bad one and the run is to stop.
     ``ranks``: of the header's workers, where they are not the whole fleet."""
-    bad, rule = np.flatnonzero(header.column("nonfinite")), combine.loop.nonfinite
-    if bad.size:
+    if header.total("nonfinite"):
+        bad, rule = np.flatnonzero(header.column("nonfinite")), combine.loop.nonfinite
         text = nonfinite_text(step.index, header, bad.tolist(), ranks=ranks, skip=rule == "skip")
         if rule == "stop":
             raise NonFiniteGradients(text)

@@ -16,6 +16,7 @@ from paceline.combine.gradients.accumulation import Accumulation
 from paceline.combine.header import Header
 from paceline.errors import GenerationOver
 from paceline.transport import Collective, Pending
+from paceline.transport.pending import wait_for_all
 
 
 @dataclass
@@ -38,6 +39,8 @@ class GradientExchange:
 
     def __init__(self, transport: Collective, work: Accumulation) -> None:
         self._transport, self._work = transport, work
+        self.norm = torch.full((1,), math.nan, dtype=torch.float64)
+        """Of the mean before clipping, handed over with the mean; NaN where nobody measured it."""
         self.begin()
 
     def begin(self) -> None:
@@ -45,11 +48,11 @@ class GradientExchange:
         self.release()
         self._extremes: list[torch.Tensor] = []
         self._squares: list[torch.Tensor] = []
-        self._all_finite = torch.ones((), dtype=torch.bool)
+        self._all_finite: torch.Tensor | bool = True
         self.is_mean = False
         """The round's result was handed over by a worker that had the mean already."""
-        self.norm = torch.full((1,), math.nan, dtype=torch.float64)
-        """Of the mean before clipping, handed over with the mean; NaN where nobody measured it."""
+        if self._transport.elastic:  # the last round's may still have to be handed over
+            self.norm = torch.full((1,), math.nan, dtype=torch.float64)
 
     def release(self) -> None:
         """Forget the sums: a finished one keeps the transport's group alive."""
@@ -98,8 +101,7 @@ class GradientExchange:
         try:
             with self._transport.round(label, keeps=[*work.buckets.tensors(), *parts, self.norm]):
                 self._sums += [self._transport.sum(part) for part in parts]
-                for pending in self._sums:
-                    pending.wait()
+                wait_for_all(self._sums)
         except GenerationOver as over:
             given = self.re_form(over, parts)
             if given is None:
@@ -129,7 +131,7 @@ class GradientExchange:
         return None
 
     def _merge(self, statistics: torch.Tensor, header: Header) -> None:
-        self._work.statistics.merge(statistics, float(header.column("samples").sum()), header.counters.tolist())
+        self._work.statistics.merge(statistics, header.total("samples"), header.counters.tolist())
 
     # -- a round with a deadline, which any thread may close -------------------------------------------------------
 
@@ -181,10 +183,10 @@ def _extremes(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [extreme for flat in flats for extreme in torch.aminmax(flat)]
 
 
-def _finite(extremes: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether all are finite, where they are: nobody has waited for it yet."""
-    if not extremes:
-        return torch.ones((), dtype=torch.bool)
+def _finite(extremes: Sequence[torch.Tensor]) -> torch.Tensor | bool:
+    """Whether all are finite; of a GPU's, where they are: nobody has waited for it yet."""
+    if all(one.is_cpu for one in extremes):
+        return all(map(math.isfinite, extremes))
     dtype = torch.float64 if any(one.dtype is torch.float64 for one in extremes) else torch.float32
     return torch.stack([one.to(dtype) for one in extremes]).isfinite().all()
 
@@ -198,8 +200,7 @@ def summed(
     try:
         with transport.round(label, aside=aside, keeps=tensors):
             sums += [transport.sum(tensor) for tensor in tensors]
-            for pending in sums:
-                pending.wait()
+            wait_for_all(sums)
     except GenerationOver as over:
         return re_formed(transport, over, sums, tensors, aside=aside)
     return list(tensors)

@@ -19,7 +19,7 @@ from paceline.combine.gradients.exchange import GradientExchange, Sum
 from paceline.combine.gradients.mean import MeanGradient
 from paceline.combine.gradients.scaling import is_active, next_state
 from paceline.combine.gradients.varying import VaryingCount
-from paceline.combine.header import Header, Layout
+from paceline.combine.header import Header, Layout, layout_of
 from paceline.transport import Collective
 
 
@@ -52,7 +52,7 @@ class Gradients:
     @property
     def layout(self) -> Layout:
         """Of the round's header, among the members of this moment."""
-        return Layout(self._transport.size, len(self.buckets.parameters), self.accumulation.counters)
+        return layout_of(self._transport.size, len(self.buckets.parameters), self.accumulation.counters)
 
     def state_dict(self) -> dict[str, float]:
         varying = {} if self.varying is None else self.varying.state_dict()

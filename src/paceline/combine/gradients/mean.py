@@ -50,9 +50,9 @@ class MeanGradient:
     def make(self, header: Header, clip_norm: float | None, *, own: bool, varying: VaryingCount | None) -> None:
         """Leave the mean, clipped, in ``p.grad``; in a copy where the script or an optimiser may change it there
         (``own``), for it may have to be handed to a worker that missed the round's end."""
-        used, copies = (header.used > 0).tolist(), self._elastic and (own or self._changed_in_place)
+        used, copies = header.used.tolist(), self._elastic and (own or self._changed_in_place)
         self._work.buckets.expose(used)
-        total = float(header.column("weight").sum())
+        total = header.total("weight")
         learner = varying if varying is not None and varying.wants_norms else None
         if self._exchange.is_mean:
             norm = float(self._exchange.norm)
@@ -75,13 +75,14 @@ class MeanGradient:
             factor *= min(1.0, clip_norm / (self.known_norm + 1e-6))
         if factor != 1.0 and tensors:
             torch._foreach_mul_(tensors, factor)
-        self._exchange.norm.fill_(math.nan if self.known_norm is None else self.known_norm)
+        if self._elastic:
+            self._exchange.norm.fill_(math.nan if self.known_norm is None else self.known_norm)
 
     def _note(self, header: Header, total: float) -> None:
         self._norm_wanted = False
         self._tensors = [] if self._alone else self._work.buckets.tensors()
         self._versions = self._versions_now()
-        samples = float(header.column("samples").sum())
+        samples = header.total("samples")
         self.weight_per_sample = total / samples if samples else self.weight_per_sample
 
     def _versions_now(self) -> list[int]:

@@ -22,6 +22,7 @@ class RunningStatistics:
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
         layers = (layer for model in models for layer in model.modules())
         self._seen: torch.Tensor | None = None
+        self._before: torch.Tensor | None = None
         self._layers = [m for m in layers if isinstance(m, _NormBase) and m.num_batches_tracked is not None]
         self.rebase()
 
@@ -35,8 +36,10 @@ class RunningStatistics:
 
     def begin(self) -> None:
         """A step begins: nothing is finished yet."""
-        self._before = self._values()
-        self._noted, self._seen = torch.zeros_like(self._before), None
+        if self._layers or self._before is None:
+            self._before = self._values()
+            self._noted = torch.zeros_like(self._before)
+        self._seen = None
 
     def look(self) -> Look:
         """The layers as they stand; costs no wait for the device."""
@@ -66,6 +69,7 @@ class RunningStatistics:
         offset = 0
         for layer, count, before in zip(self._layers, moved, self._counted, strict=True):
             source = mean if samples and count else self._before
+            assert source is not None
             for tensor in _tensors(layer):
                 tensor.copy_(source[offset : offset + tensor.numel()].view_as(tensor))
                 offset += tensor.numel()

@@ -47,9 +47,7 @@ class Connector:
         prefix = f"{PREFIX}{generation.number}"
         store, board = dist.PrefixStore(prefix, self.root), dist.PrefixStore(prefix, self.aside)
         rank, size = generation.workers.index(worker), len(generation.workers)
-        group = Group(rank, size, store=store, signals=store, board=board)
-        group.alike = len({str(generation.facts[one]["device"]).split(":")[0] for one in generation.workers}) == 1
-        return group
+        return Group(rank, size, store=store, signals=store, board=board)
 
     def connect(self, group: Group, generation: Generation) -> None:
         """Form the process groups of these members, all of whom come here."""
