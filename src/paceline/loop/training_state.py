@@ -18,6 +18,7 @@ from paceline.combine import Header
 from paceline.feed.dealing import Dealing
 from paceline.loop.step_state import StepState
 from paceline.pace import Ask, Pacer
+from paceline.pace.floor import least_samples, more
 from paceline.pace.steering import for_all, goal, least, made_for, without_singles
 from paceline.records import History, Plan, StepRecord
 from paceline.settings import LoopSettings
@@ -95,6 +96,9 @@ class TrainingState:
             ends_epoch=left is not None and (last or sum(shares) >= left),
             progress=self.progress,
         )
+        if plan.deadline_s is not None and not step_state.last:
+            batch = self.settings.global_batch
+            step_state.least = least_samples(plan.least_count, batch if left is None else min(batch, left))
         self.plan_ahead(step_state)
         return step_state
 
@@ -183,6 +187,30 @@ class TrainingState:
         dealt = self.dealing.deal(shares)
         step_state.shares = tuple(before + more for before, more in zip(step_state.shares, dealt, strict=True))
         step_state.extra = dealt[self._transport.rank]
+
+    def extend(self, step_state: StepState, counts: Sequence[int], free: Sequence[bool], busy: Sequence[bool]) -> bool:
+        """At a step's deadline, by what each has counted: more samples for those that are free, and more time for all.
+        False when the round may close."""
+        plan, smallest = step_state.plan, self.dealing.smallest
+        assert plan.deadline_s is not None
+        kept = smallest if smallest > 1 else 0  # or a single sample would be left over
+        given = more(
+            counts,
+            step_state.shares,
+            free=free,
+            busy=busy,
+            least=step_state.least,
+            so_far_s=plan.deadline_s,
+            room=max(0, (self.dealing.remaining or 0) - sum(step_state.shares) - kept),
+            unit=self._unit,
+            smallest=smallest,
+            patience=step_state.patience,
+        )
+        if given is None:
+            return False
+        step_state.shares = self.dealing.deal(given.shares)
+        step_state.plan = replace(plan, deadline_s=plan.deadline_s + given.seconds)
+        return True
 
     def close(
         self, step_state: StepState, header: Header, record: StepRecord, *, by_deadline: bool = False
