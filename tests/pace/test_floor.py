@@ -33,7 +33,7 @@ def test_the_floor_is_a_part_of_the_batch_in_whole_samples() -> None:
 def test_those_that_are_free_do_what_is_missing_at_their_speed() -> None:
     shares, seconds = asked([30, 10, 0], [40, 20, 40], [FREE, FREE, BUSY]) or ((), 0.0)
     assert seconds == pytest.approx(1.1 * 30 / 40), "and a tenth more"
-    assert shares == (30 + 31, 10 + 11, 40), "a quarter more than they should do meanwhile; the stuck one keeps its own"
+    assert shares == (30 + 29, 20, 40), "a quarter more than that; who has enough, or is stuck, keeps its own"
 
 
 def test_where_nobody_has_anything_left_to_do_it_waits_for_the_stuck_ones_twice_as_long_each_time() -> None:

@@ -19,7 +19,7 @@ SLACK = 1.1
 SHORTEST = 0.05
 """No extension is shorter than this part of the step so far."""
 SPARE = 1.25
-"""Dealt over what the workers at work should do meanwhile."""
+"""Dealt over what is missing: the speeds of the workers at work may change."""
 
 
 class More(NamedTuple):
@@ -61,8 +61,8 @@ def more(
     of ``unit``, or given fewer than ``smallest``. The free ones do what is missing at their speed of this step; where
     they have nothing left to do, the step waits for the busy ones, each time twice as long.
 
-    >>> more((50, 0), (60, 60), free=(True, False), busy=(False, True), least=70, so_far_s=1.0, room=100)
-    More(shares=(78, 60), seconds=0.44)
+    >>> more((50, 0), (60, 60), free=(True, False), busy=(False, True), least=70, so_far_s=1.0, room=100).shares
+    (75, 60)
     """
     done, dealt = np.asarray(counts, dtype=np.int64), np.asarray(shares, dtype=np.int64)
     missing = least - int(done.sum())
@@ -72,8 +72,9 @@ def more(
     if not able.any():
         return More(tuple(dealt.tolist()), so_far_s)
     speed = np.where(able, np.maximum(done, 1), 0) / so_far_s
-    seconds = patience * max(SLACK * missing / float(speed.sum()), SHORTEST * so_far_s)
-    wanted = np.where(able, done + np.maximum(np.ceil(SPARE * seconds * speed), smallest), 0).astype(np.int64)
+    missing_s = missing / float(speed.sum())
+    seconds = patience * max(SLACK * missing_s, SHORTEST * so_far_s)
+    wanted = np.where(able, done + np.maximum(np.ceil(SPARE * missing_s * speed), smallest), 0).astype(np.int64)
     added = -(-np.maximum(wanted - dealt, 0) // unit) * unit
     if added.sum() > room:
         added = proportional(added.astype(np.float64), room // unit * unit, unit=unit)
