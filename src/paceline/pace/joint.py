@@ -68,7 +68,7 @@ class Joint:
 
     def __init__(
         self,
-        forecast: str | Forecast = "auto",
+        forecast: str | Forecast = "smoothed",
         *,
         least_gain: float = 0.01,
         least_count: float = 0.7,
@@ -84,7 +84,7 @@ class Joint:
             raise ValueError(f"a plan needs at least one draw, not {draws}")
         chosen = make(forecast)
         if isinstance(chosen, OrderStatistics):
-            raise ValueError("the forecast 'elfving' tells no worker from another, which joint must: take 'auto'")
+            raise ValueError("the forecast 'elfving' tells no worker from another, which joint must: take 'smoothed'")
         self.least_gain, self.least_count, self.draws, self.seed = least_gain, least_count, draws, seed
         self.adaptive = Adaptive() if adaptive is None else adaptive
         self._followed = Followed(chosen)
