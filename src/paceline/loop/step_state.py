@@ -26,7 +26,7 @@ class LoopPhase(Enum):
 
     NOT_BEGUN = "not begun"
     WORKING = "working on micro-batches"
-    DONE = "has nothing more to do, until another lap deals more"
+    DONE = "has nothing more to do, until another lap, or an extension to the floor, deals more"
     WAITING = "has left the micro-batches, and waits for the round: no further lap can give it more"
     CUT_OFF = "busy with a micro-batch that does not count, because a lap ended meanwhile"
 
