@@ -7,6 +7,10 @@ on a worker's own count of samples, one in every hundred micro-batches, so that 
 and a micro-batch that was cut off does not stall again. Adaptive, joint and the workers alone take turns in the same
 processes. Speeds are counted samples over wall seconds, everything included, after the first steps.
 
+What joint loses is told in parts of all worker-seconds: samples computed that did not count, steps that a late worker
+took over, the round, and idle time before it (deadlines set wrong, the floor, laps). What is not among them is work,
+stalls included, and what the loop itself costs.
+
     python benchmarks/stalls.py
 """
 
@@ -39,8 +43,10 @@ class Work:
 
     def __init__(self, rank: int, seed: int, *, stalls: bool) -> None:
         self._dice = random.Random(f"{seed}/{rank}")
-        self._stalls, self._done, self._block = stalls, 0, -1
+        self._stalls, self._block = stalls, -1
         self._place = 0
+        self._done = 0
+        """Samples computed, counted or not."""
 
     def seconds(self, samples: int) -> float:
         """What the next so many samples take."""
@@ -55,28 +61,73 @@ class Work:
         return took
 
 
+LOST = ("thrown", "catching_up", "round", "idle")
+"""What worker-seconds are lost to, beside what all ways of training have."""
+
+
+class Spent:
+    """Seconds of one worker under a pace with deadlines, by what they were lost to."""
+
+    def __init__(self) -> None:
+        self.lost, self.total_s = dict.fromkeys(LOST, 0.0), 0.0
+        self._computed = self._counted = 0
+
+    def step(self, record: paceline.StepRecord, rank: int, *, computed: int, waited_s: float, took_s: float) -> None:
+        """A step of ``took_s`` seconds; ``waited_s`` of them this worker stood, after its last micro-batch."""
+        self.total_s += took_s
+        if not computed:
+            self.lost["catching_up"] += took_s
+            return
+        round_s = min(record.round_s, waited_s)
+        self.lost["round"] += round_s
+        self.lost["idle"] += waited_s - round_s
+        self.lost["thrown"] += max(0, computed - record.samples[rank]) * SAMPLE_S
+
+
 def train(pace: str, seed: int, *, stalls: bool, steps: int) -> float:
     """Samples a second of a training under this pace."""
-    data, counted, began = _data(BATCH * steps), 0, 0.0
+    data, counted, began, spent = _data(BATCH * steps), 0, 0.0, Spent()
     with paceline.join(pace, quiet=True) as fleet:
         work = Work(fleet.rank, seed, stalls=stalls)
         model = fleet.model(nn.Linear(FEATURES, 10))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in fleet.steps(data, global_batch=BATCH, micro_batch=MICRO):
+            computed, opened = 0, time.perf_counter()
+            done = opened
             for x, y in step:
                 step.backward(_loss(model, x, y, work))
+                computed, done = computed + len(x), time.perf_counter()
             step.commit(optimizer)
+            ended = time.perf_counter()
             if step.index < SKIP:
-                began = time.perf_counter()
+                began = ended
             else:
                 counted += step.record.total
+                took = {"waited_s": ended - done, "took_s": ended - opened}
+                spent.step(step.record, fleet.rank, computed=computed, **took)
+        speed = counted / (time.perf_counter() - began)
+        everybodys = _added_up(fleet, {"total": spent.total_s, **spent.lost})
         if fleet.rank == 0:
-            fleet_cv.append(_spread([record.total for record in fleet.history][SKIP:-1]))
-    return counted / (time.perf_counter() - began)
+            records = list(fleet.history)[SKIP:-1]
+            told.append(
+                {
+                    "count_cv": _spread([record.total for record in records]),
+                    "least_count": min(record.total for record in records) / BATCH,
+                    "deadlines": statistics.mean(record.deadline_s is not None for record in records),
+                    **{name: everybodys[name] / everybodys["total"] for name in LOST},
+                }
+            )
+    return speed
 
 
-fleet_cv: list[float] = []
-"""Coefficient of variation of the steps' counts, a training each."""
+told: list[dict[str, float]] = []
+"""Of each training: the spread of the steps' counts, the least of them over the batch, how many steps had a deadline,
+and what worker-seconds were lost to."""
+
+
+def _added_up(fleet: paceline.Fleet, figures: dict[str, float]) -> dict[str, float]:
+    """Each figure's sum over the workers: everybody scores one sample of a set with one for each."""
+    return dict(fleet.evaluate(lambda _: figures, TensorDataset(torch.zeros(fleet.size)), batch_size=1))
 
 
 def alone(seed: int, *, steps: int) -> float:
@@ -94,10 +145,7 @@ def alone(seed: int, *, steps: int) -> float:
             optimizer.step()
             optimizer.zero_grad()
         speed = steps * MICRO * SHARE / (time.perf_counter() - began)
-        speeds = torch.zeros(fleet.size, dtype=torch.float64)
-        speeds[fleet.rank] = speed
-        # Everybody scores one sample of a set with one for each: the sum over the set is the sum over the workers.
-        return float(fleet.evaluate(lambda _: {"speed": speed}, TensorDataset(speeds), batch_size=1)["speed"])
+        return _added_up(fleet, {"speed": speed})["speed"]
 
 
 def _data(length: int) -> TensorDataset:
@@ -125,7 +173,17 @@ def measure() -> dict[str, float]:
         for pace in ("adaptive", "joint"):
             speeds[f"calm {pace}"].append(train(pace, seed, stalls=False, steps=CALM_STEPS))
     figures = {name: statistics.harmonic_mean(values) for name, values in speeds.items()}
-    return {**figures, "count_cv": max(fleet_cv[1::4], default=0.0)}
+    stalled, calm = told[1::4], told[3::4]
+    if not stalled:  # only the leader has them
+        return figures
+    lost = {f"lost_{name}": statistics.mean(one[name] for one in stalled) for name in LOST}
+    return {
+        **figures,
+        **lost,
+        "count_cv": max(one["count_cv"] for one in stalled),
+        "least_count": min(one["least_count"] for one in stalled),
+        "calm_deadlines": statistics.mean(one["deadlines"] for one in calm),
+    }
 
 
 def main() -> None:
@@ -139,12 +197,18 @@ def main() -> None:
     )
     for name in ("adaptive", "joint"):
         print(f"  {name:<9} {found[name]:>6,.0f} samples/s  {found[name] / limit:6.1%}")
-    print(f"without stalls: joint {found['calm joint']:,.0f}, adaptive {found['calm adaptive']:,.0f} samples/s")
+    lost = ", ".join(f"{name.replace('_', ' ')} {found[f'lost_{name}']:.1%}" for name in LOST)
+    print(f"  joint's worker-seconds lost: {lost}; least count {found['least_count']:.2f} of the batch")
+    print(
+        f"without stalls: joint {found['calm joint']:,.0f}, adaptive {found['calm adaptive']:,.0f} samples/s; "
+        f"{found['calm_deadlines']:.0%} of joint's steps have a deadline"
+    )
     figures = {
         "joint_over_limit": found["joint"] / limit,
         "joint_over_adaptive": found["joint"] / found["adaptive"],
         "calm_joint_over_adaptive": found["calm joint"] / found["calm adaptive"],
-        "count_cv": found["count_cv"],
+        **{name: found[name] for name in ("count_cv", "least_count", "calm_deadlines")},
+        **{f"lost_{name}": found[f"lost_{name}"] for name in LOST},
     }
     print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
 

@@ -18,7 +18,7 @@ from torch import nn
 from lone import linear, numbers
 from paceline.combine.gradients.combine import GradientCombine
 from paceline.combine.gradients.gradients import Gradients
-from paceline.combine.header import FIELDS
+from paceline.combine.header import FIELDS, PLAN_HEAD
 from paceline.feed import Source
 from paceline.feed.dealing import make_dealing
 from paceline.loop.context import LoopContext
@@ -54,7 +54,7 @@ class Facts:
 
     def add(self, slot: int, value: float) -> None:
         """A figure of ``step.add``."""
-        start = self._workers * len(FIELDS) + 6 + 2 * self._workers + 2 * slot
+        start = self._workers * len(FIELDS) + PLAN_HEAD + 2 * self._workers + 2 * slot
         self._vector[start : start + 2] += value, 1
 
 
@@ -227,8 +227,10 @@ class Bounded:
     name = "bounded"
     deadlines = True
 
-    def __init__(self, deadline_s: float | None = PATIENCE_S, *, wait_for: int | None = None) -> None:
-        self.deadline_s, self.wait_for = deadline_s, wait_for
+    def __init__(
+        self, deadline_s: float | None = PATIENCE_S, *, wait_for: int | None = None, least_count: float = 0.0
+    ) -> None:
+        self.deadline_s, self.wait_for, self.least_count = deadline_s, wait_for, least_count
 
     def check(self, workers: int) -> None:
         return
@@ -245,6 +247,7 @@ class Bounded:
             samples=samples,
             deadline_s=self.deadline_s,
             wait_for=self.wait_for,
+            least_count=self.least_count,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -64,6 +64,8 @@ class Plan(_Json):
     """Samples the step should count; None: all that are dealt."""
     forecast_s: tuple[float, ...] | None = None
     """Own-compute seconds the pacer expects of each worker under this plan; NaN where it knows nothing."""
+    least_count: float = 0.0
+    """The round does not close at its deadline before this part of the global batch is counted; 0: it does."""
 
     @property
     def total(self) -> int:

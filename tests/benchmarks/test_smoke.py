@@ -44,7 +44,8 @@ KEYS = {
     "sim_vs_real": "worst_error worst_step_by_step scenarios",
     "slow_network": "gradients_s gradients_accuracy average_s average_accuracy average_over_gradients",
     "spot": "finished lost doubled replicas_equal replay_off goodput trace hours started killed left_running",
-    "stalls": "joint_over_limit joint_over_adaptive calm_joint_over_adaptive count_cv",
+    "stalls": "joint_over_limit joint_over_adaptive calm_joint_over_adaptive count_cv least_count calm_deadlines "
+    "lost_thrown lost_catching_up lost_round lost_idle",
     "sum_of_speeds": "adaptive_over_limit adaptive_over_ddp epoch_over_limit saved_1_2 saved_1_3",
     "traces": "worst_joint_over_limit worst_joint_over_oracle calm_joint_over_naive stuck_joint_over_limit traces",
     "wp_sgd": "settings workers lengths one_shot rounds",

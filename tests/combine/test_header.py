@@ -54,6 +54,7 @@ def plans(draw: st.DrawFn) -> Plan:
         step=draw(st.integers(0, 2**50)),
         samples=draw(st.tuples(*[st.integers(0, 2**50)] * workers)),
         deadline_s=draw(st.none() | st.floats(0, 1e6)),
+        least_count=draw(st.floats(0, 1)),
         forecast_s=draw(st.none() | st.tuples(*[maybe] * workers).filter(lambda f: not all(map(math.isnan, f)))),
     )
 

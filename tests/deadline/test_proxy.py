@@ -26,6 +26,7 @@ from paceline.deadline.rounds import ProxyRound
 from paceline.errors import Dropped, FleetError, GenerationOver
 from paceline.loop.step import Step
 from paceline.loop.step_state import LoopPhase, RoundPhase, StepState
+from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
 
 pytestmark = pytest.mark.slow  # seconds, all together
@@ -90,6 +91,19 @@ class Late(Worker):
         """Whether it has nothing more to do in a step: its proxy is in the round, or goes there."""
         step_state = self.proxy._step_state
         return step_state is not None and (step_state.index > index or (step_state.index == index and step_state.idle))
+
+
+class Generous(Bounded):
+    """Deals twice what the step should count."""
+
+    def plan(self, ask: Ask) -> Plan:
+        return super().plan(replace(ask, total=2 * ask.total))
+
+
+class Leaving:
+    """The membership of a worker that was asked to leave."""
+
+    leaving = True
 
 
 @pytest.fixture
@@ -282,6 +296,90 @@ def test_a_step_that_nobody_did_anything_in_updates_nothing(hire: Hire) -> None:
     assert records(prompt)[0].samples == (8, 8)
     assert torch.equal(prompt.parameters(), before)
     assert torch.equal(late.parameters(), before)
+
+
+# -- the floor ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_thin_round_goes_on_with_those_that_are_free_until_its_floor_is_counted(hire: Hire) -> None:
+    prompt, late = workers = hire(length=64, pacer=Bounded(least_count=0.7))
+    late.stuck_at = {(0, 0): lambda: late.index >= 1}
+    steps: list[list[Step]] = run(workers)
+    record = records(prompt)[0]
+    assert record.samples[0] >= 12, "of a batch of 16, and it was dealt 8 at first"
+    assert record.samples[1] == 0
+    assert record.planned[0] >= record.samples[0]
+    assert record.planned[1] == 8
+    assert record.deadline_s is not None
+    assert record.deadline_s > PATIENCE_S, "moved by what was missing"
+    assert told(steps[1]) == told(steps[0])
+    assert torch.equal(prompt.parameters(), late.parameters())
+    assert positions(*records(prompt)) == list(range(64))
+
+
+def test_the_mean_of_a_step_that_went_on_to_its_floor_is_exact(hire: Hire) -> None:
+    prompt, late = workers = hire(length=64, pacer=Bounded(least_count=1.0))
+    late.stuck_at = {(0, 1): lambda: late.index >= 1}
+
+    def first(worker: Late) -> list[torch.Tensor]:
+        step = next(iter(worker.steps))
+        worker.work(step, commit=False)
+        step.combine()
+        return [parameter.grad.clone() for parameter in worker.model.parameters() if parameter.grad is not None]
+
+    own, theirs = run(workers, lambda: first(prompt), lambda: first(late))
+    counted = positions(*records(prompt)[:1])
+    assert len(counted) >= 16
+    for mine, others, right in zip(own, theirs, gradient_of(counted), strict=True):
+        assert torch.equal(mine, others)
+        assert torch.allclose(mine, right, rtol=0, atol=1e-14)
+
+
+def test_a_micro_batch_that_ends_while_the_floor_is_waited_for_counts(hire: Hire) -> None:
+    prompt, late = workers = hire(length=64, pacer=Bounded(least_count=1.0))
+    late.stuck_at = {(0, 0): lambda: late.proxy._step_state.plan.deadline_s > PATIENCE_S}
+    run(workers)
+    record = records(prompt)[0]
+    assert record.samples[1] == 8, "the loop that comes back does its share"
+    assert record.samples[0] >= 8
+    assert record.unfinished_s == (0.0, 0.0)
+    assert positions(*records(prompt)) == list(range(64))
+    assert torch.equal(prompt.parameters(), late.parameters())
+
+
+def test_a_thin_round_waits_for_a_stuck_worker_when_the_others_can_get_no_more(hire: Hire) -> None:
+    prompt, late = workers = hire(length=24, pacer=Generous(least_count=1.0))
+    looks: list[float] = []
+    late.stuck_at = {(0, 0): lambda: looks.append(late.proxy._step_state.plan.deadline_s) or looks[-1] > 3 * PATIENCE_S}
+    run(workers)
+    first = records(prompt)[0]
+    assert first.samples[1] > 0, "all of the epoch is dealt, half of it to the stuck one"
+    assert first.total >= 16
+    assert {PATIENCE_S, 2 * PATIENCE_S, 4 * PATIENCE_S} <= set(looks), "each wait as long as all before it"
+    assert positions(*records(prompt)) == list(range(24))
+
+
+def test_a_round_closes_below_its_floor_when_all_have_left_their_micro_batches(hire: Hire) -> None:
+    workers = hire(length=64, pacer=Bounded(least_count=0.7))
+
+    def one_only(worker: Late) -> Step:
+        step = next(iter(worker.steps))
+        for x, y in step:
+            step.backward(nn.functional.mse_loss(worker.model(x), y))
+            worker.loop.membership = Leaving()  # type: ignore[assignment]
+        worker.loop.membership = None
+        step.commit(worker.optimizer)
+        return step
+
+    first, second = run(workers, *(lambda worker=worker: one_only(worker) for worker in workers))  # type: ignore[misc]
+    assert told([first]) == told([second])
+    assert records(workers[0])[0].samples == (4, 4)
+
+
+def test_an_epochs_last_step_has_laps_instead_of_a_floor(hire: Hire) -> None:
+    workers = hire(length=32, pacer=Bounded(least_count=0.7))
+    steps: list[list[Step]] = run(workers)
+    assert [step.step_state.least for step in steps[0]] == [12, 0]
 
 
 # -- laps: an epoch's last step ----------------------------------------------------------------------------------------

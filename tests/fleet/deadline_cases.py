@@ -29,9 +29,16 @@ class Deadline:
     deadlines = True
 
     def __init__(
-        self, deadline_s: float | None = 0.1, *, wait_for: int | None = None, over: float = 1.0, calm: int = 0
+        self,
+        deadline_s: float | None = 0.1,
+        *,
+        wait_for: int | None = None,
+        over: float = 1.0,
+        calm: int = 0,
+        least_count: float = 0.0,
     ) -> None:
         self.deadline_s, self.wait_for, self.over, self.calm = deadline_s, wait_for, over, calm
+        self.least_count = least_count
 
     def check(self, workers: int) -> None:
         return
@@ -44,7 +51,8 @@ class Deadline:
         total = ask.total if calm or ask.last else round(ask.total * self.over)
         size = len(ask.workers)
         samples = tuple(total // size + (rank < total % size) for rank in range(size))
-        bounded = {} if calm else {"deadline_s": self.deadline_s, "wait_for": self.wait_for}
+        until = {"deadline_s": self.deadline_s, "wait_for": self.wait_for, "least_count": self.least_count}
+        bounded = {} if calm else until
         return Plan(generation=ask.generation, step=ask.step, samples=samples, **bounded)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:

@@ -107,6 +107,22 @@ def test_the_invariants_hold_under_random_stalls(seed: int, tmp_path: Path) -> N
     check_invariants(run("deadline_cases.py:train", (2, 3, 4, 3)[seed], tmp_path, args=case), case)
 
 
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_with_a_floor_no_step_is_thin_and_a_stuck_worker_is_not_waited_for(batch_norm: bool, tmp_path: Path) -> None:
+    case = CASE | {"stalls": [(1, 3, 0, 3)], "chance": 0.02, "long_s": 0.2, "batch_norm": batch_norm}
+    case["pace"] = {"deadline_s": 0.03, "least_count": 0.8}
+    told = run("deadline_cases.py:train", 3, tmp_path, args=case)
+    check_invariants(told, case)
+    left = dict.fromkeys(range(2), case["length"])
+    for step in told[0]["steps"]:
+        least = 0.8 * min(case["global_batch"], left[step["epoch"]])
+        assert step["ends_epoch"] or step["deadline"] is None or sum(step["samples"]) >= least
+        left[step["epoch"]] -= sum(step["samples"])
+    (stuck,) = told[1]["stuck"]
+    assert [step["samples"][1] for step in told[0]["steps"][stuck + 1 : stuck + 3]] == [0, 0]
+    assert any((step["deadline"] or 0) > 0.031 for step in told[0]["steps"][stuck : stuck + 3]), "some were thin"
+
+
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_a_worker_stuck_at_the_end_of_an_epoch_and_of_training_is_not_waited_for_with_work(
     stuck: int, tmp_path: Path

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from crew import Outcome
-from elastic_cases import LENGTH
+from elastic_cases import BATCH, LENGTH
 from flock import Flock, sound
 from test_elastic import UNHURRIED
 
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.fleet
 
 CASE = "review_cases.py:train"
 DEADLINE = {"deadline_s": 0.15, "over": 1.3}
+FLOOR = {"deadline_s": 0.03, "over": 1.0, "least_count": 0.9}
 COUNT = {"deadline_s": None, "wait_for": 2, "over": 1.3}
 
 
@@ -189,7 +190,7 @@ def test_a_new_figure_may_be_added_while_the_roster_is_away(tmp_path: Path, pace
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("pace", [DEADLINE, COUNT], ids=["deadline", "count"])
+@pytest.mark.parametrize("pace", [DEADLINE, COUNT, FLOOR], ids=["deadline", "count", "floor"])
 @pytest.mark.parametrize("slot", [0, 2])
 def test_with_deadlines_a_worker_dies_comes_back_leaves_and_freezes(tmp_path: Path, pace: Any, slot: int) -> None:
     with Flock(CASE, 3, tmp_path, args={"pace": pace, "epochs": 12, "die": {str(slot): [["in work", 7]]}}) as flock:
@@ -204,6 +205,18 @@ def test_with_deadlines_a_worker_dies_comes_back_leaves_and_freezes(tmp_path: Pa
         outcomes = flock.wait()
     equal_and_sound(tmp_path, outcomes, ended={0, 2}, epochs=12)
     assert outcomes[1].code == 143
+
+
+@pytest.mark.parametrize("slot", [0, 2])
+def test_a_worker_lost_while_the_floor_is_waited_for_is_done_without(tmp_path: Path, slot: int) -> None:
+    die = {str(slot): [["in work", 7]]}
+    with Flock(CASE, 3, tmp_path, args={"pace": FLOOR, "pause_s": 0.01, "die": die}) as flock:
+        outcomes = flock.wait()
+    run = equal_and_sound(tmp_path, outcomes, ended={0, 1, 2} - {slot})
+    ends = {record.step for record, after in zip(run.records, run.records[1:]) if after.epoch > record.epoch}
+    thin = [record.total for record in run.records[:-1] if record.deadline_s and record.step not in ends]
+    assert min(thin) >= 0.9 * BATCH
+    assert len(run.records[-1].workers) == 2
 
 
 # -- features --------------------------------------------------------------------------------------------------------
@@ -250,7 +263,9 @@ def test_all_are_asked_to_leave_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "pace", ["adaptive", DEADLINE, pytest.param(COUNT, marks=pytest.mark.long)], ids=["adaptive", "deadline", "count"]
+    "pace",
+    ["adaptive", DEADLINE, pytest.param(COUNT, marks=pytest.mark.long), pytest.param(FLOOR, marks=pytest.mark.long)],
+    ids=["adaptive", "deadline", "count", "floor"],
 )
 def test_whoever_hands_a_result_over_may_die_over_it(tmp_path: Path, pace: Any) -> None:
     with Flock(CASE, 4, tmp_path, args={"half": 7, "hands_half_over": "1", "pace": pace, "evaluate": 2}) as flock:

@@ -264,10 +264,19 @@ class _Wrong(General):
         return 1.5 * super().draw_early(rows, rng)
 
 
-def test_cutoff_and_joint_use_it_unless_told_otherwise() -> None:
+def test_cutoff_uses_it_unless_told_otherwise_and_joint_the_forecast_that_costs_nothing() -> None:
     assert isinstance(Cutoff().forecast, Auto)
-    assert isinstance(Joint().forecast, Auto)
+    assert isinstance(Joint().forecast, Smoothed)
     assert isinstance(make("general"), General)
+
+
+def test_smoothed_goes_on_from_a_state_saved_by_auto() -> None:
+    auto, smoothed, alone = Auto(), Smoothed(), Smoothed()
+    for own in scenario("skewed", steps=10, workers=5):
+        auto.observe(Seen.whole(own))
+        alone.observe(Seen.whole(own))
+    smoothed.load_state_dict(auto.state_dict())
+    assert smoothed.mean_s == pytest.approx(alone.mean_s)
 
 
 def test_a_state_saved_when_smoothed_was_the_default_is_gone_on_from() -> None:

@@ -305,6 +305,8 @@ def test_any_forecast_of_workers_will_do(forecast: str) -> None:
         ({"forecast": "tea leaves"}, "unknown forecast"),
         ({"least_gain": -0.1}, "least_gain"),
         ({"least_gain": math.nan}, "least_gain"),
+        ({"least_count": 1.1}, "least_count"),
+        ({"least_count": math.nan}, "least_count"),
         ({"draws": 0}, "at least one draw"),
     ],
 )
@@ -316,4 +318,5 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object], part:
 def test_it_is_had_by_name_and_public() -> None:
     assert isinstance(make("joint"), Joint)
     assert paceline.Joint is Joint
-    assert repr(Joint("window", seed=3)).startswith("Joint('window', least_gain=0.01, adaptive=Adaptive(")
+    begins = "Joint('window', least_gain=0.01, least_count=0.7, adaptive=Adaptive("
+    assert repr(Joint("window", seed=3)).startswith(begins)

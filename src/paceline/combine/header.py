@@ -41,7 +41,7 @@ _COLUMN = {name: number for number, name in enumerate(FIELDS)}
 
 SUMS = 64
 """How many figures ``step.add`` can carry."""
-PLAN_HEAD = 6
+PLAN_HEAD = 7
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ class Header:
         deadline = -1.0 if plan.deadline_s is None else plan.deadline_s
         wait_for = 0 if plan.wait_for is None else plan.wait_for
         expects = -1 if plan.expects is None else plan.expects
-        self._plan[:PLAN_HEAD] = 1, plan.generation, plan.step, deadline, wait_for, expects
+        self._plan[:PLAN_HEAD] = 1, plan.generation, plan.step, deadline, wait_for, expects, plan.least_count
         self._plan[PLAN_HEAD : PLAN_HEAD + count] = plan.samples
         self._plan[PLAN_HEAD + count :] = forecast
 
     def read_plan(self) -> Plan | None:
-        present, generation, step, deadline, wait_for, expects = self._plan[:PLAN_HEAD]
+        present, generation, step, deadline, wait_for, expects, least_count = self._plan[:PLAN_HEAD]
         if not present:
             return None
         count = (len(self._plan) - PLAN_HEAD) // 2
@@ -125,6 +125,7 @@ class Header:
             wait_for=int(wait_for) or None,
             expects=None if expects < 0 else int(expects),
             forecast_s=None if np.isnan(forecast).all() else tuple(forecast.tolist()),
+            least_count=float(least_count),
         )
 
     def add(self, slot: int, value: float) -> None:

@@ -65,12 +65,14 @@ class Proxy:
         """The user's loop has begun an open step: the clock runs for everybody."""
         self._transport.signal(self._name("begun", step_state))
 
-    def idle(self, step_state: StepState, *, gone: bool) -> bool:
-        """The user's loop has nothing more to do in this step. True when another lap has more for it, which cannot be
-        once it is ``gone`` from its micro-batches."""
+    def idle(self, step_state: StepState, *, gone: bool, until: float | None = None) -> bool:
+        """The user's loop has nothing more to do in this step, ``until`` then. True when another lap or an extension
+        has more for it, which cannot be once it is ``gone`` from its micro-batches."""
         with self._training.changed:
             step_state.enter(LoopPhase.WAITING if gone else LoopPhase.DONE)
             step_state.busy_since = None
+            if step_state.least and step_state.until != until and self._go_on(step_state):
+                return self._take_extra(step_state)  # it was extended just now
             self._training.changed.notify_all()
         wait_for = step_state.plan.wait_for
         if wait_for is not None and self._transport.tally(self._name("arrived", step_state)) == wait_for:
@@ -84,7 +86,8 @@ class Proxy:
             raise self.error
         if step_state.over or not step_state.extra:
             return False
-        self._training.dealing.take_up(step_state.extra)
+        counted = step_state.counted[self._transport.rank]
+        self._training.dealing.take_up(step_state.extra, done=step_state.work.samples - counted)
         step_state.extra = 0
         return True
 
@@ -174,6 +177,8 @@ class Proxy:
             self._await_count(step_state)
         else:
             self._await_idle(step_state)
+        while step_state.least and self._extend(step_state):
+            pass
         while step_state.last and self._lap(step_state):
             pass
         self.backlog.make_room(lambda: self._stopping)
@@ -276,24 +281,56 @@ class Proxy:
             header.write(self._transport.rank, wants_state=self.backlog.wants_copy)
             return header, mine
 
+    # -- the floor -------------------------------------------------------------------------------------------------
+
+    def _extend(self, step_state: StepState) -> bool:
+        """At the deadline all say what they have. With less than the floor, those that are free go on with more, and
+        the round closes later; who is stuck stays in the step. False when it closes now."""
+        self._enter()
+        said = self._sum(f"the floor of step {step_state.index}", lambda: self._said(step_state))
+        counts, done, gone = said.numpy()
+        with self._training.changed:
+            if int(counts.sum()) == step_state.told:
+                step_state.patience *= 2  # nobody found the time long enough
+            step_state.told, before = int(counts.sum()), step_state.plan.deadline_s or 0.0
+            busy = (done == 0) & (gone == 0)
+            if not self._training.extend(step_state, counts.astype(int).tolist(), (done > 0).tolist(), busy.tolist()):
+                self._transport.release()
+                return False
+            step_state.until = time.perf_counter() + (step_state.plan.deadline_s or 0.0) - before
+            self._go_on(step_state)
+            self._training.changed.notify_all()
+        self._keep_up()
+        self._await_idle(step_state)
+        return True
+
+    def _go_on(self, step_state: StepState) -> bool:
+        """Let a loop that is done go on with what is left of its share, as it is dealt now. Under the lock."""
+        left = step_state.shares[self._transport.rank] - step_state.work.samples
+        if step_state.loop_phase is not LoopPhase.DONE or left <= 0:
+            return False
+        step_state.extra = left
+        step_state.enter(LoopPhase.WORKING)
+        return True
+
+    def _said(self, step_state: StepState, *, cut_off: bool = False) -> torch.Tensor:
+        """For all to sum: what this worker has counted, whether it is done and would take more, whether it has left."""
+        said = torch.zeros(3, self._transport.size, dtype=torch.float64)
+        with self._training.changed:
+            self._deadlines.in_flight.count_landed(step_state)
+            if cut_off and not step_state.idle:
+                step_state.enter(LoopPhase.CUT_OFF)
+            waits, done = step_state.loop_phase is LoopPhase.WAITING, step_state.loop_phase is LoopPhase.DONE
+            said[:, self._transport.rank] = torch.tensor([step_state.work.samples, done, waits])
+        return said
+
     # -- laps ------------------------------------------------------------------------------------------------------
 
     def _lap(self, step_state: StepState) -> bool:
         """In an epoch's last step everything is to be finished: what late workers left is dealt again to those that are
         done, as often as it takes, instead of a tiny step of its own. False when nothing is left."""
         self._enter()
-
-        def mine() -> torch.Tensor:
-            said = torch.zeros(3, self._transport.size, dtype=torch.float64)
-            with self._training.changed:
-                self._deadlines.in_flight.count_landed(step_state)
-                if not step_state.idle:
-                    step_state.enter(LoopPhase.CUT_OFF)
-                waits, done = step_state.loop_phase is LoopPhase.WAITING, step_state.loop_phase is LoopPhase.DONE
-                said[:, self._transport.rank] = torch.tensor([step_state.work.samples, done, waits])
-            return said
-
-        said = self._sum(f"the lap of step {step_state.index}", mine)
+        said = self._sum(f"the lap of step {step_state.index}", lambda: self._said(step_state, cut_off=True))
         done, idle = said[0].numpy().astype(int), said[1].numpy() > 0
         with self._training.changed:
             before = np.array(step_state.counted)

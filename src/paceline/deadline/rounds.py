@@ -145,9 +145,10 @@ class ProxyRound:
 
     def take(self, opened: float) -> tuple[MicroBatch | None, float]:
         while self._still_open(opened):
+            until = self._step_state.until
             room = 0 if self._step_state.loop_phase is LoopPhase.CUT_OFF else self._room()
             taken = self._loop.dealing.take(room) if room != 0 else None
-            if taken is not None or not self._another_lap():
+            if taken is not None or not self._another_lap(until):
                 return taken, opened
             opened = time.perf_counter()
         return None, opened
@@ -170,14 +171,14 @@ class ProxyRound:
             0 if step_state.work.samples else sizes[-1]
         )  # try, or a slow worker would never be seen to recover
 
-    def _another_lap(self) -> bool:
-        """The share is done: whether another lap has more."""
+    def _another_lap(self, until: float | None) -> bool:
+        """The share is done, or nothing fits ``until`` then: whether another lap, or an extension, has more."""
         step_state = self._step_state
-        if step_state.closed or not step_state.last:
+        if step_state.closed or not (step_state.last or step_state.least):
             return False
         self._deadlines.in_flight.land(step_state)  # else what is dealt again might still come in
         try:
-            return self._deadlines.proxy.idle(step_state, gone=False)
+            return self._deadlines.proxy.idle(step_state, gone=False, until=until)
         except Dropped:  # the commit says so
             return False
 

@@ -26,7 +26,7 @@ class LoopPhase(Enum):
 
     NOT_BEGUN = "not begun"
     WORKING = "working on micro-batches"
-    DONE = "has nothing more to do, until another lap deals more"
+    DONE = "has nothing more to do, until another lap, or an extension to the floor, deals more"
     WAITING = "has left the micro-batches, and waits for the round: no further lap can give it more"
     CUT_OFF = "busy with a micro-batch that does not count, because a lap ended meanwhile"
 
@@ -106,6 +106,8 @@ class StepState:
     """Who is in it; fewer than at its beginning when some were lost."""
     until: float | None = None
     """When this lap ends: the deadline, once the clock runs."""
+    least: int = 0
+    """Samples without which the round does not close at its deadline: those that are free go on instead."""
     work: Work = field(default_factory=Work)
     next_plan: Plan | None = None
     ranges: tuple[tuple[Range, ...], ...] = ()
@@ -122,9 +124,12 @@ class StepState:
     """When it took the micro-batch it is in."""
     loop_phase: LoopPhase = LoopPhase.NOT_BEGUN
     extra: int = 0
-    """A further lap's share."""
+    """A further lap's share, or what is left of the share of a step that goes on to its floor."""
     patience: float = 1.0
-    """How much longer further laps last than they should."""
+    """How much longer further laps, and extensions to the floor, last than they should."""
+
+    told: int = -1
+    """Samples that all together had counted when the floor was last looked at."""
 
     # -- the round --------------------------------------------------------------------------------------------------
     hurried: bool = False

@@ -18,6 +18,7 @@ from paceline.combine import Header
 from paceline.feed.dealing import Dealing
 from paceline.loop.step_state import StepState
 from paceline.pace import Ask, Pacer
+from paceline.pace.floor import least_samples, more
 from paceline.pace.steering import for_all, goal, least, made_for, without_singles
 from paceline.records import History, Plan, StepRecord
 from paceline.settings import LoopSettings
@@ -75,8 +76,8 @@ class TrainingState:
             plan = replace(for_all(plan, expected), deadline_s=None, wait_for=None)
         if last:
             plan = for_all(plan, expected)
-        elif plan.total > expected:
-            plan = self._not_too_far_ahead(plan)
+        elif plan.total > expected and plan.total > (most := self._most(plan)):
+            plan = for_all(plan, most)
         if self._avoid_singles:
             plan = self._without_singles(plan, last)
         shares = self.dealing.deal(plan.samples)
@@ -95,6 +96,9 @@ class TrainingState:
             ends_epoch=left is not None and (last or sum(shares) >= left),
             progress=self.progress,
         )
+        if plan.deadline_s is not None and not step_state.last:
+            batch = self.settings.global_batch
+            step_state.least = least_samples(plan.least_count, batch if left is None else min(batch, left))
         self.plan_ahead(step_state)
         return step_state
 
@@ -122,15 +126,15 @@ class TrainingState:
             return left, True
         return min(left, goal(epoch_step, done=length - left, batch=batch)), False
 
-    def _not_too_far_ahead(self, plan: Plan) -> Plan:
-        """However fast all are, an epoch keeps its number of steps, give or take one: so much is left for every later
-        step but one that it can do its least, half a batch. In mid-epoch that binds nobody."""
+    def _most(self, plan: Plan) -> int:
+        """Samples that may be dealt. However fast all are, an epoch keeps its number of steps, give or take one: so
+        much is left for every later step but one that it can do its least, half a batch or its floor. In mid-epoch
+        that binds nobody."""
         length, left, batch = self.dealing.length, self.dealing.remaining, self.settings.global_batch
         if length is None or left is None:
-            return plan
-        later = max(0, -(-length // batch) - 2 - self.epoch_step)
-        most = max(plan.expects or 1, left - later * least(batch))
-        return for_all(plan, most) if plan.total > most else plan
+            return plan.total
+        later, floor = max(0, -(-length // batch) - 2 - self.epoch_step), least_samples(plan.least_count, batch)
+        return min(left, max(plan.expects or 1, floor, left - later * max(least(batch), floor)))
 
     def _without_singles(self, plan: Plan, last: bool) -> Plan:
         """Batch norm cannot train on a single sample: nobody is dealt one, and no step may leave just one over."""
@@ -183,6 +187,31 @@ class TrainingState:
         dealt = self.dealing.deal(shares)
         step_state.shares = tuple(before + more for before, more in zip(step_state.shares, dealt, strict=True))
         step_state.extra = dealt[self._transport.rank]
+
+    def extend(self, step_state: StepState, counts: Sequence[int], free: Sequence[bool], busy: Sequence[bool]) -> bool:
+        """At a step's deadline, by what each has counted: more samples for those that are free, and more time for all.
+        False when the round may close."""
+        plan, smallest, dealt = step_state.plan, self.dealing.smallest, sum(step_state.shares)
+        assert plan.deadline_s is not None
+        kept = smallest if smallest > 1 else 0  # or a single sample would be left over
+        room = max(self._most(plan) - dealt, step_state.least - sum(counts))
+        given = more(
+            counts,
+            step_state.shares,
+            free=free,
+            busy=busy,
+            least=step_state.least,
+            so_far_s=plan.deadline_s,
+            room=max(0, min(room, (self.dealing.remaining or 0) - dealt - kept)),
+            unit=self._unit,
+            smallest=smallest,
+            patience=step_state.patience,
+        )
+        if given is None:
+            return False
+        step_state.shares = self.dealing.deal(given.shares)
+        step_state.plan = replace(plan, deadline_s=plan.deadline_s + given.seconds)
+        return True
 
     def close(
         self,

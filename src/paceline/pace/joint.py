@@ -53,7 +53,8 @@ class Joint:
     expected by then; ``r_i^s`` are draws of seconds a sample from ``forecast`` (a name or a forecast).
 
     A deadline is planned while it pays by more than the fraction ``least_gain`` against waiting for everybody; until
-    then, and again when it no longer pays, the plan is that of ``adaptive`` (`Adaptive` by default), to the letter.
+    then, and again when it no longer pays, the plan is that of ``adaptive`` (`Adaptive` by default), to the letter. A
+    round closes at its deadline only once the part ``least_count`` of the global batch is counted; 0 for at any count.
     ``draws`` is how many joint samples of the forecast a plan is made from, ``seed`` that of drawing them. See
     docs/joint.md.
     """
@@ -67,21 +68,24 @@ class Joint:
 
     def __init__(
         self,
-        forecast: str | Forecast = "auto",
+        forecast: str | Forecast = "smoothed",
         *,
         least_gain: float = 0.01,
+        least_count: float = 0.7,
         adaptive: Adaptive | None = None,
         draws: int = DRAWS,
         seed: int = 0,
     ) -> None:
         if not 0 <= least_gain < 1:
             raise ValueError(f"least_gain is a fraction from 0 to below 1, not {least_gain}")
+        if not 0 <= least_count <= 1:
+            raise ValueError(f"least_count is a part of the global batch from 0 to 1, not {least_count}")
         if draws < 1:
             raise ValueError(f"a plan needs at least one draw, not {draws}")
         chosen = make(forecast)
         if isinstance(chosen, OrderStatistics):
-            raise ValueError("the forecast 'elfving' tells no worker from another, which joint must: take 'auto'")
-        self.least_gain, self.draws, self.seed = least_gain, draws, seed
+            raise ValueError("the forecast 'elfving' tells no worker from another, which joint must: take 'smoothed'")
+        self.least_gain, self.least_count, self.draws, self.seed = least_gain, least_count, draws, seed
         self.adaptive = Adaptive() if adaptive is None else adaptive
         self._followed = Followed(chosen)
         self._gain = Gain(least=least_gain)
@@ -204,7 +208,7 @@ class Joint:
         dealt = np.minimum(np.maximum(units, 1) * ask.unit, most.astype(np.int64))
         if dealt.sum() < ask.total:  # a deadline at its bound, or tight maximums
             dealt = np.maximum(dealt, least)
-        return self._answer(ask, dealt, deadline_s, pace_s)
+        return replace(self._answer(ask, dealt, deadline_s, pace_s), least_count=self.least_count)
 
     def _last(self, ask: Ask, pace_s: Floats) -> Plan:
         """The last step of an epoch: just what is left, by speed, and time enough for those that are at work."""
@@ -259,7 +263,8 @@ class Joint:
         self._generation, self._step = state.get("generation"), int(state.get("step", -1))
 
     def __repr__(self) -> str:
-        settings = f"least_gain={self.least_gain}, adaptive={self.adaptive!r}, draws={self.draws}, seed={self.seed}"
+        parts = f"least_gain={self.least_gain}, least_count={self.least_count}"
+        settings = f"{parts}, adaptive={self.adaptive!r}, draws={self.draws}, seed={self.seed}"
         return f"Joint({self.forecast.name!r}, {settings})"
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paceline.pace import Ask, Pacer
+from paceline.pace import Ask, Pacer, floor
 from paceline.pace.fitting import fit_all, ladder
 from paceline.pace.steering import goal, made_for
 from paceline.records import Plan, StepRecord
@@ -59,6 +59,10 @@ class _Done:
     """When the worker was done or, if it was not, when its last micro-batch will be; from the step's start."""
     lost: NDArray[np.bool_]
     """Its last micro-batch was not finished in time."""
+    under_way: NDArray[np.int64]
+    """Samples of that micro-batch; 0 where it is an earlier step's."""
+    begun_s: Floats
+    """When it was begun."""
     cost_s: Floats
     """Of the busy seconds, the step's constant cost."""
 
@@ -94,7 +98,8 @@ def play(
         plan = made_for(plan, goal(plan.step, done=counted, batch=batch))
         hoped = counted + min(plan.expects or 0, plan.total)
         after = ask(step + 1, hoped) if step else None
-        done, closed_s = fleet.step(own / share, cost[step], plan)
+        least = floor.least_samples(plan.least_count, batch)
+        plan, done, closed_s = fleet.step(own / share, cost[step], plan, least=least)
         record = _record(step, plan, done, closed_s, overhead_s)
         counted += record.total
         pacer.observe(record)
@@ -114,19 +119,52 @@ class _Fleet:
         self._busy_s = np.zeros(size)
         self._pace_s = np.full(size, np.nan)
 
-    def step(self, per_sample_s: Floats, cost_s: Floats, plan: Plan) -> tuple[_Done, float]:
-        """Everybody's work, and when the round closed."""
+    def step(self, per_sample_s: Floats, cost_s: Floats, plan: Plan, *, least: int = 0) -> tuple[Plan, _Done, float]:
+        """The plan as it was in the end, everybody's work, and when the round closed. With fewer than ``least`` samples
+        it goes on at its deadline."""
         shares = np.array(plan.samples, dtype=np.int64)
         starts = self._busy_s + np.where(shares > 0, cost_s, 0.0)
         if plan.deadline_s is None:
             done = self._all(per_sample_s, starts, shares)
         else:
-            done = self._until(per_sample_s, starts, shares, plan.deadline_s)
+            done = self._until(per_sample_s, starts, shares, plan.deadline_s, self._pace_s)
+            plan, done = self._to_floor(done, per_sample_s, plan, least)
         done.cost_s = np.where(done.samples > 0, cost_s, 0.0)
         done.busy_s = done.busy_s + done.cost_s
-        if plan.deadline_s is not None and (done.samples < shares).any():
-            return done, plan.deadline_s
-        return done, float(done.ends_s.max())
+        if plan.deadline_s is not None and (done.samples < plan.samples).any():
+            return plan, done, plan.deadline_s
+        return plan, done, float(done.ends_s.max())
+
+    def _to_floor(self, done: _Done, per_sample_s: Floats, plan: Plan, least: int) -> tuple[Plan, _Done]:
+        """A thin round goes on: those that are not stuck do more, and who comes back meanwhile too."""
+        while True:
+            closed_s = plan.deadline_s or 0.0
+            more = floor.more(
+                done.samples, plan.samples, free=~done.lost, busy=done.lost, least=least, so_far_s=closed_s, room=2**40
+            )
+            if more is None:
+                return plan, done
+            plan = replace(plan, samples=more.shares, deadline_s=closed_s + more.seconds)
+            done = self._go_on(done, per_sample_s, plan, closed_s)
+
+    def _go_on(self, done: _Done, per_sample_s: Floats, plan: Plan, since_s: float) -> _Done:
+        """The same step, from ``since_s`` to a later deadline."""
+        assert plan.deadline_s is not None
+        back = done.lost & (done.ends_s <= plan.deadline_s)
+        landed = np.where(back, done.under_way, 0)
+        busy_s = done.busy_s + np.where(landed > 0, done.ends_s - done.begun_s, 0.0)
+        samples, pieces = done.samples + landed, done.pieces + (landed > 0)
+        starts = np.where(done.lost, done.ends_s, np.maximum(done.ends_s, since_s))
+        pace = np.where(samples > 0, busy_s / np.maximum(samples, 1), self._pace_s)
+        stuck = done.lost & ~back
+        shares = np.where(stuck, 0, np.array(plan.samples, dtype=np.int64) - samples)
+        later = self._until(per_sample_s, starts, shares, plan.deadline_s, pace, tries=samples == 0)
+        later.samples += samples
+        later.pieces += pieces
+        later.busy_s = later.busy_s + busy_s
+        later.under_way = np.where(stuck, done.under_way, later.under_way)
+        later.begun_s = np.where(stuck, done.begun_s, later.begun_s)
+        return later
 
     def leave(self, done: _Done, length_s: float) -> None:
         """The step is over: a lost micro-batch goes on."""
@@ -141,9 +179,19 @@ class _Fleet:
         mean = np.where(there, factors, 0.0).sum(axis=1) / np.maximum(pieces, 1)
         busy = per_sample_s * shares * mean
         none = np.zeros(len(shares))
-        return _Done(shares, pieces, busy, starts + busy, none > 0, none)
+        return _Done(shares, pieces, busy, starts + busy, none > 0, 0 * shares, starts, none)
 
-    def _until(self, per_sample_s: Floats, starts: Floats, shares: NDArray[np.int64], deadline_s: float) -> _Done:
+    def _until(
+        self,
+        per_sample_s: Floats,
+        starts: Floats,
+        shares: NDArray[np.int64],
+        deadline_s: float,
+        pace_s: Floats,
+        *,
+        tries: NDArray[np.bool_] | None = None,
+    ) -> _Done:
+        """``pace_s``: seconds a sample so far; ``tries``: who tries the smallest size though it does not fit."""
         whole = self._sizes[0]
         most = shares // whole
         # Nobody does more whole micro-batches than its pace allows, with room for a lucky run.
@@ -153,7 +201,7 @@ class _Fleet:
         ends = starts[:, None] + np.cumsum(took, axis=1)
         begins = np.concatenate([starts[:, None], ends], axis=1)
         known = np.arange(1, columns + 1)
-        pace = np.concatenate([self._pace_s[:, None], (ends - starts[:, None]) / (known * whole)], axis=1)
+        pace = np.concatenate([pace_s[:, None], (ends - starts[:, None]) / (known * whole)], axis=1)
         fits = fit_all(deadline_s - begins, pace, (whole,)) > 0
         fits &= np.arange(columns + 1) < np.minimum(most, columns)[:, None]
         begun = np.argmin(fits, axis=1)
@@ -165,24 +213,36 @@ class _Fleet:
             busy_s=begins[row, finished] - starts,
             ends_s=begins[row, begun],
             lost=(begun > finished) | (starts > deadline_s),
+            under_way=np.where(begun > finished, whole, 0),
+            begun_s=begins[row, finished],
             cost_s=np.zeros(len(shares)),
         )
-        return self._pieces(done, per_sample_s, shares, deadline_s)
+        first = (done.samples == 0) & (True if tries is None else tries)
+        return self._pieces(done, per_sample_s, shares, deadline_s, pace_s, first)
 
-    def _pieces(self, done: _Done, per_sample_s: Floats, shares: NDArray[np.int64], deadline_s: float) -> _Done:
-        """What still fits after the whole micro-batches; whoever has done nothing yet tries the smallest size."""
-        first = done.samples == 0
+    def _pieces(
+        self,
+        done: _Done,
+        per_sample_s: Floats,
+        shares: NDArray[np.int64],
+        deadline_s: float,
+        pace_s: Floats,
+        first: NDArray[np.bool_],
+    ) -> _Done:
+        """What still fits after the whole micro-batches; those in ``first`` try the smallest size."""
         for _ in range(2 * len(self._sizes)):
-            pace = _pace_s(done, done.busy_s, self._pace_s)
+            pace = _pace_s(done, done.busy_s, pace_s)
             size = fit_all(deadline_s - done.ends_s, pace, self._sizes)
             size = np.where(first & (done.ends_s < deadline_s), np.maximum(size, self._sizes[-1]), size)
             size = np.where(done.lost, 0, np.minimum(size, shares - done.samples))
             if not size.any():
                 break
             took = per_sample_s * size * self._noise(self._rng, size.shape)
+            done.begun_s = np.where(size > 0, done.ends_s, done.begun_s)
             done.ends_s = done.ends_s + took
             in_time = (size > 0) & (done.ends_s <= deadline_s)
             done.lost |= (size > 0) & ~in_time
+            done.under_way = np.where((size > 0) & ~in_time, size, done.under_way)
             done.samples = done.samples + np.where(in_time, size, 0)
             done.pieces += in_time
             done.busy_s = done.busy_s + np.where(in_time, took, 0.0)

@@ -66,6 +66,8 @@ class Smoothed:
         return {"mean": to_list(self._mean), "variance": self._variance.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Its own state, or that of auto, which follows a smoothed forecast too."""
+        state = state.get("smoothed", state)
         self._mean = to_array(state["mean"])
         self._variance = np.array(state["variance"], dtype=np.float64)
 
