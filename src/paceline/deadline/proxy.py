@@ -54,11 +54,14 @@ class Proxy:
     # -- from the user's thread ------------------------------------------------------------------------------------
 
     def watch(self, step_state: StepState) -> None:
-        """A step was opened; if it has a deadline, it is the proxy's from here on."""
+        """A step was opened; if it has a deadline, it is the proxy's from here on. The first of them starts the
+        thread."""
+        if step_state.plan.bounded:
+            self._deadlines.side_stream.open()
         with self._training.changed:
             self._step_state = step_state
             self._training.changed.notify_all()
-        if not self._thread.is_alive() and not self._stopping:
+        if step_state.plan.bounded and not self._thread.is_alive() and not self._stopping:
             self._thread.start()
 
     def begun(self, step_state: StepState) -> None:
