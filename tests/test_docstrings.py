@@ -45,7 +45,7 @@ def test_help_shows_every_public_attribute(name: str) -> None:
     assert not missing, f"{name}: add {sorted(missing)} to Attributes: in its docstring"
 
 
-@pytest.mark.parametrize("name", ["Adaptive", "Cutoff", "Fixed", "Joint"])
+@pytest.mark.parametrize("name", ["Adaptive", "Auto", "Cutoff", "Fixed", "Joint"])
 def test_every_setting_of_a_pace_is_explained(name: str) -> None:
     kind = getattr(paceline, name)
     unsaid = [setting for setting in inspect.signature(kind).parameters if f"``{setting}``" not in kind.__doc__]
@@ -58,7 +58,7 @@ def test_the_docstring_of_join_names_every_pace_and_combine() -> None:
     text = paceline.join.__doc__ or ""
     for word in [*registered().keys() - {"fixed"}, "fixed:1,1,2", "gradients", "average", "elastic-average"]:
         assert f'"{word}"' in text, word
-    for word in ("Adaptive", "Equal", "Fixed", "Epoch", "Joint", "Cutoff", "Averaging", "ElasticAverage"):
+    for word in ("Adaptive", "Auto", "Equal", "Fixed", "Epoch", "Joint", "Cutoff", "Averaging", "ElasticAverage"):
         assert word in text, word
 
 

@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from paceline.launcher.functions import launch
     from paceline.loop.step import Step
     from paceline.loop.steps import Steps
-    from paceline.pace import Adaptive, Cutoff, Epoch, Equal, Fixed, Joint
+    from paceline.pace import Adaptive, Auto, Cutoff, Epoch, Equal, Fixed, Joint
     from paceline.records import History, Plan, StepRecord
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Adaptive",
+    "Auto",
     "Averaging",
     "CallMismatch",
     "Cutoff",
@@ -78,7 +79,7 @@ _ROOMS = {
     "fleet": ("Fleet", "join"),
     "launcher.functions": ("launch",),
     "loop.steps": ("Steps",),
-    "pace": ("Adaptive", "Cutoff", "Epoch", "Equal", "Fixed", "Joint"),
+    "pace": ("Adaptive", "Auto", "Cutoff", "Epoch", "Equal", "Fixed", "Joint"),
     "records": ("History", "Plan", "StepRecord"),
     "loop.step": ("Step",),
 }

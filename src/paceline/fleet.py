@@ -37,7 +37,7 @@ from paceline.training.untracked import UntrackedChecks
 
 
 def join(
-    pace: str | Pacer = "adaptive",
+    pace: str | Pacer = "auto",
     *,
     combine: str | Averaging | ElasticAverage = "gradients",
     device: str | torch.device | None = None,
@@ -50,11 +50,11 @@ def join(
     """Join the fleet that ``paceline run``, torchrun or another launcher started, or be one alone.
 
     Args:
-        pace: who does how many samples, until when: "adaptive" (shares follow the measured speeds), "equal" (as DDP),
-            "fixed:1,1,2" (ratios of work), "epoch" (new shares once an epoch), "joint" (shares and a deadline: nobody
-            waits for a worker that stalls), "cutoff" (P3: the first shares count), or an object with settings:
-            `paceline.Adaptive`, `Equal`, `Fixed`, `Epoch`, `Joint` or `Cutoff`. PACELINE_PACE overrides it, and the
-            run says so.
+        pace: who does how many samples, until when: "auto" (adaptive, and joint while a deadline pays), "adaptive"
+            (shares follow the measured speeds, everybody is waited for), "equal" (as DDP), "fixed:1,1,2" (ratios of
+            work), "epoch" (new shares once an epoch), "joint" (shares and a deadline: nobody waits for a worker that
+            stalls), "cutoff" (P3: the first shares count), or an object with settings: `paceline.Auto`, `Adaptive`,
+            `Equal`, `Fixed`, `Epoch`, `Joint` or `Cutoff`. PACELINE_PACE overrides it, and the run says so.
         combine: how the work merges: "gradients" (one mean gradient every step), "average" or "elastic-average"
             (parameters, now and then: for slow networks), or an object with settings: `paceline.Averaging` or
             `paceline.ElasticAverage`. PACELINE_COMBINE overrides it, and the run says so.

@@ -131,7 +131,7 @@ def test_local_combines_refuse_a_pace_that_sets_deadlines(combine: str, pace: st
     with pytest.raises(ValueError, match=f"pace '{pace}' sets deadlines .* combine '{combine}' has none"):
         check_combine(make_combine(combine), make_pacer(pace), 2)
     check_combine("gradients", make_pacer(pace), 2)
-    for other in ("adaptive", "equal"):
+    for other in ("adaptive", "equal", "auto"):
         check_combine(make_combine(combine), make_pacer(other), 2)
 
 

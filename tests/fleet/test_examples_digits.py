@@ -35,8 +35,9 @@ def start(folder: Path, *command: str, **more: str) -> tuple[list[tuple[float, f
 def test_digits_trains_the_same_alone_under_torchrun_and_under_paceline_run(tmp_path: Path) -> None:
     wanted = ("--epochs", "4")
     alone, _ = start(tmp_path, DIGITS, *wanted)
-    torchrun, said = start(tmp_path, *TORCHRUN, DIGITS, *wanted)
-    launched, _ = start(tmp_path, *PACELINE, DIGITS, *wanted)
+    exact = {"PACELINE_PACE": "adaptive"}  # a deadline would let the batch vary
+    torchrun, said = start(tmp_path, *TORCHRUN, DIGITS, *wanted, **exact)
+    launched, _ = start(tmp_path, *PACELINE, "--pace", "adaptive", DIGITS, *wanted)
     assert "of what these 2 machines" in said
     for epochs in (alone, torchrun, launched):
         assert len(epochs) == 4

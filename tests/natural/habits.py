@@ -68,7 +68,7 @@ SCHEDULES = {
     "inside": "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.97**n)",
     "cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=len(steps))",
 }
-PACES = ("equal", "fixed:1,3", "adaptive", "joint", "elastic")
+PACES = ("equal", "fixed:1,3", "adaptive", "auto", "joint", "elastic")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def habits(draw: st.DrawFn) -> Habits:
     """Those that go together."""
     pick = lambda *choices: draw(st.sampled_from(choices))  # noqa: E731
     loop = pick(*LOOPS)
-    pace = pick("equal", "equal", "fixed:1,3", "fixed:1,3", "adaptive", "adaptive", "joint", "joint", "elastic")
+    pace = pick("equal", "equal", "fixed:1,3", "fixed:1,3", "adaptive", "auto", "joint", "joint", "elastic")
     layer = "phases" in loop and pick(False, True)
     schedule = "none" if layer else pick("none", "epoch", "epoch", "step", "step", "cycle", "cycle", "inside")
     if schedule == "cycle" and loop != "one":

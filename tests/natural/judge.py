@@ -181,7 +181,7 @@ def _right(habits: Habits, folder: Path, runs: list[Path], ended: list[Outcome],
     ledger_and_audit_agree(log, ledger)
     if len(runs) > 1 and not same_shuffle(habits):
         return
-    if habits.pace in ("joint", "elastic") and batches(log) != batches(read_log(folder / "one" / "run")):
+    if habits.pace in ("auto", "joint", "elastic") and batches(log) != batches(read_log(folder / "one" / "run")):
         single = replayed(folder, f"replayed {len(runs)}", log)
     for name in ("counted", "weights", "rate"):
         off = _apart(values[0][name], single[name])

@@ -21,3 +21,9 @@ def test_the_script_of_the_readme_runs_alone_and_the_same_with_two_workers(tmp_p
     one, other = results(tmp_path / "two", script + WEIGHTS, before=SEEDED)
     assert one == other
     assert apart(one, alone[0]) < 1e-4
+
+
+def test_with_the_pace_that_it_has_by_itself_its_workers_stay_equal(tmp_path: Path) -> None:
+    (script,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    one, other = results(tmp_path, script + WEIGHTS, before=SEEDED, PACELINE_PACE="auto")
+    assert one == other

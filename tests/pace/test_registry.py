@@ -30,7 +30,9 @@ class Mine(Equal):
 def test_a_registered_pace_is_made_by_its_name_and_named_among_the_known() -> None:
     assert register(Mine) is Mine
     assert isinstance(make("mine"), Mine)
-    with pytest.raises(ValueError, match=r"Known names: equal, fixed:1,1,2 .*, epoch, adaptive, cutoff, joint, mine"):
+    with pytest.raises(
+        ValueError, match=r"Known names: equal, fixed:1,1,2 .*, epoch, adaptive, cutoff, joint, auto, mine"
+    ):
         make("mine:3")
 
 
@@ -106,7 +108,7 @@ def test_a_registered_pace_is_in_both_tables_of_the_simulator() -> None:
 def test_no_file_outside_of_the_room_knows_a_pace() -> None:
     """But for the default of `paceline.join`, which stands in its signature so that help shows it."""
     root = Path(paceline.__file__).parent
-    names = set(registered()) - {"equal", "epoch", "fixed"}  # these words have other meanings too
+    names = set(registered()) - {"equal", "epoch", "fixed", "auto"}  # these words have other meanings too
     classes = {kind.__name__ for kind in registered().values()}
     found = {
         (str(file.relative_to(root)), word)

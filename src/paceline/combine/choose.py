@@ -16,7 +16,7 @@ from paceline.combine.base import Combine, CombineParts
 from paceline.combine.gradients.combine import GradientCombine
 from paceline.loop.context import LoopContext
 from paceline.machines.failures import Failures, parse_failures
-from paceline.pace import Pacer, may_set_deadlines
+from paceline.pace import Pacer, deadlines_needed
 
 Choice = str | Averaging | ElasticAverage
 """A name, or the settings of an average."""
@@ -87,7 +87,7 @@ def check_combine(combine: Choice, pacer: Pacer, workers: int, *, elastic: bool 
         if elastic:
             combine.check_elastic()
         combine.check(workers)
-    if kind_of(combine).local and may_set_deadlines(pacer):
+    if kind_of(combine).local and deadlines_needed(pacer):
         raise ValueError(
             f"pace {pacer.name!r} sets deadlines for rounds of gradients, and combine {name_of(combine)!r} has none: "
             "take pace adaptive or equal"

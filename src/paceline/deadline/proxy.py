@@ -42,6 +42,8 @@ class Proxy:
         self.error: BaseException | None = None
         self.backlog = Backlog(loop.transport, loop.training.changed, deadlines.copyable)
         self._stopping = False
+        self._needed = False
+        """Whether a step of this loop had a deadline: the same on every worker."""
         self._entered = 0
         """Rounds and laps that this worker has gone into."""
         self._last_to_enter: int | None = None
@@ -54,11 +56,15 @@ class Proxy:
     # -- from the user's thread ------------------------------------------------------------------------------------
 
     def watch(self, step_state: StepState) -> None:
-        """A step was opened; if it has a deadline, it is the proxy's from here on."""
+        """A step was opened; if it has a deadline, it is the proxy's from here on. The first of them starts the
+        thread."""
+        if step_state.plan.bounded:
+            self._needed = True
+            self._deadlines.side_stream.open()
         with self._training.changed:
             self._step_state = step_state
             self._training.changed.notify_all()
-        if not self._thread.is_alive() and not self._stopping:
+        if step_state.plan.bounded and not self._thread.is_alive() and not self._stopping:
             self._thread.start()
 
     def begun(self, step_state: StepState) -> None:
@@ -93,7 +99,10 @@ class Proxy:
 
     def stop_together(self) -> None:
         """End the threads of all workers after the same round: whoever waits in one is not left alone there. All
-        workers call it."""
+        workers call it. Where no step had a deadline there is nothing to agree on."""
+        if not self._needed:
+            self.stop()
+            return
         self._stop(last=None)
         try:
             entered = self._transport.gather("the end of the loop", self._entered)
@@ -367,11 +376,11 @@ class Proxy:
     @property
     def place(self) -> dict[str, int]:
         """Where this proxy is in the sequence of its calls, for a newcomer's."""
-        return {"loop": self._loop, "entered": self._entered}
+        return {"loop": self._loop, "entered": self._entered, "needed": self._needed}
 
     def take_place(self, place: Mapping[str, int]) -> None:
         """Before its thread starts: be where a peer's proxy is."""
-        self._loop, self._entered = place["loop"], place["entered"]
+        self._loop, self._entered, self._needed = place["loop"], place["entered"], bool(place["needed"])
 
 
 def _lap_seconds(step_state: StepState, shares: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:

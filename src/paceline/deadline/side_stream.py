@@ -30,13 +30,17 @@ class StreamMark:
 
 
 class SideStream:
-    """The stream beside the user's. ``with stream.work():`` work goes there, from any thread."""
+    """The stream beside the user's, once it is open. ``with stream.work():`` work goes there, from any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def open(self) -> None:
+        """Before the first round with a deadline, on the user's thread: runs without one have no stream."""
+        if self._stream is None and self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self.follow()
 
     def work(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

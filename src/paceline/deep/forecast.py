@@ -21,7 +21,7 @@ from paceline.deep.model import DeepModel, Shape
 from paceline.deep.model_file import load_model
 from paceline.deep.past import Past
 from paceline.deep.serialize import pack, unpack
-from paceline.pace.forecast.auto import JUDGED_BY, Auto
+from paceline.pace.forecast.auto import JUDGED_BY, AutoForecast
 from paceline.pace.forecast.base import Floats, Mask, Seen
 from paceline.pace.forecast.normal import truncated_draws
 from paceline.pace.forecast.registry import register
@@ -41,7 +41,7 @@ DEPTH = Shape().memory + 2 * Shape().lag
 class Deep:
     """P3's deep Markov model, once there is one that earns its keep.
 
-    It follows every step with `paceline.pace.forecast.Auto` and, when given a ``model`` (a `DeepModel`, or the path of
+    It follows every step with `AutoForecast` and, when given a ``model`` (a `DeepModel`, or the path of
     a file written by ``paceline learn``) or when one is `adopt`-ed, with that too. Both are scored on each step before
     they see it (`paceline.pace.forecast.score`); the model speaks while its mean score over the last 50 steps is the
     better one, after a trial of 10, and a change is logged. So a model is judged only by steps that came after it was
@@ -69,7 +69,7 @@ class Deep:
         self.always = always
         self.learns = model is None if learns is None else learns
         self._rng = np.random.default_rng(seed)
-        self._plain, self._smoothed = Auto(), Smoothed()
+        self._plain, self._smoothed = AutoForecast(), Smoothed()
         self._spoke = False
         self._past: Past | None = None
         self._stale = False

@@ -55,6 +55,10 @@ class LoopContext:
     """Follows who is there, where workers come and go."""
     copyable: bool = True
     """Whether a copy of a peer's state would hold everything that has state."""
+    own_updates: bool = False
+    """Whether the script makes updates of its own, from the gradient that ``step.combine()`` leaves."""
+    told: set[str] = field(default_factory=set)
+    """What this run's log has been told once."""
     at_boundary: Callable[[], None] = lambda: None
     """Called between two steps, and after the last: the state is whole then."""
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -100,6 +104,12 @@ class LoopContext:
     def warn_all(self, text: str) -> None:
         """A warning that every worker has: the leader's is enough."""
         self.observe("note", {"level": "warning", "text": text, "everywhere": True})
+
+    def say_once(self, text: str) -> None:
+        """A note for the run's log, unless it has it."""
+        if text not in self.told:
+            self.told.add(text)
+            self.observe("note", {"level": "info", "text": text})
 
     def add_figures(self, header: Header, added: Mapping[str, Any]) -> None:
         """Figures of ``step.add``, under the numbers that the fleet knows their names by."""

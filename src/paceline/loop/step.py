@@ -259,6 +259,7 @@ class Step:
     def combine(self) -> None:
         """Run the round now and leave the fleet's mean gradient in ``p.grad`` for code of your own; commit then only
         updates. When ``step.applied`` is False there is nothing to apply (an overflow, nothing done)."""
+        self._loop.own_updates = True
         self._combine(clip_norm=None, own=True)
 
     def commit(self, *optimizers: torch.optim.Optimizer, clip_norm: float | None = None) -> None:

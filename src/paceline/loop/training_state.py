@@ -55,6 +55,8 @@ class TrainingState:
         """Steps of the open epoch that are over."""
         self.finished = False
         self.plan: Plan | None = None
+        self.deadlines: Callable[[], bool] = lambda: False
+        """Whether the next plan may have a deadline: asked for a pace that can do without."""
         self.learn: Callable[[StepRecord], None] | None = None
         """Hears of every record: a forecast that learns while the run goes on."""
         self._transport, self._history, self._observe = transport, history, observe
@@ -176,6 +178,7 @@ class TrainingState:
             generation=self._transport.generation,
             unit=min(self._unit, total),
             last=last,
+            deadlines=self.deadlines(),
         )
         return replace(self.pacer.plan(ask), expects=total)
 
@@ -248,6 +251,9 @@ class TrainingState:
     def note(self, record: StepRecord) -> None:
         """Tell of the newest record."""
         self._observe("step", vars(record))
+        change = getattr(self.pacer, "change", None)
+        if change is not None and change.step == record.step and self.deadlines():
+            self._observe("pace", vars(change))
         if self.learn is not None and self._newest is not None:
             self.learn(self._newest)
 

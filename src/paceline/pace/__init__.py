@@ -6,7 +6,8 @@ Each pace is one file and one line here; what others need to know of it stands o
 from __future__ import annotations
 
 from paceline.pace.adaptive import Adaptive
-from paceline.pace.base import Ask, Pacer, may_set_deadlines
+from paceline.pace.auto import Auto
+from paceline.pace.base import Ask, Pacer, deadlines_needed, may_set_deadlines
 from paceline.pace.cutoff import Cutoff
 from paceline.pace.epoch import Epoch
 from paceline.pace.equal import Equal
@@ -17,8 +18,10 @@ from paceline.pace.traits import Simulated, Traits
 
 __all__ = [
     "DEFAULT",
+    "WAITING",
     "Adaptive",
     "Ask",
+    "Auto",
     "Cutoff",
     "Epoch",
     "Equal",
@@ -28,6 +31,7 @@ __all__ = [
     "Simulated",
     "Traits",
     "baseline",
+    "deadlines_needed",
     "make",
     "may_set_deadlines",
     "register",
@@ -35,8 +39,10 @@ __all__ = [
     "traits_of",
 ]
 
-DEFAULT = Adaptive.name
+DEFAULT = Auto.name
 """The pace of a fleet that asks for none, and the one that reports advise."""
+WAITING = Adaptive.name
+"""The default's shares without its deadlines: what reports advise where waiting for everybody is faster."""
 
 register(Equal)
 register(Fixed)
@@ -44,3 +50,4 @@ register(Epoch)
 register(Adaptive)
 register(Cutoff)
 register(Joint)
+register(Auto)

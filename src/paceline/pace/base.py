@@ -32,6 +32,8 @@ class Ask:
     maximum: int | tuple[int, ...] | None = None
     last: bool = False
     """Nothing of the epoch is left after this step if all of ``total`` is done."""
+    deadlines: bool = True
+    """Whether the step may have a deadline. A pace that cannot do without is not asked where none may be."""
 
 
 @runtime_checkable
@@ -58,6 +60,11 @@ class Pacer(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Know what another pacer of this kind knew."""
+
+
+def deadlines_needed(pacer: Pacer) -> bool:
+    """Whether the pacer's plans may have deadlines whatever `Ask.deadlines` says."""
+    return may_set_deadlines(pacer) and not getattr(pacer, "does_without", False)
 
 
 def may_set_deadlines(pacer: Pacer) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from paceline.pace.arrivals import best_count, static_count
 from paceline.pace.base import Ask
 from paceline.pace.equal import Equal
-from paceline.pace.forecast import Auto, Forecast, LastValue, OrderStatistics, Smoothed, Window, make
+from paceline.pace.forecast import AutoForecast, Forecast, LastValue, OrderStatistics, Smoothed, Window, make
 from paceline.pace.reading import Followed, column, steps_ahead
 from paceline.pace.traits import Simulated, Traits
 from paceline.records import Plan, StepRecord
@@ -70,9 +70,9 @@ class Cutoff:
     @classmethod
     def simulated(cls, *, seed: int, forecast: Forecast | None = None) -> Sequence[Simulated]:
         """The simulator's rows: one a forecast, the default (auto) among them."""
-        tried: list[Forecast] = [OrderStatistics(), LastValue(), Smoothed(), Window(seed=seed), Auto()]
+        tried: list[Forecast] = [OrderStatistics(), LastValue(), Smoothed(), Window(seed=seed), AutoForecast()]
         tried += [] if forecast is None else [forecast]
-        return [Simulated(one.name, cls(one, seed=seed), as_chosen=isinstance(one, Auto)) for one in tried]
+        return [Simulated(one.name, cls(one, seed=seed), as_chosen=isinstance(one, AutoForecast)) for one in tried]
 
     @property
     def forecast(self) -> Forecast:

@@ -22,10 +22,11 @@ RATE = 0.05
 
 
 class Gain:
-    """On when waiting costs more than the fraction ``least`` over a deadline; off when it costs nothing more."""
+    """On when waiting costs more than the fraction ``least`` over a deadline, once ``steps`` of them were judged; off
+    when it costs no more than ``keep``: below ``least``, so that it does not flap."""
 
-    def __init__(self, *, least: float) -> None:
-        self.least = least
+    def __init__(self, *, least: float, keep: float = 0.0, steps: int = 1) -> None:
+        self.least, self.keep, self.steps = least, keep, steps
         self.on = False
         self._waited = self._together = 0.0
         self._overhead_s: list[float | None] = [None, None]
@@ -55,7 +56,10 @@ class Gain:
         rate = max(RATE, 1 / self._steps)
         self._waited += rate * ((waited_s + without_s) / samples - self._waited)
         self._together += rate * ((together_s + with_s) / samples - self._together)
-        self.on = self.value > (0.0 if self.on else self.least) or (self.on and not may_end)
+        if self.on:
+            self.on = self.value > self.keep or not may_end
+        else:
+            self.on = self.value > self.least and self._steps >= self.steps
 
     def _overheads(self, deadline: bool, overhead_s: float) -> tuple[float, float]:
         """Running means without and with a deadline; the kind never met is taken for the other."""

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.machines.link import Link
-from paceline.pace import DEFAULT, make
+from paceline.pace import WAITING, make
 from paceline.pace.period import steps_dealt, time_is_up
 from paceline.simulate import play
 from paceline.simulate.outcome import Floats, matrix
@@ -145,7 +145,7 @@ def by_steps(name: str, trace: LoopedTrace, every: int, network: Network, round_
     """A round every so many steps. Shares are planned once a round, by the default pace of real runs."""
     settling = max(SETTLING, -(-trace.warm_up // every))
     rounds = max(ROUNDS, -(-len(trace.scored) // every))
-    played = play.shares(trace.periods(settling + rounds, every), make(DEFAULT), overhead_s=round_s, share=share)
+    played = play.shares(trace.periods(settling + rounds, every), make(WAITING), overhead_s=round_s, share=share)
     scored = played.after(settling)
     return Traffic(
         name,

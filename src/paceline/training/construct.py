@@ -65,6 +65,7 @@ class StepsConstructor:
         self._context, self._replica, self._untracked, self._saving = context, replica, untracked, saving
         self._guards: list[Guard] = []
         self._learner: Any = None
+        self._told: set[str] = set()
 
     def make(self, plan: LoopPlan) -> Steps:
         gradients = self._gradients(plan.settings.auto)
@@ -164,6 +165,7 @@ class StepsConstructor:
             restore=partial(self._replica.restore, Path("a peer's state")),
             whole=unit > 1,
             alike=plan.alike,
+            told=self._told,
             first=first,
         )
 

@@ -12,10 +12,10 @@ import torch
 
 from paceline import devices, machines
 from paceline.combine.averaging.settings import Averaging
-from paceline.combine.choose import Choice, check_combine, failures_from_env, make_combine, name_of
+from paceline.combine.choose import Choice, check_combine, failures_from_env, kind_of, make_combine, name_of
 from paceline.errors import FleetError
 from paceline.exit import end_with_one_line
-from paceline.pace import Pacer
+from paceline.pace import Pacer, may_set_deadlines
 from paceline.pace import make as make_pacer
 from paceline.run_recorder import RunRecorder
 from paceline.settings import must_agree
@@ -56,6 +56,8 @@ def join_training(
             )
             if other_pace:
                 context.inform(f"pace is {pacer.name!r} as PACELINE_PACE says, not {_pace_name(pace)!r}")
+            if kind_of(merge).local and may_set_deadlines(pacer):
+                context.inform(f"pace {pacer.name} stays adaptive: combine {name_of(merge)!r} has no deadlines")
             if other_combine:
                 context.inform(f"combine is {other_combine!r} as PACELINE_COMBINE says")
         except BaseException as error:

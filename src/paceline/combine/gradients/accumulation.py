@@ -56,6 +56,11 @@ class Accumulation:
         self._begun = False
         self._versions: list[int] = []
         self._last_factor: tuple[Any, torch.Tensor] | None = None
+        self.refrozen = False
+        """Whether parameters were frozen or unfrozen since the beginning."""
+        self.follows_freezing = False
+        """Whether the first step without a deadline follows what was frozen or unfrozen in one with a deadline: until
+        then the frozen have no gradient, and the unfrozen not yet."""
         self._looked = False
         """Whether a whole step's losses were looked at for a scale that was left in."""
 
@@ -77,7 +82,7 @@ class Accumulation:
 
     def _rebuild(self, trained: list[bool]) -> None:
         self.buckets.detach()
-        self.trained = trained
+        self.trained, self.refrozen = trained, True
         self.buckets = self._make_buckets()
 
     def _notice_freezing(self) -> None:
@@ -165,6 +170,11 @@ class Accumulation:
         """The same, beside the sum until `join`: the micro-batch joins it whole or not at all."""
         if not self._begun:
             self._begin_work()
+        if self.refrozen and self.follows_freezing:
+            still = (id(p) for p in self.buckets.parameters if p.requires_grad)
+            among = frozenset(p for p in still if among is None or p in among)
+            if not among:
+                return self.no_gradient()
         scaled, gradient = self._scaled(loss, weight)
         grads = self.buckets.backward_aside(scaled, gradient, among=among, **graph)
         if all(grad is None for grad in grads):
@@ -189,7 +199,9 @@ class Accumulation:
     def check_aside(self) -> None:
         """Raise MisuseError when the script changed parameters or gradients since the last micro-batch of a step with a
         deadline."""
-        if self._trained_now() != self.trained:
+        if self._trained_now() != self.trained and self.follows_freezing:
+            self.refrozen = True
+        elif self._trained_now() != self.trained:
             raise MisuseError(
                 "parameters were frozen or unfrozen between steps, which rounds with a deadline cannot follow: make "
                 "new steps with fleet.steps, or use another pace"

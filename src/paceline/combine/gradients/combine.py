@@ -15,6 +15,7 @@ import numpy as np
 
 from paceline.combine import Header
 from paceline.combine.base import Combine, CombineParts
+from paceline.deadline.allowed import Allowed
 from paceline.deadline.rounds import Deadlines, ProxyRound
 from paceline.errors import Dropped, MisuseError, NonFiniteGradients
 from paceline.loop.context import LoopContext
@@ -24,7 +25,7 @@ from paceline.loop.rounds import InlineRound, ReplicaComparison, StepRound
 from paceline.loop.step import Step
 from paceline.loop.step_recording import has_gradient, void_record
 from paceline.loop.step_state import RoundPhase, StepState
-from paceline.pace import may_set_deadlines
+from paceline.pace import deadlines_needed, may_set_deadlines
 from paceline.records import Plan
 from paceline.settings import must_agree
 
@@ -41,7 +42,18 @@ class GradientCombine:
         self._agreed_epoch = -1
         self._replicas = ReplicaComparison(loop)
         others = loop.transport.size > 1 or loop.transport.elastic
-        self._deadlines = Deadlines(loop, self._register) if others and may_set_deadlines(loop.training.pacer) else None
+        self._deadlines = self._make_deadlines() if others and may_set_deadlines(loop.training.pacer) else None
+
+    def _make_deadlines(self) -> Deadlines | None:
+        """For a pace that can do without: where none can be, none; where there may be some, steps that the script sees
+        as without them, but that a late worker's work may not count."""
+        loop = self.loop
+        if deadlines_needed(loop.training.pacer):
+            return Deadlines(loop, self._register)
+        loop.training.deadlines = Allowed(loop)
+        loop.gradients.accumulation.follows_freezing = True
+        loop.copyable = loop.transport.elastic  # a script may count its steps itself
+        return None if loop.dealing.length is None else Deadlines(loop, self._register)
 
     @property
     def rounds(self) -> int:
@@ -49,7 +61,8 @@ class GradientCombine:
 
     @property
     def hands_over_state(self) -> bool:
-        return self.loop.transport.elastic or self._deadlines is not None
+        needed = self._deadlines is not None and deadlines_needed(self.loop.training.pacer)
+        return self.loop.transport.elastic or needed
 
     # -- a step begins -------------------------------------------------------------------------------------------------
 

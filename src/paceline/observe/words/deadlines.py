@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from paceline.observe.analysis.figures import Figures, WorkerFigures
 from paceline.observe.words.numbers import duration, number, percent, times
-from paceline.pace import DEFAULT, traits_of
+from paceline.pace import WAITING, traits_of
 
 MOST_NAMED = 3
 SAME = 0.05
@@ -56,7 +56,7 @@ def patience(f: Figures, name: Name) -> str:
     if gain < 1 - SAME:
         return (
             f"Waiting for everybody would have run at about {number(f.patient)} samples/s, by an estimate, "
-            f'{percent(1 / gain - 1)} faster: pace="{DEFAULT}" may suit these machines better.'
+            f'{percent(1 / gain - 1)} faster: pace="{WAITING}" may suit these machines better.'
         )
     if gain < 1 + SAME:
         return "Waiting for everybody would have taken as long, by an estimate."

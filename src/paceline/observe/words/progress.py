@@ -12,6 +12,7 @@ from paceline.observe.analysis.membership import parse_generation
 from paceline.observe.analysis.progress import ProgressSnapshot
 from paceline.observe.words.membership import change_text
 from paceline.observe.words.numbers import duration, number, percent, rounds_behind, size
+from paceline.observe.words.pace_changes import parse_switch
 
 MOST_SHARES = 16
 
@@ -72,7 +73,7 @@ def late_text(now: ProgressSnapshot) -> str:
 def describe(event: Mapping[str, Any]) -> tuple[str, str] | None:
     """An event worth a line of its own, as (level, text); None for those that only move the figures.
 
-    Levels are ``info``, ``news`` (who left, who joined), ``warning`` and whatever a note says.
+    Levels are ``info``, ``news`` (who left, who joined, how the pace changed), ``warning`` and whatever a note says.
     """
     kind = event.get("event")
     if kind == "note":
@@ -85,6 +86,9 @@ def describe(event: Mapping[str, Any]) -> tuple[str, str] | None:
         change = parse_generation(event)
         moved = change is not None and change.number > 1 and (change.left or change.joined)
         return ("news", change_text(change)) if change is not None and moved else None
+    if kind == "pace":
+        switch = parse_switch(event)
+        return None if switch is None else ("news", switch.text)
     if kind == "save":
         if event.get("automatic"):  # every minute or so: no news
             return None

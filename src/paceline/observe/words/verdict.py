@@ -15,7 +15,8 @@ from paceline.observe.words.audit import audit_verdict
 from paceline.observe.words.deadlines import SAME, deadline_sentences, with_deadlines
 from paceline.observe.words.membership import Move, moves, moves_text
 from paceline.observe.words.numbers import capital, duration, machines, number, percent, size, times, worker_name
-from paceline.pace import DEFAULT, Traits, traits_of
+from paceline.observe.words.pace_changes import Switch, switches, switches_text
+from paceline.pace import DEFAULT, WAITING, Traits, traits_of
 from paceline.records import StepRecord
 
 WARM_UP = 5
@@ -56,6 +57,8 @@ class Verdict:
     """Of the time from the first of these steps to the last, what passed between steps (evaluation, own code)."""
     moves: Sequence[Move] = ()
     """Who left and who joined in the whole run, in order."""
+    switches: Sequence[Switch] = ()
+    """When the pace began deadlines and ended them, in order."""
     audit: str = ""
     """Of an elastic run: whether every sample counted once, in words."""
 
@@ -96,7 +99,7 @@ class Verdict:
         if self.too_short or len(f.workers) < 2 or not f.samples_per_s:
             return None
         if with_deadlines(f):
-            return Reach(DEFAULT, f.patient) if f.patient * (1 - SAME) > f.samples_per_s else None
+            return Reach(WAITING, f.patient) if f.patient * (1 - SAME) > f.samples_per_s else None
         if f.balanced < f.samples_per_s * (1 + NOTABLE):
             return None
         if self.traits.equal_shares:
@@ -115,6 +118,7 @@ class Verdict:
         own |= (
             {"moves": [move.to_json() for move in self.moves], "audit": self.audit} if self.audit or self.moves else {}
         )
+        own |= {"switches": [switch.to_json() for switch in self.switches]} if self.switches else {}
         figures = asdict(self.figures)
         rows = [{**row, "machine": self.machines.get(row["worker"], "")} for row in figures.pop("workers")]
         return {**figures, **own, "workers": rows, "text": self.text}
@@ -138,6 +142,7 @@ def verdict(
         skipped_updates=sum(not record.applied for record in records),
         outside=_outside(records[warm_up:], log.times[warm_up:]),
         moves=moves(log.changes, records, log.times),
+        switches=switches(log.others),
         audit=audit_verdict(audit(log)) if whole and log.elastic and records else "",
     )
 
@@ -156,13 +161,14 @@ def _sentences(v: Verdict) -> list[str]:
         nothing = f"{steps_text(v.figures.steps)}, but no samples or no times in the record: there is nothing to judge."
         return [sentence for sentence in (nothing, moves_text(v.moves), v.audit) if sentence]
     if v.too_short:
-        said = [_speed(v), _only_warm_up(v), _skipped(v), moves_text(v.moves), v.audit]
+        said = [_speed(v), _only_warm_up(v), switches_text(v.switches), _skipped(v), moves_text(v.moves), v.audit]
         return [sentence for sentence in said if sentence]
     if with_deadlines(v.figures):
         middle = [*deadline_sentences(v.figures, v.pace, v.name), _idle(v).strip()]
     else:
         middle = [_equal_shares(v), _who(v), _not_worth(v)]
-    said = [_speed(v), *middle, _where(v), _shortfall(v), _skipped(v), moves_text(v.moves), v.audit]
+    more = [_where(v), _shortfall(v), _skipped(v), moves_text(v.moves), v.audit]
+    said = [_speed(v), switches_text(v.switches), *middle, *more]
     return [sentence for sentence in said if sentence]
 
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from paceline.pace.forecast.auto import Auto
+from paceline.pace.forecast.auto import AutoForecast
 from paceline.pace.forecast.base import Forecast, Seen
 from paceline.pace.forecast.general import General
 from paceline.pace.forecast.last import LastValue
@@ -17,6 +17,7 @@ from paceline.pace.forecast.window import Window
 
 __all__ = [
     "Auto",
+    "AutoForecast",
     "Forecast",
     "General",
     "LastValue",
@@ -29,7 +30,10 @@ __all__ = [
     "register",
 ]
 
-register("auto", Auto)
+Auto = AutoForecast
+"""The forecast by its name; `paceline.Auto` is the pace."""
+
+register("auto", AutoForecast)
 register("general", General)
 register("last", LastValue)
 register("smoothed", Smoothed)

@@ -1,6 +1,6 @@
 """Auto: the general forecast, until one that knows nothing but this cluster has foretold its last steps better.
 
->>> forecast = Auto()
+>>> forecast = AutoForecast()
 >>> forecast.observe(Seen.whole([1.0, 2.0]))
 >>> forecast.speaking
 'general'
@@ -34,7 +34,7 @@ BACKLOG = 32
 """Steps kept to be followed when a draw is asked for; older ones are taken in without a score."""
 
 
-class Auto:
+class AutoForecast:
     """Follows every step with `General` and with `Smoothed`, scores what both foretold of it two steps ahead, as for a
     plan (`paceline.pace.forecast.score`), and answers with the one whose mean score over the last 50 steps is better:
     at first, and while there is little between them, with the general one. A change is logged.

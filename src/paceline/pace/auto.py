@@ -1,0 +1,106 @@
+"""Adaptive's shares, and joint's deadlines for as long as the last steps say that they pay: the default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.pace.base import Ask
+from paceline.pace.forecast import Forecast
+from paceline.pace.gain import RATE, Gain
+from paceline.pace.joint import Joint
+from paceline.pace.ledger import Ledger
+from paceline.pace.reading import column
+from paceline.pace.traits import Simulated, Traits
+from paceline.records import Plan, StepRecord
+
+KEEP = 1 / 3
+"""Deadlines end when they bring no more than this part of ``least_gain``."""
+EVIDENCE = 20
+"""Steps judged before the first deadline: as many as the running means weigh, so that no single slow step of a start
+decides."""
+
+
+@dataclass(frozen=True)
+class PaceChange:
+    """The pace began to plan deadlines, or no longer does: the log's ``pace`` event."""
+
+    step: int
+    """After this step's record."""
+    deadlines: bool
+    saves: float
+    """Of the time that waiting for everybody takes, what deadlines save, by the last steps."""
+    worker: int | None
+    """Who alone was waited for, for more than half of that time; None: several were, or deadlines ended."""
+
+
+class Auto(Joint):
+    """`Adaptive` to the letter, until deadlines would have made the last steps faster by more than ``least_gain``; then
+    `Joint`, until they bring no more than a third of that.
+
+    Both are running means of what really happened (see `paceline.pace.gain`), of 20 steps at least. Where rounds cannot
+    have a deadline (averages, NCCL, a stream of data), it stays adaptive. ``forecast`` and the other ``settings`` are
+    those of `Joint`, ``adaptive`` among them. See docs/pace.md.
+    """
+
+    name = "auto"
+    """As in ``pace=``, the log and checkpoints."""
+    does_without = True
+    """Where a step may have no deadline (`Ask.deadlines`), it plans none."""
+    traits = Traits(follows_speed=True)
+    """What reports and the simulator need to know of it."""
+
+    def __init__(self, forecast: str | Forecast = "auto", *, least_gain: float = 0.03, **settings: Any) -> None:
+        super().__init__(forecast, least_gain=least_gain, **settings)
+        self._gain = Gain(least=least_gain, keep=KEEP * least_gain, steps=EVIDENCE)
+        self._held = Ledger(alone_s=0.0)
+        self.change: PaceChange | None = None
+        """The last change between adaptive and joint that this object saw; None before the first."""
+
+    @classmethod
+    def simulated(cls, *, seed: int, forecast: Forecast | None = None) -> Sequence[Simulated]:
+        """The simulator's row: one."""
+        return [Simulated(cls.name, cls(seed=seed))]
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn from a step, and judge whether a deadline would pay."""
+        before = self._gain.on
+        super().observe(record)
+        self._note_last(record)
+        if self._gain.on != before:
+            whom = None if before else self._waited_for()
+            self.change = PaceChange(record.step, deadlines=not before, saves=1 - 1 / (1 + self.gain), worker=whom)
+
+    def _note_last(self, record: StepRecord) -> None:
+        """By how much the last one came after the one before it: what it alone cost a step that waited."""
+        self._held.arrange(record.workers)
+        alone_s = self._held["alone_s"]
+        alone_s *= 1 - RATE
+        if record.deadline_s is None and len(alone_s) > 1:
+            seconds = column(record.seconds, len(alone_s))
+            last = int(np.argmax(seconds))
+            alone_s[last] += seconds[last] - np.partition(seconds, -2)[-2]
+
+    def _waited_for(self) -> int | None:
+        alone_s = self._held["alone_s"]
+        last = int(np.argmax(alone_s))
+        return self._held.present[last] if 2 * alone_s[last] > alone_s.sum() else None
+
+    def plan(self, ask: Ask) -> Plan:
+        """Adaptive's shares, or, where it pays and may be, larger ones and a deadline."""
+        return super().plan(ask) if ask.deadlines else self.adaptive.plan(ask)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it has learned, as plain data."""
+        return {**super().state_dict(), "held": self._held.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Know what another pacer of this kind knew."""
+        super().load_state_dict(state)
+        self._held.load_state_dict(state["held"])
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("Joint(", "Auto(", 1)
