@@ -79,6 +79,24 @@ def saved(tmp_path: Path) -> Path:
 # -- going on ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("save_at", [3, 9])
+def test_a_second_phase_is_shuffled_alike_after_a_save_in_any_step_of_the_first(tmp_path: Path, save_at: int) -> None:
+    """Ten steps a phase: the last of them ends its loop, and the script still begins with that loop."""
+
+    def run(name: str, load: Path | None = None) -> torch.Tensor:
+        with join(tmp_path / name) as fleet:
+            model, optimizer = simple(fleet)
+            first = fleet.load(load, loops="rest")["phase"] if load else 0
+            phases = [numbers(), numbers(30)]
+            for phase in range(first, 2):
+                for step in training(fleet, model, optimizer, phases[phase], global_batch=8, epochs=2):
+                    if step.index == save_at and load is None:
+                        fleet.save(tmp_path / "c.pt", extra={"phase": phase})
+        return flat(model)
+
+    assert torch.equal(run("whole"), run("rest", tmp_path / "c.pt"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [0, 2, 3, 4, 7, 11])  # 3, 7 and 11 end an epoch
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, stop: int) -> None:
