@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -170,6 +171,8 @@ def _serve() -> None:
     import paceline.fleet  # noqa: F401
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what imports have left need not be copied for a worker's collections of garbage, its last one least
     for line in sys.stdin:
         order, answer = json.loads(line), None
         if "start" in order:
