@@ -21,12 +21,13 @@ import sys
 import time
 import zipfile
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import torch
 from _cluster_family import cluster
-from _smoke import pool_context, smoke
+from _smoke import smoke
 
 from paceline.pace.arrivals import best_count
 from paceline.pace.forecast import General, Seen, experts, gate
@@ -169,7 +170,7 @@ def packed(arrays: Arrays, about: str) -> bytes:
 def make(processes: int) -> tuple[bytes, float]:
     """The file's content, and the held-out score of its gate."""
     torch.set_num_threads(1)
-    with ProcessPoolExecutor(processes, mp_context=pool_context()) as pool:
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         weights, _ = learn(play(0, FIRST, by_hand(), pool), seed=0)
         weights, held_out = learn(play(10_000, THEN, weights, pool), seed=1)
     return packed(weights, recipe()), held_out

@@ -57,6 +57,10 @@ class Nursery:
         files = {"out": str(out), "err": str(err)}
         return Worker(self, int(self.ask(start=call, args=args, env=dict(env), quick=quick, **files)))
 
+    def load(self, module: str) -> None:
+        """Have it imported for all workers to come."""
+        self.ask(load=module)
+
     def ask(self, **request: Any) -> Any:
         """Without a request: wait until everything is imported."""
         self._orders.write(json.dumps(request) + "\n")
@@ -180,6 +184,9 @@ def _serve() -> None:
             if answer == 0:
                 _become(order)
                 return  # through the interpreter's own exit: its hooks are part of what is tested
+        elif "load" in order:
+            importlib.import_module(order["load"])
+            gc.freeze()
         elif "poll" in order:
             done, status = os.waitpid(order["poll"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if done else None

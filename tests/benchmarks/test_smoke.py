@@ -46,6 +46,7 @@ KEYS = {
     "zero_shot": "worst_over_elfving worst_over_smoothed worst_over_last worst_over_trained not_reached draw_ms_158",
 }
 """What the last line of each is read for."""
+OPTIONS = {"make_forecaster": ("--processes", "1")}  # a fresh process, which has to load torch
 
 
 def test_every_benchmark_has_a_smoke_run() -> None:
@@ -54,7 +55,7 @@ def test_every_benchmark_has_a_smoke_run() -> None:
 
 @pytest.mark.parametrize("name", FOUND)
 def test_a_benchmark_runs_to_its_end_and_prints_its_figures(name: str, tmp_path: Path) -> None:
-    done = run_program(BENCHMARKS / f"{name}.py", tmp_path, "--smoke", within=240)
+    done = run_program(BENCHMARKS / f"{name}.py", tmp_path, "--smoke", *OPTIONS.get(name, ()), within=240)
     assert done.code == 0, done.err[-4000:]
     if "skipped" in done.value:
         pytest.skip(done.value["skipped"])

@@ -22,6 +22,7 @@ from lone import deep, flat, join, linear, mse, numbers, sgd, training
 from paceline import MisuseError
 from paceline.checkpoint import folder as checkpoint_folder
 from paceline.checkpoint import load
+from quick import examples
 
 
 class Run:
@@ -245,7 +246,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(fleet: paceline.Fle
     assert_refused(fleet, saved, "is not a whole checkpoint")
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=60) | st.binary(max_size=60).map(lambda tail: b"\x80\x02" + tail + b"."))
 def test_any_bytes_at_all_are_refused_with_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"c\.pt"):
