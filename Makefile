@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests start hundreds of processes, and none should compile the library or the tests again.
+test test-long check: export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-long lint check browser bench docs clean
 
 $(STAMP): pyproject.toml constraints.txt

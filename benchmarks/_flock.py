@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+from _smoke import smoking
 from nursery import Nursery, Worker, elastic_variables, end_all
 
 from paceline.errors import FLEET_FAILED
@@ -75,7 +76,7 @@ class Failed(Exception):
 
 @cache
 def nursery() -> Nursery:
-    return Nursery(Path(__file__).parent)
+    return Nursery(Path(__file__).parent, fork=smoking())
 
 
 class Flock:

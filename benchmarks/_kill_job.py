@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _smoke import smoke
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -32,6 +33,7 @@ STAMPS = "KILL_STAMPS"
 LIGHTHOUSE = "KILL_LIGHTHOUSE"
 SLOT = "KILL_SLOT"
 FEATURES, HIDDEN, CLASSES = 64, 1080, 10
+globals().update(smoke(HIDDEN=32))
 BATCH, MICRO_BATCH = 16, 8  # samples a worker
 SAMPLE_MS = 3.0
 SAVE_EVERY = 5

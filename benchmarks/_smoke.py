@@ -8,6 +8,7 @@ A benchmark says, below its constants, what they are in a smoke run; the process
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
 import sys
@@ -33,9 +34,17 @@ def smoke(**smaller: Any) -> dict[str, Any]:
     return smaller if smoking() else {}
 
 
-def forked(work: Callable[[], Any], count: int, **shared: str) -> list[Any]:
+def pool_context() -> multiprocessing.context.BaseContext:
+    """For a pool of processes: fresh ones, and in a smoke run forks, which have torch loaded."""
+    return multiprocessing.get_context("fork" if smoking() else "spawn")
+
+
+def forked(
+    work: Callable[[], Any], count: int, *, begin: Callable[[], None] = lambda: None, **shared: str
+) -> list[Any]:
     """What ``work`` gives (as JSON) in so many forks of this process, with the variables of a launched fleet's workers:
-    torch is loaded once for all of them, which takes longer than the rest of a smoke run."""
+    torch is loaded once for all of them, which takes longer than the rest of a smoke run. ``begin``, called once they
+    are forked, may start threads, whose locks a fork could inherit locked."""
     import torch._dynamo  # every optimiser loads it
 
     torch.set_num_threads(1)
@@ -46,6 +55,7 @@ def forked(work: Callable[[], Any], count: int, **shared: str) -> list[Any]:
         ]
         files = [Path(folder) / str(rank) for rank in range(count)]
         children = [_fork(work, place, file) for place, file in zip(places, files, strict=True)]
+        begin()
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         if any(codes):
             raise SystemExit(f"a worker failed: exit codes {codes}")

@@ -64,7 +64,7 @@ class Size(NamedTuple):
 
 
 FULL, QUICK = Size(seeds=5, epochs=8, sample_s=0.002), Size(seeds=2, epochs=8, sample_s=0.001)
-globals().update(smoke(WORKERS=2, FULL=Size(seeds=2, epochs=1, sample_s=0.00002)))
+globals().update(smoke(WORKERS=2, MICRO=32, FULL=Size(seeds=2, epochs=1, sample_s=0.00002)))
 
 Curve = list[tuple[int, float, float]]
 """Step, seconds since the start, test accuracy."""

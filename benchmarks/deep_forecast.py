@@ -20,14 +20,13 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from _smoke import smoke
+from _smoke import pool_context, smoke
 
 from paceline.deep.forecast import Deep
 from paceline.deep.learning.fit import Training, fit
@@ -222,7 +221,7 @@ def _figures(results: dict[str, list[dict[str, float]]]) -> dict[str, float]:
 
 def run(size: Size, folder: Path, processes: int) -> dict[str, Any]:
     jobs = [(scenario, seed, size, folder) for scenario in SCENARIOS for seed in range(size.seeds)]
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, mp_context=pool_context()) as pool:
         spent = list(pool.map(train, *zip(*jobs)))
         played = list(pool.map(measure, *zip(*jobs)))
     results = {name: [row for row, job in zip(played, jobs) if job[0] == name] for name in SCENARIOS}

@@ -85,10 +85,10 @@ def start(name: str) -> np.ndarray:
     """Run a model in processes of its own, under a roster here; worker 0's pairs."""
     server = RosterServer(minimum=WORKERS, maximum=WORKERS, token=TOKEN, expect=WORKERS)
     with tempfile.TemporaryDirectory() as folder, closing(server):
-        server.start()
         if smoking():
             shared = {ROSTER: server.address, "GLOO_SOCKET_IFNAME": "lo"}
-            return np.array(forked(lambda: work(name, Path(folder)), WORKERS, **shared)[0])
+            return np.array(forked(lambda: work(name, Path(folder)), WORKERS, begin=server.start, **shared)[0])
+        server.start()
         base = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **KEEP_MEMORY}
         base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), ROSTER: server.address}
         command = [sys.executable, __file__, name, folder]

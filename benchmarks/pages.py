@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 from _smoke import smoke
 
-VIEWERS, WATCHED_S = 20, 8.0
+VIEWERS, SETTLE_S, WATCHED_S = 20, 2.0, 8.0
 REPORTED = (1_000, 64)
 """Steps and workers."""
-globals().update(smoke(VIEWERS=2, WATCHED_S=2.0, REPORTED=(30, 4)))
+globals().update(smoke(VIEWERS=2, SETTLE_S=0.5, WATCHED_S=1.5, REPORTED=(30, 4)))
 REPORT = """
 import resource, sys, time
 started = time.perf_counter()
@@ -92,7 +92,7 @@ def watched(folder: Path, workers: int) -> dict[str, float]:
     waits: dict[float, float] = {}  # when a step was first seen, by when it was logged
     viewers = subprocess.Popen([sys.executable, __file__, "--view", page.url + "events"])  # their cost is not ours
     threading.Thread(target=_grow, args=(run, more, stop), daemon=True).start()
-    time.sleep(2.0)
+    time.sleep(SETTLE_S)
     clock, cpu, own = time.perf_counter(), time.process_time(), time.thread_time()
     with urllib.request.urlopen(page.url + "events") as stream:
         for line in stream:

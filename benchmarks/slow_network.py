@@ -28,6 +28,7 @@ from torch import nn
 import paceline
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
+from digits import datasets, network
 
 MACHINES, SAMPLE_MS, NETWORK = "1,1,2,4", 0.4, "100mbit,20ms"
 BATCH, MICRO, EPOCHS, SEEDS = 64, 16, 6, 5
@@ -42,8 +43,6 @@ COMBINES: dict[str, tuple[Any, float]] = {
 
 def train(combine: str, seed: int) -> dict[str, float]:
     """Seconds until the wanted test accuracy, and the final one."""
-    from digits import datasets, network
-
     data, test = datasets()
     torch.manual_seed(seed)
     reached, accuracy = float("inf"), 0.0

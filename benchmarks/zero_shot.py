@@ -19,12 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _smoke import smoke
+from _smoke import pool_context, smoke
 
 from paceline.machines.trace import read_trace
 from paceline.pace.arrivals import clairvoyant_counts
@@ -216,7 +215,7 @@ def main() -> None:
     matrix = dict(matrices(asked.traces, SEEDS_TRAINED if asked.train else SEEDS))
     largest = f", {SIZES[-1]}, "
     deep = [name for name in matrix if name.startswith(TRAINED) and largest in name]
-    with ProcessPoolExecutor(asked.processes, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(asked.processes, mp_context=pool_context()) as pool:
         slow = [pool.submit(measure_deep, name, matrix[name], None if asked.train else UPDATES) for name in deep]
         rows = list(pool.map(measure, *zip(*matrix.items(), strict=True)))
         trained = dict(each.result() for each in slow)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -18,24 +19,34 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 PR_SET_PDEATHSIG = 1
 
 
 class Nursery:
-    """The side of the test or benchmark. Workers can import from the folders ``path``."""
+    """The side of the test or benchmark. Workers can import from the folders ``path``.
 
-    def __init__(self, *path: Path) -> None:
+    ``fork``: the process is a fork of this one, which must not have started a thread or computed with tensors; its
+    workers are started ``quick``.
+    """
+
+    def __init__(self, *path: Path, fork: bool = False) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE_", "TORCHELASTIC"))}
         environment["OMP_NUM_THREADS"] = "1"
         environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), environment.get("PYTHONPATH", "")])
         # torch's store looks its peers' names up; where no name server answers, that must not take 5 s each time.
         environment["RES_OPTIONS"] = "timeout:1 attempts:1"
-        self._process = subprocess.Popen(
+        if fork:
+            self._orders, self._answers = _fork(path, environment)
+            return
+        process = subprocess.Popen(
             [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        atexit.register(self._process.kill)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._orders, self._answers = process.stdin, process.stdout
+        atexit.register(process.kill)
 
     def start(self, call: str, *args: Any, env: Mapping[str, str], out: Path, err: Path, quick: bool = False) -> Worker:
         """Fork a worker that calls ``module:function`` with ``args``, which are plain data.
@@ -46,13 +57,15 @@ class Nursery:
         files = {"out": str(out), "err": str(err)}
         return Worker(self, int(self.ask(start=call, args=args, env=dict(env), quick=quick, **files)))
 
+    def load(self, module: str) -> None:
+        """Have it imported for all workers to come."""
+        self.ask(load=module)
+
     def ask(self, **request: Any) -> Any:
         """Without a request: wait until everything is imported."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        self._orders.write(json.dumps(request) + "\n")
+        self._orders.flush()
+        return json.loads(self._answers.readline())
 
 
 class Worker:
@@ -103,6 +116,27 @@ def elastic_variables(slot: int, *, run_dir: Path, address: str, token: str) -> 
 # -- the process of its own -----------------------------------------------------------------------------------------
 
 
+def _fork(path: Iterable[Path], environment: Mapping[str, str]) -> tuple[TextIO, TextIO]:
+    """Where a fork of this process reads its orders and answers; it ends when the orders do."""
+    orders, answers = os.pipe(), os.pipe()
+    if os.fork():
+        os.close(orders[0])
+        os.close(answers[1])
+        return open(orders[1], "w"), open(answers[0])
+    try:
+        os.close(orders[1])
+        os.close(answers[0])
+        os.dup2(orders[0], 0)
+        os.dup2(answers[1], 1)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[:0] = map(str, path)
+        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+        _serve()
+    finally:
+        os._exit(1)
+
+
 def _become(order: dict[str, Any]) -> None:
     """In the fork: set the worker's process up, make its call, and leave as an interpreter would."""
     os.setsid()
@@ -141,6 +175,8 @@ def _serve() -> None:
     import paceline.fleet  # noqa: F401
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what imports have left need not be copied for a worker's collections of garbage, its last one least
     for line in sys.stdin:
         order, answer = json.loads(line), None
         if "start" in order:
@@ -148,6 +184,9 @@ def _serve() -> None:
             if answer == 0:
                 _become(order)
                 return  # through the interpreter's own exit: its hooks are part of what is tested
+        elif "load" in order:
+            importlib.import_module(order["load"])
+            gc.freeze()
         elif "poll" in order:
             done, status = os.waitpid(order["poll"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if done else None

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from quick import FEW, PROFILE
+
 settings.register_profile("thorough", deadline=None)  # a busy computer is no failure
-settings.register_profile("quick", deadline=None, max_examples=20)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "thorough"))
+settings.register_profile("quick", deadline=None, max_examples=FEW)
+settings.load_profile(PROFILE)
 for folder in ("natural", "fleet", "cli"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from source_trees import tree
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "paceline"
 AVERAGES = ("arrivals", "combine", "dealing", "exchange", "outages", "periods", "turns")
@@ -54,15 +56,15 @@ def layer_of(module: str) -> int:
     return names[max(found, key=len)] if found else len(LAYERS)
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def imports(source: ast.AST) -> Iterator[tuple[str, int]]:
     """The library's modules that a module imports, wherever it does, and the lines; not those for types alone."""
     for_types = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in ast.walk(source)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree):
+    for node in ast.walk(source):
         if id(node) in for_types:
             continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "paceline":
@@ -76,16 +78,16 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
                     yield alias.name.removeprefix("paceline."), node.lineno
 
 
-def upward(module: str, text: str) -> list[str]:
+def upward(module: str, source: ast.AST) -> list[str]:
     return [
         f"{module}:{line} imports {other}"
-        for other, line in imports(ast.parse(text))
+        for other, line in imports(source)
         if other and layer_of(other) > layer_of(module)
     ]
 
 
 def test_no_module_imports_from_a_layer_above_its_own() -> None:
-    found = [fault for module, file in MODULES.items() if module for fault in upward(module, file.read_text())]
+    found = [fault for module, file in MODULES.items() if module for fault in upward(module, tree(file))]
     assert not found, "\n".join(found)
 
 
@@ -99,7 +101,7 @@ def test_no_module_imports_from_a_layer_above_its_own() -> None:
     ],
 )
 def test_an_import_upwards_is_found(module: str, line: str) -> None:
-    assert upward(module, line)
+    assert upward(module, ast.parse(line))
 
 
 def test_every_module_has_a_layer() -> None:
@@ -122,7 +124,7 @@ def test_files_and_classes_are_of_a_size_to_be_read() -> None:
     large = {
         f"{module}.{node.name}": methods
         for module, file in MODULES.items()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(tree(file))
         if isinstance(node, ast.ClassDef)
         and (methods := sum(isinstance(part, ast.FunctionDef) for part in node.body)) > MOST_METHODS
     }
@@ -133,7 +135,7 @@ def test_no_two_classes_have_one_name() -> None:
     names = Counter(
         node.name
         for file in MODULES.values()
-        for node in ast.parse(file.read_text()).body
+        for node in tree(file).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert not {name for name, count in names.items() if count > 1}

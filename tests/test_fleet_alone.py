@@ -26,6 +26,7 @@ from lone import deep, flat, join, linear, mse, numbers, plain, sgd, training
 from paceline import MisuseError
 from paceline.observe import read_log
 from paceline.observe.analysis.audit import audit
+from quick import examples
 
 
 @pytest.fixture
@@ -287,7 +288,7 @@ def test_a_dataset_shorter_than_one_global_batch_simply_works(
         assert Counter(i for e, part in seen if e == epoch for i in part) == Counter(range(length))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(
     length=st.integers(1, 40),
     global_batch=st.integers(1, 20),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.loop.step_state import TRANSITIONS, LoopPhase, RoundPhase
+from source_trees import tree
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "paceline"
@@ -34,16 +35,15 @@ class Names:
         self.threads: set[str] = set()
         self.unnamed: list[str] = []
         for file in SOURCE.rglob("*.py"):
-            tree = ast.parse(file.read_text())
-            self._add_module(tree)
-            for call in ast.walk(tree):
+            self._add_module(tree(file))
+            for call in ast.walk(tree(file)):
                 if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "Thread":
                     named = [word.value for word in call.keywords if word.arg == "name"]
                     self.threads |= {word.value for word in named if isinstance(word, ast.Constant)}
                     self.unnamed += [] if named else [f"{file.name}:{call.lineno}"]
 
-    def _add_module(self, tree: ast.Module) -> None:
-        for node in tree.body:
+    def _add_module(self, module: ast.Module) -> None:
+        for node in module.body:
             if isinstance(node, ast.ClassDef):
                 self.classes.setdefault(node.name, set()).update(members(node))
                 self.bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.records import History, Plan, StepRecord
+from quick import examples
 
 seconds = st.floats(0, 1e6, allow_nan=False)
 
@@ -41,7 +42,7 @@ def records(draw: st.DrawFn) -> StepRecord:
     )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
 @given(record=records())
 def test_a_record_survives_the_log_exactly(record: StepRecord) -> None:
     assert StepRecord.from_json(json.loads(json.dumps(record.to_json()))) == record

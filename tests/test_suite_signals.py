@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SUITE = f"""
 import os, runpy, subprocess, sys
-runpy.run_path({str(Path(__file__).with_name("conftest.py"))!r})
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+runpy.run_path(sys.path[0] + "/conftest.py")
 child = "import signal; print(*(signal.getsignal(n) is signal.SIG_IGN for n in (signal.SIGINT, signal.SIGHUP)))"
 print(subprocess.check_output([sys.executable, "-c", child], text=True).strip(), flush=True)
 for number in (signal.SIGINT, signal.SIGHUP) if "again" not in sys.argv else ():
@@ -22,6 +25,7 @@ def ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+@pytest.mark.slow
 def test_under_nohup_the_suite_lives_on_and_its_children_hear_signals() -> None:
     command = [sys.executable, "-c", SUITE, SUITE]
     done = subprocess.run(command, preexec_fn=ignore, capture_output=True, text=True, timeout=60)

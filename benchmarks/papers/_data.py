@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -43,12 +44,18 @@ class Images:
 
 def load(name: str = "fashion", *, quiet: bool = False) -> Images:
     """``fashion`` or ``mnist``; or digits, with a printed word, where that is not installed."""
-    if folder := _folder(name):
-        files = [_read(folder, part, kind) for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-        return _images(TITLES[name], *files)
-    if not quiet:
+    if not quiet and _folder(name) is None:
         print(f"{TITLES[name]} is not installed here ({COMMANDS[name]}): digits of 8x8 pixels take its place.")
-    return _digits()
+    return _loaded(name)
+
+
+@cache
+def _loaded(name: str) -> Images:
+    """Read once for a process and its forks."""
+    if (folder := _folder(name)) is None:
+        return _digits()
+    files = [_read(folder, part, kind) for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+    return _images(TITLES[name], *files)
 
 
 def small_cnn(classes: int = 10, *, width: int = 8) -> nn.Sequential:

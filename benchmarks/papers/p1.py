@@ -146,9 +146,9 @@ def _forked_elastic(folder: Path) -> RunLog:
         "PACELINE_SAMPLE_MS": "0.1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    shared |= {"PACELINE_ROSTER": server.address, "PACELINE_RUN_DIR": str(folder / "run")}
     with closing(server):
-        server.start()
-        forked(elastic, 2, **shared, PACELINE_ROSTER=server.address, PACELINE_RUN_DIR=str(folder / "run"))
+        forked(elastic, 2, begin=server.start, **shared)
     return read_log(folder / "run")
 
 

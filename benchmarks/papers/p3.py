@@ -37,7 +37,6 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,7 +47,7 @@ import _data
 import numpy as np
 import torch
 from _cutoff_table import SHOWN, Cluster, Played, Row, measure, model_file, say, seconds, train
-from _smoke import smoke, smoking
+from _smoke import pool_context, smoke, smoking
 from common import emulate, is_worker, leave_result, run_workers
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -309,7 +308,7 @@ def run(size: Size, traces: Sequence[str], folder: str, plots: Path | None) -> d
 def table_of(size: Size, traces: Sequence[str], folder: str, cores: int) -> dict[Cluster, Played]:
     """Train every model, then play every cluster."""
     learned, asked = trainings(size, traces), clusters(size, traces)
-    with ProcessPoolExecutor(min(cores, MOST_PROCESSES), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(cores, MOST_PROCESSES), mp_context=pool_context()) as pool:
         every = (lambda *job: list(map(*job))) if smoking() else (lambda *job: list(pool.map(*job)))
         every(train, *zip(*((*job, size.updates, folder) for job in learned), strict=True))
         return dict(zip(asked, every(measure, *zip(*((*one, size.played, folder) for one in asked), strict=True))))

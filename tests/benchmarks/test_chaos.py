@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.machines.spot import read_spot
 from paceline.observe.log.reader import RunLog
 from paceline.records import StepRecord
+from quick import examples
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import _chaos_audit
@@ -73,7 +74,7 @@ def test_faults_keep_the_fleet_between_its_bounds_and_all_kinds_come(seed: int) 
     assert drawn.count("freeze") == 20
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(seed=st.integers(0, 200))
 def test_a_made_up_trace_is_one_that_can_be_read_and_ends_in_time(
     tmp_path_factory: pytest.TempPathFactory, seed: int

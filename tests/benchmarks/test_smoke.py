@@ -1,14 +1,9 @@
 """Every benchmark still runs and prints its figures: a few seconds of each, which say nothing about the figures."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-import paceline
+from crew import run_program
 
 pytestmark = pytest.mark.fleet
 
@@ -52,6 +47,7 @@ KEYS = {
     "zero_shot": "worst_over_elfving worst_over_smoothed worst_over_last worst_over_trained not_reached draw_ms_158",
 }
 """What the last line of each is read for."""
+OPTIONS = {"make_forecaster": ("--processes", "1")}  # a fresh process, which has to load torch
 
 
 def test_every_benchmark_has_a_smoke_run() -> None:
@@ -60,12 +56,8 @@ def test_every_benchmark_has_a_smoke_run() -> None:
 
 @pytest.mark.parametrize("name", FOUND)
 def test_a_benchmark_runs_to_its_end_and_prints_its_figures(name: str, tmp_path: Path) -> None:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PACELINE_", "TORCHELASTIC"))}
-    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(paceline.__file__).parents[1])}
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke"]
-    done = subprocess.run(command, cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    figures = json.loads(done.stdout.splitlines()[-1])
-    if "skipped" in figures:
-        pytest.skip(figures["skipped"])
-    assert {*KEYS[name].split()} <= figures.keys()
+    done = run_program(BENCHMARKS / f"{name}.py", tmp_path, "--smoke", *OPTIONS.get(name, ()), within=240)
+    assert done.code == 0, done.err[-4000:]
+    if "skipped" in done.value:
+        pytest.skip(done.value["skipped"])
+    assert {*KEYS[name].split()} <= done.value.keys()

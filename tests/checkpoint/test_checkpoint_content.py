@@ -22,6 +22,7 @@ from lone import deep, flat, join, linear, mse, numbers, sgd, training
 from paceline import MisuseError
 from paceline.checkpoint import folder as checkpoint_folder
 from paceline.checkpoint import load
+from quick import examples
 
 
 class Run:
@@ -77,6 +78,24 @@ def saved(tmp_path: Path) -> Path:
 
 
 # -- going on ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save_at", [3, 9])
+def test_a_second_phase_is_shuffled_alike_after_a_save_in_any_step_of_the_first(tmp_path: Path, save_at: int) -> None:
+    """Ten steps a phase: the last of them ends its loop, and the script still begins with that loop."""
+
+    def run(name: str, load: Path | None = None) -> torch.Tensor:
+        with join(tmp_path / name) as fleet:
+            model, optimizer = simple(fleet)
+            first = fleet.load(load, loops="rest")["phase"] if load else 0
+            phases = [numbers(), numbers(30)]
+            for phase in range(first, 2):
+                for step in training(fleet, model, optimizer, phases[phase], global_batch=8, epochs=2):
+                    if step.index == save_at and load is None:
+                        fleet.save(tmp_path / "c.pt", extra={"phase": phase})
+        return flat(model)
+
+    assert torch.equal(run("whole"), run("rest", tmp_path / "c.pt"))
 
 
 @pytest.mark.slow
@@ -227,7 +246,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(fleet: paceline.Fle
     assert_refused(fleet, saved, "is not a whole checkpoint")
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=60) | st.binary(max_size=60).map(lambda tail: b"\x80\x02" + tail + b"."))
 def test_any_bytes_at_all_are_refused_with_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"c\.pt"):

@@ -11,10 +11,23 @@ from pathlib import Path
 
 import pytest
 from shells import SOURCE, Shell
+from typer.testing import CliRunner, Result
 
+from paceline.cli import app
 from paceline.cli.examples import chosen, examples_folder, first_sentence, read_examples
 
 ROOT = Path(SOURCE).parent
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command is given."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def examples(*names: str) -> Result:
+    return CliRunner().invoke(app, ["examples", *names], env={"COLUMNS": "200"})
 
 
 def test_each_example_is_listed_with_what_it_is_for(shell: Shell) -> None:
@@ -25,31 +38,31 @@ def test_each_example_is_listed_with_what_it_is_for(shell: Shell) -> None:
     assert "pip install 'paceline[demo]'" in done.stdout
 
 
-def test_a_copy_comes_with_the_examples_that_it_imports(shell: Shell) -> None:
-    done = shell.run("examples", "plain_ddp.py")
-    assert done.returncode == 0, done.stderr
-    assert {path.name for path in shell.folder.glob("*.py")} == {"plain_ddp.py", "digits.py"}
-    assert (shell.folder / "digits.py").read_bytes() == (ROOT / "examples" / "digits.py").read_bytes()
+def test_a_copy_comes_with_the_examples_that_it_imports(folder: Path) -> None:
+    done = examples("plain_ddp.py")
+    assert done.exit_code == 0, done.stderr
+    assert {path.name for path in folder.glob("*.py")} == {"plain_ddp.py", "digits.py"}
+    assert (folder / "digits.py").read_bytes() == (ROOT / "examples" / "digits.py").read_bytes()
     assert "Try: paceline run -n 2 plain_ddp.py" in done.stdout
 
 
-def test_a_changed_copy_is_never_overwritten_and_nothing_else_is_written(shell: Shell) -> None:
-    mine = shell.folder / "digits.py"
+def test_a_changed_copy_is_never_overwritten_and_nothing_else_is_written(folder: Path) -> None:
+    mine = folder / "digits.py"
     mine.write_text("mine")
-    done = shell.run("examples", "tiny_gpt", "digits")
-    assert done.returncode == 2
+    done = examples("tiny_gpt", "digits")
+    assert done.exit_code == 2
     assert "digits.py is here already and differs" in done.stderr
     assert mine.read_text() == "mine"
-    assert not (shell.folder / "tiny_gpt.py").exists()
+    assert not (folder / "tiny_gpt.py").exists()
 
 
-def test_copying_twice_is_no_error(shell: Shell) -> None:
-    assert [shell.run("examples", "tiny_gpt").returncode for _ in range(2)] == [0, 0]
+def test_copying_twice_is_no_error(folder: Path) -> None:
+    assert [examples("tiny_gpt").exit_code for _ in range(2)] == [0, 0]
 
 
-def test_an_unknown_example_is_refused_with_those_there_are(shell: Shell) -> None:
-    done = shell.run("examples", "resnet")
-    assert done.returncode == 2
+def test_an_unknown_example_is_refused_with_those_there_are(folder: Path) -> None:
+    done = examples("resnet")
+    assert done.exit_code == 2
     assert "no example 'resnet', but digits, gan, plain_ddp" in done.stderr
 
 

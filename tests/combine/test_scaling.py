@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.combine.gradients.scaling import is_active, next_state
+from quick import examples
 
 
 def torchs_states(overflows: list[bool], **options: Any) -> list[dict[str, Any]]:
@@ -27,7 +28,7 @@ def torchs_states(overflows: list[bool], **options: Any) -> list[dict[str, Any]]
     return states
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     overflows=st.lists(st.booleans(), min_size=1, max_size=30),
     interval=st.integers(1, 5),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline.combine.gradients.statistics import RunningStatistics
+from quick import examples
 
 
 def round_of(workers: list[RunningStatistics], samples: list[int]) -> None:
@@ -27,7 +28,7 @@ def fleet_of(size: int) -> tuple[list[nn.Sequential], list[RunningStatistics]]:
     return models, [RunningStatistics([model]) for model in models]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(shares=st.lists(st.lists(st.integers(2, 6), max_size=3), min_size=1, max_size=4))
 def test_the_fleets_statistics_are_the_mean_weighted_by_samples(shares: list[list[int]]) -> None:
     models, statistics = fleet_of(len(shares))

@@ -19,6 +19,7 @@ from paceline.pace.forecast import Auto, Forecast, Seen
 from paceline.pace.forecast import make as make_forecast
 from paceline.pace.joint import Joint
 from paceline.records import StepRecord
+from quick import examples
 
 TINY = Shape(lag=4, memory=8, state=2, context=6, hidden=8, summary=6)
 
@@ -291,7 +292,7 @@ def test_the_pacers_follow_a_changing_fleet_with_it_and_go_on_from_a_saved_state
     assert before + play(second, 15, 20) == play(whole, 0, 20)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(st.floats(0.01, 100), min_size=1, max_size=5),
     st.lists(st.floats(0.005, 200), min_size=1, max_size=6),

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paceline.feed import Feed, split, total
 from paceline.records import Range
+from quick import examples
 
 
 def listed(ranges: Sequence[Range]) -> list[int]:
@@ -125,7 +126,7 @@ class DealingToAFleet(RuleBasedStateMachine):
 
 
 TestDealingToAFleet = DealingToAFleet.TestCase
-TestDealingToAFleet.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestDealingToAFleet.settings = settings(max_examples=examples(60), stateful_step_count=25, deadline=None)
 
 
 @given(shares=st.lists(st.integers(0, 50), min_size=1, max_size=6), length=st.integers(1, 60))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -38,6 +39,18 @@ def start(folder: Path, number: int, case: str, args: Any, env: dict[str, str]) 
     out, err, value = (folder / f"{name}.{number}" for name in ("out", "err", "value"))
     value.unlink(missing_ok=True)
     return nursery().start("crew:work", case, str(value), json.dumps(args), env=env, out=out, err=err)
+
+
+def run_program(file: Path, folder: Path, *args: str, within: float) -> Outcome:
+    """A program that starts at once, since torch is loaded; its value is its last line, which is JSON."""
+    out, err = folder / "out", folder / "err"
+    worker = nursery().start("crew:program", str(file), str(folder), *args, env={}, out=out, err=err, quick=True)
+    try:
+        code = worker.wait(within)
+    finally:
+        end_all([worker])
+    last = (_text(out).splitlines() or [""])[-1]
+    return Outcome(code, json.loads(last) if code == 0 else None, _text(out), _text(err))
 
 
 def outcome(folder: Path, number: int, code: int | None) -> Outcome:
@@ -102,6 +115,14 @@ def run(case: str, size: int, folder: Path, *, args: Any = None, env: dict[str, 
 
 def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
+
+
+def program(file: str, folder: str, *args: str) -> None:
+    """The worker's side of `run_program`."""
+    os.chdir(folder)
+    sys.argv = [file, *args]
+    sys.path.insert(0, str(Path(file).parent))
+    runpy.run_path(file, run_name="__main__")
 
 
 def work(case: str, value: str, args: str) -> None:

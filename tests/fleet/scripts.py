@@ -1,4 +1,5 @@
-"""Runs the scripts of examples/ as a user would: alone, under torchrun, under ``paceline run``."""
+"""Runs the scripts of examples/ as a user would: alone, under torchrun, under ``paceline run``; or, sooner, in forks of
+a process that has torch loaded."""
 
 from __future__ import annotations
 
@@ -7,11 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from crew import nursery
+from nursery import Worker, end_all
+
+from ports import own_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 EMULATED = ("-m", "paceline.cli", "run", "-n", "2", "--emulate", "1,2", "--sample-ms", "3")
+
+FORKED, FORKED_ALONE = ("forked", "2"), ("forked", "1")
+"""Two workers with torchrun's variables, and no torchrun; and one by itself."""
 
 
 class Script:
@@ -21,11 +31,16 @@ class Script:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("PACELINE_", "TORCHELASTIC"))}
+        env = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | env
         self._out, self._err = (folder / "out").open("wb"), (folder / "err").open("wb")
+        self._workers: Sequence[Worker] = ()
+        if launcher in (FORKED, FORKED_ALONE):
+            self._workers = _forked(EXAMPLES / name, folder, args, env, size=int(launcher[1]))
+            return
         self._process = subprocess.Popen(
             [sys.executable, *launcher, str(EXAMPLES / name), *map(str, args)],
             cwd=folder,
-            env=kept | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | env,
+            env=kept | env,
             stdin=subprocess.DEVNULL,
             stdout=self._out,
             stderr=self._err,
@@ -43,14 +58,17 @@ class Script:
     @property
     def out(self) -> list[str]:
         """The lines on standard output so far."""
-        return (self.folder / "out").read_text().splitlines()
+        return [line for file in sorted(self.folder.glob("out*")) for line in file.read_text().splitlines()]
 
     @property
     def err(self) -> str:
-        return (self.folder / "err").read_text(errors="replace")
+        return "".join(file.read_text(errors="replace") for file in sorted(self.folder.glob("err*")))
 
     def kill(self) -> None:
         """SIGKILL to the launcher and to all it started."""
+        if self._workers:
+            end_all(self._workers)
+            return
         for pid in sorted(_family(self._process.pid), reverse=True):
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -60,8 +78,8 @@ class Script:
 
     def wait(self, *, within: float = 300.0) -> Script:
         """Until it has ended, as it should: with 0."""
-        code = self._process.wait(timeout=within)
-        assert code == 0, f"ended with {code}:\n{self.err[-4000:]}"
+        codes = [process.wait(timeout=within) for process in self._workers or [self._process]]
+        assert not any(codes), f"ended with {codes}:\n{self.err[-4000:]}"
         return self
 
     def wait_for(self, text: str, *, within: float = 300.0) -> None:
@@ -70,7 +88,9 @@ class Script:
         while not any(line.startswith(text) for line in self.out):
             assert time.monotonic() < until, f"no line began with {text!r}:\n{self.err[-4000:]}"
             assert not ended, f"it ended before {text!r}:\n{self.err[-4000:]}"
-            ended = self._process.poll() is not None  # it may have said so at the very end
+            ended = all(
+                one.poll() is not None for one in self._workers or [self._process]
+            )  # it may have said so at the very end
             time.sleep(0.01)
 
 
@@ -78,6 +98,24 @@ def run(name: str, *args: object, folder: Path, launcher: tuple[str, ...] = (), 
     """Run a script to its end."""
     with Script(name, *args, folder=folder, launcher=launcher, **env) as script:
         return script.wait()
+
+
+def _forked(script: Path, folder: Path, args: Sequence[object], env: dict[str, str], *, size: int) -> list[Worker]:
+    nursery().load("sklearn.datasets")
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
+    places = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)] if size > 1 else [{}]
+    told = [str(script), str(folder), *map(str, args)]
+    return [
+        nursery().start(
+            "crew:program",
+            *told,
+            env=env | place,
+            out=folder / f"out.{rank}",
+            err=folder / f"err.{rank}",
+            quick=True,
+        )
+        for rank, place in enumerate(places)
+    ]
 
 
 def _family(pid: int) -> set[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import EMULATED, EXAMPLES, TORCHRUN, Script, run
+from scripts import EMULATED, EXAMPLES, FORKED_ALONE, TORCHRUN, Script, run
 
 pytestmark = pytest.mark.fleet
 
@@ -26,7 +26,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Script:
-    return run("tiny_gpt.py", *SMALL, folder=tmp_path_factory.mktemp("alone"))
+    return run("tiny_gpt.py", *SMALL, folder=tmp_path_factory.mktemp("alone"), launcher=FORKED_ALONE)
 
 
 def test_the_loss_falls_and_the_leader_shows_what_it_writes(alone: Script) -> None:

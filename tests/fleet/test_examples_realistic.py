@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import EMULATED, EXAMPLES, TORCHRUN, Script, run
+from scripts import EMULATED, EXAMPLES, FORKED, FORKED_ALONE, Script, run
 from torch.optim.swa_utils import AveragedModel
 
 pytestmark = pytest.mark.fleet
@@ -57,7 +57,7 @@ def test_the_difference_shown_in_the_docs_is_the_difference_of_the_scripts() -> 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Script:
-    return run(PORT, *SMALL, folder=tmp_path_factory.mktemp("whole"), launcher=TORCHRUN, PACELINE_PACE="equal")
+    return run(PORT, *SMALL, folder=tmp_path_factory.mktemp("whole"), launcher=FORKED, PACELINE_PACE="equal")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def last_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The last checkpoint of a run whose workers all got SIGKILL after the second of four epochs, two seconds each."""
     folder = tmp_path_factory.mktemp("killed")
     slow = {"PACELINE_EMULATE": "1,1", "PACELINE_SAMPLE_MS": "3"}
-    with Script(PORT, *SMALL, folder=folder, launcher=TORCHRUN, PACELINE_PACE="equal", **slow) as killed:
+    with Script(PORT, *SMALL, folder=folder, launcher=FORKED, PACELINE_PACE="equal", **slow) as killed:
         killed.wait_for("epoch 2:")
     return folder / "checkpoints" / "last.pt"
 
@@ -73,8 +73,8 @@ def last_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_port_learns_as_well_as_the_ddp_script(tmp_path: Path) -> None:
     # Shares that follow measured speed would give batch norm other batches, and another accuracy, each time.
     options = ("--epochs", 8, "--patience", 9, "--amp")
-    ddp = run(DDP, *options, folder=tmp_path / "ddp", launcher=TORCHRUN)
-    port = run(PORT, *options, folder=tmp_path / "port", launcher=TORCHRUN, PACELINE_PACE="equal")
+    ddp = run(DDP, *options, folder=tmp_path / "ddp", launcher=FORKED)
+    port = run(PORT, *options, folder=tmp_path / "port", launcher=FORKED, PACELINE_PACE="equal")
     assert [number for number, _ in epochs(ddp)] == [number for number, _ in epochs(port)] == [*range(1, 9)]
     best = [max(accuracy for _, accuracy in epochs(script)) for script in (ddp, port)]
     assert min(best) > 0.9
@@ -93,7 +93,7 @@ def test_the_best_checkpoint_loads_without_a_fleet_and_is_as_good_as_it_says(uni
 def test_after_kill_9_the_port_resumes_to_the_very_weights_of_an_uninterrupted_run(
     uninterrupted: Script, last_words: Path, tmp_path: Path
 ) -> None:
-    resumed = run(PORT, *SMALL, "--resume", last_words, folder=tmp_path, launcher=TORCHRUN, PACELINE_PACE="equal")
+    resumed = run(PORT, *SMALL, "--resume", last_words, folder=tmp_path, launcher=FORKED, PACELINE_PACE="equal")
     assert 1 <= len(epochs(resumed)) < 4
     assert epochs(resumed) == epochs(uninterrupted)[-len(epochs(resumed)) :]
     ours, whole = content(resumed.folder), content(uninterrupted.folder)
@@ -103,18 +103,18 @@ def test_after_kill_9_the_port_resumes_to_the_very_weights_of_an_uninterrupted_r
 
 
 def test_a_checkpoint_of_two_workers_resumes_on_one(last_words: Path, tmp_path: Path) -> None:
-    alone = run(PORT, *SMALL, "--resume", last_words, folder=tmp_path)
+    alone = run(PORT, *SMALL, "--resume", last_words, folder=tmp_path, launcher=FORKED_ALONE)
     done = torch.load(last_words, weights_only=True)["steps"]["epoch"]
     assert [number for number, _ in epochs(alone)] == list(range(done + 1, 5))
     assert content(tmp_path)["steps"]["step"] == 4 * 6
 
 
 def test_after_kill_9_the_ddp_script_resumes_at_the_next_epoch(tmp_path: Path) -> None:
-    with Script(DDP, *SMALL, folder=tmp_path / "killed", launcher=TORCHRUN) as killed:
+    with Script(DDP, *SMALL, folder=tmp_path / "killed", launcher=FORKED) as killed:
         killed.wait_for("epoch 2:")
     last = killed.folder / "checkpoints" / "last.pt"
     done = torch.load(last, weights_only=True)["epoch"]
-    resumed = run(DDP, *SMALL, "--resume", last, folder=tmp_path / "resumed", launcher=TORCHRUN)
+    resumed = run(DDP, *SMALL, "--resume", last, folder=tmp_path / "resumed", launcher=FORKED)
     assert [number for number, _ in epochs(resumed)] == list(range(done + 1, 5))
 
 

@@ -24,6 +24,7 @@ from paceline.pace import Ask, make
 from paceline.pace.shares import proportional
 from paceline.records import History, Plan, StepRecord
 from paceline.settings import LoopSettings
+from quick import examples
 
 MICRO_BATCH = 4
 
@@ -199,7 +200,7 @@ def make_pacers(name: str, seed: int, size: int) -> list[Any]:
     ahead=st.integers(0, 20),
     avoid_singles=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_sample_counts_once_and_an_epoch_keeps_its_number_of_steps_give_or_take_one(
     name: str, seed: int, size: int, length: int, batch: int, epochs: int, ahead: int, avoid_singles: bool
 ) -> None:
@@ -226,7 +227,7 @@ def test_every_sample_counts_once_and_an_epoch_keeps_its_number_of_steps_give_or
     batches=st.tuples(st.integers(1, 30), st.integers(1, 30)),
     stop=st.integers(0, 12),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_checkpoint_at_any_step_goes_on_in_any_fleet_with_any_batch_and_no_sample_is_lost_or_doubled(
     name: str, seed: int, sizes: tuple[int, int], length: int, batches: tuple[int, int], stop: int
 ) -> None:

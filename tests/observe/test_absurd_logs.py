@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from summary_writers import stand_in
 from typer.testing import CliRunner
 
+from quick import examples
+
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 
 from paceline.cli import app
@@ -188,7 +190,7 @@ def without_plotly() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(EVENTS)
 def test_whatever_stands_in_a_log_is_told_in_words(events: list[dict[str, Any]]) -> None:
     survives(events)
@@ -199,7 +201,7 @@ def test_a_name_that_is_no_text_is_none() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(AT_THE_EDGES, min_size=1, max_size=24), st.sampled_from(["equal", "adaptive", "joint"]))
 def test_figures_at_the_edge_of_what_can_be_are_told_in_words(events: list[dict[str, Any]], pace: str) -> None:
     survives([RUN | {"pace": pace}, *events])

@@ -144,6 +144,25 @@ def test_a_long_machine_name_yields_before_the_figures_do(make_record, run_event
     assert "…" in lines[7]
 
 
+def test_a_terminal_without_unicode_is_told_all_the_same(make_record, run_event, monkeypatch):
+    class Old(io.TextIOWrapper):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+    run_event["name"] = "m\u00fcller"
+    run_event["workers"][3]["emulated"] = "2x slower, 8x from step 40, jitter 0.2"
+    stream = Old(io.BytesIO(), encoding="ascii", write_through=True)
+    view = LiveView(stream)
+    for event in feed(make_record, run_event):
+        view.show(event)
+    view.close()
+    text = stream.buffer.getvalue().decode("ascii")
+    assert "m?ller - adaptive - step 40/113" in text
+    assert "cpu, emulated 2x slowe~" in text
+
+
 def test_the_worker_the_others_wait_for_is_marked(make_record, run_event):
     lines = drawn(feed(make_record, run_event, shares=(64, 64, 64, 64))).splitlines()
     assert "75 %" in lines[4]

@@ -16,6 +16,7 @@ from paceline.pace.arrivals import best_count, best_static_count, clairvoyant_co
 from paceline.pace.forecast import Auto, Forecast, General, LastValue, OrderStatistics, Seen, Smoothed, Window
 from paceline.pace.forecast import make as make_forecast
 from paceline.records import StepRecord
+from quick import examples
 
 TIMES = arrays(np.float64, st.tuples(st.integers(1, 5), st.integers(1, 6)), elements=st.floats(0.01, 100))
 
@@ -214,7 +215,7 @@ rows = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100), hostile, hos
 
 
 @given(st.lists(rows, max_size=8), st.sampled_from(["last", "smoothed", "elfving", "window", "general", "auto"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_records_give_a_valid_plan(history: list[list[tuple[int, int, float, float]]], forecast: str) -> None:
     rule = Cutoff(forecast)
     for step, told in enumerate(history):

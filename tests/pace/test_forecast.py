@@ -19,6 +19,7 @@ from paceline.pace.forecast import (
     Window,
     expected_order,
 )
+from quick import examples
 
 ALL: list[Callable[[], Forecast]] = [LastValue, Smoothed, OrderStatistics, Window, General, Auto]
 
@@ -134,7 +135,7 @@ def test_elfving_recovers_a_normal_fleet_from_censored_steps() -> None:
     assert row == pytest.approx(2.0 + 0.2 * expected_order(158), rel=0.02)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.lists(st.floats(0.01, 100), min_size=1, max_size=6),
     st.lists(st.floats(0.005, 200), min_size=1, max_size=8),

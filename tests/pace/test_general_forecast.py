@@ -25,6 +25,7 @@ from paceline.pace.joint import Joint
 from paceline.pace.reading import steps_ahead
 from paceline.records import StepRecord
 from paceline.simulate import make as scenario
+from quick import examples
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -171,7 +172,7 @@ def test_a_worker_of_which_nothing_is_heard_stays_as_it_was() -> None:
     assert forecast.draw(64, rng())[:, 3].mean() == pytest.approx(1.0, rel=0.05)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.floats(1e-4, 1e5), min_size=1, max_size=5),
     st.lists(st.floats(1e-5, 1e6), min_size=1, max_size=6),

@@ -17,6 +17,7 @@ import paceline
 from paceline.pace import Adaptive, Ask, Joint, make
 from paceline.pace.deadline import expected_count
 from paceline.records import Plan, StepRecord
+from quick import examples
 
 TOTAL = 400
 FOUR = (0, 1, 2, 3)
@@ -95,7 +96,7 @@ def test_more_is_dealt_than_needed_and_the_expected_count_is_the_total() -> None
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(30), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     st.lists(st.floats(0.002, 0.2), min_size=2, max_size=5),
     st.integers(50, 5000),
@@ -245,7 +246,7 @@ def hostile_record(
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(100), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(histories, members, st.integers(0, 10**6), st.integers(1, 64), st.booleans(), st.booleans())
 def test_any_records_give_a_valid_plan_with_a_finite_deadline(
     history: list, workers: tuple[int, ...], total: int, unit: int, last: bool, forced: bool
@@ -265,7 +266,7 @@ def test_any_records_give_a_valid_plan_with_a_finite_deadline(
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(40), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(histories, histories)
 def test_a_pacer_resumed_from_json_plans_the_same_and_planning_changes_nothing(before: list, after: list) -> None:
     joint, resumed = Joint(), Joint()

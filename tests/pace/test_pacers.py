@@ -14,6 +14,7 @@ from pace_rig import machines, play, record, slower
 
 import paceline.pace as pace
 from paceline.pace import Adaptive, Ask, Epoch, Equal, Fixed, Pacer
+from quick import examples
 
 PACERS: list[Callable[[], Pacer]] = [
     Equal,
@@ -71,7 +72,7 @@ def test_a_maximum_is_never_exceeded(make: Callable[[], Pacer], history, ask: As
 
 
 @each_pacer
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(histories, histories, asks)
 def test_a_pacer_resumed_from_json_plans_the_same(make: Callable[[], Pacer], before, after, ask: Ask) -> None:  # type: ignore[no-untyped-def]
     pacer, resumed = told(make(), before), make()

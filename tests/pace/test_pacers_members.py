@@ -20,6 +20,7 @@ from paceline.pace import Adaptive, Ask, Cutoff, Epoch, Equal, Fixed, Joint, Pac
 from paceline.pace.forecast import Auto, General, LastValue, OrderStatistics, Smoothed, Window
 from paceline.pace.reading import Followed
 from paceline.records import StepRecord
+from quick import examples
 
 
 def deep() -> Deep:
@@ -161,7 +162,7 @@ def travelled(pacer: Pacer, step: int, stage: Stage, generation: int = 0) -> str
 
 @pytest.mark.slow
 @each_pacer
-@settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(25), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(journeys, st.integers(0, 30), an_order(1, 6))
 def test_any_sequence_of_members_gives_valid_plans_and_a_newcomer_with_a_peers_state_plans_the_same(
     name: str, journey: list[tuple[int, Stage]], joins_after: int, asked_last: tuple[int, ...]

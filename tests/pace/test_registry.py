@@ -14,6 +14,7 @@ from paceline.pace.forecast import LastValue
 from paceline.pace.traits import played, rows
 from paceline.simulate import compare, compare_stuck
 from paceline.simulate import make as scenario
+from source_trees import tree
 
 
 @pytest.fixture(autouse=True)
@@ -120,11 +121,11 @@ def test_no_file_outside_of_the_room_knows_a_pace() -> None:
 
 
 def _strings(file: Path) -> set[str]:
-    nodes = ast.walk(ast.parse(file.read_text()))
+    nodes = ast.walk(tree(file))
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def _imported(file: Path) -> set[str]:
     """Names from this room."""
-    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    nodes = [node for node in ast.walk(tree(file)) if isinstance(node, ast.ImportFrom)]
     return {alias.name for node in nodes if (node.module or "").startswith("paceline.pace") for alias in node.names}

@@ -11,6 +11,8 @@ from elastic_worker import Chance, Rules, Unlucky
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quick import examples
+
 SCHEDULES = 1000
 
 
@@ -45,7 +47,7 @@ def test_every_sample_counts_once_and_all_agree_under_any_schedule_of_faults() -
             raise AssertionError(f"schedule {seed}: {error}") from error
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.binary(max_size=300), st.integers(1, 4), st.integers(1, 2), st.sampled_from([False, False, False, True]))
 def test_the_same_for_schedules_that_shrink(schedule: bytes, workers: int, minimum: int, adaptive: bool) -> None:
     World(schedule, workers=workers, minimum=min(minimum, workers), adaptive=adaptive).run().audit()

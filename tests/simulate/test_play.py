@@ -14,6 +14,7 @@ from paceline.pace.forecast import LastValue, Seen
 from paceline.records import Plan, StepRecord
 from paceline.simulate import compare, make, matrix, play
 from paceline.simulate.outcome import Outcome
+from quick import examples
 
 TIMES = arrays(np.float64, st.tuples(st.integers(1, 12), st.integers(1, 6)), elements=st.floats(0.05, 20))
 STEPS = np.array([[1.0, 2.0, 3.0, 8.0], [4.0, 4.0, 4.0, 4.0]])
@@ -141,7 +142,7 @@ def test_adaptive_reaches_the_limit_on_steady_unlike_machines() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(TIMES, st.sampled_from([0.0, 0.4]))
 def test_in_no_step_anybody_beats_the_sum_of_speeds_and_time_is_accounted_for(
     own: np.ndarray, overhead_s: float
@@ -160,7 +161,7 @@ def test_in_no_step_anybody_beats_the_sum_of_speeds_and_time_is_accounted_for(
 
 @pytest.mark.slow
 @given(TIMES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_the_clairvoyant_beats_any_count_in_every_step(own: np.ndarray) -> None:
     outcomes = by_name(compare(own))
     best = outcomes["clairvoyant cut-off"]

@@ -12,6 +12,7 @@ from paceline.pace import Adaptive, Ask, Equal, Joint
 from paceline.records import Plan, StepRecord
 from paceline.simulate import compare_stuck, make, play, rounds, stuck
 from paceline.simulate.rounds import Noise
+from quick import examples
 
 SHARE = play.SHARE
 MICRO = SHARE // play.MICRO_BATCHES
@@ -128,6 +129,7 @@ def test_without_deadlines_it_is_the_plain_simulation() -> None:
         assert fine.shares == pytest.approx(plain.shares)
 
 
+@pytest.mark.slow
 def test_what_a_step_did_too_little_is_asked_of_later_ones() -> None:
     class Kept(Joint):
         records: list[StepRecord]
@@ -148,7 +150,7 @@ def test_what_a_step_did_too_little_is_asked_of_later_ones() -> None:
 TIMES = arrays(np.float64, st.tuples(st.integers(1, 15), st.integers(1, 5)), elements=st.floats(0.05, 20))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(TIMES, st.booleans(), st.floats(0.05, 5.0), st.sampled_from([0.0, 0.7]))
 def test_time_is_accounted_for_and_nobody_does_more_than_its_speed_allows(
     own: np.ndarray, fit: bool, deadline_s: float, least_count: float
@@ -168,6 +170,7 @@ def test_time_is_accounted_for_and_nobody_does_more_than_its_speed_allows(
         assert np.all(np.array(record.seconds) + record.unfinished_s <= record.deadline_s * (1 + 1e-9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bursts", "long-sequences", "skewed"])
 def test_joint_is_near_the_limit_cut_to_fit_and_a_little_less_with_whole_micro_batches(name: str) -> None:
     own = make(name, steps=120, workers=40, seed=5)

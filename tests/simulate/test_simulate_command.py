@@ -50,12 +50,12 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 
 
 def test_the_machines_of_an_experiment_are_played_with_their_constant_costs() -> None:
-    args = ("--emulate", "1+100ms,1+120ms", "--sample-ms", "1", "--batch", "64", "--steps", "600", "--warm-up", "500")
+    args = ("--emulate", "1+10ms,1+12ms", "--sample-ms", "1", "--batch", "64", "--steps", "110", "--warm-up", "100")
     told = json.loads(simulate(*args, "--json").stdout)
     rules = {row["rule"]: row for row in told["rules"]}
-    assert told["source"] == "machines 1+100ms,1+120ms, seed 0"
-    assert rules["naive"]["shares_per_s"] == pytest.approx(2 / 0.152)
-    assert rules["limit"]["shares_per_s"] == pytest.approx(2 / 0.142)
+    assert told["source"] == "machines 1+10ms,1+12ms, seed 0"
+    assert rules["naive"]["shares_per_s"] == pytest.approx(2 / 0.044)
+    assert rules["limit"]["shares_per_s"] == pytest.approx(2 / 0.043)
     assert rules["epoch"]["over_limit"] == pytest.approx(1, abs=0.002)
 
 

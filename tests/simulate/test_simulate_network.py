@@ -19,6 +19,7 @@ from paceline.records import StepRecord
 from paceline.simulate import make, network, network_table
 from paceline.simulate.network import LoopedTrace, compare_network, enough, usual_periods
 from paceline.simulate.traffic import Network, Traffic
+from quick import examples
 
 LINK = parse_link("100mbit,30ms")
 
@@ -81,7 +82,7 @@ def test_one_worker_has_no_rounds_and_sends_nothing() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     st.integers(0, 10_000),
     st.integers(2, 9),

@@ -10,12 +10,14 @@ import pytest
 from paceline.training.resume import Resume
 
 
-def resumed(*lengths: int, over: bool, extra: Any = None, loops: str | None = None, saves: int = 0) -> Resume:
+def resumed(
+    *lengths: int, over: bool, extra: Any = None, loops: str | None = None, saves: int = 0, epochs: int = 1
+) -> Resume:
     """From a checkpoint that was saved in the last of these loops, or after it."""
     steps = {
         "loop": len(lengths) - 1,
         "dealing": None if over else {},
-        "epochs": 1,
+        "epochs": epochs,
         "epoch": 0,
         "passes": {"counts": [1], "lengths": list(lengths), "told": [], "saves": saves},
     }
@@ -56,3 +58,8 @@ def test_the_call_that_wrote_the_checkpoint_is_known_by_its_number() -> None:
     resume.must_have_met_saving_call()
     with pytest.raises(ValueError, match="which the script did not come by"):
         resumed(50, 50, over=True, loops="all", saves=1).must_have_met_saving_call()
+
+
+def test_the_last_step_of_a_phase_belongs_to_its_data() -> None:
+    last = [resumed(50, over=True, extra={"phase": phase}, loops="rest", epochs=2) for phase in (0, 1)]
+    assert [(resume.first_loop, resume.same_data) for resume in last] == [(0, True), (1, False)]

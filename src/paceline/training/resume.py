@@ -79,7 +79,7 @@ class Resume:
         """Whether the loop to come goes over the data of the one it was saved in, if that has as many samples: when it
         is that very loop; else as it was between the loops before; and after the first one, when that was an epoch
         rather than a phase of several."""
-        if not self.over:
+        if self.first_loop == self.loop:
             return True
         return self.data < self.loop if self.loop else self.saved.get("epochs", 1) == 1
 

@@ -49,6 +49,26 @@ COLOURS = {
 LEVELS = {"warning": "yellow", "error": "red", "news": "bold"}
 
 
+class Encodable:
+    """A stream in which a character that its encoding lacks becomes ``?``, and the mark of a cut text ``~``."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        encoding = self._stream.encoding
+        return self._stream.write(text.replace("…", "~").encode(encoding, "replace").decode(encoding))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _encodable(stream: TextIO | None) -> Any:
+    """The stream itself where it can say everything, as in UTF-8."""
+    encoding = getattr(stream, "encoding", None)
+    return stream if stream is None or not encoding or encoding.lower().startswith("utf") else Encodable(stream)
+
+
 class LiveView:
     """A table that follows the run. Made by `make_view`; ``console`` is for tests and unusual terminals."""
 
@@ -56,7 +76,7 @@ class LiveView:
         from rich.console import Console
         from rich.live import Live
 
-        self._console = console or Console(file=stream, highlight=False)
+        self._console = console or Console(file=_encodable(stream), highlight=False)
         self._progress = Progress()
         self._events: deque[Mapping[str, Any]] = deque(maxlen=MOST_EVENTS)
         self._stepped_at = time.monotonic()
