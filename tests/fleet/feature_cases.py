@@ -352,7 +352,7 @@ def memory(args: Args) -> dict[str, Any]:
     try:
         with join("fixed:1,1") as fleet:
             model = fleet.model(net())
-            steps = list(loop(fleet, model, micro_batch="auto"))
+            steps = list(loop(fleet, model, micro_batch="auto", whole=True))
             total = fleet.evaluate(lambda x, y: {"sum": model(x).sum()}, data(), batch_size=48)
             return {
                 "parameters": flat(model),

@@ -13,6 +13,7 @@ from paceline.combine import Gradients, Header
 from paceline.feed.dealing import Dealing
 from paceline.loop.passes import LoopPlace
 from paceline.loop.replicas import Repair
+from paceline.loop.sizing import Sizing
 from paceline.loop.step_recording import said
 from paceline.loop.tracking import Tracked
 from paceline.loop.training_state import TrainingState
@@ -61,6 +62,8 @@ class LoopContext:
     """What the last commit was given."""
     checked_optimizers: set[int] = field(default_factory=set)
     """By ``id``: those that a commit may be given."""
+    sizing: Sizing | None = None
+    """Where ``micro_batch="auto"`` looks for a size."""
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Seconds a sample of this worker's last micro-batches."""
 
@@ -91,6 +94,13 @@ class LoopContext:
     def auto(self) -> bool:
         """Whether micro-batches are halved when they do not fit into memory."""
         return self.settings.auto
+
+    def size_micro_batches(self, share: int, *, timed: bool = True) -> None:
+        """A step begins, and its share is yet to be cut. ``timed``: its micro-batches can be."""
+        if self.sizing is not None:
+            if (found := self.sizing.news()) is not None:
+                self.observe("note", {"level": "info", "text": f"worker {self.transport.id}: {found}"})
+            self.sizing.begin(share, timed=timed)
 
     @property
     def leaving(self) -> bool:

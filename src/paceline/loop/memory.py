@@ -24,6 +24,8 @@ def shrink(loop: LoopContext, samples: int, *, again: bool) -> bool:
     """Memory ran out with so many samples at once: use at most half as many. ``again``: these come again."""
     if not loop.dealing.shrink(samples // 2, again=again):
         return False
+    if loop.sizing is not None:
+        loop.sizing.ran_out(samples)
     text = f"worker {loop.transport.rank} ran out of memory with {samples} samples at once: "
     loop.observe("note", {"level": "warning", "text": text + f"micro_batch is now {loop.dealing.micro_batch}"})
     return True

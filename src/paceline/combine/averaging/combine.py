@@ -104,6 +104,7 @@ class AveragingCombine:
         period, epoch = periods.ready()
         parts = (0,) * len(self._members) if period is None else period.parts()
         share = parts[self._member]
+        loop.size_micro_batches(share)
         loop.dealing.take_up(share, done=periods.uncounted if share else 0)
         loop.gradients.begin(max(1, sum(parts)))
         began = time.perf_counter()

@@ -1,0 +1,178 @@
+"""How many samples go through the model at once, found by trying: ``micro_batch="auto"``.
+
+Sizes double from a small one, and a few micro-batches of each are timed. The size grows while a sample gets cheaper,
+while memory suffices, and while the worker's share holds enough micro-batches of it. Kept is the smallest size that is
+nearly as fast as the fastest: more would take memory, and make shares and deadlines coarse, for nothing.
+
+>>> search = SizeSearch(4)
+>>> while not search.settled:  # every micro-batch takes 1 s, and 0.1 s more a sample
+...     search.begin(64)
+...     for _ in range(64 // search.size):
+...         search.measure(search.size, 1.0 + 0.1 * search.size)
+>>> search.settled, [round(cost, 3) for cost in search.costs.values()]
+(80, [0.35, 0.225, 0.163, 0.131, 0.116])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+GAIN = 0.05
+"""A size is faster than another when its seconds a sample are lower by this part."""
+ENOUGH = 3
+"""Micro-batches of a size that are timed, after one that is not: it may load kernels, or fill caches."""
+PATIENCE = 2
+"""Sizes in a row that bring nothing before the search ends: one may look slow by chance."""
+MOST_STEPS = 20
+"""Steps of this worker after which the best size so far is kept."""
+LADDER = 16
+"""An equal share holds so many micro-batches of the first size."""
+FEWEST = 4
+"""With deadlines a share holds at least so many micro-batches: one that is unfinished at the deadline is lost."""
+FEWEST_NORMALISED = 16
+"""Samples of the first size where batch norm computes its statistics over a micro-batch."""
+NEARLY = 0.75
+"""Part of a size that a micro-batch must have to be timed as one of that size: shares are cut into even parts."""
+HEADROOM = 1.25
+"""A size that only the share bounds is kept so much larger: a share that grows a little stays in one piece."""
+MOST_MEMORY = 0.9
+"""Part of the memory that a larger size may be foreseen to need."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """A GPU's memory after a micro-batch, in bytes."""
+
+    peak: int
+    """The most that was in use so far."""
+    held: int
+    """In use between two micro-batches: parameters, gradients, the optimiser's state."""
+    usable: int
+
+
+def first_size(equal_share: int, *, normalises: bool = False) -> int:
+    """Where the search begins. ``normalises``: the model has batch norm.
+
+    >>> first_size(256), first_size(6), first_size(64, normalises=True)
+    (16, 1, 16)
+    """
+    return max(1, equal_share // LADDER, min(equal_share, FEWEST_NORMALISED) if normalises else 1)
+
+
+class SizeSearch:
+    """One worker's search. ``begin`` each step, ``measure`` each micro-batch, and use ``size`` for the next."""
+
+    def __init__(self, first: int, *, fewest: int = 1, found: int = 0) -> None:
+        """``fewest``: micro-batches that a share must hold; ``found``: a size that was found before, and is kept."""
+        self.size = found or first
+        """For the next micro-batch."""
+        self.costs: dict[int, float] = {}
+        """Median seconds a sample of each size that was timed."""
+        self.by_memory = False
+        """Whether memory, not speed, bounds the size."""
+        self._fewest, self._tried, self._over = fewest, self.size, bool(found)
+        self._by_share = False
+        self._bound = self._room = 10**9
+        """The largest size that the share holds often enough, and the largest that fits into memory."""
+        self._steps = 0
+        self._times: list[float] = []
+        self._warm = False
+        """Whether a micro-batch of this size was there before."""
+        self._peak: tuple[int, int] | None = None
+        """The size that was timed last, and the peak of memory by then."""
+
+    @property
+    def settled(self) -> int:
+        """The size that was found; 0 while the search goes on."""
+        return self.size if self._over else 0
+
+    def begin(self, share: int, *, timed: bool = True) -> None:
+        """A step begins with so many samples. ``timed``: its micro-batches can be; otherwise the search is over.
+
+        The first step is not timed: the optimiser has no state yet, so nothing is known about memory. A size that only
+        the share bounded is looked at again once the share has doubled.
+        """
+        if not share:
+            return
+        self._bound = max(1, share // self._fewest)
+        if self._over and self._by_share and timed and 2 * self._tried <= min(self._bound, self._room):
+            self._over, self._steps = False, 1
+            self._grow()
+        self._steps += 1
+        if not self._over and (not timed or self._steps > MOST_STEPS):
+            self._settle()
+        elif not self._over and self._tried > self._bound and self._tried > 1:
+            self._settle(by_share=True)
+
+    def measure(self, samples: int, seconds: float, memory: MemoryUse | None = None, *, counts: bool = True) -> None:
+        """A micro-batch took so long; unless it ``counts``, because of something else."""
+        if self._over or self._steps < 2 or samples < NEARLY * self._tried:
+            return
+        if self._warm and counts:
+            self._times.append(seconds / samples)
+        self._warm = True
+        if len(self._times) == ENOUGH:
+            self.costs[self._tried] = median(self._times)
+            self._go_on(memory)
+
+    def ran_out(self, samples: int) -> None:
+        """Memory did not suffice for so many samples."""
+        self._room = min(self._room, max(1, samples // 2))
+        if self._over:
+            self.by_memory |= self.size > self._room
+            self.size = min(self.size, self._room)
+        elif self._tried > self._room:
+            self.costs = {size: cost for size, cost in self.costs.items() if size <= self._room}
+            self._tried = max(self.costs, default=self._room)
+            self._settle(by_memory=True)
+
+    def _go_on(self, memory: MemoryUse | None) -> None:
+        larger = 2 * self._tried
+        if sum(size > self._best() for size in self.costs) >= PATIENCE:
+            self._settle()
+        elif larger > self._bound:
+            self._settle(by_share=True)
+        elif larger > self._room or not self._fits(larger, memory):
+            self._settle(by_memory=True)
+        else:
+            self._grow()
+
+    def _best(self) -> int:
+        """The smallest size that is nearly as fast as the fastest."""
+        enough = min(self.costs.values()) / (1 - GAIN)
+        return min(size for size, cost in self.costs.items() if cost <= enough)
+
+    def _fits(self, larger: int, memory: MemoryUse | None) -> bool:
+        """Whether memory should suffice for a larger size."""
+        before, now = self._peak, self._tried
+        if memory is None:
+            return True
+        self._peak = (now, memory.peak)
+        return foreseen(memory, now, larger, before) <= MOST_MEMORY * memory.usable
+
+    def _grow(self) -> None:
+        self.size = self._tried = 2 * self._tried
+        self._times, self._warm = [], False
+
+    def _settle(self, *, by_share: bool = False, by_memory: bool = False) -> None:
+        """``by_share``, ``by_memory``: what kept the search from a larger size, if speed did not."""
+        best = self._best() if self.costs else self._tried
+        grows = best == self._tried  # a larger size might have been faster
+        self._over, self._by_share, self.by_memory = True, by_share and grows, by_memory and grows
+        self.size = min(int(best * HEADROOM), self._room) if self._by_share and self._fewest == 1 else best
+
+
+def foreseen(memory: MemoryUse, size: int, larger: int, before: tuple[int, int] | None) -> float:
+    """Bytes at the peak of a larger size. By what the last doubling added (``before``: a smaller size and its peak);
+    without one, all that ``size`` needs beside what is held grows in proportion.
+
+    >>> foreseen(MemoryUse(peak=70, held=50, usable=100), 8, 16, None)
+    90.0
+    >>> foreseen(MemoryUse(peak=70, held=50, usable=100), 8, 16, (4, 65))
+    80.0
+    """
+    if before is None:
+        return memory.held + (memory.peak - memory.held) * larger / size
+    smaller, peak = before
+    return memory.peak + (memory.peak - peak) * (larger - size) / (size - smaller)

@@ -1,0 +1,193 @@
+"""The search for a micro-batch's size: it ends, it pays, and it respects memory and the share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.feed.micro_batches import even_pieces
+from paceline.feed.micro_size import (
+    ENOUGH,
+    FEWEST,
+    HEADROOM,
+    MOST_STEPS,
+    MemoryUse,
+    SizeSearch,
+    first_size,
+    foreseen,
+)
+from paceline.feed.ranges import total
+
+
+def search_with(
+    seconds: Callable[[int], float],
+    *,
+    share: int = 256,
+    first: int = 4,
+    fewest: int = 1,
+    memory: Callable[[int], MemoryUse | None] = lambda size: None,
+    room: int = 10**9,
+    steps: int = 50,
+) -> SizeSearch:
+    """Steps of one share each, as the loop makes them: even pieces, cut anew when the size changes."""
+    search = SizeSearch(first, fewest=fewest)
+    for _ in range(steps):
+        search.begin(share)
+        left = share
+        while left:
+            piece = total(even_pieces([(0, left)], search.size)[0])
+            if piece > room:
+                search.ran_out(piece)
+                continue
+            search.measure(piece, seconds(piece), memory(piece))
+            left -= piece
+    return search
+
+
+def test_where_every_micro_batch_costs_the_same_the_whole_share_goes_at_once() -> None:
+    search = search_with(lambda size: 0.02)
+    assert search.settled == int(256 * HEADROOM)
+    assert not search.by_memory
+
+
+def test_where_only_samples_cost_the_smallest_size_is_kept() -> None:
+    search = search_with(lambda size: 0.001 * size)
+    assert search.settled == 4
+    assert list(search.costs) == [4, 8, 16], "two more are tried, in case the first looked slow by chance"
+
+
+def test_a_device_that_is_full_from_some_size_on_gets_that_size() -> None:
+    assert search_with(lambda size: max(0.064, 0.001 * size)).settled == 64
+
+
+def test_a_size_that_looks_slow_by_chance_does_not_end_the_search() -> None:
+    assert search_with(lambda size: 0.03 if size == 8 else 0.01 + 0.0001 * size).settled > 64
+
+
+def test_the_first_step_and_the_first_micro_batch_of_a_size_do_not_count() -> None:
+    search = SizeSearch(4)
+    search.begin(64)
+    for _ in range(10):
+        search.measure(4, 100.0)
+    assert not search.costs
+    search.begin(64)
+    search.measure(4, 100.0)
+    for _ in range(ENOUGH):
+        search.measure(4, 0.04)
+    assert search.costs == {4: pytest.approx(0.01)}
+    assert search.size == 8
+
+
+def test_one_that_bears_more_than_itself_warms_its_size_up_and_does_not_count() -> None:
+    search = SizeSearch(4)
+    search.begin(64)
+    search.begin(64)
+    search.measure(4, 100.0, counts=False)
+    for _ in range(ENOUGH):
+        search.measure(4, 0.04)
+    assert search.costs == {4: pytest.approx(0.01)}
+
+
+def test_out_of_memory_ends_the_search_below_it() -> None:
+    search = search_with(lambda size: 0.02, room=40)
+    assert search.settled == 32
+    assert search.by_memory
+
+
+def test_out_of_memory_at_the_first_size_halves_it_as_often_as_need_be() -> None:
+    search = search_with(lambda size: 0.02, first=16, room=3)
+    assert search.settled == 2
+    assert search.by_memory
+
+
+def test_out_of_memory_later_halves_what_was_found_and_it_never_grows_again() -> None:
+    search = search_with(lambda size: 0.02)
+    search.ran_out(256)
+    assert search.settled == 128
+    search.begin(10_000)
+    assert search.settled == 128
+    assert search.by_memory
+
+
+def test_a_gpu_is_not_driven_out_of_memory() -> None:
+    largest = 0
+
+    def used(size: int) -> MemoryUse:
+        nonlocal largest
+        largest = max(largest, size)
+        return MemoryUse(peak=1000 + 100 * largest, held=1000, usable=10_000)
+
+    search = search_with(lambda size: 0.02, memory=used)
+    assert search.settled == largest == 64, "128 samples would need 13,800"
+    assert search.by_memory
+
+
+def test_a_peak_from_before_hides_no_growth_and_is_not_taken_for_it() -> None:
+    """Loading the model needed more than the micro-batches do: doubling them adds nothing to the peak."""
+    assert foreseen(MemoryUse(peak=8000, held=1000, usable=10_000), 8, 16, (4, 8000)) == 8000
+
+
+def test_with_deadlines_a_share_holds_several_micro_batches() -> None:
+    assert search_with(lambda size: 0.02, fewest=FEWEST).settled == 256 // FEWEST
+
+
+def test_a_size_that_only_the_share_bounded_is_looked_at_again_when_the_share_has_doubled() -> None:
+    search = search_with(lambda size: 0.02, share=16)
+    assert search.settled == int(16 * HEADROOM)
+    search.begin(20)
+    assert search.settled
+    search.begin(64)
+    assert not search.settled
+    assert search.size == 32
+
+
+def test_in_rounds_that_cannot_be_timed_the_best_so_far_is_kept() -> None:
+    search = SizeSearch(4)
+    for _ in range(2):
+        search.begin(64)
+        for _ in range(1 + ENOUGH):
+            search.measure(search.size, 0.02)
+    assert search.size == 8
+    search.begin(64, timed=False)
+    assert search.settled == 4, "8 was not timed yet"
+
+
+def test_what_was_found_before_is_kept() -> None:
+    search = SizeSearch(4, found=48)
+    search.begin(1000)
+    assert search.settled == search.size == 48
+
+
+def test_a_worker_that_sits_out_goes_on_later() -> None:
+    search = SizeSearch(4)
+    for _ in range(100):
+        search.begin(0)
+    assert not search.settled
+
+
+@given(
+    share=st.integers(1, 600),
+    first=st.integers(1, 40),
+    fewest=st.sampled_from([1, FEWEST]),
+    fixed=st.floats(0, 1),
+    each=st.floats(1e-6, 1),
+    room=st.integers(1, 600),
+)
+def test_a_search_always_ends_within_what_share_and_memory_allow(
+    share: int, first: int, fewest: int, fixed: float, each: float, room: int
+) -> None:
+    search = search_with(
+        lambda size: fixed + each * size, share=share, first=first, fewest=fewest, room=room, steps=MOST_STEPS + 1
+    )
+    assert 1 <= search.settled <= max(first, share // fewest) * HEADROOM
+    assert min(search.settled, share) <= room
+    if search.costs and max(search.costs) > search.settled:
+        assert min(search.costs.values()) >= 0.95 * search.costs[search.settled] - 1e-12
+
+
+@given(st.integers(1, 10_000), st.booleans())
+def test_the_first_size_lies_in_an_equal_share(share: int, normalises: bool) -> None:
+    assert 1 <= first_size(share, normalises=normalises) <= share
