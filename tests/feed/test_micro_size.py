@@ -155,8 +155,15 @@ def test_in_rounds_that_cannot_be_timed_the_best_so_far_is_kept() -> None:
     assert search.settled == 4, "8 was not timed yet"
 
 
+def test_where_nothing_can_be_timed_a_share_holds_as_few_micro_batches_as_it_may() -> None:
+    search = SizeSearch(4, fewest=FEWEST)
+    search.begin(64, timed=False)
+    assert search.settled == 64 // FEWEST
+
+
 def test_what_was_found_before_is_kept() -> None:
-    search = SizeSearch(4, found=48)
+    search = SizeSearch(4)
+    search.keep(48, by_memory=False)
     search.begin(1000)
     assert search.settled == search.size == 48
 

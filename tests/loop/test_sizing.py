@@ -145,3 +145,64 @@ def test_micro_batches_that_are_left_out_tell_nothing_of_speed(tmp_path: Path) -
                 step.skip()
             step.commit(optimizer)
         assert not steps.loop.sizing.search.costs
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def trained(folder: Path, checkpoint: Path, *, loops: int = 1, load: bool = False, **options: Any) -> list[int]:
+    """Micro-batches of each step of a run that saves, or goes on from, a checkpoint."""
+    data, found = numbers(LENGTH), []
+    with join(folder) as fleet:
+        model = fleet.model(linear())
+        optimizer = sgd(model)
+        fleet.track(optimizer=optimizer)
+        if load:
+            fleet.load(checkpoint, loops="rest")
+        for _ in range(loops):
+            options = {"global_batch": SHARE, "micro_batch": "auto", "loss": costly} | options
+            found += counts(list(training(fleet, model, optimizer, data, **options)))
+        fleet.save(checkpoint)
+    return found
+
+
+def test_a_resumed_run_keeps_the_size_that_was_found_on_such_a_device(tmp_path: Path) -> None:
+    assert trained(tmp_path / "first", tmp_path / "saved")[-1] == 1
+    assert set(trained(tmp_path / "second", tmp_path / "saved", load=True)) == {1}
+    assert "worker 0: micro_batch is 80" in log(tmp_path / "second")
+
+
+def test_on_another_device_it_is_searched_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path / "first", tmp_path / "saved")
+    monkeypatch.setenv("PACELINE_EMULATE", "1!40")
+    monkeypatch.setenv("PACELINE_SAMPLE_MS", "0.0001")
+    again = trained(tmp_path / "second", tmp_path / "saved", load=True)
+    assert (again[0], again[-1]) == (16, 2)
+    third = trained(tmp_path / "third", tmp_path / "saved", load=True)
+    assert set(third) == {2}
+
+
+def test_the_step_records_say_what_was_found_and_by_what_it_is_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_EMULATE", "1!20")
+    monkeypatch.setenv("PACELINE_SAMPLE_MS", "0.0001")
+    with join(tmp_path) as fleet:
+        model = fleet.model(linear())
+        steps = auto(fleet, model)
+        given = list(training(fleet, model, sgd(model), numbers(), global_batch=16, micro_batch=4))
+    assert steps[0].record.micro_size == steps[0].record.memory_bound == (0,)
+    assert steps[-1].record.micro_size == (16,)
+    assert steps[-1].record.memory_bound == (1,)
+    assert given[0].record.micro_size == ()
+
+
+def test_a_gpu_s_memory_is_asked_for_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sizing.memory_of(torch.device("cpu")) is None
+    answers = {"mem_get_info": (300, 1000), "memory_reserved": 500, "memory_allocated": 200}
+    answers |= {"max_memory_allocated": 450, "get_per_process_memory_fraction": 0.75}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    found = sizing.memory_of(torch.device("cuda:0"))
+    assert found is not None
+    assert (found.peak, found.held, found.usable) == (450, 200, 750)

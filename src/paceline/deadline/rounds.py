@@ -69,6 +69,7 @@ class Deadlines:
             self._loop.transport.slot_name,
             round_s=max(0.0, wall_s - latest),
             emulated=self._loop.machine is not None,
+            auto=self._loop.auto,
             by_deadline=True,
         )
         return replace(record, wall_s=wall_s + self.commit_s)

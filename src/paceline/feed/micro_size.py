@@ -63,15 +63,15 @@ def first_size(equal_share: int, *, normalises: bool = False) -> int:
 class SizeSearch:
     """One worker's search. ``begin`` each step, ``measure`` each micro-batch, and use ``size`` for the next."""
 
-    def __init__(self, first: int, *, fewest: int = 1, found: int = 0) -> None:
-        """``fewest``: micro-batches that a share must hold; ``found``: a size that was found before, and is kept."""
-        self.size = found or first
+    def __init__(self, first: int, *, fewest: int = 1) -> None:
+        """``fewest``: micro-batches that a share must hold."""
+        self.size = first
         """For the next micro-batch."""
         self.costs: dict[int, float] = {}
         """Median seconds a sample of each size that was timed."""
         self.by_memory = False
         """Whether memory, not speed, bounds the size."""
-        self._fewest, self._tried, self._over = fewest, self.size, bool(found)
+        self._fewest, self._tried, self._over = fewest, first, False
         self._by_share = False
         self._bound = self._room = 10**9
         """The largest size that the share holds often enough, and the largest that fits into memory."""
@@ -87,6 +87,11 @@ class SizeSearch:
         """The size that was found; 0 while the search goes on."""
         return self.size if self._over else 0
 
+    def keep(self, size: int, *, by_memory: bool) -> None:
+        """Take over what an earlier run found here."""
+        self.size = self._tried = size
+        self._over, self._by_share, self.by_memory = True, False, by_memory
+
     def begin(self, share: int, *, timed: bool = True) -> None:
         """A step begins with so many samples. ``timed``: its micro-batches can be; otherwise the search is over.
 
@@ -100,6 +105,8 @@ class SizeSearch:
             self._over, self._steps = False, 1
             self._grow()
         self._steps += 1
+        if not self._over and not timed and not self.costs:  # nothing is known, and larger ones are mostly faster
+            self._tried = max(self._tried, min(self._bound, self._room))
         if not self._over and (not timed or self._steps > MOST_STEPS):
             self._settle()
         elif not self._over and self._tried > self._bound and self._tried > 1:

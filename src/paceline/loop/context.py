@@ -14,7 +14,7 @@ from paceline.feed.dealing import Dealing
 from paceline.loop.passes import LoopPlace
 from paceline.loop.replicas import Repair
 from paceline.loop.sizing import Sizing
-from paceline.loop.step_recording import said
+from paceline.loop.step_recording import SIZES, WORK, said
 from paceline.loop.tracking import Tracked
 from paceline.loop.training_state import TrainingState
 from paceline.pace.fitting import RECENT
@@ -64,6 +64,10 @@ class LoopContext:
     """By ``id``: those that a commit may be given."""
     sizing: Sizing | None = None
     """Where ``micro_batch="auto"`` looks for a size."""
+    own_device: str = ""
+    """This worker's, by name."""
+    devices: tuple[str, ...] = ()
+    """Everybody's, by rank."""
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Seconds a sample of this worker's last micro-batches."""
 
@@ -103,6 +107,15 @@ class LoopContext:
             self.sizing.begin(share, timed=timed)
 
     @property
+    def sizes(self) -> dict[str, float]:
+        """What this worker reports of the size of its micro-batches: `SIZES`; nothing where it was given."""
+        if not self.auto:
+            return {}
+        found = self.dealing.micro_batch if self.sizing is None else self.sizing.search.settled
+        bound = self.sizing is not None and self.sizing.search.by_memory
+        return {"micro_size": found, "memory_bound": bool(found and bound)}
+
+    @property
     def leaving(self) -> bool:
         """This worker was asked to leave: it takes no further micro-batch, and what it has left is dealt to others."""
         return self.membership is not None and self.membership.leaving
@@ -118,4 +131,4 @@ class LoopContext:
 
     def said(self, header: Header) -> dict[str, Any]:
         """Everybody's work, as a record has it."""
-        return said(header, self.transport.slot_name)
+        return said(header, self.transport.slot_name, (*WORK, *SIZES) if self.auto else WORK)

@@ -169,8 +169,9 @@ class InlineRound:
 
     def record(self, header: Header, applied: bool) -> StepRecord | None:
         loop, step_state = self._loop, self._step_state
+        emulated, auto = loop.machine is not None, loop.auto
         record = record_of(
-            step_state, header, loop.transport.slot_name, round_s=self._round_s, emulated=loop.machine is not None
+            step_state, header, loop.transport.slot_name, round_s=self._round_s, emulated=emulated, auto=auto
         )
         step_state.record = replace(record, grad_norm=self._gradients.mean_gradient.known_norm if applied else None)
         return loop.dealing.told(step_state.record)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +13,7 @@ from paceline.feed.micro_size import MemoryUse, SizeSearch
 if TYPE_CHECKING:
     from paceline.feed.dealing import Dealing
     from paceline.feed.micro_batches import MicroBatch
+    from paceline.loop.context import LoopContext
 
 
 class Sizing:
@@ -90,3 +92,22 @@ def device_name(device: torch.device, emulated: str | None) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"
+
+
+def saved_sizes(loop: LoopContext) -> dict[str, Any] | None:
+    """For a checkpoint: what each worker has found, and on which device; None where sizes are given."""
+    if not loop.auto or not (newest := loop.training.recent[-1:]):
+        return None
+    record, devices = newest[0], dict(zip(loop.transport.workers, loop.devices))
+    found = zip(record.workers, record.micro_size, record.memory_bound)
+    sizes = [[worker, size, bound, devices.get(worker, "")] for worker, size, bound in found if size]
+    return {"workers": loop.transport.size, "found": sizes}
+
+
+def keep_saved(loop: LoopContext, saved: Mapping[str, Any] | None) -> None:
+    """Keep the size that a checkpoint has for this worker, on a device of the same name in a fleet of the same size."""
+    if loop.sizing is None or saved is None or saved["workers"] != loop.transport.size:
+        return
+    for worker, size, bound, device in saved["found"]:
+        if worker == loop.transport.id and device == loop.own_device:
+            loop.sizing.search.keep(size, by_memory=bool(bound))

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 WORK = ("samples", "seconds", "micro_batches")
 """What is reported of local steps, and of a period of them."""
+SIZES = ("micro_size", "memory_bound")
+"""The same, with ``micro_batch="auto"``."""
 
 
 def write_header(
@@ -37,6 +39,7 @@ def write_header(
         ended=loop.dealing.ended or step_state.shares[rank] == 0,
         fingerprint=step_state.fingerprint,
         rates=step_state.rates,
+        **loop.sizes,
         **more,
     )
     loop.add_figures(header, work.added)
@@ -68,10 +71,12 @@ def record_of(
     *,
     round_s: float,
     emulated: bool,
+    auto: bool,
     by_deadline: bool = False,
 ) -> StepRecord:
     """The record of a step whose round is over. ``by_deadline``: it closed without waiting for everybody."""
     now = {"always"} | ({"deadline"} if by_deadline else set()) | ({"emulated"} if emulated else set())
+    now |= {"auto"} if auto else set()
     return StepRecord(
         **_dealt(step_state),
         **said(header, name, [fact for fact, reported in REPORTED.items() if reported.when in now]),

@@ -59,6 +59,9 @@ class LoopPlan:
     """Whether all workers have the same kind of device."""
     agreed: Mapping[str, Any]
     """Facts that are the same on every worker, and must be on one that joins."""
+    own_device: str
+    devices: list[str]
+    """By name: this worker's, and everybody's."""
 
 
 class StepsConstructor:
@@ -170,6 +173,8 @@ class StepsConstructor:
             restore=partial(self._replica.restore, Path("a peer's state")),
             whole=unit > 1,
             sizing=self._sizing(plan, dealing, whole=unit > 1),
+            own_device=plan.own_device,
+            devices=tuple(plan.devices),
             alike=plan.alike,
             first=first,
         )

@@ -157,6 +157,7 @@ class AveragingCombine:
             overflow=overflow,
             nonfinite=not finite and not overflow,
             ended=self._say() if self._member == 0 else 0,
+            **self.loop.sizes,
         )
         self.loop.add_figures(header, work.added)
         return header
