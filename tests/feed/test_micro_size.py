@@ -91,9 +91,27 @@ def test_one_that_bears_more_than_itself_warms_its_size_up_and_does_not_count() 
     assert search.costs == {4: pytest.approx(0.01)}
 
 
+def test_a_size_that_is_clearly_faster_is_timed_once() -> None:
+    search = SizeSearch(4)
+    search.begin(64)
+    search.begin(64)
+    for _ in range(1 + ENOUGH):
+        search.measure(4, 0.04)
+    for seconds in (9.0, 0.045):
+        search.measure(8, seconds)
+    assert search.size == 16
+
+
 def test_out_of_memory_ends_the_search_below_it() -> None:
     search = search_with(lambda size: 0.02, room=40)
     assert search.settled == 32
+    assert search.by_memory
+
+
+def test_a_size_that_was_timed_is_kept_where_a_larger_part_of_a_share_did_not_fit() -> None:
+    """A share of 6 is cut into 3 and 3 when 4 is tried."""
+    search = search_with(lambda size: 0.02, share=6, first=1, room=2)
+    assert search.settled == 2
     assert search.by_memory
 
 

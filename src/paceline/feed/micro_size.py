@@ -22,6 +22,9 @@ GAIN = 0.05
 """A size is faster than another when its seconds a sample are lower by this part."""
 ENOUGH = 3
 """Micro-batches of a size that are timed, after one that is not: it may load kernels, or fill caches."""
+CLEARLY = 0.25
+"""One is enough where a sample took less by this part than with any smaller size: nothing makes work faster by chance.
+"""
 PATIENCE = 2
 """Sizes in a row that bring nothing before the search ends: one may look slow by chance."""
 MOST_STEPS = 20
@@ -119,13 +122,13 @@ class SizeSearch:
         if self._warm and counts:
             self._times.append(seconds / samples)
         self._warm = True
-        if len(self._times) == ENOUGH:
+        if len(self._times) == ENOUGH or self._is_clear():
             self.costs[self._tried] = median(self._times)
             self._go_on(memory)
 
     def ran_out(self, samples: int) -> None:
-        """Memory did not suffice for so many samples."""
-        self._room = min(self._room, max(1, samples // 2))
+        """Memory did not suffice for so many samples: half as many may do, or a size that was timed."""
+        self._room = min(self._room, max([1, samples // 2, *(size for size in self.costs if size < samples)]))
         if self._over:
             self.by_memory |= self.size > self._room
             self.size = min(self.size, self._room)
@@ -144,6 +147,10 @@ class SizeSearch:
             self._settle(by_memory=True)
         else:
             self._grow()
+
+    def _is_clear(self) -> bool:
+        known = min(self.costs.values(), default=0.0)
+        return bool(self._times) and self._times[-1] < (1 - CLEARLY) * known
 
     def _best(self) -> int:
         """The smallest size that is nearly as fast as the fastest."""

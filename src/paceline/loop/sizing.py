@@ -58,7 +58,7 @@ class Sizing:
         """Memory did not suffice for so many samples; the dealing knows."""
         self._timed = False
         self.search.ran_out(samples)
-        if self.search.size < self._dealing.micro_batch:
+        if self.search.settled and self.search.size != self._dealing.micro_batch:
             self._dealing.resize(self.search.size)
 
     def news(self) -> str | None:
