@@ -32,19 +32,31 @@ def search_with(
     room: int = 10**9,
     steps: int = 50,
 ) -> SizeSearch:
-    """Steps of one share each, as the loop makes them: even pieces, cut anew when the size changes."""
+    """So many steps of one share."""
     search = SizeSearch(first, fewest=fewest)
     for _ in range(steps):
-        search.begin(share)
-        left = share
-        while left:
-            piece = total(even_pieces([(0, left)], search.size)[0])
-            if piece > room:
-                search.ran_out(piece)
-                continue
-            search.measure(piece, seconds(piece), memory(piece))
-            left -= piece
+        step(search, share, seconds, memory=memory, room=room)
     return search
+
+
+def step(
+    search: SizeSearch,
+    share: int,
+    seconds: Callable[[int], float],
+    *,
+    memory: Callable[[int], MemoryUse | None] = lambda size: None,
+    room: int = 10**9,
+) -> None:
+    """As the loop makes it: even pieces, cut anew when the size changes."""
+    search.begin(share)
+    left = share
+    while left:
+        piece = total(even_pieces([(0, left)], search.size)[0])
+        if piece > room:
+            search.ran_out(piece)
+            continue
+        search.measure(piece, seconds(piece), memory(piece))
+        left -= piece
 
 
 def test_where_every_micro_batch_costs_the_same_the_whole_share_goes_at_once() -> None:
@@ -152,31 +164,42 @@ def test_with_deadlines_a_share_holds_several_micro_batches() -> None:
     assert search_with(lambda size: 0.02, fewest=FEWEST).settled == 256 // FEWEST
 
 
-def test_a_size_that_only_the_share_bounded_is_looked_at_again_when_the_share_has_doubled() -> None:
+def test_a_size_that_only_the_share_bounded_is_looked_at_again_when_the_share_has_grown() -> None:
     search = search_with(lambda size: 0.02, share=16)
     assert search.settled == int(16 * HEADROOM)
-    search.begin(20)
+    search.begin(23)
     assert search.settled
     search.begin(64)
     assert not search.settled
     assert search.size == 32
 
 
-def test_in_rounds_that_cannot_be_timed_the_best_so_far_is_kept() -> None:
+def test_however_much_shares_grow_the_search_comes_to_an_end() -> None:
+    search = SizeSearch(1)
+    for share in (2**k for k in range(2, 30)):
+        for _ in range(12):
+            search.begin(share)
+            for _ in range(4):
+                search.measure(search.size, 0.02)
+    search.begin(2**40)
+    assert search.settled <= 2**12
+
+
+def test_a_share_that_is_no_multiple_goes_at_once_where_that_is_fastest() -> None:
+    search = search_with(lambda size: 0.02, share=22, first=1)
+    assert search.settled == int(22 * HEADROOM)
+    assert list(search.costs) == [1, 2, 4, 8, 22], "even parts of at most 16 samples would have 11"
+
+
+def test_a_share_that_shrinks_under_the_search_neither_ends_it_for_good_nor_keeps_it_up() -> None:
     search = SizeSearch(4)
-    for _ in range(2):
-        search.begin(64)
-        for _ in range(1 + ENOUGH):
-            search.measure(search.size, 0.02)
-    assert search.size == 8
-    search.begin(64, timed=False)
-    assert search.settled == 4, "8 was not timed yet"
-
-
-def test_where_nothing_can_be_timed_a_share_holds_as_few_micro_batches_as_it_may() -> None:
-    search = SizeSearch(4, fewest=FEWEST)
-    search.begin(64, timed=False)
-    assert search.settled == 64 // FEWEST
+    sizes = []
+    for share in (64, 64, 64, 30, 31, 29, 30, 31, 32, 38, 30):
+        step(search, share, lambda size: 0.02)
+        sizes.append(search.settled)
+    assert sizes[2] == 0, "64 is to be tried"
+    assert len(set(sizes[3:])) <= 3
+    assert 30 <= search.settled <= 38 * HEADROOM
 
 
 def test_what_was_found_before_is_kept() -> None:

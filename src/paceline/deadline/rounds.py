@@ -147,7 +147,7 @@ class ProxyRound:
     def take(self, opened: float) -> tuple[MicroBatch | None, float]:
         while self._still_open(opened):
             room = 0 if self._step_state.loop_phase is LoopPhase.CUT_OFF else self._room()
-            taken = self._loop.dealing.take(room) if room != 0 else None
+            taken = self._loop.source.take(room) if room != 0 else None
             if taken is not None or not self._another_lap():
                 return taken, opened
             opened = time.perf_counter()
@@ -205,6 +205,7 @@ class ProxyRound:
         if self._loop.device.type != "cuda":
             self._loop.paces.append(work.slowest_s / work.samples)
         self._finished = work
+        self._loop.timed(work)
 
     def next(self, figures: dict[str, Any], opened: float) -> None:
         finished, aside = self._finished, self._aside

@@ -39,6 +39,9 @@ NEARLY = 0.75
 """Part of a size that a micro-batch must have to be timed as one of that size: shares are cut into even parts."""
 HEADROOM = 1.25
 """A size that only the share bounds is kept so much larger: a share that grows a little stays in one piece."""
+GROWN = 1.5
+MOST_AGAIN = 3
+"""... and is looked at again when the share has grown by this factor, so many times at most: shares then rest."""
 MOST_MEMORY = 0.9
 """Part of the memory that a larger size may be foreseen to need."""
 
@@ -63,6 +66,28 @@ def first_size(equal_share: int, *, normalises: bool = False) -> int:
     return max(1, equal_share // LADDER, min(equal_share, FEWEST_NORMALISED) if normalises else 1)
 
 
+def next_size(size: int, share: int, *, fewest: int = 1) -> int:
+    """About twice as many samples, such that even parts of the share are nearly of that size; 0 where the share holds
+    nothing much larger ``fewest`` times.
+
+    >>> next_size(8, 64), next_size(8, 22), next_size(16, 22), next_size(22, 22), next_size(16, 70, fewest=4)
+    (16, 22, 22, 0, 0)
+    """
+    most = share // fewest
+    if most < HEADROOM * size:
+        return 0
+    larger = min(2 * size, most)
+    if _comes(larger, share, fewest):
+        return larger
+    return -(-share // (-(-share // larger) - 1))
+
+
+def _comes(size: int, share: int, fewest: int) -> bool:
+    """Whether a share cut into even parts of at most this size has nearly that many samples in each."""
+    part = -(-share // -(-share // size))
+    return part >= NEARLY * size and (share // fewest >= NEARLY * size or size == 1)
+
+
 class SizeSearch:
     """One worker's search. ``begin`` each step, ``measure`` each micro-batch, and use ``size`` for the next."""
 
@@ -76,9 +101,9 @@ class SizeSearch:
         """Whether memory, not speed, bounds the size."""
         self._fewest, self._tried, self._over = fewest, first, False
         self._by_share = False
-        self._bound = self._room = 10**9
-        """The largest size that the share holds often enough, and the largest that fits into memory."""
-        self._steps = 0
+        self._share, self._room = 0, 10**9
+        """This step's, and the largest size that fits into memory."""
+        self._steps = self._again = 0
         self._times: list[float] = []
         self._warm = False
         """Whether a micro-batch of this size was there before."""
@@ -95,24 +120,36 @@ class SizeSearch:
         self.size = self._tried = size
         self._over, self._by_share, self.by_memory = True, False, by_memory
 
-    def begin(self, share: int, *, timed: bool = True) -> None:
-        """A step begins with so many samples. ``timed``: its micro-batches can be; otherwise the search is over.
+    def begin(self, share: int) -> None:
+        """A step begins with so many samples.
 
         The first step is not timed: the optimiser has no state yet, so nothing is known about memory. A size that only
-        the share bounded is looked at again once the share has doubled.
+        the share bounded is looked at again when the share has grown by half.
         """
         if not share:
             return
-        self._bound = max(1, share // self._fewest)
-        if self._over and self._by_share and timed and 2 * self._tried <= min(self._bound, self._room):
-            self._over, self._steps = False, 1
-            self._grow()
+        self._share = share
+        if self._over and self._may_grow():
+            self._over, self._steps, self._again = False, 1, self._again + 1
+            self._try(next_size(self._tried, share, fewest=self._fewest))
         self._steps += 1
-        if not self._over and not timed and not self.costs:  # nothing is known, and larger ones are mostly faster
-            self._tried = max(self._tried, min(self._bound, self._room))
-        if not self._over and (not timed or self._steps > MOST_STEPS):
+        if not self._over and self._steps > MOST_STEPS:
             self._settle()
-        elif not self._over and self._tried > self._bound and self._tried > 1:
+        elif not self._over and not _comes(self._tried, share, self._fewest):
+            self._aim_anew()
+
+    def _may_grow(self) -> bool:
+        """Whether only the share bounded the size that was found, and holds more now."""
+        grown = min(self._share // self._fewest, self._room) >= GROWN * self._tried
+        return self._by_share and grown and self._again < MOST_AGAIN
+
+    def _aim_anew(self) -> None:
+        """The share changed, and has no parts of the size to try."""
+        if not self.costs:
+            self._try(min(self._tried, max(1, self._share // self._fewest)))
+        elif larger := next_size(max(self.costs), self._share, fewest=self._fewest):
+            self._try(larger)
+        else:
             self._settle(by_share=True)
 
     def measure(self, samples: int, seconds: float, memory: MemoryUse | None = None, *, counts: bool = True) -> None:
@@ -134,19 +171,19 @@ class SizeSearch:
             self.size = min(self.size, self._room)
         elif self._tried > self._room:
             self.costs = {size: cost for size, cost in self.costs.items() if size <= self._room}
-            self._tried = max(self.costs, default=self._room)
+            self._tried = self._room
             self._settle(by_memory=True)
 
     def _go_on(self, memory: MemoryUse | None) -> None:
-        larger = 2 * self._tried
+        larger = next_size(self._tried, self._share, fewest=self._fewest)
         if sum(size > self._best() for size in self.costs) >= PATIENCE:
             self._settle()
-        elif larger > self._bound:
+        elif not larger:
             self._settle(by_share=True)
         elif larger > self._room or not self._fits(larger, memory):
             self._settle(by_memory=True)
         else:
-            self._grow()
+            self._try(larger)
 
     def _is_clear(self) -> bool:
         known = min(self.costs.values(), default=0.0)
@@ -165,13 +202,14 @@ class SizeSearch:
         self._peak = (now, memory.peak)
         return foreseen(memory, now, larger, before) <= MOST_MEMORY * memory.usable
 
-    def _grow(self) -> None:
-        self.size = self._tried = 2 * self._tried
+    def _try(self, size: int) -> None:
+        self.size = self._tried = size
         self._times, self._warm = [], False
 
     def _settle(self, *, by_share: bool = False, by_memory: bool = False) -> None:
         """``by_share``, ``by_memory``: what kept the search from a larger size, if speed did not."""
         best = self._best() if self.costs else self._tried
+        self._tried = max(self.costs, default=self._tried)
         grows = best == self._tried  # a larger size might have been faster
         self._over, self._by_share, self.by_memory = True, by_share and grows, by_memory and grows
         self.size = min(int(best * HEADROOM), self._room) if self._by_share and self._fewest == 1 else best

@@ -24,6 +24,7 @@ from paceline.transport import Transport
 if TYPE_CHECKING:
     from paceline.loop.membership import Membership
     from paceline.loop.step import Step
+    from paceline.loop.step_state import Work
     from paceline.machines import Machine
 
 
@@ -99,12 +100,12 @@ class LoopContext:
         """Whether micro-batches are halved when they do not fit into memory."""
         return self.settings.auto
 
-    def size_micro_batches(self, share: int, *, timed: bool = True) -> None:
-        """A step begins, and its share is yet to be cut. ``timed``: its micro-batches can be."""
+    def size_micro_batches(self, share: int) -> None:
+        """A step begins, and its share is yet to be cut."""
         if self.sizing is not None:
             if (found := self.sizing.news()) is not None:
                 self.observe("note", {"level": "info", "text": f"worker {self.transport.id}: {found}"})
-            self.sizing.begin(share, timed=timed)
+            self.sizing.begin(share)
 
     @property
     def sizes(self) -> dict[str, float]:
@@ -114,6 +115,17 @@ class LoopContext:
         found = self.dealing.micro_batch if self.sizing is None else self.sizing.search.settled
         bound = self.sizing is not None and self.sizing.search.by_memory
         return {"micro_size": found, "memory_bound": bool(found and bound)}
+
+    @property
+    def source(self) -> Dealing | Sizing:
+        """Where this worker takes its micro-batches from."""
+        return self.dealing if self.sizing is None else self.sizing
+
+    def timed(self, work: Work) -> None:
+        """A micro-batch is used; one that was left out tells nothing of its size."""
+        if self.sizing is not None:
+            counts = isinstance(work.weight, torch.Tensor) or work.weight > 0
+            self.sizing.done(work.samples if counts else 0)
 
     @property
     def leaving(self) -> bool:

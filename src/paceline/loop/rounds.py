@@ -95,8 +95,7 @@ class InlineRound:
 
     def take(self, opened: float) -> tuple[MicroBatch | None, float]:
         self._clock.begin()
-        sizing = self._loop.sizing
-        return (self._loop.dealing if sizing is None else sizing).take(), opened
+        return self._loop.source.take(), opened
 
     def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
         if among is not None and self._gradients.whole:  # the part before may be for nothing
@@ -118,9 +117,7 @@ class InlineRound:
     def done(self, work: Work) -> None:
         self._loop.paces.append(work.slowest_s / work.samples)
         self._step_state.work.add(work)
-        if self._loop.sizing is not None:
-            left_out = not isinstance(work.weight, torch.Tensor) and not work.weight
-            self._loop.sizing.done(0 if left_out else work.samples)
+        self._loop.timed(work)
 
     def next(self, figures: dict[str, Any], opened: float) -> None:
         self._step_state.work.add(Work(added=figures))

@@ -26,17 +26,17 @@ class Sizing:
         self._taken = 0.0
         self._told = search.settled
 
-    def begin(self, share: int, *, timed: bool = True) -> None:
-        """A step begins, and its share is yet to be cut. ``timed``: its micro-batches can be."""
-        self.search.begin(share, timed=timed)
+    def begin(self, share: int) -> None:
+        """A step begins, and its share is yet to be cut."""
+        self.search.begin(share)
         self._dealing.micro_batch = self.search.size
         self._first = True
 
-    def take(self) -> MicroBatch | None:
-        """The next micro-batch, of the size to try next."""
+    def take(self, largest: int | None = None) -> MicroBatch | None:
+        """The next micro-batch, of the size to try next. ``largest``: the time left allows no more samples."""
         if self.search.size != self._dealing.micro_batch:
             self._dealing.resize(self.search.size)
-        taken = self._dealing.take()
+        taken = self._dealing.take(largest)
         self._timed = not self.search.settled and taken is not None
         # A step's first one may bear what is paid once a step; where there is no other, it is all there is to time.
         self._counts = not (self._first and self._dealing.left)
