@@ -2,7 +2,8 @@
 
 Out of memory in the model's own call: the same samples run again in halves under activation checkpointing, which keeps
 only the outputs, so the user's loop sees the outputs it asked for. Out of memory in backward: the micro-batch is given
-to the loop again, as two. Either way the size is halved from then on, and the log names the worker.
+to the loop again, as two. Either way the size is halved from then on, and the log names the worker. Which size is used
+where memory suffices is found by measuring (sizing.py).
 """
 
 from __future__ import annotations
