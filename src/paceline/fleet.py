@@ -256,7 +256,9 @@ class Fleet:
             data: a Dataset, or a DataLoader, whose dataset, collate function and loader processes are used.
             global_batch: samples a step, over the whole fleet. With a DataLoader whose ``batch_sampler`` gives the
                 batches, a step is so many of its *batches*: each is one micro-batch and counts by its samples.
-            micro_batch: samples that go through the model at once: a number, one per worker, or "auto".
+            micro_batch: samples that go through the model at once: a number, one per worker, or "auto", with which each
+                worker finds its own by measuring, in its first steps. Unless given, the DataLoader's batch size, else
+                an equal share of global_batch.
             epochs: passes over the data; each sample counts once in each.
             shuffle: a new order every epoch; as the DataLoader says, else True.
             drop_last: leave the epoch's last, smaller step out; as the DataLoader says, else False.

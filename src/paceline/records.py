@@ -80,7 +80,8 @@ class Plan(_Json):
 
 def reported(when: str = "always", **default: Any) -> Any:
     """A field of `StepRecord` that every worker reports of itself in the round: a number, of which the record has one
-    for each worker. ``when``: "always", or only in rounds with a "deadline", or on "emulated" machines."""
+    for each worker. ``when``: "always", or only in rounds with a "deadline", on "emulated" machines, or with
+    ``micro_batch="auto"``."""
     return field(metadata={"reported": when}, **default)
 
 
@@ -138,6 +139,11 @@ class StepRecord(_Json):
     """Positions of the epoch's order that each worker counted."""
     shortfall_s: tuple[float, ...] = reported("emulated", default=())
     """Emulated machines: seconds by which the host was too slow to play the machine."""
+
+    micro_size: tuple[int, ...] = reported("auto", default=())
+    """``micro_batch="auto"``: the size that each worker has found; 0 while it looks for one."""
+    memory_bound: tuple[int, ...] = reported("auto", default=())
+    """The same: 1 where memory, not speed, bounds that size, else 0."""
 
     @property
     def total(self) -> int:

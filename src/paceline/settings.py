@@ -24,6 +24,7 @@ class LoopSettings:
     micro_batch: int
     """This worker's; 1 where a batch sampler gives the batches."""
     auto: bool
+    """It is found by measuring, and halved where memory runs out."""
     epochs: int
     shuffle: bool
     drop_last: bool
@@ -43,9 +44,10 @@ def whole_number(name: str, value: Any) -> int:
 def own_micro_batch(
     micro_batch: int | str | Sequence[int] | None, *, global_batch: int, rank: int, size: int, loader_batch: int | None
 ) -> tuple[int, bool]:
-    """This worker's micro-batch, and whether it may be halved when memory runs out.
+    """This worker's micro-batch, and whether it is found by measuring, and may be halved when memory runs out.
 
-    Unless given: the DataLoader's batch size, or an equal share of the global batch.
+    Unless given: the DataLoader's batch size, or an equal share of the global batch. "auto" has the equal share too,
+    which bounds what is loaded ahead, and is the size where no other is looked for.
     """
     equal_share = -(-global_batch // size)
     if micro_batch is None:

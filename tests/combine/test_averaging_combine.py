@@ -648,6 +648,7 @@ def an_exchange(transport: Alone) -> tuple[RoundExchange, Callable[[], Round], n
         gradients=gradients,
         training=training,
         membership=None,
+        sizes={},
         device=torch.device("cpu"),
         add_figures=lambda header, added: None,
     )

@@ -352,13 +352,35 @@ def memory(args: Args) -> dict[str, Any]:
     try:
         with join("fixed:1,1") as fleet:
             model = fleet.model(net())
-            steps = list(loop(fleet, model, micro_batch="auto"))
+            steps = list(loop(fleet, model, micro_batch="auto", whole=True))
             total = fleet.evaluate(lambda x, y: {"sum": model(x).sum()}, data(), batch_size=48)
             return {
                 "parameters": flat(model),
                 "micro_batches": [step.record.micro_batches for step in steps],
                 "samples": [step.record.samples for step in steps],
                 "evaluated": total,
+            }
+    finally:
+        del os.environ["PACELINE_EMULATE"], os.environ["PACELINE_SAMPLE_MS"]
+
+
+def sizes(args: Args) -> dict[str, Any]:
+    """Each micro-batch takes 20 ms, whatever its size; worker 1 has room for two samples at once."""
+    os.environ["PACELINE_EMULATE"], os.environ["PACELINE_SAMPLE_MS"] = "1,1!2", "0.001"
+
+    def slow(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return mse(model, x, y)
+
+    try:
+        with join("fixed:1,1") as fleet:
+            model = fleet.model(net())
+            steps = list(loop(fleet, model, data=data(12 * BATCH), micro_batch="auto", loss=slow))
+            return {
+                "parameters": flat(model),
+                "found": [step.record.micro_size for step in steps],
+                "bound": steps[-1].record.memory_bound,
+                "ranges": sorted(part for step in steps for mine in step.record.ranges for part in mine),
             }
     finally:
         del os.environ["PACELINE_EMULATE"], os.environ["PACELINE_SAMPLE_MS"]
@@ -466,6 +488,7 @@ CASES: tuple[Callable[[Args], Any], ...] = (
     loader,
     measured,
     memory,
+    sizes,
     evaluation,
     saving,
     unlike_scalers,

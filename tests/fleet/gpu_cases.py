@@ -59,21 +59,23 @@ def mixed_precision(args: Any) -> dict[str, Any]:
         return {"applied": applied, "losses": losses, "scale": scaler.get_scale() if on_gpu else None}
 
 
-def real_memory(args: Any) -> dict[str, Any]:
-    """A micro-batch that does not fit this GPU's (restricted) memory."""
+def real_memory(args: dict[str, Any]) -> dict[str, Any]:
+    """A share that does not fit this GPU's (restricted) memory at once: halved with ``whole``, else searched for."""
     torch.cuda.set_per_process_memory_fraction(2 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     with paceline.join(quiet=True) as fleet:
         layers = [layer for _ in range(24) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
         model = fleet.model(nn.Sequential(*layers, nn.Linear(1024, 1)))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         x = torch.randn(32768, 1024)
-        steps = fleet.steps(TensorDataset(x, x.sum(1, keepdim=True)), global_batch=32768, micro_batch="auto", epochs=2)
+        data = TensorDataset(x, x.sum(1, keepdim=True))
+        steps = fleet.steps(data, global_batch=32768, micro_batch="auto", **args)
         for step in steps:
             for inputs, targets in step:
                 step.backward(nn.functional.mse_loss(model(inputs), targets))
             step.commit(optimizer)
         return {
             "micro_batch": steps.dealing.micro_batch,
+            "found": [record.micro_size for record in fleet.history],
             "samples": [record.total for record in fleet.history],
             "finite": bool(torch.isfinite(next(model.parameters())).all()),
         }

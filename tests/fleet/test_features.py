@@ -216,6 +216,17 @@ def test_a_worker_with_little_memory_halves_its_micro_batches_and_changes_nothin
     assert first["evaluated"] == second["evaluated"] == {"sum": pytest.approx(total, abs=1e-9), "count": 48}
 
 
+def test_each_worker_finds_the_size_of_its_own_micro_batches(told: Told) -> None:
+    first, second = told("sizes")
+    assert first == second, "everybody knows what everybody found"
+    assert close(first["parameters"], cases.one_machine(cases.net(), cases.data(12 * BATCH)))
+    assert first["found"][0] == [0, 0]
+    large, small = first["found"][-1]
+    assert large > small == 2
+    assert first["bound"] == [0, 1]
+    assert [part for start, stop in first["ranges"] for part in range(start, stop)] == list(range(12 * BATCH))
+
+
 # -- together ------------------------------------------------------------------------------------------------------
 
 

@@ -55,9 +55,17 @@ def test_nccl_with_one_rank(tmp_path: Path) -> None:
 
 
 def test_memory_that_runs_out_halves_the_micro_batch_and_the_step_goes_on(tmp_path: Path) -> None:
-    value = run("gpu_cases.py:real_memory", 1, tmp_path)[0]
+    value = run("gpu_cases.py:real_memory", 1, tmp_path, args={"epochs": 2, "whole": True})[0]
     assert value["micro_batch"] < 32768
     assert value["samples"] == [32768, 32768]
+    assert value["finite"]
+
+
+def test_a_gpu_s_micro_batches_grow_as_far_as_memory_and_speed_allow(tmp_path: Path) -> None:
+    value = run("gpu_cases.py:real_memory", 1, tmp_path, args={"epochs": 8})[0]
+    assert value["found"][0] == [0]
+    assert 1 <= value["found"][-1][0] == value["micro_batch"] < 32768
+    assert value["samples"] == [32768] * 8
     assert value["finite"]
 
 

@@ -81,7 +81,7 @@ def test_a_model_that_no_loss_was_for_is_not_updated(fleet: paceline.Fleet, pair
 
 
 def test_memory_that_runs_out_in_the_second_part_lets_the_first_count_once(fleet: paceline.Fleet, pair: Pair) -> None:
-    step, batches = opened(fleet, global_batch=4, micro_batch="auto")
+    step, batches = opened(fleet, global_batch=4, micro_batch="auto", whole=True)
     sizes = []
     for x, y in batches:
         sizes.append(len(x))

@@ -240,3 +240,20 @@ def test_of_many_late_workers_the_worst_are_named(make_record):
     assert "closed without somebody: worker 2 in 8" in text
     assert " and 3 more." in text
     assert "worker 5 in" not in text
+
+
+def test_sizes_that_auto_found_are_one_line_and_nobody_is_told_to_choose_smaller_ones(make_record, run_event):
+    looking = run_of(make_record, (93, 93, 47, 64), steps=3, micro_size=(0, 0, 0, 8), memory_bound=(0, 0, 0, 1))
+    found = run_of(
+        make_record,
+        (93, 93, 47, 64),
+        micro_batches=(12, 12, 6, 1),
+        micro_size=(32, 0, 16, 8),
+        memory_bound=(0, 0, 0, 1),
+    )
+    judged = verdict(looking + found, run=run_event)
+    assert "Micro-batches: worker 0 32, worker 2 16, worker 3 8 (memory)." in judged.text.splitlines()
+    assert judged.to_json()["micro_sizes"] == {3: 8, 0: 32, 2: 16}
+    assert judged.held_back_by == 3
+    assert "smaller micro_batch" not in judged.text
+    assert "Micro-batches" not in verdict(run_of(make_record, (93, 93, 47, 23)), run=run_event).text

@@ -27,7 +27,13 @@ def slower(times: Sequence[float], *, sample_s: float = 1e-3) -> Machines:
 
 
 def record(
-    step: int, samples: Sequence[int], seconds: Sequence[float], *, workers: Sequence[int] | None = None, epoch: int = 0
+    step: int,
+    samples: Sequence[int],
+    seconds: Sequence[float],
+    *,
+    workers: Sequence[int] | None = None,
+    epoch: int = 0,
+    sizes: Sequence[int] = (),
 ) -> StepRecord:
     workers = range(len(samples)) if workers is None else workers
     return StepRecord(
@@ -38,6 +44,7 @@ def record(
         planned=tuple(samples),
         samples=tuple(samples),
         seconds=tuple(float(s) for s in seconds),
+        micro_size=tuple(sizes),
     )
 
 

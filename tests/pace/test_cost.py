@@ -105,6 +105,32 @@ def test_a_worker_that_sat_out_keeps_its_belief() -> None:
     assert expects(costs, 1, 64) == pytest.approx(9.0)
 
 
+def test_what_was_measured_while_a_worker_looked_for_its_size_is_forgotten() -> None:
+    """Worker 1 is three times as fast once it has found a size; worker 0 was given one that it had before."""
+    seconds = ([3.2, 2.1, 1.7, 1.0], [1.0, 1.0])
+    searched, plain = Costs(), Costs()
+    for step, own_s in enumerate(seconds[0]):
+        searched.observe(record(step, [64, 64], [2.0, own_s], sizes=[16, 0]))
+        plain.observe(record(step, [64, 64], [2.0, 0.0]))
+    assert expects(searched, 1, 64) == pytest.approx(1.0), "plans follow the newest time meanwhile"
+    for step, own_s in enumerate(seconds[1], len(seconds[0])):
+        searched.observe(record(step, [64, 80], [2.0, own_s], sizes=[16, 32]))
+        plain.observe(record(step, [64, 80], [2.0, own_s]))
+    mine, fresh = searched.state_dict()["columns"], plain.state_dict()["columns"]
+    for name in set(mine) - {"size", "part"}:
+        assert mine[name] == pytest.approx(fresh[name]), name
+
+
+def test_a_worker_that_halves_its_size_begins_anew() -> None:
+    costs = Costs()
+    for step in range(8):
+        costs.observe(record(step, [64, 64], [1.0, 1.0], sizes=[32, 32]))
+    assert not costs.belief().doubtful.any()
+    costs.observe(record(8, [64, 64], [1.0, 1.2], sizes=[32, 16]))
+    assert costs.belief().doubtful.tolist() == [False, True]
+    assert expects(costs, 1, 64) == pytest.approx(1.2)
+
+
 @pytest.mark.parametrize("unusable", [0.0, math.nan, math.inf, -1.0])
 def test_a_time_that_is_none_is_passed_over(unusable: float) -> None:
     costs = taught(([64], [1.0]), ([64], [unusable]))

@@ -138,6 +138,15 @@ def test_epoch_keeps_its_shares_within_an_epoch_and_then_follows_p0() -> None:
     assert np.all(run.shares[10:] == [100, 100, 50, 25])
 
 
+def test_epoch_leaves_out_steps_in_which_a_worker_looked_for_its_size() -> None:
+    pacer = Epoch()
+    for step in range(6):
+        looks = step < 4
+        pacer.observe(record(step, [32, 32], [1.0, 9.0 if looks else 1.0], sizes=[8, 0 if looks else 16]))
+    plan = pacer.plan(Ask(step=6, total=64, workers=(0, 1), epoch=1))
+    assert plan.samples == (32, 32)
+
+
 def test_epoch_converges_to_p0s_fixed_point_with_fixed_costs() -> None:
     """b_i = (tau - c_i) / m_i with tau = (B + sum c_i/m_i) / sum(1/m_i) (derived from P0)."""
     c, m, total = np.array([0.0, 0.1]), np.array([1e-3, 1e-3]), 512

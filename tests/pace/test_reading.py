@@ -88,3 +88,12 @@ def test_a_forecast_that_can_move_its_columns_is_told_who_went_where() -> None:
     told(followed, (0, 1), [1.0, 2.0])
     told(followed, (1, 6), [2.0, 1.0])
     assert moves == [([1, -1], [2.0, 1.0])]
+
+
+@pytest.mark.parametrize("make", [Smoothed, Window])
+def test_times_of_other_sizes_of_micro_batches_are_forgotten(make: type) -> None:
+    followed = Followed(make())
+    for seconds, size in ((9.0, 0), (5.0, 0), (3.0, 0), (1.0, 32)):
+        followed.observe((0, 1), np.array([2.0, seconds]), np.zeros(2, dtype=bool), sizes=(16, size))
+        assert followed.typical((0, 1)).tolist() == [2.0, seconds]
+    assert mean(followed, (0, 1)) == pytest.approx([2.0, 1.0], rel=0.1)

@@ -25,7 +25,7 @@ class Allowed:
             return "an iterable dataset cannot give again what a deadline cut off"
         if transport.backend == "nccl":
             return "rounds over NCCL have a deadline only where pace='joint' asks for one"
-        if transport.elastic and not (loop.device.type == "cpu" and transport.alike):
+        if transport.elastic and loop.device.type == "cuda":
             return "workers with GPUs come and go, and rounds may turn to NCCL"
         if loop.own_updates:
             return "step.combine() gives the gradient to the script, which may need that of the whole batch"

@@ -69,6 +69,7 @@ class Deadlines:
             self._loop.transport.slot_name,
             round_s=max(0.0, wall_s - latest),
             emulated=self._loop.machine is not None,
+            auto=self._loop.auto,
             by_deadline=True,
         )
         return replace(record, wall_s=wall_s + self.commit_s)
@@ -147,7 +148,7 @@ class ProxyRound:
         while self._still_open(opened):
             until = self._step_state.until
             room = 0 if self._step_state.loop_phase is LoopPhase.CUT_OFF else self._room()
-            taken = self._loop.dealing.take(room) if room != 0 else None
+            taken = self._loop.source.take(room) if room != 0 else None
             if taken is not None or not self._another_lap(until):
                 return taken, opened
             opened = time.perf_counter()
@@ -205,6 +206,7 @@ class ProxyRound:
         if self._loop.device.type != "cuda":
             self._loop.paces.append(work.slowest_s / work.samples)
         self._finished = work
+        self._loop.timed(work)
 
     def next(self, figures: dict[str, Any], opened: float) -> None:
         finished, aside = self._finished, self._aside

@@ -73,6 +73,9 @@ class Dealing(Protocol):
     def left(self) -> int:
         """Samples of this worker's share that were not taken yet."""
 
+    def resize(self, size: int) -> None:
+        """Micro-batches of ``size`` from here on: what is left of the share is cut anew."""
+
     def shrink(self, size: int, *, again: bool) -> bool:
         """Micro-batches of ``size`` at most from here on; ``again``: the one last taken comes back. False: cannot."""
 

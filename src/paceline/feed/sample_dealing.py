@@ -129,14 +129,20 @@ class SampleDealing:
     def left(self) -> int:
         return sum(len(indices) for _, indices in self._pieces)
 
-    def shrink(self, size: int, *, again: bool) -> bool:
-        if size < 1:
-            return False
-        self.micro_batch = min(self.micro_batch, size)
-        undone = ([self._taken] if again else []) + list(self._pieces)
+    def resize(self, size: int) -> None:
+        self.micro_batch, undone = size, list(self._pieces)
         if undone:
             ranges = [part for ranges, _ in undone for part in ranges]
             self._pieces = deque(self._in_pieces(ranges, np.concatenate([indices for _, indices in undone])))
+            if self._source.ahead:
+                self._source.expect(self._pieces_epoch, list(self._pieces))
+
+    def shrink(self, size: int, *, again: bool) -> bool:
+        if size < 1:
+            return False
+        if again:
+            self._pieces.appendleft(self._taken)
+        self.resize(min(self.micro_batch, size))
         return True
 
     def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:

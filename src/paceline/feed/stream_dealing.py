@@ -84,6 +84,9 @@ class StreamDealing:
     def left(self) -> int:
         return 0 if self.ended else self._share
 
+    def resize(self, size: int) -> None:
+        self.micro_batch = size
+
     def shrink(self, size: int, *, again: bool) -> bool:
         if size < 1 or again:  # a stream cannot give its samples again
             return False

@@ -13,7 +13,8 @@ from paceline.combine import Gradients, Header
 from paceline.feed.dealing import Dealing
 from paceline.loop.passes import LoopPlace
 from paceline.loop.replicas import Repair
-from paceline.loop.step_recording import said
+from paceline.loop.sizing import Sizing
+from paceline.loop.step_recording import SIZES, WORK, said
 from paceline.loop.tracking import Tracked
 from paceline.loop.training_state import TrainingState
 from paceline.pace.fitting import RECENT
@@ -23,6 +24,7 @@ from paceline.transport import Transport
 if TYPE_CHECKING:
     from paceline.loop.membership import Membership
     from paceline.loop.step import Step
+    from paceline.loop.step_state import Work
     from paceline.machines import Machine
 
 
@@ -65,6 +67,12 @@ class LoopContext:
     """What the last commit was given."""
     checked_optimizers: set[int] = field(default_factory=set)
     """By ``id``: those that a commit may be given."""
+    sizing: Sizing | None = None
+    """Where ``micro_batch="auto"`` looks for a size."""
+    own_device: str = ""
+    """This worker's, by name."""
+    devices: tuple[str, ...] = ()
+    """Everybody's, by rank."""
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Seconds a sample of this worker's last micro-batches."""
 
@@ -96,6 +104,33 @@ class LoopContext:
         """Whether micro-batches are halved when they do not fit into memory."""
         return self.settings.auto
 
+    def size_micro_batches(self, share: int) -> None:
+        """A step begins, and its share is yet to be cut."""
+        if self.sizing is not None:
+            if (found := self.sizing.news()) is not None:
+                self.observe("note", {"level": "info", "text": f"worker {self.transport.id}: {found}"})
+            self.sizing.begin(share)
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """What this worker reports of the size of its micro-batches: `SIZES`; nothing where it was given."""
+        if not self.auto:
+            return {}
+        found = self.dealing.micro_batch if self.sizing is None else self.sizing.search.settled
+        bound = self.sizing is not None and self.sizing.search.by_memory
+        return {"micro_size": found, "memory_bound": bool(found and bound)}
+
+    @property
+    def source(self) -> Dealing | Sizing:
+        """Where this worker takes its micro-batches from."""
+        return self.dealing if self.sizing is None else self.sizing
+
+    def timed(self, work: Work) -> None:
+        """A micro-batch is used; one that was left out tells nothing of its size."""
+        if self.sizing is not None:
+            counts = isinstance(work.weight, torch.Tensor) or work.weight > 0
+            self.sizing.done(work.samples if counts else 0)
+
     @property
     def leaving(self) -> bool:
         """This worker was asked to leave: it takes no further micro-batch, and what it has left is dealt to others."""
@@ -118,4 +153,4 @@ class LoopContext:
 
     def said(self, header: Header) -> dict[str, Any]:
         """Everybody's work, as a record has it."""
-        return said(header, self.transport.slot_name)
+        return said(header, self.transport.slot_name, (*WORK, *SIZES) if self.auto else WORK)

@@ -120,7 +120,8 @@ class Membership:
     # -- what the transport asks for -------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        return {"ahead": self._ahead}
+        loop = self._steps.loop
+        return {"ahead": self._ahead, **({"computes_on": loop.own_device} if loop.auto else {})}
 
     def keep_up(self) -> None:
         """Before this worker says anything of itself: see who is there."""
@@ -132,6 +133,7 @@ class Membership:
             show()
             loop.training.members_changed(change.kept, ahead=_ahead(change))
             loop.full_shares = _kept_shares(loop.full_shares, change.kept)
+            loop.devices = _devices(change)
             combine.members_changed(change.kept)
             step_state = combine.open_step
             if step_state is not None:
@@ -185,6 +187,7 @@ class Membership:
         self._transport.lanes.rounds = state["rounds"]
         self._passes.load_state_dict(state["passes"])
         self._steps.combine.take_over(state, ahead=_ahead(change))
+        self._steps.loop.devices = _devices(change)
         self._recorder.go_on_in(Path(state["run_dir"]))
         self._due = (0, False, False)
         return True
@@ -192,6 +195,10 @@ class Membership:
 
 def _ahead(change: MembershipChange) -> list[int]:
     return [int(facts["ahead"]) for facts in change.facts]
+
+
+def _devices(change: MembershipChange) -> tuple[str, ...]:
+    return tuple(str(facts.get("computes_on", "")) for facts in change.facts)
 
 
 def _kept_shares(shares: tuple[int, ...], kept: tuple[int | None, ...]) -> tuple[int, ...]:

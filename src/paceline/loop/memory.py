@@ -2,7 +2,8 @@
 
 Out of memory in the model's own call: the same samples run again in halves under activation checkpointing, which keeps
 only the outputs, so the user's loop sees the outputs it asked for. Out of memory in backward: the micro-batch is given
-to the loop again, as two. Either way the size is halved from then on, and the log names the worker.
+to the loop again, as two. Either way the size is halved from then on, and the log names the worker. Which size is used
+where memory suffices is found by measuring (sizing.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ def shrink(loop: LoopContext, samples: int, *, again: bool) -> bool:
     """Memory ran out with so many samples at once: use at most half as many. ``again``: these come again."""
     if not loop.dealing.shrink(samples // 2, again=again):
         return False
+    if loop.sizing is not None:
+        loop.sizing.ran_out(samples)
     text = f"worker {loop.transport.rank} ran out of memory with {samples} samples at once: "
     loop.observe("note", {"level": "warning", "text": text + f"micro_batch is now {loop.dealing.micro_batch}"})
     return True

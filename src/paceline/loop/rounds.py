@@ -94,7 +94,7 @@ class InlineRound:
 
     def take(self, opened: float) -> tuple[MicroBatch | None, float]:
         self._clock.begin()
-        return self._loop.dealing.take(), opened
+        return self._loop.source.take(), opened
 
     def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
         if among is not None and self._gradients.whole:  # the part before may be for nothing
@@ -116,6 +116,7 @@ class InlineRound:
     def done(self, work: Work) -> None:
         self._loop.paces.append(work.slowest_s / work.samples)
         self._step_state.work.add(work)
+        self._loop.timed(work)
 
     def next(self, figures: dict[str, Any], opened: float) -> None:
         if figures:
@@ -166,9 +167,14 @@ class InlineRound:
     def record(self, header: Header, applied: bool) -> StepRecord | None:
         loop, step_state = self._loop, self._step_state
         norm = self._gradients.mean_gradient.known_norm if applied else None
-        emulated = loop.machine is not None
         step_state.record = record_of(
-            step_state, header, loop.transport.slot_name, round_s=self._round_s, emulated=emulated, grad_norm=norm
+            step_state,
+            header,
+            loop.transport.slot_name,
+            round_s=self._round_s,
+            emulated=loop.machine is not None,
+            auto=loop.auto,
+            grad_norm=norm,
         )
         return loop.dealing.told(step_state.record)
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 WORK = ("samples", "seconds", "micro_batches")
 """What is reported of local steps, and of a period of them."""
+SIZES = ("micro_size", "memory_bound")
+"""The same, with ``micro_batch="auto"``."""
 
 
 def write_header(
@@ -39,6 +41,7 @@ def write_header(
         ended=loop.dealing.ended or step_state.shares[rank] == 0,
         fingerprint=step_state.fingerprint,
         rates=step_state.rates,
+        **loop.sizes,
         **more,
     )
     loop.add_figures(header, work.added)
@@ -78,13 +81,14 @@ def record_of(
     *,
     round_s: float,
     emulated: bool,
+    auto: bool,
     by_deadline: bool = False,
     grad_norm: float | None = None,
 ) -> StepRecord:
     """The record of a step whose round is over. ``by_deadline``: it closed without waiting for everybody."""
     return StepRecord(
         **_dealt(step_state),
-        **said(header, name, _reported(by_deadline, emulated)),
+        **said(header, name, _reported(by_deadline, emulated, auto)),
         forecast_s=step_state.plan.forecast_s,
         deadline_s=step_state.plan.deadline_s,
         wait_for=step_state.plan.wait_for,
@@ -95,10 +99,10 @@ def record_of(
 
 
 @cache
-def _reported(by_deadline: bool, emulated: bool) -> tuple[str, ...]:
+def _reported(by_deadline: bool, emulated: bool, auto: bool) -> tuple[str, ...]:
     """The facts that a record has."""
-    now = {"always"} | ({"deadline"} if by_deadline else set()) | ({"emulated"} if emulated else set())
-    return tuple(fact for fact, reported in REPORTED.items() if reported.when in now)
+    asked = {"always": True, "deadline": by_deadline, "emulated": emulated, "auto": auto}
+    return tuple(fact for fact, reported in REPORTED.items() if asked[reported.when])
 
 
 def void_record(step_state: StepState) -> StepRecord:

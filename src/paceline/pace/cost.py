@@ -11,6 +11,9 @@ The belief (a, b) of each worker is followed by a Kalman filter, all workers at 
   by compilation or a one-off stall is undone the same way by the next normal time, which a worker always gets: none
   is left out on the word of a single measurement.
 
+While a worker looks for the size of its micro-batches, and when it has found another one, its newest time stands for
+all before: those were of other sizes.
+
 A worker that sat out or left teaches nothing and keeps its belief. One never measured is taken for the median of the
 others, and is never left out unseen.
 """
@@ -93,6 +96,17 @@ def measurements(record: StepRecord) -> tuple[Mask, Floats, Floats]:
     return told, np.where(told, n, 1.0), np.clip(np.where(told, t, 1.0), *SECONDS_RANGE)
 
 
+def resized(sizes: tuple[int, ...], told: Mask, last: Floats) -> Mask:
+    """Whose micro-batches are of another size than before, of those measured: their earlier times say little.
+    ``sizes``: a record's `micro_size`, 0 while a worker looks for one; ``last``: those before, which become these."""
+    if len(sizes) != len(told):
+        return np.zeros(len(told), dtype=np.bool_)
+    now = np.fromiter(sizes, dtype=np.float64, count=len(told))
+    changed: Mask = told & ((now == 0) | (now != last))
+    _put(last, told, now)
+    return changed
+
+
 class Costs:
     """The belief about every worker, by stable identity."""
 
@@ -109,6 +123,7 @@ class Costs:
             measured=0.0,
             share=1.0,
             part=1.0,
+            size=0.0,
         )
 
     def observe(self, record: StepRecord) -> Mask:
@@ -119,6 +134,7 @@ class Costs:
         book = self._ledger
         book.arrange(record.workers)
         told, n, t = measurements(record)
+        self._forget(resized(record.micro_size, told, book["size"]))
         first: Mask = told & (book["measured"] == 0)
         if first.any():
             self._begin(first, n, t)
@@ -178,6 +194,13 @@ class Costs:
         for name in ("aa", "ab", "bb"):
             _put(book[name], first, 0.0 * t)
         self._loosen(first, n, t, speed=PRIOR_NOISE**2, ratio=PRIOR_SPREAD**2)
+
+    def _forget(self, who: Mask) -> None:
+        """Their next measurement is a first one."""
+        if not who.any():
+            return
+        for name, value in (("measured", 0.0), ("last", 0.0), ("jumped", 0.0), ("noise", PRIOR_NOISE**2)):
+            self._ledger[name][who] = value
 
     def _loosen(self, who: Mask, n: Floats, t: Floats, *, speed: Floats | float, ratio: Floats | float) -> None:
         """Add relative variance ``speed`` along (a, b) and ``ratio`` along (t, -t/n), which leaves a + b*n as it is."""

@@ -107,7 +107,8 @@ class Cutoff:
         per_sample = np.divide(seconds, samples, out=np.zeros(count), where=counted)
         beyond = np.divide(np.maximum(seconds + unfinished, closed), planned, out=np.zeros(count), where=cut)
         self._share = self._share or float(planned.mean())
-        self._followed.observe(record.workers, self._share * np.where(counted, per_sample, beyond), ~counted)
+        seconds = self._share * np.where(counted, per_sample, beyond)
+        self._followed.observe(record.workers, seconds, ~counted, sizes=record.micro_size)
 
     def plan(self, ask: Ask) -> Plan:
         """Equal shares, and how many whole ones the round waits for."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paceline.pace.base import Ask
-from paceline.pace.cost import Floats, Mask, measurements
+from paceline.pace.cost import Floats, Mask, measurements, resized
 from paceline.pace.forecasting import Forecasting, caps, floors
 from paceline.pace.ledger import Ledger
 from paceline.pace.shares import proportional
@@ -24,8 +24,8 @@ class Epoch(Forecasting):
     would vanish otherwise, and the shares stop short of their fixed point. Share over time is speed, so the code keeps
     ``v_i = sum(p_i * total) / sum(seconds)`` over the epoch and sets ``p_i = v_i / sum_j v_j``: the same numbers, and
     right as well when a worker joined or was lost half-way. The very first step measured (compilation, cold caches)
-    counts only until there is another. A worker without a sample in an epoch keeps its last speed, and so does one that
-    left; a new one gets the median until the epoch is over.
+    counts only until there is another, and so do steps with micro-batches of another size. A worker without a sample in
+    an epoch keeps its last speed, and so does one that left; a new one gets the median until the epoch is over.
     """
 
     name = "epoch"
@@ -36,7 +36,7 @@ class Epoch(Forecasting):
     def __init__(self) -> None:
         super().__init__()
         self._epoch = 0
-        self._ledger = Ledger(samples=0.0, seconds=0.0, steps=0.0, speed=0.0)
+        self._ledger = Ledger(samples=0.0, seconds=0.0, steps=0.0, speed=0.0, size=0.0)
 
     def observe(self, record: StepRecord) -> None:
         super().observe(record)
@@ -49,7 +49,7 @@ class Epoch(Forecasting):
             samples[:] = seconds[:] = 0.0
         told, done, seconds = measurements(record)
         samples = _before_rounding(_weights(book["speed"]), told, done)
-        cold = told & (book["steps"] == 1)
+        cold = told & (book["steps"] == 1) | resized(record.micro_size, told, book["size"])
         for name, values in (("samples", samples), ("seconds", seconds)):
             np.copyto(book[name], 0.0, where=cold)
             book[name][:] += np.where(told, values, 0.0)

@@ -149,7 +149,8 @@ class Joint:
             self._followed.restart()  # the first step is often slowed by warming up
         typical = self._followed.typical(record.workers)
         pace_s = np.where(typical > 0, np.minimum(work.pace_s, SLOWEST * typical), work.pace_s)
-        self._followed.observe(record.workers, np.where(work.told, pace_s, 0.0), ~work.told)
+        seconds = np.where(work.told, pace_s, 0.0)
+        self._followed.observe(record.workers, seconds, ~work.told, sizes=record.micro_size)
         speed = self._ledger["speed"]
         newest = np.divide(1.0, pace_s, out=speed.copy(), where=work.told)
         speed += np.where(speed > 0, TYPICAL_RATE, 1.0) * (newest - speed)

@@ -2,7 +2,8 @@
 
 Forecasts know workers by their column. `Followed` keeps them by stable identity: when workers come or go it tells the
 forecast who went where. A worker that returns starts from what was typical of it, a newcomer from the median of the
-others. A newcomer's first two times replace what is believed of it: the first is often slowed by warming up.
+others. A newcomer's first two times replace what is believed of it: the first is often slowed by warming up. So does
+each time of a worker that looks for the size of its micro-batches, and the first with another size.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.pace.cost import SECONDS_RANGE
+from paceline.pace.cost import SECONDS_RANGE, resized
 from paceline.pace.forecast.base import Floats, Forecast, Mask, Seen
 from paceline.pace.ledger import Ledger
 
@@ -51,8 +52,9 @@ class Followed:
         """0 for a worker never seen."""
         return self._ledger.look_up("typical", workers)
 
-    def observe(self, workers: tuple[int, ...], seconds: Floats, late: Mask) -> None:
-        """One step: a worker's seconds; where ``late``, a bound it exceeded, 0 when nothing was learned about it."""
+    def observe(self, workers: tuple[int, ...], seconds: Floats, late: Mask, *, sizes: tuple[int, ...] = ()) -> None:
+        """One step: a worker's seconds; where ``late``, a bound it exceeded, 0 when nothing was learned about it.
+        ``sizes``: of their micro-batches, where the record has them."""
         told = ~late
         if not self.workers and not told.any():
             return
@@ -60,6 +62,7 @@ class Followed:
         typical, settling = self._ledger["typical"], self._ledger["settling"]
         if not self.workers:
             settling[:] = 0.0  # they all begin together, so nobody looks slow beside the others
+        np.copyto(settling, 1.0, where=resized(sizes, told, self._ledger["size"]) & (settling == 0))
         anew = told & (settling > 0)
         believed = _filled(np.where((typical > 0) & ~anew, typical, np.where(told, seconds, 0.0)))
         self._regroup(workers, believed, anew)
@@ -118,7 +121,7 @@ class Followed:
 
 
 def _new_ledger() -> Ledger:
-    return Ledger(typical=0.0, settling=float(SETTLING))
+    return Ledger(typical=0.0, settling=float(SETTLING), size=0.0)
 
 
 def _filled(values: Floats) -> Floats:

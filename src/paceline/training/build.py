@@ -13,6 +13,7 @@ from paceline.feed import Order, Source, unit_said
 from paceline.feed.batch_dealing import BatchDealing
 from paceline.loop import schedules
 from paceline.loop.passes import LoopPlace
+from paceline.loop.sizing import device_name
 from paceline.settings import LoopSettings, check_sync_batch_norm, must_agree, read_settings
 from paceline.training.construct import LoopPlan, StepsConstructor
 
@@ -115,13 +116,14 @@ class LoopBuilder:
         facts = {"dataset length": source.length, **agreed, "order": order is not None, "varying_count": varying.rule}
         facts |= {"split": source.split, "batch_sampler": source.batched}
         must_agree(transport, "fleet.steps()", {**facts, "the loop": list(vars(place).values())})
-        own = [source.ahead * settings.micro_batch, settings.micro_batch, context.device.type]
+        device = device_name(context.device, context.machine.describe() if context.machine is not None else None)
+        own = [source.ahead * settings.micro_batch, settings.micro_batch, context.device.type, device]
         everybody = transport.gather("loading ahead", own)
-        ahead, sizes, kinds = ([row[column] for row in everybody] for column in range(3))
+        ahead, sizes, kinds, devices = ([row[column] for row in everybody] for column in range(4))
         length = None if source.batched else source.length
         check_sync_batch_norm(context.models, pace=context.pacer.name, settings=settings, sizes=sizes, length=length)
         alike = len(set(kinds)) == 1
-        plan = LoopPlan(source, settings, order, whole, varying, place, ahead, sizes, alike, facts)
+        plan = LoopPlan(source, settings, order, whole, varying, place, ahead, sizes, alike, facts, device, devices)
         steps = self._constructor.make(plan)
         try:
             self._say_unit(steps, plan)

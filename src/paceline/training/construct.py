@@ -19,15 +19,18 @@ from paceline.combine.gradients.varying import VaryingCount
 from paceline.feed import Order, Source
 from paceline.feed.batch_dealing import BatchDealing
 from paceline.feed.dealing import Dealing, make_dealing
+from paceline.feed.micro_size import FEWEST, SizeSearch, first_size
 from paceline.feed.overlap import overlapped
 from paceline.loop import schedules
 from paceline.loop.context import LoopContext
 from paceline.loop.membership import Membership
 from paceline.loop.memory import Guard, shrink
 from paceline.loop.passes import LoopPlace
+from paceline.loop.sizing import Sizing
 from paceline.loop.steps import Steps
 from paceline.loop.training_state import TrainingState
 from paceline.loop.user_code import hooks_text
+from paceline.pace import may_set_deadlines
 from paceline.settings import LoopSettings, has_batch_norm, is_compiled
 from paceline.transport import Alone
 
@@ -56,16 +59,22 @@ class LoopPlan:
     """Whether all workers have the same kind of device."""
     agreed: Mapping[str, Any]
     """Facts that are the same on every worker, and must be on one that joins."""
+    own_device: str
+    devices: list[str]
+    """By name: this worker's, and everybody's."""
 
 
 class StepsConstructor:
-    """Makes a loop's steps out of a plan, and holds what lives as long as the fleet does: learner and memory guards."""
+    """Makes a loop's steps out of a plan, and holds what lives as long as the fleet does: learner, memory guards and
+    the sizes that were found."""
 
     def __init__(self, context: TrainingContext, replica: Replica, untracked: UntrackedChecks, saving: Saving) -> None:
         self._context, self._replica, self._untracked, self._saving = context, replica, untracked, saving
         self._guards: list[Guard] = []
         self._learner: Any = None
         self._told: set[str] = set()
+        self._searches: dict[tuple[int, int], SizeSearch] = {}
+        """For micro-batches, by the number of the dataset and the global batch: loops over it have one."""
 
     def make(self, plan: LoopPlan) -> Steps:
         gradients = self._gradients(plan.settings.auto)
@@ -164,10 +173,32 @@ class StepsConstructor:
             snapshot=self._replica.state,
             restore=partial(self._replica.restore, Path("a peer's state")),
             whole=unit > 1,
+            sizing=self._sizing(plan, dealing, whole=unit > 1),
+            own_device=plan.own_device,
+            devices=tuple(plan.devices),
             alike=plan.alike,
             told=self._told,
             first=first,
         )
+
+    def _sizing(self, plan: LoopPlan, dealing: Dealing, *, whole: bool) -> Sizing | None:
+        """What looks for the size of this worker's micro-batches, where ``"auto"`` may change it."""
+        context, settings = self._context, plan.settings
+        if not settings.auto:
+            return None
+        if whole:
+            context.inform(
+                'micro_batch="auto" looks for no size: micro-batches are whole (a compiled model, or whole=True). It '
+                "begins with an equal share, and is halved where memory runs out"
+            )
+            return None
+        others = context.transport.size > 1 or context.elastic is not None
+        search = SizeSearch(
+            first_size(settings.micro_batch, normalises=dealing.smallest > 1),
+            fewest=FEWEST if others and may_set_deadlines(context.pacer) else 1,
+        )
+        found = self._searches.setdefault((plan.place.data, settings.global_batch), search)
+        return Sizing(found, dealing, context.device)
 
     def _before_first_step(self, steps: Steps) -> None:
         """What a loop needs is there by now: everybody tracks the same, and schedules are of the loop's length."""

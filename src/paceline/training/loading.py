@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint.load import fetch
 from paceline.errors import MisuseError
+from paceline.loop.sizing import keep_saved
 from paceline.training.resume import LOOPS, Resume
 from paceline.transport import Alone
 
@@ -150,6 +151,8 @@ class Loading:
         if resume.passes_over(loop):
             steps.pass_over(resume.saved["step"])
             return
+        if steps.place.data == resume.data:
+            keep_saved(steps.loop, resume.saved.get("sizes"))
         if loop == resume.loop:
             checkpoint.check_length(resume.path, resume.saved, steps.dataset_length)
             steps.load_state_dict(resume.saved)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint import file as checkpoint_file
 from paceline.checkpoint.autosave import Autosaver, Schedule
+from paceline.loop.sizing import saved_sizes
 from paceline.settings import must_agree
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class Saving:
             "data": steps.place.data,
             "epochs": steps.settings.epochs,
             "passes": passes.state_dict(),
+            **({"sizes": sizes} if (sizes := saved_sizes(steps.loop)) is not None else {}),
         }
 
     def _pace_state(self) -> dict[str, Any]:

@@ -92,11 +92,6 @@ class Transport(Collective, Protocol):
         """Who this worker is, whatever its rank."""
         return self.rank
 
-    @property
-    def alike(self) -> bool:
-        """Whether all workers have the same kind of device."""
-        return True
-
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite ``tensors`` with the leader's."""
 

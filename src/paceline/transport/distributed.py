@@ -59,10 +59,6 @@ class Distributed(Transport, ABC):
     def _leave(self, *, lane: str) -> None:
         self._sequences.leave(lane=lane)
 
-    @property
-    def alike(self) -> bool:
-        return self.group.alike
-
     def doing(self, what: str, *, begun: int | None = None) -> None:
         self._sequences.note(what, begun=begun)
 

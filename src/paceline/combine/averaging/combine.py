@@ -104,6 +104,7 @@ class AveragingCombine:
         period, epoch = periods.ready()
         parts = (0,) * len(self._members) if period is None else period.parts()
         share = parts[self._member]
+        loop.size_micro_batches(share)
         loop.dealing.take_up(share, done=periods.uncounted if share else 0)
         loop.gradients.begin(max(1, sum(parts)))
         began = time.perf_counter()
@@ -156,6 +157,7 @@ class AveragingCombine:
             overflow=overflow,
             nonfinite=not finite and not overflow,
             ended=self._say() if self._member == 0 else 0,
+            **self.loop.sizes,
         )
         self.loop.add_figures(header, work.added)
         return header

@@ -80,6 +80,7 @@ class RoundExchange:
             weight=period.weight,
             loss=period.loss,
             ended=False,
+            **loop.sizes,
             **(loop.membership.intentions() if loop.membership is not None else {}),
         )
         loop.add_figures(header, period.added)

@@ -84,6 +84,7 @@ class GradientCombine:
                 loop.full_shares = step_state.plan.samples
             missed = step_state.closed
             share = 0 if missed else step_state.shares[loop.transport.rank]
+            loop.size_micro_batches(share)
             loop.dealing.take_up(share)
             if not missed:
                 step_state.start(began)

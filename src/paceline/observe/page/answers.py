@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.observe.page.whatif import WhatIf, instead
 from paceline.observe.words.deadlines import with_deadlines
 from paceline.observe.words.numbers import duration, number, percent, times
-from paceline.observe.words.verdict import BALANCED, NOTABLE, Verdict, few_micro_batches
+from paceline.observe.words.verdict import BALANCED, NOTABLE, Verdict
 
 NEAR = 0.9
 """A part of the limit from which there is little left to gain, whatever the pace."""
@@ -129,7 +129,7 @@ def _what_weighs(question: str, v: Verdict) -> Tile | None:
         cost = f"the round takes {percent(f.round)} of the time, whatever the batch"
         return Tile(question, "a larger global_batch", cost)
     named = next((w for w in f.workers if w.worker == v.held_back_by), None)
-    if named is not None and few_micro_batches(named):
+    if named is not None and v.too_coarse(named):
         return Tile(question, "a smaller micro_batch", f"{v.name(named)} does one or two a step: its share cannot fit")
     if f.rest > NOTABLE:
         return Tile(

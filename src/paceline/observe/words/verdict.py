@@ -16,6 +16,7 @@ from paceline.observe.words.deadlines import SAME, deadline_sentences, with_dead
 from paceline.observe.words.membership import Move, moves, moves_text
 from paceline.observe.words.numbers import capital, duration, machines, number, percent, size, times, worker_name
 from paceline.observe.words.pace_changes import Switch, switches, switches_text
+from paceline.observe.words.sizes import FoundSize, found_sizes, sizes_text
 from paceline.pace import DEFAULT, WAITING, Traits, traits_of
 from paceline.records import StepRecord
 
@@ -61,6 +62,8 @@ class Verdict:
     """When the pace began deadlines and ended them, in order."""
     audit: str = ""
     """Of an elastic run: whether every sample counted once, in words."""
+    sizes: Mapping[int, FoundSize] = field(default_factory=dict)
+    """What ``micro_batch="auto"`` found, by worker; empty where the size was given."""
 
     @property
     def traits(self) -> Traits:
@@ -70,6 +73,10 @@ class Verdict:
     def name(self, worker: WorkerFigures) -> str:
         """A worker as people know it, in the middle of a sentence."""
         return worker_name(worker.worker, self.machines.get(worker.worker))
+
+    def too_coarse(self, worker: WorkerFigures) -> bool:
+        """Whether a smaller micro_batch would help: it does one or two a step, and the script chose the size."""
+        return few_micro_batches(worker) and not self.sizes
 
     @property
     def over_equal(self) -> float:
@@ -119,6 +126,7 @@ class Verdict:
             {"moves": [move.to_json() for move in self.moves], "audit": self.audit} if self.audit or self.moves else {}
         )
         own |= {"switches": [switch.to_json() for switch in self.switches]} if self.switches else {}
+        own |= {"micro_sizes": {worker: found.samples for worker, found in self.sizes.items()}} if self.sizes else {}
         figures = asdict(self.figures)
         rows = [{**row, "machine": self.machines.get(row["worker"], "")} for row in figures.pop("workers")]
         return {**figures, **own, "workers": rows, "text": self.text}
@@ -144,6 +152,7 @@ def verdict(
         moves=moves(log.changes, records, log.times),
         switches=switches(log.others),
         audit=audit_verdict(audit(log)) if whole and log.elastic and records else "",
+        sizes=found_sizes(records),
     )
 
 
@@ -161,13 +170,14 @@ def _sentences(v: Verdict) -> list[str]:
         nothing = f"{steps_text(v.figures.steps)}, but no samples or no times in the record: there is nothing to judge."
         return [sentence for sentence in (nothing, moves_text(v.moves), v.audit) if sentence]
     if v.too_short:
-        said = [_speed(v), _only_warm_up(v), switches_text(v.switches), _skipped(v), moves_text(v.moves), v.audit]
+        said = [_speed(v), _only_warm_up(v), switches_text(v.switches), sizes_text(v.sizes), _skipped(v)]
+        said += [moves_text(v.moves), v.audit]
         return [sentence for sentence in said if sentence]
     if with_deadlines(v.figures):
         middle = [*deadline_sentences(v.figures, v.pace, v.name), _idle(v).strip()]
     else:
         middle = [_equal_shares(v), _who(v), _not_worth(v)]
-    more = [_where(v), _shortfall(v), _skipped(v), moves_text(v.moves), v.audit]
+    more = [_where(v), sizes_text(v.sizes), _shortfall(v), _skipped(v), moves_text(v.moves), v.audit]
     said = [_speed(v), switches_text(v.switches), *middle, *more]
     return [sentence for sentence in said if sentence]
 
@@ -235,7 +245,7 @@ def _who(v: Verdict) -> str:
 def _held_back(v: Verdict, culprit: WorkerFigures, busy: Sequence[WorkerFigures]) -> str:
     others = "the other" if len(busy) == 2 else "the others"
     spent = f"and {others} spent {percent(culprit.blamed)} of the time waiting for it."
-    if not v.traits.equal_shares and few_micro_batches(culprit):
+    if not v.traits.equal_shares and v.too_coarse(culprit):
         advice = " It does one or two micro-batches a step: a smaller micro_batch would let its share fit."
     elif v.traits.if_stalled and culprit.held:
         held = f"in {percent(culprit.held)} of the steps, each time for about {duration(culprit.held_s)}"
@@ -274,7 +284,7 @@ def _held_up(v: Verdict) -> bool:
     """Whether somebody, the same one or now this one and now that one, held the others up now and then."""
     culprit = next((w for w in v.figures.workers if w.worker == v.held_back_by), None)
     if culprit is not None:
-        return culprit.held > 0 and not few_micro_batches(culprit)
+        return culprit.held > 0 and not v.too_coarse(culprit)
     return v.figures.waiting > BALANCED and any(worker.held for worker in v.figures.workers)
 
 

@@ -1,0 +1,230 @@
+"""How many samples go through the model at once, found by trying: ``micro_batch="auto"``.
+
+Sizes double from a small one, and a few micro-batches of each are timed. The size grows while a sample gets cheaper,
+while memory suffices, and while the worker's share holds enough micro-batches of it. Kept is the smallest size that is
+nearly as fast as the fastest: more would take memory, and make shares and deadlines coarse, for nothing.
+
+>>> search = SizeSearch(4)
+>>> while not search.settled:  # every micro-batch takes 1 s, and 0.1 s more a sample
+...     search.begin(64)
+...     for _ in range(64 // search.size):
+...         search.measure(search.size, 1.0 + 0.1 * search.size)
+>>> search.settled, [round(cost, 3) for cost in search.costs.values()]
+(80, [0.35, 0.225, 0.163, 0.131, 0.116])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+GAIN = 0.05
+"""A size is faster than another when its seconds a sample are lower by this part."""
+ENOUGH = 3
+"""Micro-batches of a size that are timed, after one that is not: it may load kernels, or fill caches."""
+CLEARLY = 0.25
+"""One is enough where a sample took less by this part than with any smaller size: nothing makes work faster by chance.
+"""
+PATIENCE = 2
+"""Sizes in a row that bring nothing before the search ends: one may look slow by chance."""
+MOST_STEPS = 20
+"""Steps of this worker after which the best size so far is kept."""
+LADDER = 16
+"""An equal share holds so many micro-batches of the first size."""
+FEWEST = 4
+"""With deadlines a share holds at least so many micro-batches: one that is unfinished at the deadline is lost."""
+FEWEST_NORMALISED = 16
+"""Samples of the first size where batch norm computes its statistics over a micro-batch."""
+NEARLY = 0.75
+"""Part of a size that a micro-batch must have to be timed as one of that size: shares are cut into even parts."""
+HEADROOM = 1.25
+"""A size that only the share bounds is kept so much larger: a share that grows a little stays in one piece."""
+GROWN = 1.5
+MOST_AGAIN = 3
+"""... and is looked at again when the share has grown by this factor, so many times at most: shares then rest."""
+MOST_MEMORY = 0.9
+"""Part of the memory that a larger size may be foreseen to need."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """A GPU's memory after a micro-batch, in bytes."""
+
+    peak: int
+    """The most that was in use so far."""
+    held: int
+    """In use between two micro-batches: parameters, gradients, the optimiser's state."""
+    usable: int
+
+
+def first_size(equal_share: int, *, normalises: bool = False) -> int:
+    """Where the search begins. ``normalises``: the model has batch norm.
+
+    >>> first_size(256), first_size(6), first_size(64, normalises=True)
+    (16, 1, 16)
+    """
+    return max(1, equal_share // LADDER, min(equal_share, FEWEST_NORMALISED) if normalises else 1)
+
+
+def next_size(size: int, share: int, *, fewest: int = 1) -> int:
+    """About twice as many samples, such that even parts of the share are nearly of that size; 0 where the share holds
+    nothing much larger ``fewest`` times.
+
+    >>> next_size(8, 64), next_size(8, 22), next_size(16, 22), next_size(22, 22), next_size(16, 70, fewest=4)
+    (16, 22, 22, 0, 0)
+    """
+    most = share // fewest
+    if most < HEADROOM * size:
+        return 0
+    larger = min(2 * size, most)
+    if _comes(larger, share, fewest):
+        return larger
+    return -(-share // (-(-share // larger) - 1))
+
+
+def _comes(size: int, share: int, fewest: int) -> bool:
+    """Whether a share cut into even parts of at most this size has nearly that many samples in each."""
+    part = -(-share // -(-share // size))
+    return part >= NEARLY * size and (share // fewest >= NEARLY * size or size == 1)
+
+
+class SizeSearch:
+    """One worker's search. ``begin`` each step, ``measure`` each micro-batch, and use ``size`` for the next."""
+
+    def __init__(self, first: int, *, fewest: int = 1) -> None:
+        """``fewest``: micro-batches that a share must hold."""
+        self.size = first
+        """For the next micro-batch."""
+        self.costs: dict[int, float] = {}
+        """Median seconds a sample of each size that was timed."""
+        self.by_memory = False
+        """Whether memory, not speed, bounds the size."""
+        self._fewest, self._tried, self._over = fewest, first, False
+        self._by_share = False
+        self._share, self._room = 0, 10**9
+        """This step's, and the largest size that fits into memory."""
+        self._steps = self._again = 0
+        self._times: list[float] = []
+        self._warm = False
+        """Whether a micro-batch of this size was there before."""
+        self._peak: tuple[int, int] | None = None
+        """The size that was timed last, and the peak of memory by then."""
+
+    @property
+    def settled(self) -> int:
+        """The size that was found; 0 while the search goes on."""
+        return self.size if self._over else 0
+
+    def keep(self, size: int, *, by_memory: bool) -> None:
+        """Take over what an earlier run found here."""
+        self.size = self._tried = size
+        self._over, self._by_share, self.by_memory = True, False, by_memory
+
+    def begin(self, share: int) -> None:
+        """A step begins with so many samples.
+
+        The first step is not timed: the optimiser has no state yet, so nothing is known about memory. A size that only
+        the share bounded is looked at again when the share has grown by half.
+        """
+        if not share:
+            return
+        self._share = share
+        if self._over and self._may_grow():
+            self._over, self._steps, self._again = False, 1, self._again + 1
+            self._try(next_size(self._tried, share, fewest=self._fewest))
+        self._steps += 1
+        if not self._over and self._steps > MOST_STEPS:
+            self._settle()
+        elif not self._over and not _comes(self._tried, share, self._fewest):
+            self._aim_anew()
+
+    def _may_grow(self) -> bool:
+        """Whether only the share bounded the size that was found, and holds more now."""
+        grown = min(self._share // self._fewest, self._room) >= GROWN * self._tried
+        return self._by_share and grown and self._again < MOST_AGAIN
+
+    def _aim_anew(self) -> None:
+        """The share changed, and has no parts of the size to try."""
+        if not self.costs:
+            self._try(min(self._tried, max(1, self._share // self._fewest)))
+        elif larger := next_size(max(self.costs), self._share, fewest=self._fewest):
+            self._try(larger)
+        else:
+            self._settle(by_share=True)
+
+    def measure(self, samples: int, seconds: float, memory: MemoryUse | None = None, *, counts: bool = True) -> None:
+        """A micro-batch took so long; unless it ``counts``, because of something else."""
+        if self._over or self._steps < 2 or samples < NEARLY * self._tried:
+            return
+        if self._warm and counts:
+            self._times.append(seconds / samples)
+        self._warm = True
+        if len(self._times) == ENOUGH or self._is_clear():
+            self.costs[self._tried] = median(self._times)
+            self._go_on(memory)
+
+    def ran_out(self, samples: int) -> None:
+        """Memory did not suffice for so many samples: half as many may do, or a size that was timed."""
+        self._room = min(self._room, max([1, samples // 2, *(size for size in self.costs if size < samples)]))
+        if self._over:
+            self.by_memory |= self.size > self._room
+            self.size = min(self.size, self._room)
+        elif self._tried > self._room:
+            self.costs = {size: cost for size, cost in self.costs.items() if size <= self._room}
+            self._tried = self._room
+            self._settle(by_memory=True)
+
+    def _go_on(self, memory: MemoryUse | None) -> None:
+        larger = next_size(self._tried, self._share, fewest=self._fewest)
+        if sum(size > self._best() for size in self.costs) >= PATIENCE:
+            self._settle()
+        elif not larger:
+            self._settle(by_share=True)
+        elif larger > self._room or not self._fits(larger, memory):
+            self._settle(by_memory=True)
+        else:
+            self._try(larger)
+
+    def _is_clear(self) -> bool:
+        known = min(self.costs.values(), default=0.0)
+        return bool(self._times) and self._times[-1] < (1 - CLEARLY) * known
+
+    def _best(self) -> int:
+        """The smallest size that is nearly as fast as the fastest."""
+        enough = min(self.costs.values()) / (1 - GAIN)
+        return min(size for size, cost in self.costs.items() if cost <= enough)
+
+    def _fits(self, larger: int, memory: MemoryUse | None) -> bool:
+        """Whether memory should suffice for a larger size."""
+        before, now = self._peak, self._tried
+        if memory is None:
+            return True
+        self._peak = (now, memory.peak)
+        return foreseen(memory, now, larger, before) <= MOST_MEMORY * memory.usable
+
+    def _try(self, size: int) -> None:
+        self.size = self._tried = size
+        self._times, self._warm = [], False
+
+    def _settle(self, *, by_share: bool = False, by_memory: bool = False) -> None:
+        """``by_share``, ``by_memory``: what kept the search from a larger size, if speed did not."""
+        best = self._best() if self.costs else self._tried
+        self._tried = max(self.costs, default=self._tried)
+        grows = best == self._tried  # a larger size might have been faster
+        self._over, self._by_share, self.by_memory = True, by_share and grows, by_memory and grows
+        self.size = min(int(best * HEADROOM), self._room) if self._by_share and self._fewest == 1 else best
+
+
+def foreseen(memory: MemoryUse, size: int, larger: int, before: tuple[int, int] | None) -> float:
+    """Bytes at the peak of a larger size. By what the last doubling added (``before``: a smaller size and its peak);
+    without one, all that ``size`` needs beside what is held grows in proportion.
+
+    >>> foreseen(MemoryUse(peak=70, held=50, usable=100), 8, 16, None)
+    90.0
+    >>> foreseen(MemoryUse(peak=70, held=50, usable=100), 8, 16, (4, 65))
+    80.0
+    """
+    if before is None:
+        return memory.held + (memory.peak - memory.held) * larger / size
+    smaller, peak = before
+    return memory.peak + (memory.peak - peak) * (larger - size) / (size - smaller)
