@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "hivemind": {
         "target_batch_size=128": "the job's batch; Hivemind's own examples have thousands",
         "batch_size_per_step=16": "what a peer adds at once",
-        "matchmaking_time=0.5": "the default of 5 s is for rounds minutes apart",
+        "matchmaking_time=0.5": "the default is 15 s, and 3 to 5 s are advised for small local runs",
         "averaging_timeout=10": "as in the quick start",
         "the first peer's address": "where the others find it",
     },

@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,19 @@ KILLED = 2
 SAMPLES, BATCH = 1437, 128
 WANTED = 0.90
 PEERS = list(LAUNCH)
-START_S, RUN_S, STUCK_S, KILL_LATEST_S = 180.0, 60.0, 15.0, 30.0
-"""Limits: until all have begun; of a training; without a commit; and when the kill comes at the latest."""
+NAMES = {
+    "paceline": "Paceline",
+    "ddp": "DDP",
+    "join": "DDP, shares by hand, `join()`",
+    "torchrun": "DDP, torchrun restarts",
+    "torchft": "torchft",
+    "hivemind": "Hivemind",
+    "lightning": "Lightning DDP",
+    "ray": "Ray Train",
+}
+START_S, RUN_S, STUCK_S, LINGER_S, KILL_LATEST_S = 180.0, 45.0, 20.0, 1.0, 25.0
+"""Limits: until all have begun; of a training; without a commit; after the last; and when the kill comes at the latest.
+"""
 globals().update(
     smoke(FACTORS="1,2", SAMPLE_MS=0.5, EPOCHS=2, KILL_STEP=9, KILLED=1, PEERS=["paceline", "ddp"], STUCK_S=4.0)
 )
@@ -65,7 +77,6 @@ class Watched:
     killed_at: float | None = None
     ended_at: float | None = None
     """When all processes had ended by themselves; None: they were stopped."""
-    failed: bool = False
 
 
 def train(peer: str, python: str, folder: Path, *, places: list[Place], epochs: int, kill: bool) -> Watched:
@@ -74,7 +85,7 @@ def train(peer: str, python: str, folder: Path, *, places: list[Place], epochs: 
     with Run(python, folder, places, {**settings, "PEERS_DIGITS": str(folder.parent / "digits.npz")}) as run:
         LAUNCH[peer](run)
         _await(lambda: len(list(run.notes.glob("ready/*"))) == len(places), run, START_S)
-        return watch(run, kill=kill)
+        return watch(run, epochs=epochs, kill=kill)
 
 
 def _await(what: Callable[[], bool], run: Run, seconds: float) -> None:
@@ -85,7 +96,7 @@ def _await(what: Callable[[], bool], run: Run, seconds: float) -> None:
         time.sleep(0.1)
 
 
-def watch(run: Run, *, kill: bool) -> Watched:
+def watch(run: Run, *, epochs: int, kill: bool) -> Watched:
     began = moved = time.monotonic()
     seen = Watched()
     while True:
@@ -96,15 +107,20 @@ def watch(run: Run, *, kill: bool) -> Watched:
             moved = now
         if ended:
             seen.ended_at = now
-            seen.failed = bool(run.workers[0].poll())
             return seen
         patience = STUCK_S if any(note.kind == "commit" for note in seen.notes) else START_S
+        patience = LINGER_S if is_whole(seen.notes, epochs=epochs) else patience
         if now - moved > patience or now - began > patience + RUN_S:
             return seen
         late = now - began > KILL_LATEST_S
         if kill and seen.killed_at is None and (late or any(note.step >= KILL_STEP for note in seen.notes)):
             seen.killed_at = strike(seen.notes)
         time.sleep(0.1)
+
+
+def is_whole(seen: list[Note], *, epochs: int) -> bool:
+    """Whether the last step of the last epoch was made."""
+    return any(note.step >= epochs * ceil(SAMPLES / BATCH) - 1 for note in seen if note.kind == "commit")
 
 
 def strike(seen: list[Note]) -> float:
@@ -127,7 +143,7 @@ def kill_figures(seen: Watched) -> Figures:
         raise RuntimeError("the training ended before the kill")
     epoch = max((note.epoch for note in seen.notes if note.kind == "commit" and note.at < seen.killed_at), default=0)
     before = notes.audit(seen.notes, samples=SAMPLES, epochs=range(epoch))
-    whole = seen.ended_at is not None and not seen.failed
+    whole = is_whole(seen.notes, epochs=EPOCHS)
     after = notes.audit(seen.notes, samples=SAMPLES, epochs=range(epoch, EPOCHS)) if whole else None
     return {
         "samples_per_s": notes.samples_per_s(seen.notes, before=seen.killed_at),
@@ -200,6 +216,46 @@ def relative(found: dict[str, Figures]) -> None:
                 figures[f"{name}_over_ddp"] = figures[name] / base
 
 
+COLUMNS = (
+    "samples/s",
+    "over DDP",
+    "seconds to 90 %",
+    "lost / doubled an epoch",
+    "seconds lost a kill",
+    "lost / doubled after it",
+    "samples/s at 100 Mbit/s",
+    "over DDP",
+    "lines",
+    "settings",
+)
+
+
+def table(found: dict[str, Figures]) -> str:
+    """The figures as docs/peers.md shows them."""
+    head = f"| | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}"
+    return "\n".join([head, *(f"| {NAMES[peer]} | {' | '.join(row(figures))} |" for peer, figures in found.items())])
+
+
+def row(figures: Figures) -> list[str]:
+    def said(name: str, digits: int) -> str:
+        value = figures.get(name)
+        return "-" if value is None else f"{value:,.{digits}f}"
+
+    lost = said("seconds_lost", 2) if figures.get("seconds_lost") is not None else figures.get("after_kill", "-")
+    return [
+        said("samples_per_s", 0),
+        said("samples_per_s_over_ddp", 2),
+        said("seconds_to_accuracy", 1),
+        f"{said('lost_an_epoch', 0)} / {said('doubled_an_epoch', 0)}",
+        lost,
+        f"{said('lost_after_kill', 0)} / {said('doubled_after_kill', 0)}",
+        said("link_samples_per_s", 0),
+        said("link_samples_per_s_over_ddp", 2),
+        said("lines", 0),
+        said("settings", 0),
+    ]
+
+
 def save_digits(path: Path) -> None:
     import numpy as np
     from sklearn.datasets import load_digits
@@ -233,6 +289,7 @@ def main() -> None:
             found[peer] = {"failed": missing[peer]} if peer in missing else {}
             found[peer] |= {} if found[peer] else measure(peer, python, folder, link=not no_link)
     relative(found)
+    print(table(found))
     peers = {peer: rounded(figures) for peer, figures in found.items()}
     print(json.dumps({"peers": peers, "versions": versions(python), "no_link": no_link}))
 
