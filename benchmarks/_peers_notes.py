@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 WARM_UP = 6
-"""Steps before speed is measured: libraries warm up, and Paceline's first shares are equal."""
+"""Steps before speed is measured, or half of them where there are fewer than twelve: libraries warm up, and Paceline's
+first shares are equal."""
 
 
 @dataclass(frozen=True)
@@ -54,29 +55,33 @@ def commits(notes: Iterable[Note]) -> list[Note]:
     return kept
 
 
-def ends(notes: Iterable[Note]) -> dict[int, float]:
-    """By step, when its last worker had committed it."""
+def ends(notes: Iterable[Note], *, before: float) -> dict[int, float]:
+    """By step, in order, when its last worker had committed it; without the last step, which may not be whole."""
     found: dict[int, float] = {}
     for note in notes:
-        if note.kind == "commit":
-            found[note.step] = max(note.at, found.get(note.step, note.at))
-    return found
+        if note.kind == "commit" and note.at < before:
+            found[note.step] = note.at
+    return dict(sorted(found.items())[:-1])
 
 
 def samples_per_s(notes: Sequence[Note], *, before: float = float("inf")) -> float | None:
     """Samples over seconds, everything included, of the steps after warm-up that ended ``before`` then."""
-    done = {step: at for step, at in sorted(ends(notes).items()) if at < before}
-    if len(done) < WARM_UP + 2:
+    done = ends(notes, before=before)
+    if len(done) < 4:
         return None
-    first, last = list(done)[WARM_UP - 1], list(done)[-1]
-    counted = sum(len(note.index) for note in notes if note.kind == "commit" and first < note.step <= last)
-    return counted / (done[last] - done[first])
+    first, last = list(done)[warm_up(len(done)) - 1], list(done)[-1]
+    counted = [note for note in notes if note.kind == "commit" and note.at < before and first < note.step <= last]
+    return sum(len(note.index) for note in counted) / (done[last] - done[first])
+
+
+def warm_up(steps: int) -> int:
+    return min(WARM_UP, steps // 2)
 
 
 def step_s(notes: Sequence[Note], *, before: float = float("inf")) -> float:
     """The usual time of a step: the median after warm-up."""
-    done = [at for _, at in sorted(ends(notes).items()) if at < before][WARM_UP - 1 :]
-    return statistics.median(later - earlier for earlier, later in itertools.pairwise(done))
+    done = list(ends(notes, before=before).values())
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(done[warm_up(len(done)) - 1 :]))
 
 
 def seconds_to(accuracy: float, notes: Sequence[Note]) -> float | None:

@@ -48,7 +48,8 @@ def test_speed_is_that_of_whole_steps_after_warm_up_and_before_the_kill() -> Non
     seen = [commit(at + slot / 10, at, *range(5), slot=slot) for at in range(12) for slot in (0, 1)]
     assert notes.samples_per_s(seen) == pytest.approx(10)
     assert notes.samples_per_s([*seen, commit(99, 12, *range(5))], before=50) == pytest.approx(10)
-    assert notes.samples_per_s(seen[:14]) is None
+    assert notes.samples_per_s(seen[:10]) == pytest.approx(10)
+    assert notes.samples_per_s(seen[:8]) is None
 
 
 def test_the_time_to_an_accuracy_begins_when_the_last_worker_was_ready() -> None:
