@@ -117,10 +117,10 @@ def paceline(run: Run) -> None:
         return
     first, port, count = run.places[0].address, str(free_port()), str(len(run.places))
     roster = ["host", "--min", count, "--max", count, "--host", first, "--port", port]
-    run.start(run.places[0], "-m", "paceline.cli", *roster, PACELINE_TOKEN="of the benchmark")
+    run.start(run.places[0], "-m", "paceline.cli", *roster, PACELINE_TOKEN="of-the-benchmark")
     _await_line(run, "paceline: roster at")
     for slot, place in enumerate(run.places):
-        own = {"PACELINE_ROSTER": f"{first}:{port}", "PACELINE_WORKER": str(slot), "PACELINE_TOKEN": "of the benchmark"}
+        own = {"PACELINE_ROSTER": f"{first}:{port}", "PACELINE_WORKER": str(slot), "PACELINE_TOKEN": "of-the-benchmark"}
         run.workers.append(run.start(place, script, **own))
 
 

@@ -37,20 +37,21 @@ def main() -> None:
         dataset, replica_rank=group, num_replica_groups=groups, group_rank=0, num_replicas=1, shuffle=True
     )
     loader = DataLoader(dataset, job.BATCH // groups, sampler=sampler)
-    while (step := manager.current_step()) < job.EPOCHS * len(loader):
-        epoch = step // len(loader)
+    epoch = step = 0
+    while step < job.EPOCHS * len(loader):
         sampler.set_epoch(epoch)
         for x, y, index in loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
             loss.backward()
-            takes_part = manager.is_participating()
+            counts = manager.is_participating()
             optimizer.step()
-            if manager.current_step() > step and takes_part:
+            if manager.current_step() > step and counts:
                 job.commit(network, epoch, manager.current_step() - 1, index)
             step = manager.current_step()
-            if step // len(loader) > epoch:
+            if step // len(loader) > epoch:  # it came back, and the others are further
                 break
+        epoch = max(epoch + 1, step // len(loader))
     manager.shutdown()
 
 
