@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +30,7 @@ class Run:
         self.notes, self.on_link = folder / "notes", places[0].card != "lo"
         self.notes.mkdir(parents=True)
         self._id = uuid.uuid4().hex
+        self.scratch = Path(tempfile.gettempdir()) / f"peers{self._id[:8]}"  # short, for paths of sockets
         self._log = (folder / "log").open("ab")
         self._settings = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("PACELINE_", "TORCHELASTIC"))},
@@ -54,6 +57,7 @@ class Run:
             time.sleep(0.1)
         for worker in self.workers:
             worker.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)
         self._log.close()
 
     def start(self, place: Place, *args: str, **settings: str) -> subprocess.Popen[bytes]:
@@ -156,23 +160,24 @@ def torchft(run: Run) -> None:
 def hivemind(run: Run) -> None:
     script = str(SCRIPTS / "on_hivemind.py")
     run.workers.append(run.start(run.places[0], script, PEERS_SLOT="0"))
-    first = _await_line(run, "/ip4/")
+    first = _await_line(run, "first peer: ").split()[-1]
     for slot, place in enumerate(run.places[1:], start=1):
         run.workers.append(run.start(place, script, PEERS_SLOT=str(slot), PEERS_FIRST=first))
 
 
 def ray(run: Run) -> None:
-    script, quiet = str(SCRIPTS / "on_ray.py"), {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": f"/tmp/ray{os.getpid()}"}
+    script, own = str(SCRIPTS / "on_ray.py"), {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(run.scratch)}
     if not run.on_link:
-        run.workers.append(run.start(run.places[0], script, **quiet))
+        run.workers.append(run.start(run.places[0], script, **own))
         return
-    port = free_port()
-    for place in run.places:
-        head = ["--head", f"--port={port}"] if place is run.places[0] else [f"--address={run.places[0].address}:{port}"]
-        options = ["start", "--block", "--num-cpus=2", f"--node-ip-address={place.address}", *head]
-        run.command(place, run.tool("ray"), *options, **quiet)
-        _await_line(run, "Ray runtime started.", count=run.places.index(place) + 1)
-    run.workers.append(run.start(run.places[0], script, PEERS_RAY=f"{run.places[0].address}:{port}", **quiet))
+    first = f"{run.places[0].address}:{free_port()}"
+    for number, place in enumerate(run.places):
+        role = [f"--address={first}"] if number else ["--head", f"--port={first.rpartition(':')[2]}"]
+        options = ["start", "--block", "--num-cpus=2", f"--node-ip-address={place.address}", *role]
+        run.command(place, run.tool("ray"), *options, **own)
+        if number == 0 or place is run.places[-1]:
+            _await_line(run, "Ray runtime started.", count=number + 1)
+    run.workers.append(run.start(run.places[0], script, PEERS_RAY=first, **own))
 
 
 LAUNCH: dict[str, Callable[[Run], None]] = {
@@ -187,12 +192,12 @@ LAUNCH: dict[str, Callable[[Run], None]] = {
 }
 
 
-def _await_line(run: Run, begin: str, *, count: int = 1) -> str:
-    """The line of the log that begins (after spaces) so, once there are so many of them."""
+def _await_line(run: Run, text: str, *, count: int = 1) -> str:
+    """The first line of the log with this text, once there are so many of them."""
     until = time.monotonic() + 120
     while time.monotonic() < until:
-        found = [line.strip() for line in run.said().splitlines() if line.strip().startswith(begin)]
+        found = [line for line in run.said().splitlines() if text in line]
         if len(found) >= count:
             return found[0]
         time.sleep(0.1)
-    raise TimeoutError(f"nothing began with {begin!r} within two minutes: {run.said()[-300:]}")
+    raise TimeoutError(f"no {text!r} within two minutes: {run.said()[-300:]}")

@@ -14,7 +14,7 @@ def main() -> None:
     first = os.environ.get("PEERS_FIRST")
     dht = hivemind.DHT(host_maddrs=[f"/ip4/{address}/tcp/0"], initial_peers=[first] if first else None, start=True)
     if not first:
-        print(dht.get_visible_maddrs()[0], flush=True)
+        print("first peer:", dht.get_visible_maddrs()[0], flush=True)
     dataset = job.Digits()
     model = job.Network()
     optimizer = hivemind.Optimizer(
