@@ -35,6 +35,7 @@ KEYS = {
     "throughput_over_naive seconds_to_target target images seeds",
     "papers/p4": "recovered_c loss_points_a loss_points_b fleet_equals_twin fleet_twin_apart from_0_points_a "
     "arrival_over_round_s arrival_over_adaptive_s race_accuracy recovered_c_each datasets seeds steps failures",
+    "peers": "peers versions no_link",
     "plan_scale": "ms_at_10 ms_at_1000 ms_at_10000 observe_ms_at_10000",
     "sim_vs_real": "worst_error worst_step_by_step scenarios",
     "slow_network": "gradients_s gradients_accuracy average_s average_accuracy average_over_gradients",

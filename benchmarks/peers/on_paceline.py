@@ -1,0 +1,27 @@
+"""The job with Paceline, at its default pace."""
+
+import job
+import torch
+from torch import nn
+
+import paceline
+
+
+def main() -> None:
+    dataset = job.Digits()
+    with paceline.join() as fleet:
+        model = fleet.model(job.Network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=job.LR, momentum=job.MOMENTUM)
+        fleet.track(optimizer=optimizer)
+        for step in fleet.steps(dataset, global_batch=job.BATCH, micro_batch=job.MICRO, epochs=job.EPOCHS):
+            counted = []
+            for x, y, index in step:
+                loss = nn.functional.cross_entropy(model(x), y)
+                step.backward(loss)
+                counted.append(index)
+            step.commit(optimizer)
+            job.commit(model, step.epoch, step.index, counted)
+
+
+if __name__ == "__main__":
+    main()
