@@ -19,7 +19,9 @@ KEYS = {
     "dynamic_weighting": "recovered_c loss_points_a loss_points_b recovered_c_each dataset seeds steps failures",
     "elastic_overhead": "elastic_over_fixed elastic_over_fixed_interval membership_ms",
     "feed_scale": "open_ms state_bytes indices_per_s",
+    "gpu_alone": "gpt124_over_plain gpt124_compiled_over_plain gpt4_over_plain gpt4_compiled_over_plain",
     "gpu_beside_cpu": "large_fleet_over_gpu large_cpu_samples large_ddp_over_gpu small_fleet_over_gpu",
+    "gpu_unlike": "adaptive_over_limit adaptive_over_ddp conv_ddp_over_limit gpt_joint_over_limit gpt_auto_over_ddp",
     "kill": "survivors_s_median survivors_s_p95 freeze_s_median join_stall_s step_s kills freezes left_out "
     "torchft_over_paceline torchrun_over_paceline",
     "logging_cost": "us_per_step us_per_step_64_workers overhead overhead_cpu full_disk_warned_once "
@@ -42,6 +44,7 @@ KEYS = {
     "spot": "finished lost doubled replicas_equal replay_off goodput trace hours started killed left_running",
     "stalls": "joint_over_limit joint_over_adaptive calm_joint_over_adaptive count_cv least_count calm_deadlines "
     "lost_thrown lost_catching_up lost_round lost_idle",
+    "step_cost": "compute_ms cores sizes ours_ms_1 ddp_ms_2 extra_ms_2 over_ddp_2 cpu_ms_2 switches_2 large_over_ddp_2",
     "sum_of_speeds": "adaptive_over_limit adaptive_over_ddp epoch_over_limit saved_1_2 saved_1_3",
     "traces": "worst_joint_over_limit worst_joint_over_oracle calm_joint_over_naive stuck_joint_over_limit traces",
     "wp_sgd": "settings workers lengths one_shot rounds",
