@@ -12,7 +12,8 @@ FILES = [*BENCHMARKS.glob("[a-z]*.py"), *BENCHMARKS.glob("papers/[a-z]*.py")]
 FOUND = sorted(str(file.relative_to(BENCHMARKS).with_suffix("")) for file in FILES if file.stem != "common")
 KEYS = {
     "chaos": "goodput goodput_by_pace lost doubled replicas_equal replay_off faults left_running seed",
-    "convergence": "accuracy_sync accuracy_joint time_ratio whole_time_ratio spread_sync spread_joint seeds ways",
+    "convergence": "accuracy_sync accuracy_joint time_ratio whole_time_ratio spread_sync spread_joint seeds ways "
+    "accuracy_gap accuracy_gap_error accuracy_gap_no_floor throughput_cost",
     "deep_forecast": "deep_over_true_bursts deep_over_last_bursts deep_over_oracle_periodic deep_over_last_periodic "
     "truncated_over_uncensored plan_ms_158 plan_ms_2175 train_s train_cpu_s seeds updates setting",
     "drift": "steps_to_recover each_repeat after_over_limit",

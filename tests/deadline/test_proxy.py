@@ -347,16 +347,20 @@ def test_a_micro_batch_that_ends_while_the_floor_is_waited_for_counts(hire: Hire
     assert torch.equal(prompt.parameters(), late.parameters())
 
 
-def test_a_thin_round_waits_for_a_stuck_worker_when_the_others_can_get_no_more(hire: Hire) -> None:
+def test_near_an_epochs_end_a_thin_round_takes_back_what_a_stuck_worker_was_dealt(hire: Hire) -> None:
     prompt, late = workers = hire(length=24, pacer=Generous(least_count=1.0))
-    looks: list[float] = []
-    late.stuck_at = {(0, 0): lambda: looks.append(late.proxy._step_state.plan.deadline_s) or looks[-1] > 3 * PATIENCE_S}
-    run(workers)
-    first = records(prompt)[0]
-    assert first.samples[1] > 0, "all of the epoch is dealt, half of it to the stuck one"
-    assert first.total >= 16
-    assert {PATIENCE_S, 2 * PATIENCE_S, 4 * PATIENCE_S} <= set(looks), "each wait as long as all before it"
-    assert positions(*records(prompt)) == list(range(24))
+    late.stuck_at = {(0, 0): lambda: late.index >= 1}
+    steps: list[list[Step]] = run(workers)
+    first, second = records(prompt)
+    assert first.samples == (16, 0), "twelve were dealt to it, and four more were the stuck one's"
+    assert first.planned == (16, 0)
+    assert first.deadline_s is not None
+    assert first.deadline_s > PATIENCE_S
+    assert steps[1][0].step_state.loop_phase is LoopPhase.CUT_OFF
+    assert second.samples == (4, 4)
+    assert positions(first, second) == list(range(24))
+    assert told(steps[1]) == told(steps[0])
+    assert torch.equal(prompt.parameters(), late.parameters())
 
 
 def test_a_round_closes_below_its_floor_when_all_have_left_their_micro_batches(hire: Hire) -> None:

@@ -14,7 +14,7 @@ FREE, BUSY, GONE = "free", "busy", "gone"
 
 def asked(
     counts: list[int], shares: list[int], who: list[str], *, least: int = 70, room: int = 1000, **settings: float
-) -> tuple[tuple[int, ...], float] | None:
+) -> tuple[tuple[int, ...], float, bool] | None:
     free, busy = [one == FREE for one in who], [one == BUSY for one in who]
     return more(counts, shares, free=free, busy=busy, least=least, so_far_s=1.0, room=room, **settings)  # type: ignore[arg-type]
 
@@ -31,14 +31,19 @@ def test_the_floor_is_a_part_of_the_batch_in_whole_samples() -> None:
 
 
 def test_those_that_are_free_do_what_is_missing_at_their_speed() -> None:
-    shares, seconds = asked([30, 10, 0], [40, 20, 40], [FREE, FREE, BUSY]) or ((), 0.0)
+    shares, seconds, recall = asked([30, 10, 0], [40, 20, 40], [FREE, FREE, BUSY]) or ((), 0.0, True)
+    assert not recall
     assert seconds == pytest.approx(1.1 * 30 / 40), "and a tenth more"
     assert shares == (30 + 29, 20, 40), "a quarter more than that; who has enough, or is stuck, keeps its own"
 
 
-def test_where_nobody_has_anything_left_to_do_it_waits_for_the_stuck_ones_twice_as_long_each_time() -> None:
-    assert asked([40, 0], [40, 60], [FREE, BUSY], room=0) == ((40, 60), 1.0)
-    assert asked([40, 0], [60, 60], [GONE, BUSY]) == ((60, 60), 1.0)
+def test_where_nobody_is_free_it_waits_for_the_stuck_ones_twice_as_long_each_time() -> None:
+    assert asked([40, 0], [60, 60], [GONE, BUSY]) == ((60, 60), 1.0, False)
+    assert asked([0, 0], [60, 60], [BUSY, BUSY]) == ((60, 60), 1.0, False)
+
+
+def test_where_the_free_ones_have_nothing_left_what_the_stuck_were_dealt_is_recalled() -> None:
+    assert asked([40, 0], [40, 60], [FREE, BUSY], room=0) == ((40, 60), 1.0, True)
 
 
 def test_it_closes_below_the_floor_when_nobody_can_bring_more() -> None:
@@ -47,11 +52,11 @@ def test_it_closes_below_the_floor_when_nobody_can_bring_more() -> None:
 
 
 def test_one_that_has_done_nothing_is_given_something_and_a_short_wait_has_a_least_length() -> None:
-    shares, seconds = asked([0, 0], [0, 8], [FREE, BUSY]) or ((), 0.0)
+    shares, seconds, _ = asked([0, 0], [0, 8], [FREE, BUSY]) or ((), 0.0, True)
     assert shares[0] > 0
     assert seconds == pytest.approx(77.0)
-    assert (asked([69, 0], [70, 8], [FREE, BUSY]) or ((), 0.0))[1] == 0.05
-    assert (asked([69, 0], [70, 8], [FREE, BUSY], patience=4.0) or ((), 0.0))[1] == 0.2
+    assert (asked([69, 0], [70, 8], [FREE, BUSY]) or ((), 0.0, True))[1] == 0.05
+    assert (asked([69, 0], [70, 8], [FREE, BUSY], patience=4.0) or ((), 0.0, True))[1] == 0.2
 
 
 WORKERS = st.lists(

@@ -19,9 +19,9 @@ import torch
 from paceline.combine import Header
 from paceline.combine.gradients.exchange import Sum, re_formed, summed
 from paceline.deadline.catch_up import Backlog
+from paceline.deadline.laps import lap_seconds, lap_shares
 from paceline.errors import Dropped, FleetError, GenerationOver
 from paceline.loop.step_state import LoopPhase, RoundPhase, StepState
-from paceline.pace.shares import proportional
 
 if TYPE_CHECKING:
     from paceline.deadline.rounds import Deadlines
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 LISTEN_S = (0.001, 0.01)
 """Seconds between two looks for a signal of the others, at first and later."""
-PATIENT = 1.2
-"""A further lap of an epoch's last step may take so many times the expected seconds."""
 
 
 class Proxy:
@@ -301,15 +299,19 @@ class Proxy:
         with self._training.changed:
             if int(counts.sum()) == step_state.told:
                 step_state.patience *= 2  # nobody found the time long enough
-            step_state.told, before = int(counts.sum()), step_state.plan.deadline_s or 0.0
+            step_state.told = int(counts.sum())
             busy = (done == 0) & (gone == 0)
-            if not self._training.extend(step_state, counts.astype(int).tolist(), (done > 0).tolist(), busy.tolist()):
-                self._transport.release()
-                return False
-            step_state.until = time.perf_counter() + (step_state.plan.deadline_s or 0.0) - before
-            self._go_on(step_state)
-            self._training.changed.notify_all()
+            more = self._training.extend(step_state, counts.astype(int).tolist(), (done > 0).tolist(), busy.tolist())
+            if more is not None and not more.recall:
+                step_state.until = time.perf_counter() + more.seconds
+                self._go_on(step_state)
+                self._training.changed.notify_all()
+        if more is None:
+            self._transport.release()
+            return False
         self._keep_up()
+        if more.recall:
+            return self._lap(step_state)
         self._await_idle(step_state)
         return True
 
@@ -337,24 +339,29 @@ class Proxy:
 
     def _lap(self, step_state: StepState) -> bool:
         """In an epoch's last step everything is to be finished: what late workers left is dealt again to those that are
-        done, as often as it takes, instead of a tiny step of its own. False when nothing is left."""
+        done, as often as it takes, instead of a tiny step of its own. Before it, near an epoch's end, a thin step takes
+        so back what it lacks. False when nothing is left, or missing."""
         self._enter()
         said = self._sum(f"the lap of step {step_state.index}", lambda: self._said(step_state, cut_off=True))
         done, idle = said[0].numpy().astype(int), said[1].numpy() > 0
         with self._training.changed:
             before = np.array(step_state.counted)
-            left = (self._training.dealing.remaining or 0) - int((done - before).sum())
-            if left == 0 or bool(said[2].all()):
+            dealing, counted = self._training.dealing, int(done.sum())
+            undone = (dealing.remaining or 0) - int((done - before).sum())
+            enough = undone == 0 or (not step_state.last and counted >= step_state.least)
+            if enough or bool(said[2].all()):
                 self._transport.release()
                 return False
-            speeds = np.where(idle, np.maximum(step_state.plan.samples, 1.0), 0.0)
-            shares = proportional(speeds, left) if idle.any() else np.zeros(len(done), dtype=int)
+            shares = lap_shares(step_state, undone, counted, idle, smallest=dealing.smallest)
             if step_state.ranges and (done == before).all():
                 step_state.patience *= 2  # nobody found the time long enough
             self._training.lap(step_state, tuple((done - before).tolist()), tuple(shares.tolist()))
             if step_state.extra:
                 step_state.enter(LoopPhase.WORKING)
-            step_state.until = time.perf_counter() + _lap_seconds(step_state, shares)
+            seconds = lap_seconds(step_state, shares)
+            step_state.until = time.perf_counter() + seconds
+            if not step_state.last:
+                step_state.extended(seconds)
             self._training.changed.notify_all()
         self._keep_up()
         self._await_idle(step_state)
@@ -381,13 +388,6 @@ class Proxy:
     def take_place(self, place: Mapping[str, int]) -> None:
         """Before its thread starts: be where a peer's proxy is."""
         self._loop, self._entered, self._needed = place["loop"], place["entered"], bool(place["needed"])
-
-
-def _lap_seconds(step_state: StepState, shares: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:
-    """A lap's deadline: the step's own, by the part of its first share that a worker has again, and room for chance."""
-    whole = step_state.plan.deadline_s or time.perf_counter() - step_state.opened
-    first = np.maximum(step_state.plan.samples, 1)
-    return step_state.patience * PATIENT * whole * max(float((shares / first).max()), 0.05)
 
 
 class _Left(Exception):

@@ -168,6 +168,10 @@ class StepState:
         if self.until is None and self.plan.deadline_s is not None:
             self.opened, self.until = since, since + self.plan.deadline_s
 
+    def extended(self, seconds: float) -> None:
+        """The deadline was moved by so much."""
+        self.plan = replace(self.plan, deadline_s=(self.plan.deadline_s or 0.0) + seconds)
+
     def members_changed(self, kept: Sequence[int | None], *, workers: tuple[int, ...], generation: int) -> list[Range]:
         """In the middle of the step: by new rank, ``kept`` says who they were. Returns what those who
         are gone had done in earlier laps: it was counted, and its gradients are gone with them."""

@@ -18,7 +18,7 @@ from paceline.combine import Header
 from paceline.feed.dealing import Dealing
 from paceline.loop.step_state import StepState
 from paceline.pace import Ask, Pacer
-from paceline.pace.floor import least_samples, more
+from paceline.pace.floor import More, least_samples, more
 from paceline.pace.steering import for_all, goal, least, made_for, without_singles
 from paceline.records import History, Plan, StepRecord
 from paceline.settings import LoopSettings
@@ -185,17 +185,21 @@ class TrainingState:
     # -- close -----------------------------------------------------------------------------------------------------
 
     def lap(self, step_state: StepState, done: tuple[int, ...], shares: tuple[int, ...]) -> None:
-        """A part of the epoch's last step is over: ``done`` more samples count, and the rest is dealt again."""
+        """A part of the epoch's last step is over: ``done`` more samples count, and the rest is dealt again. In a thin
+        step just what is missing is, and nobody keeps anything else."""
         step_state.ranges = joined(step_state.ranges, self.dealing.commit(done, False))
-        dealt = self.dealing.deal(shares)
-        step_state.shares = tuple(before + more for before, more in zip(step_state.shares, dealt, strict=True))
+        dealt, kept = self.dealing.deal(shares), step_state.shares if step_state.last else step_state.counted
+        step_state.shares = tuple(before + more for before, more in zip(kept, dealt, strict=True))
         step_state.extra = dealt[self._transport.rank]
 
-    def extend(self, step_state: StepState, counts: Sequence[int], free: Sequence[bool], busy: Sequence[bool]) -> bool:
+    def extend(
+        self, step_state: StepState, counts: Sequence[int], free: Sequence[bool], busy: Sequence[bool]
+    ) -> More | None:
         """At a step's deadline, by what each has counted: more samples for those that are free, and more time for all.
-        False when the round may close."""
-        plan, smallest, dealt = step_state.plan, self.dealing.smallest, sum(step_state.shares)
+        None when the round may close; nothing changes either when work is to be recalled, by a lap."""
+        plan, smallest, before = step_state.plan, self.dealing.smallest, step_state.counted
         assert plan.deadline_s is not None
+        dealt = sum(step_state.shares) - sum(before)
         kept = smallest if smallest > 1 else 0  # or a single sample would be left over
         room = max(self._most(plan) - dealt, step_state.least - sum(counts))
         given = more(
@@ -210,11 +214,11 @@ class TrainingState:
             smallest=smallest,
             patience=step_state.patience,
         )
-        if given is None:
-            return False
-        step_state.shares = self.dealing.deal(given.shares)
-        step_state.plan = replace(plan, deadline_s=plan.deadline_s + given.seconds)
-        return True
+        if given is not None and not given.recall:
+            shares = self.dealing.deal([share - old for share, old in zip(given.shares, before, strict=True)])
+            step_state.shares = tuple(share + old for share, old in zip(shares, before, strict=True))
+            step_state.extended(given.seconds)
+        return given
 
     def close(
         self,

@@ -29,6 +29,8 @@ class More(NamedTuple):
     """Each worker's share of the whole step, never less than before."""
     seconds: float
     """By which its deadline is moved."""
+    recall: bool = False
+    """The free workers have nothing left: what stuck ones were dealt is to be dealt again instead."""
 
 
 def least_samples(part: float, batch: int) -> int:
@@ -58,8 +60,8 @@ def more(
 
     ``free``: workers that have nothing to do and would take more; ``busy``: those inside a micro-batch, who may be
     stuck. The rest have left. ``room``: samples that nobody was dealt yet. Nobody is dealt more in other than multiples
-    of ``unit``, or given fewer than ``smallest``. The free ones do what is missing at their speed of this step; where
-    they have nothing left to do, the step waits for the busy ones, each time twice as long.
+    of ``unit``, or given fewer than ``smallest``. The free ones do what is missing at their speed of this step. Where
+    nobody is free the step waits for the busy ones, each time twice as long.
 
     >>> more((50, 0), (60, 60), free=(True, False), busy=(False, True), least=70, so_far_s=1.0, room=100).shares
     (75, 60)
@@ -70,7 +72,7 @@ def more(
     if missing <= 0 or not (able.any() or np.asarray(busy, dtype=bool).any()):
         return None
     if not able.any():
-        return More(tuple(dealt.tolist()), so_far_s)
+        return More(tuple(dealt.tolist()), so_far_s, recall=bool(np.any(free)))
     speed = np.where(able, np.maximum(done, 1), 0) / so_far_s
     missing_s = missing / float(speed.sum())
     seconds = patience * max(SLACK * missing_s, SHORTEST * so_far_s)
