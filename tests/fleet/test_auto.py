@@ -10,7 +10,7 @@ from crew import run
 from test_deadlines import check_invariants
 
 from paceline.observe import read_log, verdict
-from paceline.pace.auto import EVIDENCE
+from paceline.pace.auto import FEW
 
 pytestmark = pytest.mark.fleet
 
@@ -30,7 +30,7 @@ def test_stalls_bring_deadlines_and_everything_stays_true(tmp_path: Path) -> Non
     told = run("deadline_cases.py:train", 3, tmp_path, args=CASE)
     check_invariants(told, CASE)
     bounded = [step["deadline"] is not None for step in told[0]["steps"]]
-    assert not any(bounded[:EVIDENCE])
+    assert not any(bounded[:FEW])
     assert any(bounded)
     (log,) = [read_log(file) for file in tmp_path.rglob("events.jsonl")]
     began = next(event for event in log.others if event["event"] == "pace")

@@ -24,7 +24,7 @@ def test_a_scenario_becomes_a_table_from_naive_to_the_limit() -> None:
     names = [line[:20].strip() for line in lines[4:]]
     assert names[0] == "naive"
     assert names[-1] == "limit"
-    assert {"adaptive", "epoch", "DropCompute", "Elfving", "last value", "smoothed", "static 0.9"} <= set(names)
+    assert {"adaptive", "auto", "epoch", "DropCompute", "Elfving", "last value", "smoothed", "static 0.9"} <= set(names)
     assert {"joint", "joint, whole", "clairvoyant cut-off"} <= set(names)
 
 

@@ -19,9 +19,9 @@ from paceline.records import Plan, StepRecord
 
 KEEP = 1 / 3
 """Deadlines end when they bring no more than this part of ``least_gain``."""
-EVIDENCE = 20
-"""Steps judged before the first deadline: as many as the running means weigh, so that no single slow step of a start
-decides."""
+EVIDENCE, FEW = 20, 8
+"""Steps judged before the first deadline, as many as the running means weigh, or so few that agree: no single slow step
+of a start decides."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Auto(Joint):
     """`Adaptive` to the letter, until deadlines would have made the last steps faster by more than ``least_gain``; then
     `Joint`, until they bring no more than a third of that.
 
-    Both are running means of what really happened (see `paceline.pace.gain`), of 20 steps at least. Where rounds cannot
-    have a deadline (averages, NCCL, a stream of data), it stays adaptive. ``forecast`` and the other ``settings`` are
-    those of `Joint`, ``adaptive`` among them. See docs/pace.md.
+    Both are running means of what really happened (see `paceline.pace.gain`), of 20 steps at least or 8 that agree.
+    Where rounds cannot have a deadline (averages, NCCL, a stream of data), it stays adaptive. ``forecast`` and the
+    other ``settings`` are those of `Joint`, ``adaptive`` among them. See docs/pace.md.
     """
 
     name = "auto"
@@ -55,7 +55,7 @@ class Auto(Joint):
 
     def __init__(self, forecast: str | Forecast = "auto", *, least_gain: float = 0.03, **settings: Any) -> None:
         super().__init__(forecast, least_gain=least_gain, **settings)
-        self._gain = Gain(least=least_gain, keep=KEEP * least_gain, steps=EVIDENCE)
+        self._gain = Gain(least=least_gain, keep=KEEP * least_gain, steps=EVIDENCE, few=FEW)
         self._held = Ledger(alone_s=0.0)
         self.change: PaceChange | None = None
         """The last change between adaptive and joint that this object saw; None before the first."""

@@ -14,6 +14,7 @@ the step's wall clock holds) are measured in either kind of step, so what a dead
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,11 +23,16 @@ RATE = 0.05
 
 
 class Gain:
-    """On when waiting costs more than the fraction ``least`` over a deadline, once ``steps`` of them were judged; off
-    when it costs no more than ``keep``: below ``least``, so that it does not flap."""
+    """On when waiting costs more than the fraction ``least`` over a deadline; off when it costs no more than ``keep``:
+    below ``least``, so that it does not flap.
 
-    def __init__(self, *, least: float, keep: float = 0.0, steps: int = 1) -> None:
-        self.least, self.keep, self.steps = least, keep, steps
+    Before the first time ``steps`` are judged, or ``few`` that agree: the mean of their gains, less two standard
+    errors, is above ``least``.
+    """
+
+    def __init__(self, *, least: float, keep: float = 0.0, steps: int = 1, few: int | None = None) -> None:
+        self.least, self.keep, self.steps, self.few = least, keep, steps, steps if few is None else few
+        self._gains = self._squares = 0.0
         self.on = False
         self._waited = self._together = 0.0
         self._overhead_s: list[float | None] = [None, None]
@@ -54,12 +60,22 @@ class Gain:
         without_s, with_s = self._overheads(deadline, overhead_s)
         self._steps += 1
         rate = max(RATE, 1 / self._steps)
+        if self._steps < self.steps:
+            gain = (waited_s + without_s) / (together_s + with_s) - 1
+            self._gains, self._squares = self._gains + gain, self._squares + gain**2
         self._waited += rate * ((waited_s + without_s) / samples - self._waited)
         self._together += rate * ((together_s + with_s) / samples - self._together)
         if self.on:
             self.on = self.value > self.keep or not may_end
         else:
-            self.on = self.value > self.least and self._steps >= self.steps
+            self.on = self.value > self.least and self._enough()
+
+    def _enough(self) -> bool:
+        if self._steps >= self.steps or self._steps < self.few:
+            return self._steps >= self.steps
+        mean = self._gains / self._steps
+        error = math.sqrt(max(0.0, self._squares / self._steps - mean**2) / max(1, self._steps - 1))
+        return mean - 2 * error > self.least
 
     def _overheads(self, deadline: bool, overhead_s: float) -> tuple[float, float]:
         """Running means without and with a deadline; the kind never met is taken for the other."""
@@ -75,9 +91,11 @@ class Gain:
             "together": self._together,
             "overhead_s": list(self._overhead_s),
             "steps": self._steps,
+            "gains": [self._gains, self._squares],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.on, self._steps = bool(state["on"]), int(state["steps"])
         self._waited, self._together = float(state["waited"]), float(state["together"])
         self._overhead_s = list(state["overhead_s"])
+        self._gains, self._squares = state.get("gains", (0.0, 0.0))
