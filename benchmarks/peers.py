@@ -60,7 +60,7 @@ NAMES = {
     "lightning": "Lightning DDP",
     "ray": "Ray Train",
 }
-START_S, STUCK_S, LINGER_S, KILL_LATEST_S = 180.0, 60.0, 1.0, 20.0
+START_S, STUCK_S, LINGER_S, KILL_LATEST_S = 180.0, 120.0, 1.0, 20.0
 """Limits: until the first commit; without a commit; after the last commit; and when the kill comes at the latest."""
 RUN_S = {"hivemind": 45.0}
 """A peer whose steps take too long for the whole job is measured for so long."""
