@@ -141,15 +141,15 @@ def kill_figures(seen: Watched) -> Figures:
     if seen.killed_at is None:
         raise RuntimeError("the training ended before the kill")
     epoch = max((note.epoch for note in seen.notes if note.kind == "commit" and note.at < seen.killed_at), default=0)
-    calm = range(1, epoch)  # in the first one torchft's workers still join
+    calm = range(1 if epoch > 1 else 0, epoch)  # in the first one torchft's workers still join
     before = notes.audit(seen.notes, samples=SAMPLES, epochs=calm)
     whole = is_whole(seen.notes, epochs=EPOCHS)
     after = notes.audit(seen.notes, samples=SAMPLES, epochs=range(epoch, EPOCHS)) if whole else None
     return {
         "samples_per_s": notes.samples_per_s(seen.notes, before=seen.killed_at),
         "seconds_to_accuracy": notes.seconds_to(WANTED, seen.notes),
-        "lost_an_epoch": before[0] / max(len(calm), 1),
-        "doubled_an_epoch": before[1] / max(len(calm), 1),
+        "lost_an_epoch": before[0] / len(calm) if calm else None,
+        "doubled_an_epoch": before[1] / len(calm) if calm else None,
         "seconds_lost": notes.seconds_lost(seen.notes, killed_at=seen.killed_at),
         "lost_after_kill": after[0] if after else None,
         "doubled_after_kill": after[1] if after else None,
