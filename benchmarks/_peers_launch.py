@@ -167,6 +167,7 @@ def hivemind(run: Run) -> None:
 
 def ray(run: Run) -> None:
     script, own = str(SCRIPTS / "on_ray.py"), {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(run.scratch)}
+    own["RAY_worker_niceness"] = "0"  # as everybody else
     if not run.on_link:
         run.workers.append(run.start(run.places[0], script, **own))
         return
@@ -175,8 +176,7 @@ def ray(run: Run) -> None:
         role = [f"--address={first}"] if number else ["--head", f"--port={first.rpartition(':')[2]}"]
         options = ["start", "--block", "--num-cpus=2", f"--node-ip-address={place.address}", *role]
         run.command(place, run.tool("ray"), *options, **own)
-        if number == 0 or place is run.places[-1]:
-            _await_line(run, "Ray runtime started.", count=number + 1)
+        _await_line(run, "Ray runtime started.", count=number + 1)
     run.workers.append(run.start(run.places[0], script, PEERS_RAY=first, **own))
 
 
@@ -196,7 +196,7 @@ def _await_line(run: Run, text: str, *, count: int = 1) -> str:
     """The first line of the log with this text, once there are so many of them."""
     until = time.monotonic() + 120
     while time.monotonic() < until:
-        found = [line for line in run.said().splitlines() if text in line]
+        found = [line for line in run.said().splitlines(keepends=True) if text in line and line.endswith("\n")]
         if len(found) >= count:
             return found[0]
         time.sleep(0.1)

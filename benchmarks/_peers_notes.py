@@ -99,7 +99,7 @@ def seconds_lost(notes: Sequence[Note], *, killed_at: float) -> float | None:
     """
     last = max(note.step for note in notes if note.kind == "commit" and note.at <= killed_at)
     later = [note.at for note in notes if note.kind == "commit" and note.at > killed_at and note.step >= last + 2]
-    return later[0] - killed_at - 1.5 * step_s(notes, before=killed_at) if later else None
+    return max(0.0, later[0] - killed_at - 1.5 * step_s(notes, before=killed_at)) if later else None
 
 
 def audit(notes: Sequence[Note], *, samples: int, epochs: Iterable[int]) -> tuple[int, int]:

@@ -60,7 +60,7 @@ NAMES = {
     "lightning": "Lightning DDP",
     "ray": "Ray Train",
 }
-START_S, STUCK_S, LINGER_S, KILL_LATEST_S = 180.0, 60.0, 1.0, 20.0
+START_S, STUCK_S, LINGER_S, KILL_LATEST_S = 180.0, 120.0, 1.0, 20.0
 """Limits: until the first commit; without a commit; after the last commit; and when the kill comes at the latest."""
 RUN_S = {"hivemind": 45.0}
 """A peer whose steps take too long for the whole job is measured for so long."""
@@ -141,15 +141,15 @@ def kill_figures(seen: Watched) -> Figures:
     if seen.killed_at is None:
         raise RuntimeError("the training ended before the kill")
     epoch = max((note.epoch for note in seen.notes if note.kind == "commit" and note.at < seen.killed_at), default=0)
-    calm = range(1, epoch)  # in the first one torchft's workers still join
+    calm = range(1 if epoch > 1 else 0, epoch)  # in the first one torchft's workers still join
     before = notes.audit(seen.notes, samples=SAMPLES, epochs=calm)
     whole = is_whole(seen.notes, epochs=EPOCHS)
     after = notes.audit(seen.notes, samples=SAMPLES, epochs=range(epoch, EPOCHS)) if whole else None
     return {
         "samples_per_s": notes.samples_per_s(seen.notes, before=seen.killed_at),
         "seconds_to_accuracy": notes.seconds_to(WANTED, seen.notes),
-        "lost_an_epoch": before[0] / max(len(calm), 1),
-        "doubled_an_epoch": before[1] / max(len(calm), 1),
+        "lost_an_epoch": before[0] / len(calm) if calm else None,
+        "doubled_an_epoch": before[1] / len(calm) if calm else None,
         "seconds_lost": notes.seconds_lost(seen.notes, killed_at=seen.killed_at),
         "lost_after_kill": after[0] if after else None,
         "doubled_after_kill": after[1] if after else None,
