@@ -28,7 +28,9 @@ from torch.utils.data import TensorDataset
 import paceline
 
 MICRO, PIECES = 8, 4
-WARM_UP, STEPS, BLOCKS = 10, 20, 6
+WARM_UP, BLOCKS = 8, 6
+BLOCK_S = 1.2
+"""About how long a block of steps takes."""
 
 
 class Shape(NamedTuple):
@@ -146,11 +148,12 @@ def compare(shape: Shape, *, compiled: bool = False) -> tuple[float, float, floa
         with contextlib.closing(ours), contextlib.closing(plain):
             for steps in (ours, plain):
                 seconds_of(steps, WARM_UP)
+            count = max(4, round(BLOCK_S / seconds_of(plain, 4)))
             pairs = []
             for number in range(BLOCKS):
                 pair = {}
                 for which in ("ours", "plain") if number % 2 else ("plain", "ours"):
-                    pair[which] = seconds_of(ours if which == "ours" else plain, STEPS)
+                    pair[which] = seconds_of(ours if which == "ours" else plain, count)
                 pairs.append((pair["ours"], pair["plain"]))
     torch.cuda.empty_cache()
     ratio = statistics.median(mine / theirs for mine, theirs in pairs)
