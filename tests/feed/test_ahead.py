@@ -53,6 +53,30 @@ def test_however_much_is_offered_an_epoch_keeps_its_steps_give_or_take_one(
     assert steps - 1 <= books.epoch_step <= steps
 
 
+@given(st.integers(1, 20 * BATCH), st.floats(1, 20), st.lists(st.floats(0, 1), min_size=21, max_size=21))
+def test_with_a_floor_an_epoch_has_no_thin_step_but_its_last(length: int, over: float, done: list[float]) -> None:
+    dealing = SimpleNamespace(length=length, remaining=length, epoch=0, progress=0.0, deal=tuple)
+    books, counts = make(dealing), []
+    while dealing.remaining:
+        expects = books._goal(books.epoch_step, dealing.remaining, dealing.length)[0]
+        offered = (max(1, round(over * expects / 2)),) * 2
+        step_state = books.open(Plan(0, books.epoch_step, offered, deadline_s=1.0, expects=expects, least_count=0.7))
+        dealt = sum(step_state.shares)
+        counts.append(dealt if step_state.last else max(step_state.least, round(done[books.epoch_step] * dealt)))
+        dealing.remaining -= counts[-1]
+        books.epoch_step += 1
+    assert min(counts[:-1], default=BATCH) >= 0.7 * BATCH
+    assert -(-length // BATCH) - 1 <= len(counts) <= -(-length // BATCH)
+
+
+def test_the_last_step_but_one_takes_all_when_that_is_one_batch_at_most() -> None:
+    dealing = SimpleNamespace(length=10 * BATCH + 20, remaining=BATCH, epoch=0, progress=0.9, deal=tuple)
+    books = make(dealing)
+    assert books._goal(9, BATCH, dealing.length) == (BATCH, True)
+    assert books._goal(9, BATCH + 1, dealing.length)[1] is False
+    assert books._goal(8, BATCH, dealing.length)[1] is False
+
+
 def test_in_the_middle_of_an_epoch_all_that_is_offered_is_dealt() -> None:
     dealing = SimpleNamespace(length=100 * BATCH, remaining=50 * BATCH, epoch=0, progress=0.5, deal=tuple)
     books = make(dealing)

@@ -119,12 +119,13 @@ class TrainingState:
         """How many samples the epoch's step of this number should count, and whether it is the epoch's last.
 
         After step k of an epoch min((k + 1) * global_batch, length) samples should be done: what a deadline left
-        undone, the next steps make up for, and the last one takes all that is left.
+        undone, the next steps make up for, and the last one takes all that is left. So does the last but one where
+        that is one batch at most: two thin steps would do harm.
         """
         batch = self.settings.global_batch
         if left is None or length is None:
             return batch, False
-        if (epoch_step + 1) * batch >= length:
+        if (epoch_step + 1) * batch >= length or (left <= batch and (epoch_step + 2) * batch >= length):
             return left, True
         return min(left, goal(epoch_step, done=length - left, batch=batch)), False
 
@@ -201,7 +202,6 @@ class TrainingState:
         assert plan.deadline_s is not None
         dealt = sum(step_state.shares) - sum(before)
         kept = smallest if smallest > 1 else 0  # or a single sample would be left over
-        room = max(self._most(plan) - dealt, step_state.least - sum(counts))
         given = more(
             counts,
             step_state.shares,
@@ -209,7 +209,7 @@ class TrainingState:
             busy=busy,
             least=step_state.least,
             so_far_s=plan.deadline_s,
-            room=max(0, min(room, (self.dealing.remaining or 0) - dealt - kept)),
+            room=max(0, min(self._most(plan), (self.dealing.remaining or 0) - kept) - dealt),
             unit=self._unit,
             smallest=smallest,
             patience=step_state.patience,
