@@ -85,7 +85,7 @@ def test_a_few_steps_are_enough_where_they_agree() -> None:
 
 @pytest.mark.parametrize("noise", [0.025, 0.04])
 def test_where_the_gain_is_about_the_least_it_does_not_flap(noise: float) -> None:
-    done = calm(Auto("smoothed"), range(300), noise=noise)
+    done = calm(Auto(), range(300), noise=noise)
     bounded = [record.deadline_s is not None for record in done]
     assert sum(one != other for one, other in itertools.pairwise(bounded)) <= 4
 
@@ -118,8 +118,8 @@ def test_what_it_has_learned_can_be_saved() -> None:
 
 
 def test_settings_are_joints() -> None:
-    auto = Auto("window", least_gain=0.1, adaptive=Adaptive(maximum=300), draws=8, seed=3)
-    assert repr(auto).startswith("Auto('window', least_gain=0.1, adaptive=Adaptive(")
+    auto = Auto("window", least_gain=0.1, least_count=0.5, adaptive=Adaptive(maximum=300), draws=8)
+    assert repr(auto).startswith("Auto('window', least_gain=0.1, least_count=0.5, adaptive=Adaptive(")
     assert auto.draws == 8
     assert auto.forecast.name == "window"
     with pytest.raises(ValueError, match="least_gain is a fraction"):

@@ -53,7 +53,7 @@ class Auto(Joint):
     traits = Traits(follows_speed=True)
     """What reports and the simulator need to know of it."""
 
-    def __init__(self, forecast: str | Forecast = "auto", *, least_gain: float = 0.03, **settings: Any) -> None:
+    def __init__(self, forecast: str | Forecast = "smoothed", *, least_gain: float = 0.03, **settings: Any) -> None:
         super().__init__(forecast, least_gain=least_gain, **settings)
         self._gain = Gain(least=least_gain, keep=KEEP * least_gain, steps=EVIDENCE, few=FEW)
         self._held = Ledger(alone_s=0.0)
