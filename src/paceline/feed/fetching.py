@@ -18,7 +18,7 @@ from paceline.feed.ranges import positions
 from paceline.records import Range
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Piece:
     """One micro-batch to be loaded: positions of an epoch, and the dataset indices found there."""
 

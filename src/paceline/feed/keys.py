@@ -21,10 +21,23 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 def key(*words: int) -> int:
     """Mix whole numbers (seed, epoch, position, ...) into one of 63 bits; their order matters."""
-    state = 0
+    return begun(*words) >> 1
+
+
+def begun(*words: int, state: int = 0) -> int:
+    """A key that more words may follow (`continued`): for those that begin alike."""
     for word in words:
         state = _mix((state + GOLDEN & MASK) ^ (word & MASK))
-    return state >> 1
+    return state
+
+
+def continued(state: int, *words: int) -> int:
+    """The key of what has `begun` and of these words.
+
+    >>> continued(begun(3, 1), 4) == key(3, 1, 4)
+    True
+    """
+    return begun(*words, state=state) >> 1
 
 
 def keys(seed: int, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -145,8 +144,12 @@ class Source:
             self._stream.end()
 
     def _load_here(self, piece: Piece) -> Any:
-        with generators_kept() if self._fetch.random else nullcontext():
+        if not self._fetch.random:
+            return self._fetch(piece)
+        with generators_kept():
             return self._fetch(piece)
 
     def _place(self, batch: Any) -> Any:
+        if type(batch) is list and all(type(part) is torch.Tensor and part.device == self._device for part in batch):
+            return batch
         return move(pin(batch, asked=self._asked_to_pin) if self._pin else batch, self._device)

@@ -14,12 +14,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from paceline.feed.keys import key
+from paceline.feed.keys import begun, continued, key
 
 _MICRO_BATCH = 0x6D6963726F
 _UPDATE = 0x757064617465
@@ -42,7 +43,7 @@ def seed_micro_batch(seed: int, epoch: int, position: int, device: torch.device)
 
     ``position`` is the micro-batch's first. Nothing is synchronised: a CUDA generator's seed lives on the host.
     """
-    _seed_torch(key(seed, epoch, position, _MICRO_BATCH), device)
+    _seed_torch(continued(_of_epoch(seed, epoch), position, _MICRO_BATCH), device)
 
 
 def seed_update(seed: int, step: int, device: torch.device) -> None:
@@ -51,7 +52,14 @@ def seed_update(seed: int, step: int, device: torch.device) -> None:
     _seed_torch(key(seed, step, _UPDATE), device)
 
 
+_of_epoch = lru_cache(maxsize=4)(begun)
+"""Of the key of an epoch's micro-batches, what they share."""
+
+
 def _seed_torch(torch_key: int, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(torch_key)
+        return
     for generator in _torch_generators(device):
         generator.manual_seed(torch_key)
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+_PLAIN = {bool, int, float, str, type(None)}
+"""Kinds of values that cannot change in place."""
 _OF_THE_DEVICE = ("params", "foreach", "fused", "capturable", "differentiable")
 """Entries of a parameter group that say how it is computed, not what."""
 
@@ -38,18 +40,19 @@ class Digest:
     """Of the settings; worked out again only when one of them has changed."""
 
     def __init__(self) -> None:
-        self._values: list[list[Any]] = []
+        self._values: tuple[int, list[Any]] = 0, []
         self._digest = 0.0
 
     def of(self, optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> float:
         """A number that workers share when their optimisers' settings are equal."""
-        values = [
-            [_comparable_later(value) for name, value in group.items() if name != "params"]
-            for _, optimizer in optimizers
-            for group in optimizer.param_groups
-        ]
-        if values != self._values:
-            self._values, self._digest = values, digest_of(settings_of(optimizers))
+        groups = [group for _, optimizer in optimizers for group in optimizer.param_groups]
+        raw = [value for group in groups for name, value in group.items() if name != "params"]
+        if set(map(type, raw)) <= _PLAIN:
+            values = raw
+        else:
+            values = [_comparable_later(value) for value in raw]
+        if (len(groups), values) != self._values:
+            self._values, self._digest = (len(groups), values), digest_of(settings_of(optimizers))
         return self._digest
 
 

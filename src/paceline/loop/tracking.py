@@ -126,6 +126,11 @@ class Tracked:
 
     def _known(self) -> list[tuple[str, torch.optim.Optimizer]]:
         """Every optimiser that is tracked or was seen, by name."""
+        only = self._seen()
+        if len(self.things) == 1 == len(only):  # as mostly
+            name, thing = next(iter(self.things.items()))
+            if thing is only[0]:
+                return [(name, thing)]
         others = enumerate(self.stepped_untracked(), 1)
         named = [(f"the untracked {type(one).__name__} (number {number})", one) for number, one in others]
         return [*self.optimizers.items(), *named]
