@@ -4,7 +4,7 @@ from __future__ import annotations
 
 SETTINGS: dict[str, dict[str, str]] = {
     "paceline": {
-        "micro_batch=16": "what a worker computes at once; a share is made of such pieces",
+        "micro_batch=128": "what fits into the smallest machine's memory: here everything, so a share is computed at once",
         "-n 1:4": "how few workers may go on, and how many there may be",
         "PACELINE_TOKEN": "the same on all computers: who has it may join",
     },

@@ -33,7 +33,7 @@ LR, MOMENTUM = 0.1, 0.9
 HIDDEN, LAYERS = 256, 3
 EVALUATE_EVERY = 4
 """Steps; worker 0 does it."""
-CARRY_S = 0.002
+CARRY_S = 0.01
 """What a sleep lasts too long, the next computation has less; at most so much."""
 torch.set_num_threads(1)
 
