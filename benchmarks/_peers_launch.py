@@ -167,6 +167,7 @@ def hivemind(run: Run) -> None:
 
 def ray(run: Run) -> None:
     script, own = str(SCRIPTS / "on_ray.py"), {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(run.scratch)}
+    own |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}  # a cluster of several nodes asks for one
     own["RAY_worker_niceness"] = "0"  # as everybody else
     if not run.on_link:
         run.workers.append(run.start(run.places[0], script, **own))

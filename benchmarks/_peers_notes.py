@@ -24,7 +24,7 @@ class Note:
     slot: int
     pid: int
     kind: str
-    """``begin``, ``commit``, ``accuracy`` or ``restored``."""
+    """``begin``, ``commit``, ``accuracy``, ``killed`` or ``restored``."""
     step: int = -1
     epoch: int = -1
     index: tuple[int, ...] = ()
@@ -95,7 +95,7 @@ def seconds_lost(notes: Sequence[Note], *, killed_at: float) -> float | None:
     """From the kill until the training is further than it would ever have been by then, less what its steps take.
 
     With m the last step that anybody had committed, step m + 1 was under way, so the first that shows is m + 2; a kill
-    comes in the middle of a step on average, so one and a half usual steps are no loss. Work done again counts as lost.
+    comes in the middle of a step, so one and a half usual steps are no loss. Work done again counts as lost.
     """
     last = max(note.step for note in notes if note.kind == "commit" and note.at <= killed_at)
     later = [note.at for note in notes if note.kind == "commit" and note.at > killed_at and note.step >= last + 2]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 SETTINGS: dict[str, dict[str, str]] = {
     "paceline": {
-        "micro_batch=16": "what a worker computes at once; a share is made of such pieces",
+        "micro_batch=128": "what fits into the smallest machine's memory: here everything, so a share is computed at once",
         "-n 1:4": "how few workers may go on, and how many there may be",
+        "PACELINE_TOKEN": "the same on all computers: who has it may join",
     },
     "ddp": {
         "32 samples a rank": "the batch over the ranks",
@@ -34,7 +35,6 @@ SETTINGS: dict[str, dict[str, str]] = {
         "batch_size_per_step=16": "what a peer adds at once",
         "matchmaking_time=0.5": "the default is 15 s, and 3 to 5 s are advised for small local runs",
         "averaging_timeout=10": "as in the quick start",
-        "the first peer's address": "where the others find it",
     },
     "lightning": {
         "32 samples a rank": "the batch over the ranks",
@@ -45,5 +45,6 @@ SETTINGS: dict[str, dict[str, str]] = {
         "num_workers=4": "fixed for the run",
         "a checkpoint every epoch": "more often costs less work done again",
         "max_failures=3": "the default is none",
+        "RAY_AUTH_TOKEN": "the same on all computers: a head that others join asks for it",
     },
 }

@@ -13,7 +13,7 @@ def main() -> None:
         model = fleet.model(job.Network())
         optimizer = torch.optim.SGD(model.parameters(), lr=job.LR, momentum=job.MOMENTUM)
         fleet.track(optimizer=optimizer)
-        for step in fleet.steps(dataset, global_batch=job.BATCH, micro_batch=job.MICRO, epochs=job.EPOCHS):
+        for step in fleet.steps(dataset, global_batch=job.BATCH, micro_batch=job.BATCH, epochs=job.EPOCHS):
             counted = []
             for x, y, index in step:
                 loss = nn.functional.cross_entropy(model(x), y)
