@@ -38,7 +38,7 @@ FEWEST = 4
 FEWEST_NORMALISED = 16
 """Samples of the first size where batch norm computes its statistics over a micro-batch."""
 NEARLY = 0.75
-"""Part of a size that a micro-batch must have to be timed as one of that size: shares are cut into even parts."""
+"""Part of a size that a micro-batch must have to be timed as one of that size: a share's last two are smaller."""
 HEADROOM = 1.25
 """A size that only the share bounds is kept so much larger: a share that grows a little stays in one piece."""
 GROWN = 1.5
@@ -70,8 +70,8 @@ def first_size(equal_share: int, *, normalises: bool = False) -> int:
 
 
 def next_size(size: int, share: int, *, fewest: int = 1) -> int:
-    """About twice as many samples, such that even parts of the share are nearly of that size; 0 where the share holds
-    nothing much larger ``fewest`` times.
+    """About twice as many samples, such that the share has parts nearly of that size; 0 where it holds nothing much
+    larger ``fewest`` times.
 
     >>> next_size(8, 64), next_size(8, 22), next_size(16, 22), next_size(22, 22), next_size(16, 70, fewest=4)
     (16, 22, 22, 0, 0)
@@ -86,8 +86,10 @@ def next_size(size: int, share: int, *, fewest: int = 1) -> int:
 
 
 def _comes(size: int, share: int, fewest: int) -> bool:
-    """Whether a share cut into even parts of at most this size has nearly that many samples in each."""
-    part = -(-share // -(-share // size))
+    """Whether a share cut into parts of this size (`pieces_of`) has some of nearly that many samples, beside its first,
+    which may bear what is paid once a step."""
+    parts = -(-share // size)
+    part = size if parts > 3 else -(-(share - size * (parts == 3)) // min(parts, 2))
     return part >= NEARLY * size and (share // fewest >= NEARLY * size or size == 1)
 
 
