@@ -388,6 +388,23 @@ def given_by(peer: Worker) -> tuple[torch.Tensor, MembershipChange]:
     return peer.members.give_state(), change
 
 
+def test_a_newcomer_finds_a_size_of_its_own(worker: MakeWorker) -> None:
+    with worker(micro_batch="auto") as peer:
+        peer.steps.loop.sizing.search.keep(6, by_memory=False)
+        peer.train(2)
+        assert peer.fleet.history[-1].micro_size == (6,)
+        assert peer.members.facts() == {"ahead": 5, "computes_on": peer.steps.loop.own_device}
+        state, change = given_by(peer)
+        with worker((-1, 9), rank=1, outside=True, micro_batch="auto") as one:
+            one.hear(changes=[0])
+            one.transport.outside = False
+            one.transport.show((4, 9), rank=1, generation=2)
+            assert one.members.take_over(state, change) is True
+            assert not one.steps.loop.sizing.search.settled
+            assert one.steps.loop.sizes == {"micro_size": 0, "memory_bound": False}
+            assert len(one.steps.loop.devices) == 2
+
+
 @pytest.mark.parametrize("combine", ["gradients", paceline.Averaging(every_steps=1), paceline.ElasticAverage()])
 def test_a_newcomer_takes_over_where_a_peer_is(worker: MakeWorker, combine: Any) -> None:
     with worker(combine=combine) as peer:

@@ -22,6 +22,8 @@ GAIN = 0.05
 """A size is faster than another when its seconds a sample are lower by this part."""
 ENOUGH = 3
 """Micro-batches of a size that are timed, after one that is not: it may load kernels, or fill caches."""
+DOUBTED = 7
+"""The same for a size that does not look faster than smaller ones: a busy computer slows down single micro-batches."""
 CLEARLY = 0.25
 """One is enough where a sample took less by this part than with any smaller size: nothing makes work faster by chance.
 """
@@ -36,12 +38,13 @@ FEWEST = 4
 FEWEST_NORMALISED = 16
 """Samples of the first size where batch norm computes its statistics over a micro-batch."""
 NEARLY = 0.75
-"""Part of a size that a micro-batch must have to be timed as one of that size: shares are cut into even parts."""
+"""Part of a size that a micro-batch must have to be timed as one of that size: a share's last two are smaller."""
 HEADROOM = 1.25
 """A size that only the share bounds is kept so much larger: a share that grows a little stays in one piece."""
 GROWN = 1.5
+"""Such a size is looked at again when the share holds so many times as much."""
 MOST_AGAIN = 3
-"""... and is looked at again when the share has grown by this factor, so many times at most: shares then rest."""
+"""How often that may happen: a size that changes makes shares change, too."""
 MOST_MEMORY = 0.9
 """Part of the memory that a larger size may be foreseen to need."""
 
@@ -67,8 +70,8 @@ def first_size(equal_share: int, *, normalises: bool = False) -> int:
 
 
 def next_size(size: int, share: int, *, fewest: int = 1) -> int:
-    """About twice as many samples, such that even parts of the share are nearly of that size; 0 where the share holds
-    nothing much larger ``fewest`` times.
+    """About twice as many samples, such that the share has parts nearly of that size; 0 where it holds nothing much
+    larger ``fewest`` times.
 
     >>> next_size(8, 64), next_size(8, 22), next_size(16, 22), next_size(22, 22), next_size(16, 70, fewest=4)
     (16, 22, 22, 0, 0)
@@ -83,8 +86,10 @@ def next_size(size: int, share: int, *, fewest: int = 1) -> int:
 
 
 def _comes(size: int, share: int, fewest: int) -> bool:
-    """Whether a share cut into even parts of at most this size has nearly that many samples in each."""
-    part = -(-share // -(-share // size))
+    """Whether a share cut into parts of this size (`pieces_of`) has some of nearly that many samples, beside its first,
+    which may bear what is paid once a step."""
+    parts = -(-share // size)
+    part = size if parts > 3 else -(-(share - size * (parts == 3)) // min(parts, 2))
     return part >= NEARLY * size and (share // fewest >= NEARLY * size or size == 1)
 
 
@@ -159,7 +164,7 @@ class SizeSearch:
         if self._warm and counts:
             self._times.append(seconds / samples)
         self._warm = True
-        if len(self._times) == ENOUGH or self._is_clear():
+        if self._is_known():
             self.costs[self._tried] = median(self._times)
             self._go_on(memory)
 
@@ -185,9 +190,12 @@ class SizeSearch:
         else:
             self._try(larger)
 
-    def _is_clear(self) -> bool:
-        known = min(self.costs.values(), default=0.0)
-        return bool(self._times) and self._times[-1] < (1 - CLEARLY) * known
+    def _is_known(self) -> bool:
+        """Whether the size was timed often enough."""
+        times, least = self._times, min(self.costs.values(), default=float("inf"))
+        if self.costs and times and times[-1] < (1 - CLEARLY) * least:
+            return True
+        return len(times) >= DOUBTED or (len(times) >= ENOUGH and median(times) < (1 - GAIN) * least)
 
     def _best(self) -> int:
         """The smallest size that is nearly as fast as the fastest."""

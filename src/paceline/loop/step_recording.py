@@ -58,9 +58,9 @@ def measured(work: Any) -> dict[str, float]:
 
 @cache
 def _measured_of(kind: Any) -> tuple[str, ...]:
-    """What this kind of work has of all that is reported."""
+    """What this kind of work has of all that is reported, as a field or as a property."""
     known = {one.name for one in fields(kind)}
-    return tuple(name for name in REPORTED if name in known)
+    return tuple(name for name in REPORTED if name in known or hasattr(kind, name))
 
 
 def said(header: Header, name: Callable[[int], str], facts: Sequence[str] = WORK) -> dict[str, Any]:
