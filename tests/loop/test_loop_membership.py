@@ -301,6 +301,7 @@ def test_those_who_are_left_go_on_in_the_open_step_with_what_the_lost_one_did_de
     with worker((4, 5, 6)) as one:
         next(iter(one.steps))
         training, dealing, state = one.steps.training, one.steps.dealing, one.steps.combine.open_step
+        state.last = True
         training.lap(state, (0, 3, 1), (4, 1, 3))
         assert dealing.remaining == 44
         one.steps.loop.full_shares, training.plan = (10, 20, 30), state.plan
