@@ -1,13 +1,14 @@
 """What a step costs above its compute, against plain DDP in the same processes at the same time.
 
-Compute is played by sleeping, ``COMPUTE_MS`` a step in four micro-batches, with a real forward and backward of a few
-rows after each, so what is left of a step is what DDP or Paceline do themselves. Every worker is in a DDP group and in
-a fleet at once, and makes blocks of steps of either in turn; both index tensors in memory. The figures are medians
-over the leader's steps, the first of each block left out: milliseconds above the slept time (*ddp_ms_N*, *ours_ms_N*
-for N workers), their difference *extra_ms_N*, their ratio *over_ddp_N*; *large_* is the same with 25M parameters in
-place of 0.1M, and *mixed_* with the leader on a GPU and the others on CPUs, where CUDA is there. *cpu_ms_N* and
-*switches_N* are processor milliseconds and times that a thread began to wait, a worker and step: [ours, DDP]; they say
-more than the clock where other programs run beside it. Sizes that the cores cannot carry are left out.
+Compute is played by sleeping, ``COMPUTE_MS`` a step in four micro-batches (the large model: in one), with a real
+forward and backward of a few rows after each, so what is left of a step is what DDP or Paceline do themselves. Every
+worker is in a DDP group and in a fleet at once, and makes blocks of steps of either in turn; both index tensors in
+memory. The figures are medians over the leader's steps, the first of each block left out: milliseconds above the slept
+time (*ddp_ms_N*, *ours_ms_N* for N workers), their difference *extra_ms_N*, their ratio *over_ddp_N*; *large_* is the
+same with 25M parameters in place of 0.1M, *adaptive_* with that pace, and *mixed_* with the leader on a GPU and the
+others on CPUs, where CUDA is there. *cpu_ms_N* and *switches_N* are processor milliseconds and times that a thread
+began to wait, a worker and step: [ours, DDP]; they say more than the clock where other programs run beside it, which
+makes either side wait for the processor. Sizes that the cores cannot carry are left out.
 
     python benchmarks/step_cost.py
 """
@@ -33,14 +34,14 @@ from torch.utils.data import TensorDataset
 import paceline
 
 COMPUTE_MS = 20.0
-MICRO_BATCHES, ROWS = 4, 4
+MICRO_BATCHES, ROWS = {"small": 4, "large": 1}, 4
 CORES = os.cpu_count() or 1
 SIZES = [workers for workers in (1, 2, 4, 8, 16, 64) if workers <= max(16, CORES)]
-LARGE_SIZES = [workers for workers in (1, 2, 4) if workers <= CORES]
+LARGE_SIZES = [workers for workers in (2, 4) if workers <= CORES]
 MIXED_SIZES = [workers for workers in (4, 16, 64) if workers <= CORES]
 BLOCK = 6
-BLOCKS = {1: 14, 2: 14, 4: 12, 8: 8, 16: 6, 64: 6}
-LARGE_BLOCKS = 4
+BLOCKS = {1: 14, 2: 14, 4: 12, 8: 8, 16: 6, 64: 6} if CORES >= 16 else {1: 10, 2: 10, 4: 8, 8: 5, 16: 3}
+LARGE_BLOCKS = 4 if CORES >= 16 else 2
 WIDTHS = {"small": (64, 512, 128, 10), "large": (1024, 4096, 4096, 1024, 10)}
 globals().update(
     smoke(
@@ -70,8 +71,8 @@ def dataset(kind: str) -> TensorDataset:
     )
 
 
-def compute() -> None:
-    time.sleep(1e-3 * COMPUTE_MS / MICRO_BATCHES)
+def compute(kind: str) -> None:
+    time.sleep(1e-3 * COMPUTE_MS / MICRO_BATCHES[kind])
 
 
 def ddp_steps(kind: str, device: torch.device) -> Iterator[None]:
@@ -81,11 +82,11 @@ def ddp_steps(kind: str, device: torch.device) -> Iterator[None]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     x, y = dataset(kind).tensors
     while True:
-        for number in range(MICRO_BATCHES):
+        for number in range(MICRO_BATCHES[kind]):
             index = torch.randint(len(x), (ROWS,))
             features, labels = x[index].to(device), y[index].to(device)
-            compute()
-            if number < MICRO_BATCHES - 1 and model is not net:
+            compute(kind)
+            if number < MICRO_BATCHES[kind] - 1 and model is not net:
                 with model.no_sync():
                     nn.functional.cross_entropy(model(features), labels).backward()
             else:
@@ -100,10 +101,10 @@ def our_steps(fleet: paceline.Fleet, kind: str) -> Iterator[None]:
     model = fleet.model(network(kind))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     fleet.track(optimizer=optimizer)
-    share = MICRO_BATCHES * ROWS
+    share = MICRO_BATCHES[kind] * ROWS
     for step in fleet.steps(dataset(kind), global_batch=share * fleet.size, micro_batch=ROWS, epochs=10_000):
         for features, labels in step:
-            compute()
+            compute(kind)
             step.backward(nn.functional.cross_entropy(model(features), labels))
         step.commit(optimizer)
         yield

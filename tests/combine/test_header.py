@@ -95,3 +95,14 @@ def test_the_wire_shares_the_headers_memory_on_the_cpu() -> None:
     header = Header(Layout(2, 0, 0))
     header.tensor().add_(1.0)
     assert header.column("loss").tolist() == [1.0, 1.0]
+
+
+def test_totals_are_those_of_the_last_round_and_of_what_was_written_since() -> None:
+    header = Header(Layout(workers=2, parameters=1, counters=0))
+    header.write(0, weight=3.0, loss=math.nan)
+    assert header.total("weight") == 3.0
+    assert math.isnan(header.total("loss"))
+    header.tensor().mul_(2)
+    assert header.total("weight") == 6.0
+    header.write(1, weight=1.0)
+    assert (header.total("weight"), header.total("samples")) == (7.0, 0.0)

@@ -85,6 +85,7 @@ class Header:
 
     def tensor(self) -> torch.Tensor:
         """The vector for the wire, which shares memory with this header."""
+        self._totals = None
         return torch.from_numpy(self.vector)
 
     def write(self, rank: int, **facts: float) -> None:

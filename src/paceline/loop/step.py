@@ -139,7 +139,8 @@ class Step:
 
     def _close_micro_batch(self) -> None:
         """The loop comes back for more: the micro-batch it had must have been used."""
-        self._end_parts()
+        if self._part is not None:
+            self._end_parts()
         if self._open is not None:
             raise MisuseError(
                 f"a micro-batch of step {self.index} had no step.backward(loss): its samples would be counted without "
@@ -167,15 +168,17 @@ class Step:
         later one of them goes through the same graph.
         """
         micro = self._require_open("step.backward(loss)")
-        weight = _check_weight(micro.rows if weight is None else weight)
+        weight = float(micro.rows) if weight is None else _check_weight(weight)
         _check_loss(loss)
-        among = self._parts.choose(models, self._gradients.everything, weight, used=self._part is not None)
+        among: Among = None
+        if models is not None or self._part is not None:
+            among = self._parts.choose(models, self._gradients.everything, weight, used=self._part is not None)
         done = self._part or Work(samples=micro.samples, micro_batches=1)
         if isinstance(weight, torch.Tensor) or weight > 0:
             if not self._try_backward(loss, weight, micro, among=among, retain_graph=retain_graph):
                 return
             done.weight = weight
-            done.loss_sum = done.loss_sum + _weighted(loss.detach(), weight)
+            done.loss_sum = done.loss_sum + _weighted(loss, weight)
         self._part = done
         if among is None:
             self._end_parts()
@@ -372,9 +375,9 @@ def _check_weight(weight: Any) -> Any:
 def _weighted(loss: torch.Tensor, weight: Any) -> torch.Tensor | float:
     """``loss * weight`` in double precision: a number, where looking at it makes no device wait. A weight of 0, which
     only the device may know, drops even a loss that is NaN."""
-    if loss.device.type == "cpu" and not isinstance(weight, torch.Tensor):
-        return float(loss) * float(weight)
-    loss = loss.to(torch.float64)
+    if loss.is_cpu and not isinstance(weight, torch.Tensor):
+        return float(loss.item()) * float(weight)
+    loss = loss.detach().to(torch.float64)
     if isinstance(weight, torch.Tensor):
         loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
     product: torch.Tensor = loss * weight
