@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.loop.training_state import TrainingState
-from paceline.pace.steering import LEEWAY
+from paceline.pace.steering import LEAST
 from paceline.records import History, Plan
 
 BATCH = 64
@@ -88,4 +88,4 @@ def test_near_its_end_so_much_is_left_that_later_steps_can_do_their_least() -> N
     dealing = SimpleNamespace(length=100 * BATCH, remaining=4 * BATCH, epoch=0, progress=0.96, deal=tuple)
     books = make(dealing)
     books.epoch_step = 96
-    assert opened_shares(books, dealing, 3.0) == 4 * BATCH - 2 * LEEWAY * BATCH
+    assert opened_shares(books, dealing, 3.0) == 4 * BATCH - 2 * round(LEAST * BATCH)

@@ -131,7 +131,7 @@ class TrainingState:
 
     def _most(self, plan: Plan) -> int:
         """Samples that may be dealt. However fast all are, an epoch keeps its number of steps, give or take one: so
-        much is left for every later step but one that it can do its least, half a batch or its floor. In mid-epoch
+        much is left for every later step but one that it can do its least, or its floor. In mid-epoch
         that binds nobody."""
         length, left, batch = self.dealing.length, self.dealing.remaining, self.settings.global_batch
         if length is None or left is None:

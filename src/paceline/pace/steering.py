@@ -14,7 +14,9 @@ from paceline.pace.shares import proportional
 from paceline.records import Plan
 
 LEEWAY = 0.5
-"""A step makes up for what earlier deadlines left owing, or did too much, by this part of the global batch at most."""
+"""A step makes up for what earlier deadlines left owing by this part of the global batch at most."""
+LEAST = 0.7
+"""No step is asked for less than this part of it, however much earlier ones did: thin steps do harm."""
 
 
 def goal(step: int, *, done: int, batch: int) -> int:
@@ -22,14 +24,14 @@ def goal(step: int, *, done: int, batch: int) -> int:
     ``(k + 1) * batch`` should be done.
 
     >>> goal(3, done=700, batch=256), goal(3, done=1000, batch=256)
-    (324, 128)
+    (324, 179)
     """
     return max(least(batch), min(round(batch * (1 + LEEWAY)), (step + 1) * batch - done))
 
 
 def least(batch: int) -> int:
     """The fewest samples a step is asked for."""
-    return max(1, round(batch * (1 - LEEWAY)))
+    return max(1, round(batch * LEAST))
 
 
 def made_for(plan: Plan, expected: int) -> Plan:
