@@ -6,7 +6,6 @@ SETTINGS: dict[str, dict[str, str]] = {
     "paceline": {
         "micro_batch=128": "what fits into the smallest machine's memory: a share is computed at once",
         "-n 1:4": "how few workers may go on, and how many there may be",
-        "PACELINE_TOKEN": "the same on all computers: who has it may join",
     },
     "ddp": {
         "32 samples a rank": "the batch over the ranks",
