@@ -114,18 +114,12 @@ def by_variables(script: str) -> Callable[[Run], None]:
 
 
 def paceline(run: Run) -> None:
-    script = str(SCRIPTS / "on_paceline.py")
-    if not run.on_link:
-        options = ["run", "-q", "-n", f"1:{len(run.places)}", "--runs", str(run.folder)]
-        run.workers.append(run.start(run.places[0], "-m", "paceline.cli", *options, script))
+    """Workers may come and go under the launcher; on links, where nobody fails, a fleet of fixed size as torchrun's."""
+    if run.on_link:
+        by_variables("on_paceline.py")(run)
         return
-    first, port, count = run.places[0].address, str(free_port()), str(len(run.places))
-    roster = ["host", "--min", count, "--max", count, "--host", first, "--port", port]
-    run.start(run.places[0], "-m", "paceline.cli", *roster, PACELINE_TOKEN="of-the-benchmark")
-    _await_line(run, "paceline: roster at")
-    for slot, place in enumerate(run.places):
-        own = {"PACELINE_ROSTER": f"{first}:{port}", "PACELINE_WORKER": str(slot), "PACELINE_TOKEN": "of-the-benchmark"}
-        run.workers.append(run.start(place, script, **own))
+    options = ["run", "-q", "-n", f"1:{len(run.places)}", "--runs", str(run.folder), str(SCRIPTS / "on_paceline.py")]
+    run.workers.append(run.start(run.places[0], "-m", "paceline.cli", *options))
 
 
 def torchrun(run: Run) -> None:

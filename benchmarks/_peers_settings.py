@@ -4,9 +4,8 @@ from __future__ import annotations
 
 SETTINGS: dict[str, dict[str, str]] = {
     "paceline": {
-        "micro_batch=128": "what fits into the smallest machine's memory: here everything, a share at once",
+        "micro_batch=128": "what fits into the smallest machine's memory: a share is computed at once",
         "-n 1:4": "how few workers may go on, and how many there may be",
-        "PACELINE_TOKEN": "the same on all computers: who has it may join",
     },
     "ddp": {
         "32 samples a rank": "the batch over the ranks",
