@@ -141,18 +141,6 @@ def test_gpu_workers_that_sum_over_nccl_come_and_go(tmp_path: Path, dies: int, p
     assert outcomes[2].err.count("of 2 sums over nccl") >= 1
 
 
-@pytest.mark.parametrize("pace", ["joint", "cutoff"])
-def test_rounds_that_wait_for_nobody_run_over_nccl_while_workers_come_and_go(tmp_path: Path, pace: str) -> None:
-    own = {slot: share_one_gpu(str(slot)) for slot in range(3)}
-    args = {"die": {"1": [["in round", 7]]}, "epochs": 8, "pause_s": 0.05, "pace": pace}
-    with Flock("elastic_cases.py:train", 3, tmp_path, args=args, own=own) as flock:
-        flock.wait_for_step(12)
-        flock.start(1)
-        outcomes = flock.wait()
-    must_equal_one_machine(tmp_path, outcomes)
-    assert outcomes[2].err.count("of 2 sums over nccl") >= 1
-
-
 def test_a_frozen_gpu_worker_is_done_without_over_nccl_and_enters_anew(tmp_path: Path) -> None:
     own = {slot: share_one_gpu(str(slot)) for slot in range(3)}
     with Flock("elastic_cases.py:train", 3, tmp_path, args={"epochs": 8, "pause_s": 0.05}, own=own) as flock:

@@ -15,7 +15,7 @@ from paceline.combine.averaging.settings import Averaging
 from paceline.combine.choose import Choice, check_combine, failures_from_env, kind_of, make_combine, name_of
 from paceline.errors import FleetError
 from paceline.exit import end_with_one_line
-from paceline.pace import Pacer, may_set_deadlines
+from paceline.pace import Pacer, deadlines_needed, may_set_deadlines
 from paceline.pace import make as make_pacer
 from paceline.run_recorder import RunRecorder
 from paceline.settings import must_agree
@@ -44,7 +44,7 @@ def join_training(
     with _said_in_one_line():
         machine = machines.from_env(_slot(), around=joins_roster())
         emulated = machine.describe() if machine else None
-        transport = _make_transport(merge, here, emulated)
+        transport = _make_transport(pacer, merge, here, emulated)
         try:
             failures = failures_from_env(int(seed))
             at_the_end, settings = _agree(transport, pacer, merge, seed=int(seed), nonfinite=nonfinite)
@@ -90,9 +90,10 @@ def _said_in_one_line() -> Iterator[None]:
         raise
 
 
-def _make_transport(combine: Choice, device: torch.device, emulated: str | None) -> Transport:
-    # An overlapped round runs beside the user's kernels; over NCCL that was tried for gradients alone.
-    backend = "gloo" if isinstance(combine, Averaging) and combine.overlap else None
+def _make_transport(pacer: Pacer, combine: Choice, device: torch.device, emulated: str | None) -> Transport:
+    # Rounds beside the user's kernels: over NCCL those with a deadline held in fixed fleets alone.
+    overlaps = isinstance(combine, Averaging) and combine.overlap
+    backend = "gloo" if overlaps or (deadlines_needed(pacer) and joins_roster()) else None
     if joins_roster():
         return Elastic(device, emulated=emulated, backend=backend)
     return FixedTransport(device, backend=backend) if launched() else Alone()
