@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.combine.averaging.outer import Outer
+from paceline.transport.small_sums import SmallExchange
 
 RATE = 0.05
 
@@ -100,31 +101,31 @@ def haunt(ghost: Ghost, steps: Any) -> None:
 
 def _lose_the_second_sum(ghost: Ghost, steps: Any) -> None:
     """A leader that dies when the second worker has a round's result and the third has not."""
-    transport, start = steps.loop.transport, steps.loop.transport._start_sum
+    transport, elements = steps.loop.transport, sum(p.numel() for p in steps.gradients.everything)
+    sent, finished = SmallExchange._send, SmallExchange.finish
+    dies = any(point == "half told" for point, _ in ghost.points)
 
-    def start_sum(tensor: torch.Tensor) -> Any:
-        star = start(tensor)
-        second = tensor.numel() == sum(p.numel() for p in steps.gradients.everything)
-        if second and transport.size > 2:
-            mark = beside(f"told.{steps.rounds}")
-            if transport.rank == 0 and any(point == "half told" for point, _ in ghost.points):
-                star._do = partial(half_tell, star._do, mark)
-            elif transport.rank == 1:
-                star.wait = partial(note, star.wait, mark)
-        return star
+    def averages(exchange: Any) -> bool:
+        return transport.size > 2 and any(part.numel() == elements for part in exchange.wires.own.parts)
 
-    def half_tell(send: Any, mark: Path, act: Any, what: Any, other: int) -> Any:
-        if other == 2 and act == transport.group.engine.send:
-            wait_for(mark)
-            ghost.at("half told", steps.rounds)
-        return send(act, what, other)
+    def send(exchange: Any, others: Any) -> None:
+        if not (dies and transport.rank == 0 and averages(exchange)):
+            sent(exchange, others)
+            return
+        mark = beside(f"told.{steps.rounds}")
+        for other in others:
+            if other == 2:
+                wait_for(mark)
+                ghost.at("half told", steps.rounds)
+            sent(exchange, [other])
 
-    transport._start_sum = start_sum
+    def finish(exchange: Any) -> None:
+        mark = beside(f"told.{steps.rounds}")
+        finished(exchange)
+        if transport.rank == 1 and averages(exchange):
+            mark.touch()
 
-
-def note(wait: Any, mark: Path) -> None:
-    wait()
-    mark.touch()
+    SmallExchange._send, SmallExchange.finish = send, finish  # type: ignore[method-assign]
 
 
 def line_data(length: int) -> TensorDataset:

@@ -95,7 +95,7 @@ def one_leaves_early(args: dict[str, Any]) -> None:
 
 def leader_is_busy(args: dict[str, Any]) -> int:
     """The leader does something of its own for a while: it is waited for."""
-    with paceline.join(quiet=True) as fleet:
+    with paceline.join("adaptive", quiet=True) as fleet:
         model = fleet.model(nn.Linear(4, 1))
         for step in training(fleet, model):
             if step.index == 3 and fleet.is_leader:
