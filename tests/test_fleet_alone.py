@@ -105,8 +105,8 @@ def test_the_variable_for_the_pace_wins_and_the_run_says_so(tmp_path: Path, monk
     assert notes == ["pace is 'equal' as PACELINE_PACE says, not 'adaptive'"]
 
 
-def test_with_averages_the_default_pace_is_allowed_and_says_that_it_stays_adaptive(tmp_path: Path) -> None:
-    with join(tmp_path, combine="average") as fleet:
+def test_with_averages_auto_is_allowed_and_says_that_it_stays_adaptive(tmp_path: Path) -> None:
+    with join(tmp_path, pace="auto", combine="average") as fleet:
         assert fleet.pacer.name == "auto"
     notes = [event["text"] for event in read_log(tmp_path / "run").others if event["event"] == "note"]
     assert notes == ["pace auto stays adaptive: combine 'average' has no deadlines"]

@@ -44,7 +44,9 @@ Emulate = Annotated[
 SampleMs = Annotated[float, typer.Option(help="With --emulate: the reference machine's milliseconds a sample.")]
 Pace = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Who does how much (auto unless the script says); overrides the script's own."),
+    typer.Option(
+        metavar="NAME", help="Who does how much (adaptive unless the script says); overrides the script's own."
+    ),
 ]
 Combine = Annotated[str | None, typer.Option(metavar="NAME", help="How work merges; overrides the script's own.")]
 Fail = Annotated[

@@ -39,10 +39,10 @@ __all__ = [
     "traits_of",
 ]
 
-DEFAULT = Auto.name
+DEFAULT = Adaptive.name
 """The pace of a fleet that asks for none, and the one that reports advise."""
 WAITING = Adaptive.name
-"""The default's shares without its deadlines: what reports advise where waiting for everybody is faster."""
+"""What reports advise where waiting for everybody is faster."""
 
 register(Equal)
 register(Fixed)

@@ -1,4 +1,4 @@
-"""Adaptive's shares, and joint's deadlines for as long as the last steps say that they pay: the default."""
+"""Adaptive's shares, and joint's deadlines for as long as the last steps say that they pay."""
 
 from __future__ import annotations
 
