@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -200,3 +202,31 @@ def test_a_sum_is_kept_until_another_round_of_sums_is_over_whatever_rounds_witho
     outbox.round_is_over()
     assert outbox.spare(()) is first.wires
     assert outbox.empty() == [second]
+
+
+class Broken:
+    """An engine whose connections are gone: what is waited for fails."""
+
+    def send(self, *_: Any) -> Broken:
+        return self
+
+    recv = send
+
+    def wait(self, *_: Any) -> None:
+        raise RuntimeError("connection reset by peer")
+
+
+def test_a_sum_that_failed_holds_no_group_once_nobody_holds_it() -> None:
+    made = [Broken()]
+    sums, seen = SmallSums(0, 2, lambda: made[0]), weakref.ref(made[0])
+    one = sums.start(torch.ones(3))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="reset by peer"):
+            one.wait()
+    gc.disable()
+    try:
+        made.clear()
+        del one, sums
+        assert seen() is None, "its group would stay until the next search for garbage"
+    finally:
+        gc.enable()

@@ -114,7 +114,8 @@ class SmallExchange:
         self._engine, self._tensors, self._tag = engine, tensors, tag
         self._sent: list[Any] = []
         self.over = False
-        self._failure: BaseException | None = None
+        self._failure: str | None = None
+        """The engine's words; its error would hold this object, by its traceback, and with it the group."""
         for part, tensor in zip(wires.own.parts, tensors, strict=True):
             part.copy_(tensor.detach().reshape(-1))
         self._answer = wires.own
@@ -144,13 +145,13 @@ class SmallExchange:
     def finish(self) -> None:
         """Until the sum stands in the tensors; raises the engine's error, again and again, when it never will."""
         if self._failure is not None:
-            raise self._failure
+            raise RuntimeError(self._failure)
         if self.over:
             return
         try:
             self._run()
         except RuntimeError as error:
-            self._failure = error
+            self._failure = str(error)
             raise
         for part, tensor in zip(self._answer.parts, self._tensors, strict=True):
             tensor.copy_(part.view(tensor.shape))
