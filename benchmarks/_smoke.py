@@ -29,6 +29,17 @@ def smoking() -> bool:
     return bool(os.environ.get(ASKED))
 
 
+def goes_without(what: str, *, here: bool) -> bool:
+    """Whether to leave a benchmark that needs ``what``, which is not ``here``: a smoke run says that it was skipped,
+    any other ends with an error."""
+    if here:
+        return False
+    if not smoking():
+        raise SystemExit(f"this benchmark needs {what}")
+    print(json.dumps({"skipped": f"this benchmark needs {what}"}))
+    return True
+
+
 def smoke(**smaller: Any) -> dict[str, Any]:
     """What a smoke run has in place of these constants; nothing in any other run."""
     return smaller if smoking() else {}

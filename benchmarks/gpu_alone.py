@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from _smoke import smoking
+from _smoke import goes_without
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -161,11 +161,8 @@ def compare(shape: Shape, *, compiled: bool = False) -> tuple[float, float, floa
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        if smoking():
-            print(json.dumps({"skipped": "this benchmark needs a GPU"}))
-            return
-        raise SystemExit("this benchmark needs a GPU")
+    if goes_without("a GPU", here=torch.cuda.is_available()):
+        return
     torch.set_float32_matmul_precision("high")
     figures = {}
     for name, shape in SHAPES.items():

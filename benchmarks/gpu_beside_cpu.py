@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-from _smoke import smoke, smoking
+from _smoke import free_port, goes_without, smoke
 from overhead import convnet
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -110,9 +109,7 @@ def train_ddp(name: str) -> dict[str, object]:
 
 def start(name: str, role: str, devices: list[str]) -> dict[str, object]:
     """Run a role on these devices; worker 0's answer."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = []
     for rank, device in enumerate(devices):
         env = {**os.environ, "PACELINE_DEVICE": device, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -148,11 +145,8 @@ def compare(name: str) -> dict[str, float]:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        if smoking():
-            print(json.dumps({"skipped": "this benchmark needs a GPU"}))
-            return
-        raise SystemExit("this benchmark needs a GPU")
+    if goes_without("a GPU", here=torch.cuda.is_available()):
+        return
     figures = compare("large") | compare("small")
     ddp = start("large", "train_ddp", ["cuda:0", "cpu", "cpu"])
     ddp_speed = SETTINGS["large"]["global_batch"] / ddp["seconds"][-1]

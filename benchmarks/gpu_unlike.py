@@ -18,7 +18,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from _smoke import smoking
+from _smoke import free_port, goes_without
 from gpu_alone import GPT, Shape
 from torch import nn
 from torch.nn import functional
@@ -226,9 +225,7 @@ def mps() -> Iterator[dict[str, str]]:
 
 def start(model: str, ways: list[str], variables: dict[str, str]) -> dict[str, Any]:
     """Run the workers; what worker 0 found."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     common = {**os.environ, **variables, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
     common |= {"WORLD_SIZE": str(len(PERCENT)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = []
@@ -271,13 +268,10 @@ def tell(model: str, found: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    lacks = "a GPU" if not torch.cuda.is_available() else None
-    lacks = lacks or (None if shutil.which("nvidia-cuda-mps-control") else "nvidia-cuda-mps-control")
-    if lacks and smoking():
-        print(json.dumps({"skipped": f"this benchmark needs {lacks}"}))
+    if goes_without("a GPU", here=torch.cuda.is_available()):
         return
-    if lacks:
-        raise SystemExit(f"this benchmark needs {lacks}")
+    if goes_without("nvidia-cuda-mps-control", here=shutil.which("nvidia-cuda-mps-control") is not None):
+        return
     asked = sys.argv[1:]
     models, ways = [m for m in MODELS if m in asked] or MODELS, [w for w in WAYS if w in asked] or list(WAYS)
     figures: dict[str, float] = {}

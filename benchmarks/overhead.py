@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 import torch.distributed as dist
-from _smoke import forked, smoke, smoking
+from _smoke import forked, free_port, smoke, smoking
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -133,9 +132,7 @@ def start(name: str, workers: int) -> np.ndarray:
     """Run a setting in processes of its own; worker 0's pairs."""
     if smoking():
         return np.array(forked(lambda: work(name), workers)[0])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     base = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **KEEP_MEMORY}
     processes = []
     for rank in range(workers):

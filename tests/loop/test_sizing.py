@@ -75,6 +75,12 @@ def test_where_only_samples_cost_the_first_size_is_kept(tmp_path: Path) -> None:
     assert "micro_batch is 4; tried, with the time of a sample: 4 (1 ms), 8 (1 ms), 16 (1 ms)" in log(tmp_path)
 
 
+def emulate(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+    """This machine, in hardly any time."""
+    monkeypatch.setenv("PACELINE_EMULATE", machine)
+    monkeypatch.setenv("PACELINE_SAMPLE_MS", "0.0001")
+
+
 def log(folder: Path) -> str:
     return (folder / "run" / "events.jsonl").read_text()
 
@@ -82,8 +88,7 @@ def log(folder: Path) -> str:
 def test_on_a_machine_with_little_memory_it_stays_below_what_did_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PACELINE_EMULATE", "1!20")
-    monkeypatch.setenv("PACELINE_SAMPLE_MS", "0.0001")
+    emulate(monkeypatch, "1!20")
     with join(tmp_path) as fleet:
         model = fleet.model(deep())
         steps = auto(fleet, model)
@@ -174,8 +179,7 @@ def test_a_resumed_run_keeps_the_size_that_was_found_on_such_a_device(tmp_path: 
 
 def test_on_another_device_it_is_searched_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path / "first", tmp_path / "saved")
-    monkeypatch.setenv("PACELINE_EMULATE", "1!40")
-    monkeypatch.setenv("PACELINE_SAMPLE_MS", "0.0001")
+    emulate(monkeypatch, "1!40")
     again = trained(tmp_path / "second", tmp_path / "saved", load=True)
     assert (again[0], again[-1]) == (16, 2)
     third = trained(tmp_path / "third", tmp_path / "saved", load=True)
@@ -185,8 +189,7 @@ def test_on_another_device_it_is_searched_for_again(tmp_path: Path, monkeypatch:
 def test_the_step_records_say_what_was_found_and_by_what_it_is_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PACELINE_EMULATE", "1!20")
-    monkeypatch.setenv("PACELINE_SAMPLE_MS", "0.0001")
+    emulate(monkeypatch, "1!20")
     with join(tmp_path) as fleet:
         model = fleet.model(linear())
         steps = auto(fleet, model)
