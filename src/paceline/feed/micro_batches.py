@@ -46,10 +46,9 @@ def pieces_of(ranges: Iterable[Range], largest: int) -> list[tuple[Range, ...]]:
     [4, 4, 3, 2]
     """
     rest = Ranges(ranges)
-    whole = max(0, -(-rest.total // largest) - 2)
-    first = [rest.take_front(largest) for _ in range(whole)]
     count = -(-rest.total // largest)
-    return first + [rest.take_front(-(-rest.total // left)) for left in range(count, 0, -1)]
+    first = [rest.take_front(largest) for _ in range(count - 2)]
+    return first + [rest.take_front(-(-rest.total // left)) for left in range(min(count, 2), 0, -1)]
 
 
 def front_of(batch: Any, *, samples: int, keep: int) -> Any:

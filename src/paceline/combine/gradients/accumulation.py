@@ -199,13 +199,13 @@ class Accumulation:
     def check_aside(self) -> None:
         """Raise MisuseError when the script changed parameters or gradients since the last micro-batch of a step with a
         deadline."""
-        if self._trained_now() != self.trained and self.follows_freezing:
+        if self._trained_now() != self.trained:
+            if not self.follows_freezing:
+                raise MisuseError(
+                    "parameters were frozen or unfrozen between steps, which rounds with a deadline cannot follow: "
+                    "make new steps with fleet.steps, or use another pace"
+                )
             self.refrozen = True
-        elif self._trained_now() != self.trained:
-            raise MisuseError(
-                "parameters were frozen or unfrozen between steps, which rounds with a deadline cannot follow: make "
-                "new steps with fleet.steps, or use another pace"
-            )
         self.buckets.check_untouched()
         self._check_unchanged()
 
