@@ -15,6 +15,7 @@ floor.
 
     python benchmarks/convergence.py            # ten seeds, within eight minutes
     python benchmarks/convergence.py --rules    # the rules "linear" and "gain" as well, about twelve minutes
+    python benchmarks/convergence.py --seeds 0:50 --quick    # fifty seeds, twenty minutes: what ten cannot show
     python benchmarks/convergence.py --quick    # two seeds, half the time a sample, within a minute
 """
 
@@ -62,13 +63,13 @@ PLAIN_WAYS = ("sync", "joint", "no floor")
 class Size(NamedTuple):
     """How much is run: ``sample_s`` is what a sample takes without a stall, in seconds."""
 
-    seeds: int
+    seeds: range
     epochs: int
     sample_s: float
 
 
-FULL, QUICK = Size(seeds=10, epochs=8, sample_s=0.002), Size(seeds=2, epochs=8, sample_s=0.001)
-globals().update(smoke(WORKERS=2, MICRO=32, FULL=Size(seeds=2, epochs=1, sample_s=0.00002)))
+FULL, QUICK = Size(seeds=range(10), epochs=8, sample_s=0.002), Size(seeds=range(2), epochs=8, sample_s=0.001)
+globals().update(smoke(WORKERS=2, MICRO=32, FULL=Size(seeds=range(2), epochs=1, sample_s=0.00002)))
 
 Curve = list[tuple[int, float, float]]
 """Step, seconds since the start, test accuracy."""
@@ -137,11 +138,11 @@ def accuracy(weights: dict[str, torch.Tensor], test_set: TensorDataset) -> float
 def measure(ways: Sequence[str], size: Size) -> dict[str, list[Curve]]:
     curves: dict[str, list[Curve]] = {way: [] for way in ways}
     data = datasets()
-    for seed in range(size.seeds):
+    for seed in size.seeds:
         for way in ways:
             curves[way].append(train(way, seed, size, *data))
             if curves[way][-1]:
-                print(f"seed {seed + 1} of {size.seeds}: {way} done", file=sys.stderr, flush=True)
+                print(f"seed {seed}, the last is {size.seeds[-1]}: {way} done", file=sys.stderr, flush=True)
     return curves
 
 
@@ -175,23 +176,30 @@ def ratio(slow: float | None, fast: float | None) -> float | None:
     return slow / fast if slow and fast else None
 
 
+def seeds(text: str) -> range:
+    first, last = map(int, text.split(":"))
+    return range(first, last)
+
+
 def rounded(row: dict[str, float | None]) -> dict[str, float | None]:
     return {name: None if value is None else round(value, 4) for name, value in row.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK.seeds} seeds, half the time a sample")
+    parser.add_argument("--quick", action="store_true", help=f"{len(QUICK.seeds)} seeds, half the time a sample")
     parser.add_argument("--rules", action="store_true", help="joint with each rule for a count that varies")
+    parser.add_argument("--seeds", type=seeds, help="from the first to before the last, as in 10:50")
     options = parser.parse_args()
     ways, size = tuple(WAYS) if options.rules else PLAIN_WAYS, QUICK if options.quick else FULL
+    size = size._replace(seeds=options.seeds or size.seeds)
     if is_worker():
         leave_result(measure(ways, size))
         return
     curves = run_workers(__file__, WORKERS, *sys.argv[1:])
     found = {way: summary(each) for way, each in curves.items()}
     trouble = f"{1 / EVERY:.0%} of micro-batches {STALL} times as long"
-    print(f"digits, {WORKERS} workers, {trouble}, {size.seeds} seeds, {size.epochs} epochs:")
+    print(f"digits, {WORKERS} workers, {trouble}, {len(size.seeds)} seeds, {size.epochs} epochs:")
     for way, row in found.items():
         goal = "never" if row["seconds_to_goal"] is None else f"after {row['seconds_to_goal']:.1f} s"
         print(
@@ -218,7 +226,7 @@ def main() -> None:
         "spread_joint": joint["spread"],
     }
     ways_told = {way: rounded(row) for way, row in found.items()}
-    print(json.dumps({**rounded(figures), "seeds": size.seeds, "epochs": size.epochs, "ways": ways_told}))
+    print(json.dumps({**rounded(figures), "seeds": len(size.seeds), "epochs": size.epochs, "ways": ways_told}))
 
 
 if __name__ == "__main__":
