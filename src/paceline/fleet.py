@@ -37,7 +37,7 @@ from paceline.training.untracked import UntrackedChecks
 
 
 def join(
-    pace: str | Pacer = "adaptive",
+    pace: str | Pacer = "auto",
     *,
     combine: str | Averaging | ElasticAverage = "gradients",
     device: str | torch.device | None = None,
@@ -50,8 +50,8 @@ def join(
     """Join the fleet that ``paceline run``, torchrun or another launcher started, or be one alone.
 
     Args:
-        pace: who does how many samples, until when: "adaptive" (shares follow the measured speeds, everybody is
-            waited for), "auto" (adaptive, and joint while a deadline pays), "equal" (as DDP), "fixed:1,1,2" (ratios of
+        pace: who does how many samples, until when: "auto" (adaptive, and joint while a deadline pays), "adaptive"
+            (shares follow the measured speeds, everybody is waited for), "equal" (as DDP), "fixed:1,1,2" (ratios of
             work), "epoch" (new shares once an epoch), "joint" (shares and a deadline: nobody waits for a worker that
             stalls), "cutoff" (P3: the first shares count), or an object with settings: `paceline.Auto`, `Adaptive`,
             `Equal`, `Fixed`, `Epoch`, `Joint` or `Cutoff`. PACELINE_PACE overrides it, and the run says so.

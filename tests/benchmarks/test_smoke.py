@@ -11,6 +11,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILES = [*BENCHMARKS.glob("[a-z]*.py"), *BENCHMARKS.glob("papers/[a-z]*.py")]
 FOUND = sorted(str(file.relative_to(BENCHMARKS).with_suffix("")) for file in FILES if file.stem != "common")
 KEYS = {
+    "auto": "calm_auto_over_adaptive calm_least stalls_auto_over_joint stalls_least",
     "chaos": "goodput goodput_by_pace lost doubled replicas_equal replay_off faults left_running seed",
     "convergence": "accuracy_sync accuracy_joint time_ratio whole_time_ratio spread_sync spread_joint seeds ways "
     "accuracy_gap accuracy_gap_error accuracy_gap_no_floor throughput_cost",

@@ -262,8 +262,8 @@ def test_a_replay_that_does_not_know_the_run_gives_no_advice():
 
 
 def test_of_two_paces_that_are_as_good_the_default_is_advised():
-    tried = WhatIf((Answer("joint", 50.0), Answer("adaptive", 51.0), Answer("equal", 60.0)), actual_s=60.0)
-    assert tried.better_than("equal") == Answer("adaptive", 51.0)
+    tried = WhatIf((Answer("joint", 50.0), Answer("auto", 51.0), Answer("equal", 60.0)), actual_s=60.0)
+    assert tried.better_than("equal") == Answer("auto", 51.0)
     far = WhatIf((Answer("joint", 40.0), *tried.answers[1:]), actual_s=60.0)
     assert far.better_than("equal") == Answer("joint", 40.0)
 

@@ -29,7 +29,7 @@ def test_equal_shares_are_told_who_held_them_back_and_what_to_change(make_record
     judged = verdict(run_of(make_record, (64, 64, 64, 64)), run=run_event | {"pace": "equal"})
     assert judged.held_back_by == 3
     assert "500 samples/s, 36 % of what" in judged.text
-    assert 'pace="adaptive"' in judged.text
+    assert 'pace="auto"' in judged.text
     assert "1,375 samples/s are in reach, 2.8 times as fast" in judged.text
     assert "Worker 3 (cpu, emulated 4x) held the fleet back: it was last in every step" in judged.text
     assert "the others spent 67 % of the time waiting" in judged.text

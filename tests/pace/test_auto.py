@@ -27,7 +27,7 @@ def calm(auto: Auto, steps: range, *, noise: float = 0.005) -> list[StepRecord]:
 
 
 def test_it_is_the_default() -> None:
-    assert make(DEFAULT).name == "adaptive"
+    assert make(DEFAULT).name == "auto"
     assert isinstance(make("auto"), paceline.Auto)
 
 

@@ -116,7 +116,7 @@ def test_the_simulator_plays_it_micro_batch_by_micro_batch(tmp_path: Path) -> No
 def test_the_verdict_judges_its_run(run: Path, tmp_path: Path) -> None:
     said = json.loads(paceline(tmp_path, "report", run, "--json"))
     assert (said["pace"], said["held_back_by"]) == ("topheavy", 0)
-    assert 'pace="adaptive" would follow its speed step by step' in said["text"]
+    assert 'pace="auto" would follow its speed step by step' in said["text"]
 
 
 def test_the_page_of_its_run_replays_it(run: Path, tmp_path: Path) -> None:

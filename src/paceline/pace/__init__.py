@@ -39,7 +39,7 @@ __all__ = [
     "traits_of",
 ]
 
-DEFAULT = Adaptive.name
+DEFAULT = Auto.name
 """The pace of a fleet that asks for none, and the one that reports advise."""
 WAITING = Adaptive.name
 """What reports advise where waiting for everybody is faster."""
