@@ -13,6 +13,7 @@ from typing import Any
 
 import elastic_cases
 import netns
+import switch
 import torch
 from torch import nn
 
@@ -58,7 +59,8 @@ def move() -> None:
     """To a computer of its own: the roster then sees nothing of this process but what comes over the network."""
     wire.DEAD_PATH_MS = int(os.environ.get("DEAD_PATH_MS", wire.DEAD_PATH_MS))
     if "COMPUTER" in os.environ:
-        netns.enter(os.environ["COMPUTER"])
+        of_switch = ":" in os.environ["COMPUTER"]
+        (switch.enter if of_switch else netns.enter)(os.environ["COMPUTER"])
         client.computer = lambda: os.environ["COMPUTER"]
 
 

@@ -25,13 +25,16 @@ class Scattered(Flock):
     """A flock with a computer for each worker, and one for the roster."""
 
     def __init__(self, size: int, folder: Path, *, epochs: int = EPOCHS, **settings: Any) -> None:
-        self.network = netns.Network(["roster", *map(str, range(size))])
+        self.network = self._make_network(["roster", *map(str, range(size))])
         self.network.__enter__()
         try:
             super().__init__(CASE, size, folder, args={"epochs": epochs, **settings.pop("args", {})}, **settings)
         except BaseException:
             self.network.__exit__()
             raise
+
+    def _make_network(self, computers: list[str]) -> Any:
+        return netns.Network(computers)
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()

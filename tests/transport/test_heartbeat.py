@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -218,3 +219,36 @@ def test_waiting_workers_are_named_in_a_warning_with_what_they_do(
         time.sleep(0.2)  # ten more beats, and nothing more to say
     said = [record.getMessage() for record in caplog.records]
     assert said == ["the round of step 0: waiting for worker 1 (cpu) (a long compile)"] * 2
+
+
+class Cut:
+    """A store whose computer does not answer once ``cut`` is set, and then never."""
+
+    def __init__(self) -> None:
+        self._store, self.cut, self.healed = dist.HashStore(), threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        if self.cut.is_set():
+            self.healed.wait(10)
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_worker_that_is_cut_off_from_the_store_says_so_and_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits: bool
+) -> None:
+    monkeypatch.setattr(heartbeat, "QUIET_S", 0.2)
+    monkeypatch.setattr(heartbeat, "SILENT_S", 0.6)
+    store, own, failed = Cut(), CallSequences(calls.CALLS, calls.ROUNDS, calls.GROUP), threading.Event()
+    names = ["worker 0 (a, cpu)", "worker 1 (b, cpu)"]
+    beat = Heartbeat(store, dist.HashStore(), 1, 2, names=names, sequences=own, on_failure=failed.set)
+    if waits:
+        beat.enter("the round of step 3")
+    store.cut.set()
+    assert failed.wait(5 if waits else 1) is waits, "who works by itself needs no store"
+    if waits:
+        assert "worker 0 (a, cpu)'s computer, where the fleet meets, has not answered for" in caplog.text
+        assert isinstance(beat.failure, WorkerLost)
+        assert "the network is cut" in str(beat.failure)
+    store.healed.set()
+    beat.stop()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
+import switch
 
-from paceline.transport.network import Sockets, address_towards, break_off, gloo_device, open_sockets
+from paceline.transport.network import Sockets, address_towards, break_off, gloo_device, open_sockets, unanswered
 
 Connection = tuple[socket.socket, socket.socket, socket.socket]
 
@@ -91,3 +93,25 @@ def test_a_descriptor_that_was_given_out_anew_is_spared(connection: Connection) 
     break_off(frozenset({(one.fileno(), "socket:[1]")}), spare_port=1)
     one.sendall(b"x")
     assert other.recv(1) == b"x"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(switch.missing()), reason=switch.missing())
+def test_a_peer_that_acknowledges_nothing_is_found_and_no_other() -> None:
+    with switch.Switch("abc") as net, contextlib.ExitStack() as stack:
+        ends = {}
+        for other in "bc":
+            with net.inside(other):
+                listener = stack.enter_context(socket.create_server((net.address(other), 0)))
+            with net.inside("a"):
+                ends[other] = stack.enter_context(socket.create_connection(listener.getsockname()))
+        where = ends["b"].getpeername()
+        net.between["a", "b"].cut = True
+        assert unanswered(named(*ends.values())) == {}, "nothing was sent"
+        until = time.monotonic() + 10
+        while not (found := unanswered(named(*ends.values()))) and time.monotonic() < until:
+            for end in ends.values():
+                end.sendall(b"?")
+            time.sleep(0.05)
+        assert list(found) == [where]
+        assert 0.3 < found[where] < 10

@@ -7,7 +7,7 @@ that in an elastic fleet, the workers themselves (`paceline.transport.heartbeat`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -119,6 +119,19 @@ def waited_for(id: int, heard: Mapping[int, Heard]) -> tuple[str, str]:
         if other != id and (lane not in one.beat.spots or one.beat.spots[lane].call < at.call)
     ]
     return at.label, ", ".join(behind)
+
+
+def without_answer(found: Iterable[tuple[Sequence[int], str, float]], names: Sequence[str]) -> str:
+    """Between whom the network does not pass: workers by their place in ``names``, their address, and for how long.
+
+    >>> without_answer([([1], "10.0.0.3", 6.2)], ["worker 0", "worker 3"])
+    'the network to worker 3 at 10.0.0.3, which has acknowledged nothing for 6 s'
+    """
+    said = [
+        f"{' or '.join(names[one] for one in those)} at {address}, which has acknowledged nothing for {silent_s:.0f} s"
+        for those, address, silent_s in found
+    ]
+    return f"the network to {'; to '.join(said)}" if said else ""
 
 
 def name_workers(facts: Mapping[int, Facts]) -> dict[int, str]:

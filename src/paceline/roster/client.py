@@ -68,6 +68,9 @@ class RosterClient:
         self._ended: str | None = None
         self._asking: tuple[int, bool, bool] | None = None
         self._reason = ""
+        self.network: Callable[[], str] = lambda: ""
+        """Where the network between this worker and others does not pass, in words."""
+        self._answered_at = time.monotonic()
         self._said: tuple[str, int, dict[str, tuple[int, str, bool]]] = ("starting", 0, {})
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -132,7 +135,9 @@ class RosterClient:
     def _remind(self, waited_s: float, reminded: int) -> int:
         if waited_s < reminder_due_s(reminded):
             return reminded
-        where = "waiting for the roster, which is away" if self.away else self._reason or "waiting"
+        silent_s = time.monotonic() - self._answered_at
+        how = "is away" if self.away else f"has not answered for {silent_s:.0f} s" if silent_s > QUIET_S / 2 else ""
+        where = f"waiting for the roster, which {how}" if how else self._reason or "waiting"
         logger.warning("the next generation of the fleet: %s", where)
         return reminded + 1
 
@@ -179,21 +184,23 @@ class RosterClient:
 
     def _attend(self, connection: RosterConnection) -> None:
         """Beat and listen until the connection breaks or the worker leaves."""
-        count, beat_at, answered, warned = 0, time.monotonic(), time.monotonic(), False
+        count, beat_at, warned = 0, time.monotonic(), False
+        self._answered_at = beat_at
         with selectors.DefaultSelector() as selector:
             selector.register(connection.socket, selectors.EVENT_READ)
             while not self._closing:
                 now = time.monotonic()
-                answered = now if now - beat_at > STOOD_STILL_S else answered  # it was this process that heard nothing
+                if now - beat_at > STOOD_STILL_S:  # it was this process that heard nothing
+                    self._answered_at = now
                 if now >= beat_at:
                     count, beat_at = count + 1, max(beat_at + BEAT_S, now)
                     if not self._beat(count):
                         raise EOFError("the connection broke")
-                if now - answered > QUIET_S and not warned:
+                if now - self._answered_at > QUIET_S and not warned:
                     warned = True
                     logger.warning("the roster has not answered for %.0f s; training goes on", QUIET_S)
                 if connection.early or selector.select(max(0.0, beat_at - time.monotonic())):
-                    answered, warned = time.monotonic(), False
+                    self._answered_at, warned = time.monotonic(), False
                     for message in connection.read():
                         self._hear(message)
 
@@ -217,7 +224,7 @@ class RosterClient:
         elif "wait" in message:
             self._reason = str(message["wait"])
         elif "nag" in message:
-            logger.warning("%s", message["nag"])
+            logger.warning("%s", _with_network(str(message["nag"]), self.network()))
         elif "fail" in message:
             self._fail(ERRORS.get(message["fail"], FleetError)(message["text"]))
         elif "ended" in message:
@@ -360,6 +367,15 @@ def _check(name: str, facts: Mapping[str, Any], token: str) -> None:
         raise ValueError(f"a worker's facts must be JSON: {error}") from None
     if size > wire.MAX_FACTS:
         raise ValueError(f"a worker's facts have {size} bytes of JSON, at most {wire.MAX_FACTS} fit")
+
+
+def _with_network(nag: str, network: str) -> str:
+    """The roster knows whom a worker waits for, and the worker itself where the network does not pass.
+
+    >>> _with_network("step 3: waiting for the network", "the network to worker 1"), _with_network("waiting for b", "")
+    ('step 3: waiting for the network to worker 1', 'waiting for b')
+    """
+    return f"{nag.removesuffix('the network').removesuffix(' ')} {network}" if network else nag
 
 
 def _refusal(refused: wire.Refused) -> FleetError:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from paceline.errors import FLEET_FAILED, FleetError, LoaderDied, PacelineError
-from paceline.roster.calls import CALLS, GROUP, ROUNDS, name_workers
+from paceline.roster.calls import CALLS, GROUP, ROUNDS, name_workers, without_answer
 from paceline.transport.alone import Alone
 from paceline.transport.base import Collective
 from paceline.transport.calls import CallSequences
@@ -74,6 +74,7 @@ class FixedTransport(Distributed):
             sequences=self._sequences,
             on_failure=self._unblock,
         )
+        self._heartbeat.network = self._network
         facts = self.gather("join", facts_of(device))
         self._names[:] = name_workers(dict(enumerate(facts))).values()
         self.backend, self._channels = backend or choose_backend(facts), channels(facts)
@@ -117,6 +118,10 @@ class FixedTransport(Distributed):
     def check(self) -> None:
         if self._heartbeat.failure:
             raise self.failed(self._heartbeat.failure)
+
+    def _network(self) -> str:
+        """Whom this worker's packets do not reach, in words."""
+        return without_answer(self.group.unanswered(), self._names)
 
     def check_group(self, group: Group) -> None:
         assert group is self.group, "it is the same from beginning to end"

@@ -24,8 +24,9 @@ from paceline.transport.network import (
     dist,
     gloo_device,
     joining,
-    listening_ports,
+    listening,
     open_sockets,
+    unanswered,
 )
 from paceline.transport.small_sums import SmallSums, is_small
 
@@ -82,6 +83,8 @@ class Group:
         """Sums what lies on GPUs, where every worker has one of its own; all else goes over Gloo."""
         self._gloo: Any = None
         self._sockets: Sockets = frozenset()
+        self._doors: dict[tuple[str, int], int] = {}
+        """Where the engine of each worker listens, and its rank."""
         self._small = SmallSums(rank, size, lambda: self.engine)
         self._spent: list[str] = []
 
@@ -98,16 +101,17 @@ class Group:
         before = open_sockets()
         devices, (where, *_) = zip(*(gloo_device(*towards) for _ in range(channels)), strict=True)
         listeners = open_sockets() - before  # Gloo's, and what another thread of the script may have opened meanwhile
-        mine = listening_ports(listeners)
+        mine = listening(listeners)
         store.set(f"doors/{self.rank}", json.dumps(mine))
         options = dist.ProcessGroupGloo._Options()
         options._devices = list(devices)
         options._threads = max(2, channels)
         options._timeout = ENGINE_TIMEOUT
         gloo = make(store, self.rank, self.size, options)
-        everybodys = [json.loads(store.get(f"doors/{other}")) for other in range(self.size)]  # all have come by now
+        doors = [json.loads(store.get(f"doors/{other}")) for other in range(self.size)]  # all have come by now
+        self._doors = {(address, port): rank for rank, theirs in enumerate(doors) for address, port in theirs}
         made = open_sockets() - before
-        self._sockets = joining(made, {port for ports in everybodys for port in ports}) or made
+        self._sockets = joining(made, {port for _, port in self._doors}) or made
         if len(mine) == channels:  # surely Gloo's
             close_listeners(listeners)
         logger.info("worker %d of %d reaches the others over gloo, %s", self.rank, self.size, where)
@@ -167,6 +171,19 @@ class Group:
             watch.check_group(self)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.01)
+
+    # -- the network -----------------------------------------------------------------------------------------------
+
+    def unanswered(self) -> list[tuple[list[int], str, float]]:
+        """Where the network between this worker and others does not pass: their ranks, their address, and the seconds
+        since anything sent to it was last acknowledged. All workers of a computer share its address."""
+        found = {}
+        for (address, port), silent_s in unanswered(self._sockets).items():
+            one = self._doors.get((address, port))
+            ranks = {rank for (theirs, _), rank in self._doors.items() if theirs == address} if one is None else {one}
+            if ranks := ranks - {self.rank}:
+                found[address] = (sorted(ranks), address, silent_s)
+        return [found[address] for address in sorted(found)]
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ SILENT_S = 10.0
 """A worker that has not beaten for so long is lost. A live process beats from its own thread, whatever it computes."""
 SILENT_AFTER_RESET_S = 3.0
 """The same once a connection broke: then somebody is certainly gone."""
+QUIET_S = 5.0
+"""A store that has not answered for so long is warned about."""
 ABSENT_S = 600.0
 """How long a worker may take to start at all, measured from the first that waits for it."""
 
@@ -68,12 +70,17 @@ class Heartbeat:
         """The workers that share this one's sequence of group calls."""
         self._store, self._launcher, self._rank, self._size, self._names = store, launcher, rank, size, names
         self._on_failure, self._sequences = on_failure, sequences
+        self.network: Callable[[], str] = lambda: ""
+        """Where the network between this worker and others does not pass, in words."""
+        self._asked: float | None = None
+        """Since when the store owes this worker's heartbeat an answer."""
         self._reminded = 0
         self._seen: dict[int, SeenBeat] = {}
         self._using_store = threading.RLock()
         self._stop, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-heartbeat", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch_store, name="paceline-store-watch", daemon=True).start()
 
     # -- said by this worker ---------------------------------------------------------------------------------------
 
@@ -140,6 +147,7 @@ class Heartbeat:
             count += 1
             own = self._sequences
             beat = [count, own.doing, own.begun, own.spots()]
+            self._asked = time.monotonic()
             with self._using_store:
                 if self.failure:  # it is over, and the store may be gone any moment
                     return
@@ -148,7 +156,29 @@ class Heartbeat:
                     self._watch()
                 except RuntimeError as error:
                     self._store_lost(error)
+            self._asked = None
             self._wake.wait(BEAT_S)
+
+    def _watch_store(self) -> None:
+        """A request to a store whose computer is cut off ends after minutes: by then nobody would know why this worker
+        stands still."""
+        began, warned = time.monotonic(), False
+        looked = began
+        while not self._stop.wait(LOOK_S) and not self.failure:
+            now, asked = time.monotonic(), self._asked
+            stood_still = now - looked > 2 * LOOK_S  # this process did: the store is not to blame
+            began = now if asked is None or stood_still else max(began, asked)
+            looked, silent_s = now, now - began
+            if silent_s < QUIET_S or self._sequences.longest_wait()[1] is None:
+                warned = False
+            elif silent_s > SILENT_S:
+                self._fail(WorkerLost(f"{self._store_silent(silent_s)}: it is frozen, or the network is cut"))
+            elif not warned:
+                warned = True
+                logger.warning("%s", self._store_silent(silent_s))
+
+    def _store_silent(self, silent_s: float) -> str:
+        return f"{self._names[0]}'s computer, where the fleet meets, has not answered for {silent_s:.0f} s"
 
     def _watch(self) -> None:
         lane, since = self._sequences.longest_wait()
@@ -163,7 +193,7 @@ class Heartbeat:
         if time.monotonic() - since > reminder_due_s(self._reminded):
             self._reminded += 1
             label = self._sequences.places[lane].label
-            logger.warning("%s: waiting for %s", label, self._whom(lane) or "the network")
+            logger.warning("%s: waiting for %s", label, self._whom(lane) or self.network() or "the network")
 
     def _hear(self) -> None:
         """Of a failure that others found while this worker works by itself, before the holder of the store is gone."""

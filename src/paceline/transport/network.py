@@ -73,19 +73,36 @@ def break_off(sockets: Sockets, *, spare_port: int) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
+RETRIED = 3
+"""A packet that was sent so often again, each time after a longer pause, is not merely late."""
 SO_ATTACH_FILTER = 26
 DROP_ALL = (6, 0, 0, 0)
 """Linux's socket filter of one instruction: return 0, let nothing through."""
 
 
-def listening_ports(sockets: Sockets) -> list[int]:
-    """The ports of the listening ones among ``sockets``."""
-    ports = []
+def listening(sockets: Sockets) -> list[tuple[str, int]]:
+    """Addresses and ports of the listening ones among ``sockets``."""
+    found = []
     for descriptor, name in sockets:
         with suppress(OSError, IndexError), _same(descriptor, name) as listener:
             if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                ports.append(int(listener.getsockname()[1]))
-    return ports
+                address, port = listener.getsockname()[:2]
+                found.append((str(address), int(port)))
+    return found
+
+
+def unanswered(sockets: Sockets) -> dict[tuple[str, int], float]:
+    """Those at the other ends of ``sockets`` who acknowledge nothing that is sent to them, again and again: address and
+    port, and for how many seconds. Linux tells; elsewhere nothing is found."""
+    found = {}
+    for descriptor, name in sockets:
+        with suppress(OSError, IndexError, AttributeError, struct.error), _same(descriptor, name) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+            again, waiting, silent_ms = info[2], *struct.unpack_from("=I28xI", info, 24)
+            if again >= RETRIED and waiting:
+                address, port = connection.getpeername()[:2]
+                found[str(address), int(port)] = silent_ms / 1000
+    return found
 
 
 def joining(sockets: Sockets, ports: Collection[int]) -> Sockets:

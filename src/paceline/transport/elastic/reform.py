@@ -18,6 +18,7 @@ import torch
 
 from paceline.errors import SAME_CALLS, Dropped, FleetError, GenerationOver, LoaderDied, PacelineError
 from paceline.roster import Generation, Gone, RosterClient, RunOver
+from paceline.roster.calls import name_workers, without_answer
 from paceline.signals import Leave
 from paceline.transport.distributed import one_line
 from paceline.transport.elastic.changes import MembershipChange, change_to
@@ -63,6 +64,7 @@ class Reform:
         self._closing: threading.Thread | None = None
         self.connector = Connector(device, check=self.check, gloo_only=gloo_only)
         self.client = join(on_over=self._on_over)
+        self.client.network = self._network
 
     @property
     def number(self) -> int:
@@ -101,6 +103,13 @@ class Reform:
         if (died := LoaderDied.told_by(error)) is not None:
             return died
         return self.client.failure or GenerationOver(one_line(error), generation=self.number)
+
+    def _network(self) -> str:
+        """Whom this worker's packets do not reach, in words."""
+        if self.now is None:
+            return ""
+        names = name_workers({one: self.now.facts[one] for one in self.now.workers})
+        return without_answer(self.group.unanswered(), list(names.values()))
 
     def unlike_calls(self, labels: dict[int, str]) -> Exception:
         workers = self._transport.workers

@@ -1,0 +1,133 @@
+"""Fleets on several computers, over a switch that delays, loses and cuts: exactly once, replicas equal, and nobody
+waits without a name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import switch as switches
+from crew import Crew, Outcome
+from flock import Flock
+from nursery import Worker
+from switch import Switch
+from test_elastic import must_be_sound
+from test_elastic_network import CASE, Scattered, goes_on_without, is_back, must_be_one_fleet
+
+pytestmark = [pytest.mark.fleet, pytest.mark.skipif(bool(switches.missing()), reason=switches.missing())]
+
+ROUGH = {"delay_s": 0.005, "jitter_s": 0.003, "loss": 0.005, "bits_s": 50e6}
+EPOCHS = 25
+
+
+class Computers(Scattered):
+    """A flock over a switch: a computer for each worker, and one for the roster."""
+
+    network: Switch
+
+    def __init__(
+        self, size: int, folder: Path, *, networks: dict[str, list[str]] | None = None, **settings: Any
+    ) -> None:
+        self._networks = networks
+        super().__init__(size, folder, epochs=EPOCHS, args={"pause_s": 0.05}, **settings)
+
+    def _make_network(self, computers: list[str]) -> Switch:
+        return Switch(computers, networks=self._networks)
+
+    def start(self, slot: int, *, expected: bool = False, **env: str) -> None:
+        Flock.start(self, slot, expected=expected, COMPUTER=self.network.place(str(slot)), **env)
+
+
+    def hurry(self) -> dict[int, Outcome]:
+        """Nothing more is to happen, on the network neither."""
+        self.network.every(delay_s=0.0, jitter_s=0.0, loss=0.0, bits_s=0.0)
+        return super().hurry()
+
+
+class FixedComputers(Crew):
+    """A fleet of fixed size, a computer for each worker, told by torchrun's variables where to meet."""
+
+    def __init__(self, switch: Switch, folder: Path, **settings: Any) -> None:
+        self._switch = switch
+        super().__init__(CASE, len(switch.computers), folder, env={"QUICK_EXIT": "1"}, **settings)
+
+    def _start(self, case: str, rank: int, port: int, args: Any, env: dict[str, str]) -> Worker:
+        name = self._switch.computers[rank]
+        meeting = {"MASTER_ADDR": self._switch.address(self._switch.computers[0], "eth0"), "LOCAL_RANK": "0"}
+        own = {"COMPUTER": self._switch.place(name), "PACELINE_WORKER": str(rank)}
+        return super()._start(case, rank, port, args, {**env, **meeting, **own})
+
+    def commits(self, rank: int) -> int:
+        file = self.folder / f"commits.{rank}"
+        return file.read_text().count("\n") if file.exists() else 0
+
+    def wait_for_commits(self, more: int) -> None:
+        """So many more, by everybody."""
+        until, wanted = time.monotonic() + 60, [self.commits(rank) + more for rank in range(self.size)]
+        while any(self.commits(rank) < wanted[rank] for rank in range(self.size)):
+            assert time.monotonic() < until, [one.err[-1500:] for one in self._read()]
+            time.sleep(0.02)
+
+
+def test_a_fleet_on_a_rough_network_loses_nothing_to_a_cut_and_a_split(tmp_path: Path) -> None:
+    """Delay, jitter, loss and 50 Mbit/s all along; one cable is cut for 4 s, then the network falls into halves."""
+    with Computers(4, tmp_path) as flock:
+        flock.network.every(**ROUGH)
+        flock.wait_for_commits(1, 6)
+        cut_at = time.monotonic()
+        flock.network.cut("2")
+        goes_on_without(flock, {2})
+        time.sleep(max(0.0, cut_at + 4.0 - time.monotonic()))
+        flock.network.heal()
+        is_back(flock, {2})
+        flock.network.split("0", "3")
+        goes_on_without(flock, {0, 3})
+        flock.network.heal()
+        is_back(flock, {0, 3})
+        outcomes = flock.hurry()
+        must_be_one_fleet(flock, cuts={0: 1, 2: 1, 3: 1})
+    must_be_sound(tmp_path, outcomes, ended={0, 1, 2, 3}, epochs=EPOCHS)
+
+
+def test_one_that_is_heard_and_hears_nothing_is_named_and_waited_for_or_done_without(tmp_path: Path) -> None:
+    """The way from worker 0 to worker 2 is cut: both reach the roster, so nobody is given up. Then the way from the
+    roster to worker 1: the fleet goes on without it."""
+    with Computers(3, tmp_path) as flock:
+        flock.network.every(delay_s=0.005)
+        flock.wait_for_commits(1, 6)
+        flock.network.between["0", "2"].cut = True
+        for slot, other in ((0, 2), (2, 0)):
+            text = f"waiting for the network to worker {other} ({other}, cpu) at {flock.network.address(str(other))}"
+            flock.wait_until(lambda slot=slot, text=text: text in flock.said(slot), within=20)
+        flock.network.heal()
+        is_back(flock, {0, 1, 2})
+        flock.network.between["roster", "1"].cut = True
+        flock.wait_for_workers(2)
+        goes_on_without(flock, {1})
+        flock.wait_until(lambda: "waiting for the roster, which has not answered" in flock.said(1), within=20)
+        flock.network.heal()
+        is_back(flock, {1})
+        outcomes = flock.hurry()
+        must_be_one_fleet(flock, cuts={1: 1})
+    must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=EPOCHS)
+
+
+def test_a_fixed_fleet_outlasts_a_short_cut_and_names_who_is_cut_off_for_good(tmp_path: Path) -> None:
+    """Each computer has an interface that leads nowhere besides the one that works."""
+    with Switch("abc", networks={"dead0": "abc", "eth0": "abc"}) as switch:
+        switch.dead.add("dead0")
+        switch.every(**ROUGH)
+        with FixedComputers(switch, tmp_path, args={"epochs": EPOCHS}) as crew:
+            crew.wait_for_commits(5)
+            switch.cut("b")
+            time.sleep(4.0)
+            switch.heal()
+            crew.wait_for_commits(5)
+            switch.cut("c")
+            outcomes = crew.wait(within=40)
+    assert [one.code for one in outcomes] == [75, 75, 75]
+    for near in (0, 1):
+        assert "paceline: worker 2 (c, cpu) went silent" in outcomes[near].err
+    assert "paceline: worker 0 (a, cpu)'s computer, where the fleet meets, has not answered for" in outcomes[2].err
