@@ -110,3 +110,11 @@ class GenerationOver(PacelineError):
 
 class Dropped(GenerationOver):
     """The fleet went on without this worker, which was silent: it enters anew, with a peer's state."""
+
+
+class DroppedInCall(FleetError):
+    """The same in a call of all workers, whose result this worker's script needs; ``why``: without advice."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}; start it again, and it enters anew")
+        self.why = why

@@ -19,7 +19,7 @@ from torch import nn
 
 import paceline
 from paceline.roster import client, wire
-from paceline.transport import small_sums
+from paceline.transport import Elastic, small_sums
 from paceline.transport.group import Already
 
 
@@ -27,6 +27,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
     """As `elastic_cases.train`, with a witness of every commit; on the computer that COMPUTER names."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
     move()
+    hold_before(args.get("hold_before", {}).get(os.environ["PACELINE_WORKER"]))
     witness = elastic_cases.beside(f"commits.{os.environ['PACELINE_WORKER']}")
     with paceline.join(args.get("pace", "adaptive")) as fleet, witness.open("a", buffering=1) as file:
         model = fleet.model(elastic_cases.network())
@@ -62,6 +63,19 @@ def move() -> None:
         of_switch = ":" in os.environ["COMPUTER"]
         (switch.enter if of_switch else netns.enter)(os.environ["COMPUTER"])
         client.computer = lambda: os.environ["COMPUTER"]
+
+
+def hold_before(label: str | None) -> None:
+    """This worker waits before that call until its cable is cut, says so by a file *held*, and goes on at *go*."""
+    make = Elastic.gather
+
+    def gather(transport: Elastic, called: str, value: Any) -> list[Any]:
+        if called == label and not elastic_cases.beside("held").exists():
+            elastic_cases.beside("held").touch()
+            elastic_cases.wait_for(elastic_cases.beside("go"))
+        return make(transport, called, value)
+
+    Elastic.gather = gather  # type: ignore[method-assign]
 
 
 class Scissors:

@@ -31,14 +31,13 @@ class Computers(Scattered):
         self, size: int, folder: Path, *, networks: dict[str, list[str]] | None = None, **settings: Any
     ) -> None:
         self._networks = networks
-        super().__init__(size, folder, epochs=EPOCHS, args={"pause_s": 0.05}, **settings)
+        super().__init__(size, folder, epochs=EPOCHS, args={"pause_s": 0.05, **settings.pop("args", {})}, **settings)
 
     def _make_network(self, computers: list[str]) -> Switch:
         return Switch(computers, networks=self._networks)
 
     def start(self, slot: int, *, expected: bool = False, **env: str) -> None:
         Flock.start(self, slot, expected=expected, COMPUTER=self.network.place(str(slot)), **env)
-
 
     def hurry(self) -> dict[int, Outcome]:
         """Nothing more is to happen, on the network neither."""
@@ -111,6 +110,24 @@ def test_one_that_is_heard_and_hears_nothing_is_named_and_waited_for_or_done_wit
         is_back(flock, {1})
         outcomes = flock.hurry()
         must_be_one_fleet(flock, cuts={1: 1})
+    must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=EPOCHS)
+
+
+@pytest.mark.parametrize(
+    ("whom", "call"), [(1, "loading ahead"), pytest.param(0, "the plan of the first steps", marks=pytest.mark.long)]
+)
+def test_one_that_is_cut_off_while_it_starts_comes_back_by_itself(tmp_path: Path, whom: int, call: str) -> None:
+    """Nobody starts it again: the fleet has gone on without it, and it enters as one who is new."""
+    with Computers(3, tmp_path, args={"hold_before": {str(whom): call}}) as flock:
+        flock.wait_for("held")
+        flock.network.cut(str(whom))
+        flock.wait_for_commits(2, 3)
+        (tmp_path / "go").touch()
+        flock.network.heal()
+        is_back(flock, {whom})
+        assert "it enters" in flock.said(whom)
+        outcomes = flock.hurry()
+        must_be_one_fleet(flock, cuts={})
     must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=EPOCHS)
 
 

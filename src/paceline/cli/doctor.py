@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
 import re
 import socket
 import statistics
-import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from paceline.cli import reach
+from paceline.cli.errors import refuse
 from paceline.observe.serve.addresses import address_outwards
 
 OLDEST_TORCH, NEWEST_TESTED = (2, 11), (2, 13)
@@ -38,7 +39,6 @@ for _ in range(11):
 print(sorted(times[1:])[5] * 1000)
 dist.destroy_process_group()
 """
-SIOCGIFADDR = 0x8915
 BATCH = 64
 """Samples, of the small ConvNet that devices are measured with."""
 
@@ -61,10 +61,18 @@ def doctor(
     runs: Annotated[Path, typer.Option(help="Folder in which runs will be recorded.")] = Path("runs"),
     probe_seconds: Annotated[float, typer.Option(min=0.0, help="Time for measuring the devices; 0: do not.")] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+    to: Annotated[
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="Only the way to another computer, and its speed."),
+    ] = None,
+    answer: Annotated[bool, typer.Option("--answer", help="Answer another computer's --to until Ctrl-C.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where --answer listens; 0: any free one.")] = reach.PORT,
 ) -> None:
     """Check what a fleet needs on this computer, and measure what each device can do."""
+    if answer:
+        answer_others(port, also=to)
     checks: list[Check] = []
-    for check in examine(runs, probe_seconds):
+    for check in examine(runs, probe_seconds) if to is None else examine_way(to):
         checks.append(check)
         if not as_json:
             _print(check)
@@ -72,7 +80,8 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({"ok": not failed, "checks": [asdict(check) for check in checks]}, indent=2))
     else:
-        verdict = f"{len(failed)} of {len(checks)} checks failed." if failed else "Everything a fleet needs is here."
+        well = "Everything a fleet needs is here." if to is None else f"{to} is reached."
+        verdict = f"{len(failed)} of {len(checks)} checks failed." if failed else well
         typer.echo(f"\n{verdict}")
     raise typer.Exit(1 if failed else 0)
 
@@ -96,6 +105,33 @@ def examine(runs: Path, probe_seconds: float) -> Iterator[Check]:
     if probe_seconds > 0:
         for name in (names := devices()):
             yield _guarded(name, partial(check_device, name, probe_seconds / len(names)))
+
+
+def examine_way(to: str) -> Iterator[Check]:
+    """The way to another computer; a line of its own where what was typed is none."""
+    try:
+        target = reach.parse(to)
+    except ValueError as error:
+        refuse(f"doctor: --to: {error}")
+    yield from (Check(*found) for found in reach.examine(target))
+
+
+def answer_others(port: int, *, also: str | None) -> NoReturn:
+    """Be the other end of somebody's ``--to`` until Ctrl-C."""
+    if also is not None:
+        refuse("doctor: give --to or --answer: one asks, and the other computer's answers")
+    try:
+        answering = reach.Answering(port)
+    except OSError as error:
+        refuse(f"doctor: cannot listen on port {port} ({error.strerror or error}): give another with --port")
+    with closing(answering):
+        own = address_outwards() or socket.gethostname()
+        typer.echo(
+            f"answering doctors; on the other computer: paceline doctor --to {own}:{answering.port}   (Ctrl-C ends it)"
+        )
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    raise typer.Exit(0)
 
 
 def check_python(version: tuple[int, ...]) -> Check:
@@ -331,15 +367,7 @@ def interface_outwards(host: str | None = None) -> str | None:
     """``eth0 (10.0.0.7)``: where packets to ``host``, or to any other computer, leave; None when there is no way."""
     if (address := address_outwards(host)) is None:
         return None
-    name = next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
+    from paceline.transport.network import interfaces
+
+    name = next((name for name, own in interfaces().items() if own == address), None)
     return f"{name} ({address})" if name else address
-
-
-def _address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface; None where it has none or the system does not tell (not Linux)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
-        try:
-            answer = fcntl.ioctl(probe_socket, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])

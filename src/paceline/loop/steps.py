@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from paceline.combine import Gradients
-from paceline.errors import MisuseError
+from paceline.errors import DroppedInCall, MisuseError
 from paceline.loop.context import LoopContext
 from paceline.loop.schedules import held_at_their_end
 from paceline.loop.step import Step
@@ -97,8 +97,12 @@ class Steps:
     def _begin(self) -> Step | None:
         if self.loop.closed:
             raise MisuseError("this loop has ended: a later fleet.steps took its place, or the fleet was left")
-        self._look_at_the_script()
-        return self.combine.begin()
+        while True:
+            try:
+                self._look_at_the_script()
+                return self.combine.begin()
+            except DroppedInCall as dropped:  # no step is open: nothing of this worker's is lost
+                self.loop.observe("note", {"level": "warning", "text": f"{dropped.why}; it enters anew"})
 
     def _look_at_the_script(self) -> None:
         """Before the first step, and before the second: what the first one used shows by then."""

@@ -7,6 +7,7 @@ an error that names it, on every survivor.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -27,9 +28,14 @@ from paceline.transport.group import Group
 from paceline.transport.heartbeat import Heartbeat
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import Store, dist
+from paceline.transport.paths import find_address
 from paceline.transport.subgroup import Subgroup
 
+logger = logging.getLogger("paceline")
+
 UNBLOCK_S = 5.0
+PATIENT_TURNS = 4
+"""How often workers try to reach each other before the run is given up, each time for some seconds."""
 HEARING_S = 3.0
 """How long the holder of the store stays after a failure, so that the others can read what it was."""
 
@@ -79,6 +85,7 @@ class FixedTransport(Distributed):
         self._names[:] = name_workers(dict(enumerate(facts))).values()
         self.backend, self._channels = backend or choose_backend(facts), channels(facts)
         with self.round("forming the group"):
+            self._address = self._find_address()
             self._connect(self.group, f"group/{self.generation}")
 
     @property
@@ -89,10 +96,21 @@ class FixedTransport(Distributed):
     def watch(self) -> FixedTransport:
         return self
 
+    def _find_address(self) -> str:
+        """Where the others reach this worker. A cable that is cut for a moment is waited for."""
+        problem = ""
+        for turn in range(PATIENT_TURNS):
+            try:
+                return find_address(self.group, self._meeting, names=self._names, watch=self, turn=turn)
+            except ConnectionError as error:
+                problem = str(error)
+                logger.warning("%s; trying again", problem)
+        raise FleetError(problem)
+
     def _connect(self, group: Group, name: str) -> None:
         """Form a process group; ``name``: of its keys in the store."""
         store = dist.PrefixStore(name, self.group.store)
-        group.connect(store, towards=self._meeting, make=dist.ProcessGroupGloo, channels=self._channels)
+        group.connect(store, towards=(self._address, 0), make=dist.ProcessGroupGloo, channels=self._channels)
         if self.backend == "nccl":
             store = dist.PrefixStore(f"{name}/gpus", self.group.store)
             group.gpus = NcclGroup(store, group.rank, group.size, self._device)

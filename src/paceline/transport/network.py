@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import socket
 import struct
@@ -33,6 +34,17 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind, proto) as probe:
         probe.connect(target)  # a datagram socket: sends nothing, only chooses the route
         return str(probe.getsockname()[0])
+
+
+def interfaces() -> dict[str, str]:
+    """The IPv4 address of each network interface that has one (Linux and where its requests are known)."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(asker, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
 
 
 def gloo_device(host: str, port: int) -> tuple[object, str]:
@@ -73,6 +85,7 @@ def break_off(sockets: Sockets, *, spare_port: int) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
+SIOCGIFADDR = 0x8915
 RETRIED = 3
 """A packet that was sent so often again, each time after a longer pause, is not merely late."""
 SO_ATTACH_FILTER = 26

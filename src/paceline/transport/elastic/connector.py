@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from paceline.roster import Generation
+from paceline.roster.calls import name_workers
 from paceline.transport.distributed import channels, choose_backend
-from paceline.transport.group import Group
+from paceline.transport.group import Group, Watch
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import ENGINE_TIMEOUT, Store, dist
+from paceline.transport.paths import find_address
 
 logger = logging.getLogger("paceline")
 
@@ -49,10 +51,12 @@ class Connector:
         rank, size = generation.workers.index(worker), len(generation.workers)
         return Group(rank, size, store=store, signals=store, board=board)
 
-    def connect(self, group: Group, generation: Generation) -> None:
+    def connect(self, group: Group, generation: Generation, *, watch: Watch) -> None:
         """Form the process groups of these members, all of whom come here."""
+        names = list(name_workers({one: generation.facts[one] for one in generation.workers}).values())
+        address = find_address(group, generation.store, names=names, watch=watch)
         store, facts = dist.PrefixStore("group", group.store), [generation.facts[one] for one in generation.workers]
-        group.connect(store, towards=generation.store, make=self._make_gloo, channels=channels(facts))
+        group.connect(store, towards=(address, 0), make=self._make_gloo, channels=channels(facts))
         if self.may_use_nccl(facts):
             store = dist.PrefixStore("gpus", group.store)
             group.gpus = self._on_thread(lambda: NcclGroup(store, group.rank, group.size, self._device))

@@ -193,9 +193,9 @@ class Reform:
             group.store.set(f"here/{group.rank}", "")
             group.wait_for([f"here/{rank}" for rank in range(group.size)], watch=self)
             if group.size > 1:
-                self.connector.connect(group, generation)
+                self.connector.connect(group, generation, watch=self)
                 self._transport.backend = "nccl" if group.gpus is not None else "gloo"
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError) as error:
             raise self.failed(error) from None
 
     # -- the end of a group ----------------------------------------------------------------------------------------

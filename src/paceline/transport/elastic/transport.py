@@ -13,6 +13,7 @@ step boundaries alone, where everybody comes by agreement (`Elastic.re_form`).
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import Dropped, FleetError, GenerationOver, PacelineError
+from paceline.errors import Dropped, DroppedInCall, GenerationOver, PacelineError
 from paceline.roster import LEFT, Generation, RosterClient
 from paceline.roster.calls import CALLS, ROUNDS
 from paceline.signals import Leave
@@ -35,6 +36,8 @@ from paceline.transport.elastic.reform import Join, Reform
 from paceline.transport.group import Group
 from paceline.transport.nccl import warm_up
 from paceline.transport.pending import Never
+
+logger = logging.getLogger("paceline")
 
 WAITED = "left (SIGTERM) while it waited"
 
@@ -130,7 +133,10 @@ class Elastic(Distributed):
         try:
             self.re_form_after(over)
         except Dropped as dropped:
-            raise FleetError(f"{label}: {dropped}; start it again, and it enters anew") from None
+            if self.listener is not None:
+                raise DroppedInCall(f"{label}: {dropped}") from None
+            self.entered(False)  # it has no part in the training yet: from here on it is one who is new
+            logger.warning("%s: %s; it enters with the first step", label, dropped)
 
     def take_over_later(self) -> bool:
         return self.hand_over.take_over_later()
@@ -177,16 +183,19 @@ class Elastic(Distributed):
         return True
 
     def gather(self, label: str, value: Any) -> list[Any]:
-        if self.outside:
-            mine = json.dumps(value() if callable(value) else value)
-            return [json.loads(mine) for _ in range(self.size)]
-        call = self._enter(label, lane=CALLS)
-        try:
-            return self._try_gather(call, label, value)
-        finally:
-            self._leave(lane=CALLS)
+        if not self.outside:
+            call = self._enter(label, lane=CALLS)
+            try:
+                values = self._try_gather(call, label, value)
+            finally:
+                self._leave(lane=CALLS)
+            if values is not None:
+                return values
+        mine = json.dumps(value() if callable(value) else value)
+        return [json.loads(mine) for _ in range(self.size)]
 
-    def _try_gather(self, call: int, label: str, value: Any) -> list[Any]:
+    def _try_gather(self, call: int, label: str, value: Any) -> list[Any] | None:
+        """None: the fleet has gone on without this worker."""
         lane = self.lanes[CALLS]
         while True:
             began, mine = self.reform.number, value() if callable(value) else value
@@ -196,6 +205,8 @@ class Elastic(Distributed):
                     return values
             except RuntimeError as error:
                 self._re_form_in(label, error)
+            if self.outside:
+                return None
             if lane.given:
                 lane.finish(facts=lane.result, kept=())
                 return list(lane.result or [])

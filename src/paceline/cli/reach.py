@@ -1,0 +1,234 @@
+"""``paceline doctor --to HOST``: whether another computer is reached, how fast, and over which interface.
+
+Bytes are timed with the doctor there (``paceline doctor --answer``). It greets with `GREETING` and then answers
+requests of nine bytes: a letter and a count. ``p``: one byte back; ``d``: so many bytes; ``u``: takes so many, then
+one byte back.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+PORT = 7071
+GREETING = b"paceline doctor 1\n"
+PATIENCE_S = 3.0
+FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 26
+PINGS = 11
+MEASURED_S = 1.0
+"""How long each direction is measured."""
+
+
+class Target(NamedTuple):
+    """Another computer, as the user named it and as the system finds it."""
+
+    name: str
+    address: str
+    port: int
+    told: bool
+    """Whether the user gave the port."""
+
+
+class Finding(NamedTuple):
+    """One line: what it is about, ``ok``, ``note`` or ``failed``, the text, what to do, and the number in the text."""
+
+    name: str
+    state: str
+    text: str
+    advice: str = ""
+    value: float | None = None
+
+
+def parse(text: str) -> Target:
+    """``HOST[:PORT]``, looked up; ValueError in one line where that cannot be.
+
+    >>> parse("127.0.0.1:80"), parse("127.0.0.1").port
+    (Target(name='127.0.0.1', address='127.0.0.1', port=80, told=True), 7071)
+    """
+    bare = text.strip()
+    host, _, port = bare.rpartition(":") if bare.count(":") == 1 or "]:" in bare else (bare, "", "")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or (":" in bare and not port and bare.endswith(":")):
+        raise ValueError(f"{text!r} is no computer's address; write HOST or HOST:PORT, for example 10.0.0.5:{PORT}")
+    if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError(f"the port in {text!r} is not a number from 1 to 65535")
+    number = int(port or PORT)
+    try:
+        address = str(socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"no computer is known as {host!r} here ({reason}): give its address") from None
+    return Target(host, address, number, bool(port))
+
+
+def examine(target: Target) -> Iterator[Finding]:
+    """What is found about the way to another computer, line by line."""
+    yield way_out(target)
+    began = time.perf_counter()
+    try:
+        connection = socket.create_connection((target.address, target.port), timeout=PATIENCE_S)
+    except ConnectionRefusedError:
+        yield _refused(target, time.perf_counter() - began)
+        return
+    except OSError as error:
+        yield _unreached(target, error)
+        return
+    connected_s = time.perf_counter() - began
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not _greeted(connection):
+            text = f"{_where(target)} takes connections ({connected_s * 1000:.1f} ms to connect); it is not a doctor"
+            yield Finding("reach", "ok", text, _ask_for_doctor(target), connected_s)
+            return
+        yield Finding("reach", "ok", f"the doctor at {_where(target)} answers")
+        try:
+            yield from measured(connection)
+        except OSError as error:
+            yield Finding("bandwidth", "failed", f"the connection broke while bytes were timed ({error})")
+
+
+def way_out(target: Target) -> Finding:
+    """Which interface packets leave by, and which one Gloo would use."""
+    from paceline.transport.network import address_towards, interfaces
+
+    known = interfaces()
+    forced = os.environ.get("GLOO_SOCKET_IFNAME")
+    if forced and forced not in known:
+        others = ", ".join(f"{name} ({address})" for name, address in known.items())
+        return Finding(
+            "way", "failed", f"GLOO_SOCKET_IFNAME is {forced}, which has no address here", f"there are {others}"
+        )
+    try:
+        address = address_towards(target.address, target.port)
+    except OSError as error:
+        return Finding("way", "failed", f"no route to {target.address} ({error.strerror or error})")
+    name = next((name for name, own in known.items() if own == address), "an unnamed interface")
+    if forced and known[forced] != address:
+        text = f"packets leave by {name} ({address}); Gloo uses {forced} ({known[forced]}), as GLOO_SOCKET_IFNAME says"
+        return Finding("way", "note", text, "unset it, unless the others reach this computer there")
+    return Finding("way", "ok", f"packets leave by {name} ({address}), and Gloo would use it")
+
+
+def measured(connection: socket.socket) -> Iterator[Finding]:
+    """Round trips and both directions' bandwidth, with the doctor there."""
+    trips = sorted(_timed(connection, b"p", 0) for _ in range(PINGS))
+    latency = statistics.median(trips)
+    text = f"{latency * 1000:.1f} ms there and back (median of {PINGS}, longest {trips[-1] * 1000:.1f})"
+    yield Finding("latency", "ok", text, value=latency)
+    rates = {letter: _bits_per_second(connection, letter, latency) for letter in (b"u", b"d")}
+    text = f"{rates[b'u'] / 1e6:,.0f} Mbit/s there, {rates[b'd'] / 1e6:,.0f} Mbit/s back"
+    yield Finding("bandwidth", "ok", text, value=min(rates.values()))
+
+
+def _bits_per_second(connection: socket.socket, letter: bytes, latency: float) -> float:
+    size = FIRST_BYTES
+    while True:
+        seconds = max(_timed(connection, letter, size) - latency, 1e-6)
+        if seconds > MEASURED_S / 2 or size == MOST_BYTES:
+            return 8 * size / seconds
+        size = min(MOST_BYTES, int(size * min(8.0, 1.2 * MEASURED_S / seconds)))
+
+
+def _timed(connection: socket.socket, letter: bytes, size: int) -> float:
+    """Seconds until a request is answered."""
+    began = time.perf_counter()
+    connection.sendall(letter + struct.pack("!Q", size))
+    if letter == b"u":
+        connection.sendall(bytes(size))
+    _take(connection, size if letter == b"d" else 1)
+    return time.perf_counter() - began
+
+
+def _take(connection: socket.socket, size: int) -> bytes:
+    """So many bytes; the last of them."""
+    data = b""
+    while size > 0:
+        data = connection.recv(min(size, 1 << 20))
+        if not data:
+            raise ConnectionResetError("the other end closed it")
+        size -= len(data)
+    return data
+
+
+def _greeted(connection: socket.socket) -> bool:
+    connection.settimeout(1.0)  # others wait for us to speak first
+    try:
+        heard = b""
+        while len(heard) < len(GREETING) and GREETING.startswith(heard):
+            if not (data := connection.recv(len(GREETING) - len(heard))):
+                return False
+            heard += data
+        return heard == GREETING
+    except OSError:
+        return False
+    finally:
+        connection.settimeout(30.0)
+
+
+def _refused(target: Target, seconds: float) -> Finding:
+    text = f"{target.address} answers after {seconds * 1000:.1f} ms, but nothing listens at port {target.port}"
+    return Finding("reach", "failed" if target.told else "note", text, _ask_for_doctor(target), seconds)
+
+
+def _unreached(target: Target, error: OSError) -> Finding:
+    silent = isinstance(error, TimeoutError)
+    how = f"no answer within {PATIENCE_S:.0f} s" if silent else str(error.strerror or error)
+    advice = (
+        "a firewall drops what comes there, or no network leads to it" if silent else "is it switched on, and near?"
+    )
+    return Finding("reach", "failed", f"{_where(target)} is not reached: {how}", advice)
+
+
+def _where(target: Target) -> str:
+    named = f" ({target.address})" if target.name != target.address else ""
+    return f"{target.name}{named}, port {target.port}"
+
+
+def _ask_for_doctor(target: Target) -> str:
+    return (
+        f"bandwidth is measured with the doctor there: run `paceline doctor --answer` on {target.name}, and this again"
+    )
+
+
+# -- the other side --------------------------------------------------------------------------------------------------
+
+
+class Answering:
+    """Answers the doctors of other computers until it is closed, each on a thread."""
+
+    def __init__(self, port: int = PORT) -> None:
+        self._listener = socket.create_server(("", port))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._run, name="paceline-answer", daemon=True).start()
+
+    def _run(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                guest, _ = self._listener.accept()
+                threading.Thread(target=_answer, args=[guest], name="paceline-answer", daemon=True).start()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+def _answer(guest: socket.socket) -> None:
+    with guest, suppress(OSError, struct.error):
+        guest.settimeout(30.0)
+        guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        guest.sendall(GREETING)
+        while len(request := guest.recv(9, socket.MSG_WAITALL)) == 9:
+            size = struct.unpack("!Q", request[1:])[0]
+            if size > MOST_BYTES:
+                return
+            if request[:1] == b"u":
+                _take(guest, size)
+            guest.sendall(bytes(size) if request[:1] == b"d" else b".")
