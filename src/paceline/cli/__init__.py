@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-COMMANDS = ("run", "demo", "simulate", "learn", "report", "watch", "compare", "host", "doctor", "examples")
+COMMANDS = ("run", "demo", "simulate", "plan", "learn", "report", "watch", "compare", "host", "doctor", "examples")
 """In the order of the help. A command whose file is not there is left out."""
 
 app = typer.Typer(

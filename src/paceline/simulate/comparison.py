@@ -108,28 +108,43 @@ def _entries(
     def first(name: str, count: play.Ints | int, pace: str = "", shown: bool = False) -> Entry:
         return Entry(lambda tick: play.counts(name, whole, count, overhead_s=overhead_s), pace, shown)
 
-    def arrivals(row: Simulated) -> Rule:
-        return lambda tick: play.arrivals(whole, row.pacer, name=row.name, overhead_s=overhead_s, tick=tick)
-
-    def shares(row: Simulated) -> Rule:
-        return lambda tick: play.shares(own, row.pacer, name=row.name, **costs, tick=tick)
-
-    def until_deadlines(row: Simulated) -> Rule:
-        settings = {"name": row.name, **costs, "cut_to_fit": row.cut_to_fit, "seed": seed}
-        return lambda tick: rounds.play(own, row.pacer, **settings, tick=tick)
+    def row_rule(how: Played) -> Callable[[Simulated], Rule]:
+        return lambda row: lambda tick: play_row(how, row, own, **costs, seed=seed, tick=tick)
 
     return [
         first("naive", size, pace=baseline().name, shown=True),
         first(f"static {STATIC}", static_count(STATIC, size)),
         first("best static", best_static_count(scored, overhead_s=overhead_s)),
-        *_paces(arrivals, seed, "arrivals", forecast=extra),
+        *_paces(row_rule("arrivals"), seed, "arrivals", forecast=extra),
         Entry(lambda tick: play.drop_compute(own, **costs)),
-        *_paces(shares, seed, "shares"),
+        *_paces(row_rule("shares"), seed, "shares"),
         Entry(lambda tick: play.smoothed_shares(own, **costs, tick=tick)),
-        *_paces(until_deadlines, seed, "rounds"),
+        *_paces(row_rule("rounds"), seed, "rounds"),
         first("clairvoyant cut-off", clairvoyant_counts(np.sort(whole, axis=1), overhead_s=overhead_s), shown=True),
         Entry(lambda tick: play.limit(own, **costs), shown=True),
     ]
+
+
+def play_row(
+    how: Played,
+    row: Simulated,
+    own: Floats,
+    *,
+    overhead_s: float,
+    cost_s: Floats,
+    seed: int = 0,
+    share: int = play.SHARE,
+    tick: play.Tick = lambda: None,
+) -> Outcome:
+    """One row of a pace, played as its plans are (`Played`); ``share`` is the samples of an equal share."""
+    if how == "arrivals":
+        return play.arrivals(own + cost_s, row.pacer, name=row.name, overhead_s=overhead_s, tick=tick)
+    costs = _costs(overhead_s, cost_s)
+    if how == "shares":
+        return play.shares(own, row.pacer, name=row.name, **costs, share=share, tick=tick)
+    pieces = {"share": share, "micro_batches": min(play.MICRO_BATCHES, share)}
+    settings = {"name": row.name, **costs, "cut_to_fit": row.cut_to_fit, "seed": seed, **pieces}
+    return rounds.play(own, row.pacer, **settings, tick=tick)
 
 
 def _costs(overhead_s: float, cost: Floats) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from paceline.pace import WAITING, make
 from paceline.pace.period import steps_dealt, time_is_up
 from paceline.simulate import play
 from paceline.simulate.outcome import Floats, matrix
-from paceline.simulate.traffic import Network, Traffic
+from paceline.simulate.traffic import Network, RoundCosts, Traffic
 
 Ints = NDArray[np.int64]
 Progress = Callable[[int, int], None]
@@ -141,7 +141,7 @@ class LoopedTrace:
         return self.seconds[self.warm_up :]
 
 
-def by_steps(name: str, trace: LoopedTrace, every: int, network: Network, round_s: float, share: int) -> Traffic:
+def by_steps(name: str, trace: LoopedTrace, every: int, network: RoundCosts, round_s: float, share: int) -> Traffic:
     """A round every so many steps. Shares are planned once a round, by the default pace of real runs."""
     settling = max(SETTLING, -(-trace.warm_up // every))
     rounds = max(ROUNDS, -(-len(trace.scored) // every))
@@ -159,7 +159,7 @@ def by_steps(name: str, trace: LoopedTrace, every: int, network: Network, round_
     )
 
 
-def by_clock(name: str, trace: LoopedTrace, period_s: float, network: Network, share: int) -> Traffic:
+def by_clock(name: str, trace: LoopedTrace, period_s: float, network: RoundCosts, share: int) -> Traffic:
     """A round every ``period_s`` seconds. Each worker walks through its own column, a whole local step at a time."""
     step_s = _busy_step_s(trace.scored)
     settling = max(SETTLING, math.ceil(trace.warm_up * step_s / period_s))

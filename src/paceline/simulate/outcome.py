@@ -49,6 +49,10 @@ class Outcome:
         """Spread of a step's work over its mean: how much the batch varies."""
         return float(self.shares.std() / self.shares.mean())
 
+    def with_round(self, round_s: float) -> Outcome:
+        """The same with a round that takes so much longer."""
+        return replace(self, seconds=self.seconds + round_s)
+
     def after(self, warm_up: int) -> Outcome:
         """The same without the first ``warm_up`` steps."""
         columns = ("shares", "seconds", "waiting_s", "wasted_s")

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 from paceline.machines.link import Link
+
+
+class RoundCosts(Protocol):
+    """What a rule needs to know of a network."""
+
+    @property
+    def workers(self) -> int: ...
+
+    @property
+    def sent_bytes(self) -> float: ...
+
+    @property
+    def average_s(self) -> float: ...
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,138 @@
+"""A plan as figures, sentences and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from paceline.observe.words.numbers import duration, number, percent, percent_cell
+from paceline.simulate.network_table import seconds, size
+from paceline.simulate.planning import advice
+from paceline.simulate.planning.advice import Worth
+from paceline.simulate.planning.choices import Choice, Player
+from paceline.simulate.planning.fleet_spec import HOUR_S, FleetSpec
+from paceline.simulate.sites import Hop, RoundCost
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NOT_MODELLED = (
+    "Not modelled: convergence, rounds that overlap with backward, lost packets. Averages and deadlines may need more "
+    "samples for the same loss; a wire of fewer bits is exact to its precision."
+)
+WIRE_COLUMNS = (("float32", ("float32",)), ("bf16 (int8)", ("bf16", "int8")))
+"""Columns of the table, and the wires in each: averages have int8 where gradients have bf16."""
+
+
+def figures(fleet: FleetSpec, found: Sequence[Choice]) -> list[dict[str, Any]]:
+    """One dictionary a choice."""
+    samples, price = fleet.training.samples, advice.cost_per_hour(fleet)
+    return [
+        {
+            **asdict(one),
+            "over_limit": one.over_limit,
+            "hours": one.hours(samples) if samples else None,
+            "cost": one.hours(samples) * price if samples and price else None,
+        }
+        for one in found
+    ]
+
+
+def table(found: Sequence[Choice]) -> Table:
+    """Samples a second and their part of the limit: a row for each pace and average, columns for wire and topology."""
+    from rich.table import Table
+
+    shapes = list(dict.fromkeys(one.topology for one in found))
+    drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    drawn.add_column("samples/s,\npart of the limit", no_wrap=True)
+    for title, _ in WIRE_COLUMNS:
+        for shape in shapes:
+            several = f"\n{'one ring' if shape == 'ring' else shape}" if len(shapes) > 1 else ""
+            drawn.add_column(f"{title}{several}", justify="right", no_wrap=True)
+    for name in dict.fromkeys(one.name for one in found):
+        row = [one for one in found if one.name == name]
+        cells = [_cell(row, wires, shape) for _, wires in WIRE_COLUMNS for shape in shapes]
+        drawn.add_row(name, *cells)
+    return drawn
+
+
+def _cell(row: Sequence[Choice], wires: Sequence[str], shape: str) -> str:
+    one = next((one for one in row if one.wire in wires and one.topology == shape), None)
+    return "-" if one is None else f"{number(one.samples_per_s)} {percent_cell(one.over_limit):>4}"
+
+
+def head(fleet: FleetSpec, player: Player) -> list[str]:
+    """What was planned for."""
+    training, sites = fleet.training, len(set(fleet.order))
+    where = f"{sites} sites" if sites > 1 else "one site"
+    said = [
+        f"{fleet.workers:,} machine{'s' if fleet.workers > 1 else ''} in {where}, {size(training.model_bytes)} of "
+        f"parameters, batch {training.batch:,}: together at most {number(player.limit_per_s)} samples/s"
+    ]
+    if player.churn.changes_per_s:
+        every_s = 1 / player.churn.changes_per_s
+        said.append(
+            f"One comes or goes every {seconds(every_s)}: {percent(player.churn.present)} of the speed is there at a "
+            f"time, and {percent(1 - 1 / (1 + player.churn.paused))} of the time goes into pauses"
+        )
+    return said
+
+
+def memory(fleet: FleetSpec) -> str:
+    """Whether the model fits, where memory is known: a file with a machine that is too small was refused."""
+    known = [kind for kind in fleet.kinds if kind.memory_bytes is not None]
+    if not known:
+        return ""
+    training = fleet.training
+    least = min(known, key=lambda kind: kind.memory_bytes or 0.0)
+    state = training.needed_bytes - 2 * training.model_bytes
+    return (
+        f"The model fits: {size(training.model_bytes)} of parameters, as much of gradients and {size(state)} of "
+        f"{training.optimiser}'s state leave {size((least.memory_bytes or 0) - training.needed_bytes)} for activations "
+        f"on {least.name}."
+    )
+
+
+def verdict(fleet: FleetSpec, found: Sequence[Choice], worth: Sequence[Worth], player: Player) -> list[str]:
+    """What the figures say, in sentences."""
+    exact, average = advice.best(found), advice.best_average(found)
+    wire = f", wire {exact.wire}" if exact.wire != "float32" else ""
+    said = [
+        f"With a round at every step, pace {exact.pace}{wire}: {number(exact.samples_per_s)} samples/s, "
+        f"{percent_cell(exact.over_limit)} of the limit; a round takes {seconds(exact.round_s)}, "
+        f"{percent_cell(exact.in_rounds)} of the time{_busiest(fleet, player, exact)}."
+    ]
+    if average is not None:
+        said.append(advice.gain_of(exact, average))
+    if fleet.training.samples:
+        said.append(_time_and_cost(fleet, exact, average))
+    if fits := memory(fleet):
+        said.append(fits)
+    under = " (with the average)" if advice.advised(found) is not exact else ""
+    if worth:
+        said.append(f"What machines bring{under}:")
+    return [*said, *(f"  {advice.sentence(one)}" for one in worth)]
+
+
+def _busiest(fleet: FleetSpec, player: Player, chosen: Choice) -> str:
+    cost: RoundCost = player.network(chosen.wire, chosen.topology).gradients
+    if not cost.link_bytes:
+        return ""
+
+    def taken_s(hop: Hop) -> float:
+        return cost.link_bytes[hop] / fleet.sites.link(hop).bits_per_s
+
+    hop = max(sorted(cost.link_bytes), key=taken_s)
+    return f", with {size(cost.link_bytes[hop])} from {hop[0]} to {hop[1]}"
+
+
+def _time_and_cost(fleet: FleetSpec, chosen: Choice, average: Choice | None) -> str:
+    samples, price = fleet.training.samples or 0.0, advice.cost_per_hour(fleet)
+
+    def words(one: Choice) -> str:
+        money = f" and cost {number(one.hours(samples) * price)}" if price else ""
+        return f"{duration(HOUR_S * one.hours(samples))}{money}"
+
+    other = f"; with the average {words(average)}" if average is not None else ""
+    return f"{number(samples)} samples take {words(chosen)}{other}."
