@@ -90,7 +90,11 @@ def mismatch(heard: Mapping[int, Heard], names: Mapping[int, str]) -> str | None
     spots = {id: one.beat.spots[CALLS] for id, one in heard.items() if CALLS in one.beat.spots}
     begun = {id: one.beat.begun for id, one in heard.items()}
     steady = {id: spot for id, spot in spots.items() if spot.waiting and heard[id].steady >= STEADY}
-    for id in steady:
+    looked_at = set()
+    for id, spot in steady.items():
+        if (where := (spot, begun[id])) in looked_at:  # in a large fleet nearly all are where others are, too
+            continue
+        looked_at.add(where)
         unlike = unlike_labels(id, steady) or passed_by(id, spots, begun)
         if unlike:
             return sentence(unlike, names)

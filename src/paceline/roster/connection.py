@@ -64,7 +64,7 @@ class Connection:
             raise Closed
         return self._lines.feed(data)
 
-    def send(self, message: wire.Message) -> None:
+    def send(self, message: wire.Message | bytes) -> None:
         self._unsent += wire.encode(message)
         self.flush()
 

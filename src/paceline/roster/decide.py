@@ -108,8 +108,8 @@ def _request(roster: RosterState, last: Last, id: int) -> Ready | None:
 
 def state_is_lost(roster: RosterState, last: Last) -> bool:
     """Whether every process that may hold the training's state is known to be gone."""
-    left = [id for id, seat in last.seats.items() if not seat.sure]
-    requests = [_request(roster, last, id) if last.seats[id].gone is None else None for id in left]
+    left = (id for id, seat in last.seats.items() if not seat.sure)
+    requests = (_request(roster, last, id) if last.seats[id].gone is None else None for id in left)
     return all(request is not None and request.fresh for request in requests)
 
 

@@ -246,14 +246,20 @@ class MembershipRules:
     # -- consequences ----------------------------------------------------------------------------------------------
 
     def consider(self) -> None:
-        """Publish the next generation if it can be, or tell those who ask what it waits for."""
+        """Publish the next generation if it can be, or note what it waits for."""
         self._end_if_finished()
         decision = None if self.ended or self.failure else decide(self.roster)
         if isinstance(decision, Draft):
             self._publish(decision)
         self._spread_news()
-        text = decision.text if isinstance(decision, Wait) else ""
-        self.waiting = text
+        self.waiting = decision.text if isinstance(decision, Wait) else ""
+
+    def tell_waiting(self) -> None:
+        """Tell those who ask what the next generation waits for, where that has changed.
+
+        Not at every change: when n workers come, each changes it for all that came before.
+        """
+        text = self.waiting
         untold = [worker for worker in self.roster.workers.values() if text and worker.ready and worker.told != text]
         self._tell([worker.id for worker in untold], {"wait": text})
         for worker in untold:

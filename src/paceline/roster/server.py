@@ -313,9 +313,10 @@ class RosterServer:
             if isinstance(one, Happened):
                 self._happened.append(one)
                 continue
+            line = wire.encode(one.message)  # once: a generation holds every member's facts
             for id in one.to:
                 if id in self._by_worker:
-                    self._by_worker[id].send(one.message)
+                    self._by_worker[id].send(line)
 
     def _save(self) -> None:
         self._rules.unsaved = False

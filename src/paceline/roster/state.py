@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 from paceline.roster.generation import Facts, Generation, Gone
 
+MOST_NAMED = 12
+"""Workers that a sentence names."""
+
 
 class Ready(NamedTuple):
     """A worker's request for the next generation."""
@@ -126,8 +129,10 @@ class RosterState:
         return sorted((worker for worker in asking if self.seat_of(worker) is None), key=lambda worker: worker.id)
 
     def called(self, ids: Iterable[int]) -> str:
-        """These workers, and what each does: ``worker 2 (its own code after step 40)``."""
-        return ", ".join(f"worker {id} ({self._doing(id)})" for id in ids)
+        """These workers, and what each does: ``worker 2 (its own code after step 40)``; of many the first."""
+        named = list(ids)
+        few = ", ".join(f"worker {id} ({self._doing(id)})" for id in named[:MOST_NAMED])
+        return f"{few} and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else few
 
     def _doing(self, id: int) -> str:
         worker = self.workers.get(id)

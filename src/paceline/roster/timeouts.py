@@ -16,6 +16,8 @@ RETURN_S = 10.0
 that a restarted roster gives the members it knew before they are lost."""
 ABSENT_S = 60.0
 """Seconds after which members that a restarted roster has not seen count as gone for good."""
+TELL_S = 1.0
+"""How often those who wait for a generation hear what it waits for, if that has changed."""
 MENTION_S = 2.0
 """How long a generation is waited for before onlookers hear of it."""
 
@@ -41,6 +43,7 @@ class Timeouts:
         """By id and session: until when a lost process may come back, and where it runs."""
         self._await_until: float | None = None
         self._waiting_since, self._waiting_told = 0.0, ""
+        self._told_at = 0.0
 
     def may_return(self, id: int, session: str, process: tuple[int, str]) -> None:
         """This process's connection closed, and it is not known to have ended."""
@@ -128,7 +131,11 @@ class Timeouts:
                 self._workers[id].send({"nag": f"{label}: waiting for {whom or 'the network'}"})
 
     def _check_waiting(self, now: float) -> None:
-        """Tell onlookers what a generation waits for, once that lasts: every re-forming waits for a moment."""
+        """Tell those who wait, now and then, what a generation waits for; and onlookers, once that lasts: every
+        re-forming waits for a moment."""
+        if self._rules.waiting and now - self._told_at >= TELL_S:
+            self._told_at = now
+            self._rules.tell_waiting()
         if not self._rules.waiting:
             self._waiting_since, self._waiting_told = now, ""
         elif now - self._waiting_since > MENTION_S and self._rules.waiting != self._waiting_told:

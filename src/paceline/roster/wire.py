@@ -45,7 +45,10 @@ class Refused(Exception):
         self.kind = kind
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message | bytes) -> bytes:
+    """A message as a line; one that is a line already stays as it is."""
+    if isinstance(message, bytes):
+        return message
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
