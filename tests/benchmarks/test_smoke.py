@@ -41,6 +41,7 @@ KEYS = {
     "arrival_over_round_s arrival_over_adaptive_s race_accuracy recovered_c_each datasets seeds steps failures",
     "peers": "peers versions no_link",
     "plan_scale": "ms_at_10 ms_at_1000 ms_at_10000 observe_ms_at_10000",
+    "roster_scale": "members join_s form_s beat_ms beat_ms_p99 cpu reform_s reform_cpu_s",
     "sim_vs_real": "worst_error worst_step_by_step scenarios",
     "slow_network": "gradients_s gradients_accuracy average_s average_accuracy average_over_gradients",
     "spot": "finished lost doubled replicas_equal replay_off goodput trace hours started killed left_running",
