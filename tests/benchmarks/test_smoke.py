@@ -42,6 +42,7 @@ KEYS = {
     "peers": "peers versions no_link",
     "plan_scale": "ms_at_10 ms_at_1000 ms_at_10000 observe_ms_at_10000",
     "roster_scale": "members join_s form_s beat_ms beat_ms_p99 cpu reform_s reform_cpu_s",
+    "scale": "rows breaks breaks_first at slowest_row_s slowest_row_cpu_s",
     "sim_vs_real": "worst_error worst_step_by_step scenarios",
     "slow_network": "gradients_s gradients_accuracy average_s average_accuracy average_over_gradients",
     "spot": "finished lost doubled replicas_equal replay_off goodput trace hours started killed left_running",

@@ -21,7 +21,7 @@ From = Annotated[
     typer.Option("--from", metavar="RUN", help="Fill in what the file leaves out and this run's log has measured."),
 ]
 Samples = Annotated[str | None, typer.Option(metavar="N", help="Time and cost of so many samples, such as 50M.")]
-Steps = Annotated[int | None, typer.Option(min=1, help="Steps that are played; 60 to 200 when left out.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Steps that are played; 40 to 200 when left out.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of jitter and stalls.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print all figures as one line of JSON.")]
 

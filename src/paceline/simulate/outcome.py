@@ -50,7 +50,7 @@ class Outcome:
         return float(self.shares.std() / self.shares.mean())
 
     def with_round(self, round_s: float) -> Outcome:
-        """The same with a round that takes so much longer."""
+        """The same with rounds that take so much longer."""
         return replace(self, seconds=self.seconds + round_s)
 
     def after(self, warm_up: int) -> Outcome:

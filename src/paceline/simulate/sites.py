@@ -8,9 +8,9 @@ round nearly twice, so the delays add up to ``2 (n - 1) / n`` times those of all
 k times as much. With two levels the workers of a site sum among themselves, one of each site crosses
 (``2 (s - 1) / s * B`` over a ring of s sites), and the sum comes back. Small sums go in about log n turns.
 
-TCP doubles what it sends with every round trip until the path is full. On a path of bandwidth b and delay d, with
-W = 2 d b bytes on their way when it is full, that takes ``log2(W / 14,600)`` round trips and costs one less, about:
-165 ms on 100 Mbit/s and 20 ms.
+TCP doubles what it sends with every round trip until the path is full, so t seconds after it was idle
+``14,600 (2^(t / 2d) - 1)`` bytes are sent, d the path's delay, until that grows by the bandwidth. On 100 Mbit/s and
+20 ms this costs 10 MB another 169 ms.
 """
 
 from __future__ import annotations
@@ -165,26 +165,27 @@ class Sites:
         sites = near or {site for hop in hops for site in hop}
         times = [(self.link(hop), amount) for hop, amount in carried.items()]
         times += [(self.cables[site], cable) for site in sites]
-        transfer_s = max((8 * amount / link.bits_per_s for link, amount in times), default=0.0)
-        starting_s = max((slow_start_s(link, amount) for link, amount in times), default=0.0)
-        return RoundCost(latency_s, transfer_s + starting_s, cable, carried)
+        transfer_s = max((sending_s(link, amount) for link, amount in times), default=0.0)
+        return RoundCost(latency_s, transfer_s, cable, carried)
 
 
 def _slowest(costs: Sequence[RoundCost]) -> RoundCost:
     return max(costs, key=lambda cost: cost.seconds)
 
 
-def slow_start_s(link: Link, data: float) -> float:
-    """What TCP's slow start adds to sending ``data`` bytes over a path that was idle.
+def sending_s(link: Link, data: float) -> float:
+    """Seconds to send ``data`` bytes over a path that was idle, without its delay.
 
-    >>> round(slow_start_s(Link(100e6, 0.02), 10e6), 3), slow_start_s(Link(100e6, 0.02), 1000)
-    (0.165, 0.0)
+    >>> round(sending_s(Link(100e6, 0.02), 10e6), 3), sending_s(Link(100e6, 0.0), 10e6)
+    (0.969, 0.8)
     """
-    window = 2 * link.delay_s * link.bits_per_s / 8
-    full = min(window, data)
-    if full <= FIRST_WINDOW:
-        return 0.0
-    return 2 * link.delay_s * (math.log2(full / FIRST_WINDOW) - 1 + FIRST_WINDOW / full) * (full / window)
+    trip_s, full = 2 * link.delay_s, 2 * link.delay_s * link.bits_per_s / 8
+    if full <= FIRST_WINDOW * math.log(2):
+        return 8 * data / link.bits_per_s
+    sent = full / math.log(2) - FIRST_WINDOW
+    if data <= sent:
+        return trip_s * math.log2(1 + data / FIRST_WINDOW)
+    return trip_s * math.log2(1 + sent / FIRST_WINDOW) + 8 * (data - sent) / link.bits_per_s
 
 
 @dataclass(frozen=True)

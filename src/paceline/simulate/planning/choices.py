@@ -27,8 +27,11 @@ IN_ROUNDS = (0.2, 0.05)
 """Longer periods that are tried: float32 rounds take these parts of the time."""
 WARM_UP = 20
 """First steps that are played and not scored."""
-LEAST_STEPS, MOST_STEPS, WORK = 60, 200, 400_000
+LEAST_STEPS, MOST_STEPS, WORK = 40, 200, 400_000
 """Steps that are played: so many steps times workers, within these bounds."""
+
+MANY = 1_000
+"""Workers above which a cut-off is decided with the first round's cost for all others, too: each takes long."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Player:
         self._share = max(1, round(fleet.share))
         limit = play.limit(self._own, cost_s=self._stalls).after(WARM_UP)
         self.limit_per_s = limit.throughput * fleet.share * self.churn.present
-        self._waiting: dict[str, Outcome] = {}
+        self._once: dict[str, tuple[float, Outcome]] = {}
 
     def network(self, wire: str, topology: Topology) -> SiteNetwork:
         return SiteNetwork(self.fleet.sites, self.fleet.order, self.fleet.training.model_bytes, wire, topology)
@@ -126,11 +129,13 @@ class Player:
     def _outcome(self, pace: str, round_s: float) -> Outcome:
         """Where a step waits for everybody's share the round comes on top; cut-offs and deadlines depend on it."""
         how, row = pace_row(pace, self._seed)
-        if how != "shares":
+        once = how == "shares" or (how == "arrivals" and self.fleet.workers > MANY)
+        if not once:
             return self._play(how, row, round_s)
-        if pace not in self._waiting:
-            self._waiting[pace] = self._play(how, row, 0.0)
-        return self._waiting[pace].with_round(round_s)
+        if pace not in self._once:
+            self._once[pace] = round_s, self._play(how, row, round_s)
+        before_s, outcome = self._once[pace]
+        return outcome.with_round(round_s - before_s)
 
     def _play(self, how: Played, row: Simulated, round_s: float) -> Outcome:
         settings: dict[str, Any] = {"overhead_s": round_s, "cost_s": self._stalls, "seed": self._seed}

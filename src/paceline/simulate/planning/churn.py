@@ -3,7 +3,7 @@
 With a_i the part of the time that machine i is there and v_i its speed, ``sum a_i v_i / sum v_i`` of the fleet's speed
 is left. Of every reclaim the fleet hears twice: when the machine goes, and when another takes its place, which needs
 the training's state. With c such changes a second of training and P seconds each, ``1 / (1 + c P)`` of the time is
-training. What the lost machine had done of its step is done again by others: one share, half of it on average.
+training.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from paceline.simulate.planning.fleet_spec import HOUR_S, FleetSpec
 
-REFORM_S, REFORM_EACH_S = 0.05, 0.002
-"""Until the living have formed a new group: a constant, and so much for each member (docs/scale.md)."""
+NOTICED_S, MESH_S, ROSTER_S = 0.08, 1e-4, 1.6e-6
+"""Until n members have formed a new group, ``NOTICED_S + MESH_S n + ROSTER_S n^2``: a loss is noticed and the round run
+again (`benchmarks/kill.py`), each worker connects to all others, and the roster asks at every member's word whether all
+have spoken (`benchmarks/roster_scale.py`)."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,12 @@ def churn(fleet: FleetSpec) -> Churn:
 
 
 def reform_s(workers: int) -> float:
-    return REFORM_S + REFORM_EACH_S * workers
+    """Seconds until so many members have formed a new group.
+
+    >>> round(reform_s(4), 2), round(reform_s(1000), 1)
+    (0.08, 1.8)
+    """
+    return NOTICED_S + MESH_S * workers + ROSTER_S * workers**2
 
 
 def _slowest_bits(fleet: FleetSpec) -> float:

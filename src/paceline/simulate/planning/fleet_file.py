@@ -8,9 +8,9 @@ from pathlib import Path
 
 from paceline.machines.link import Link, parse_link
 from paceline.simulate.network_table import model_bytes, size
-from paceline.simulate.planning.fleet_spec import OPTIMISERS, FleetSpec, MachineKind, Training
+from paceline.simulate.planning.fleet_spec import OPTIMISERS, FleetSpec, MachineKind, TrainedModel
 from paceline.simulate.planning.measured import Measured
-from paceline.simulate.planning.tables import Entry, Tables
+from paceline.simulate.planning.tables import FileTable, Tables
 from paceline.simulate.sites import Sites
 
 DEFAULT_SITE = "here"
@@ -51,7 +51,7 @@ def _fleet(tables: Tables, measured: Measured | None) -> FleetSpec:
     return fleet
 
 
-def _check(tables: Tables, model: Entry, entries: list[Entry], fleet: FleetSpec) -> None:
+def _check(tables: Tables, model: FileTable, entries: list[FileTable], fleet: FleetSpec) -> None:
     names = [kind.name for kind in fleet.kinds]
     for number, entry in enumerate(entries):
         if names[number] in names[:number]:
@@ -72,7 +72,7 @@ def _check(tables: Tables, model: Entry, entries: list[Entry], fleet: FleetSpec)
             raise tables.wrong(f"{error}: describe one in [[links]], between = [{used[0]!r}, {site!r}]") from None
 
 
-def _training(model: Entry, job: Entry, measured: Measured | None) -> Training:
+def _training(model: FileTable, job: FileTable, measured: Measured | None) -> TrainedModel:
     parameters, megabytes = model.get("parameters"), model.get("megabytes")
     try:
         data = model_bytes(str(parameters) if parameters is not None else None, megabytes)
@@ -91,10 +91,10 @@ def _training(model: Entry, job: Entry, measured: Measured | None) -> Training:
     model.done()
     samples = float(job.whole("samples", 1)) if "samples" in job else None
     job.done()
-    return Training(data, batch, sample_ms / 1000, optimiser, samples)
+    return TrainedModel(data, batch, sample_ms / 1000, optimiser, samples)
 
 
-def _sites(tables: Tables, training: Training, measured: Measured | None) -> Sites:
+def _sites(tables: Tables, training: TrainedModel, measured: Measured | None) -> Sites:
     cables: dict[str, Link] = {}
     for entry in tables.many("sites"):
         name = entry.text("name", None)
@@ -113,7 +113,7 @@ def _sites(tables: Tables, training: Training, measured: Measured | None) -> Sit
     return Sites(cables, links)
 
 
-def _ends(entry: Entry, sites: dict[str, Link]) -> frozenset[str]:
+def _ends(entry: FileTable, sites: dict[str, Link]) -> frozenset[str]:
     named = entry.get("between")
     if not isinstance(named, list) or len(named) != 2 or named[0] == named[1]:
         raise entry.wrong("between", 'names no two sites: write between = ["office", "cloud"]')
@@ -123,7 +123,7 @@ def _ends(entry: Entry, sites: dict[str, Link]) -> frozenset[str]:
     return frozenset(named)
 
 
-def _link(entry: Entry, bandwidth: str | None, latency_ms: float | None) -> Link:
+def _link(entry: FileTable, bandwidth: str | None, latency_ms: float | None) -> Link:
     wide = entry.text("bandwidth", bandwidth)
     if latency_ms is None and "latency_ms" not in entry:
         raise entry.wrong("", f"{entry.called} does not say latency_ms: one way")
@@ -134,7 +134,7 @@ def _link(entry: Entry, bandwidth: str | None, latency_ms: float | None) -> Link
         raise entry.wrong("bandwidth", f"is {wide!r}: write 100mbit, 1gbit or 500kbit, above 0") from None
 
 
-def _kind(entry: Entry, sites: Sites, training: Training) -> MachineKind:
+def _kind(entry: FileTable, sites: Sites, training: TrainedModel) -> MachineKind:
     only = next(iter(sites.cables)) if len(sites.cables) == 1 else None
     name, site = entry.text("name", None), entry.text("site", only)
     if site not in sites.cables:
@@ -162,7 +162,7 @@ def _kind(entry: Entry, sites: Sites, training: Training) -> MachineKind:
 # -- from a run --------------------------------------------------------------------------------------------------------
 
 
-def _cable_of_run(training: Training, measured: Measured | None) -> Link:
+def _cable_of_run(training: TrainedModel, measured: Measured | None) -> Link:
     """The default, or one on which the run's rounds take what they took: ``2 (n - 1) / n * B`` bytes each."""
     usual = parse_link(f"{BANDWIDTH},{LATENCY_MS}ms")
     workers = len(measured.sample_s) if measured is not None else 1
@@ -180,7 +180,7 @@ def _workers_of_run(sites: Sites, measured: Measured | None) -> tuple[MachineKin
 
 
 def _filled(
-    tables: Tables, entries: list[Entry], kinds: tuple[MachineKind, ...], training: Training, measured: Measured
+    tables: Tables, entries: list[FileTable], kinds: tuple[MachineKind, ...], training: TrainedModel, measured: Measured
 ) -> tuple[MachineKind, ...]:
     """Kinds with the figures that the file leaves out, of as many of the run's workers, in rank order."""
     if sum(kind.count for kind in kinds) != len(measured.sample_s):

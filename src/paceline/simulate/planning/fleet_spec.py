@@ -44,7 +44,7 @@ class MachineKind:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainedModel:
     """What is trained: the model, the global batch, and one sample's time on the reference machine."""
 
     model_bytes: int
@@ -71,7 +71,7 @@ class FleetSpec:
 
     kinds: tuple[MachineKind, ...]
     sites: Sites
-    training: Training
+    training: TrainedModel
 
     @property
     def workers(self) -> int:

@@ -38,7 +38,7 @@ def places(text: str) -> dict[Place, int]:
     return found
 
 
-class Entry:
+class FileTable:
     """One table: its values are asked for by name, and what was never asked for is refused."""
 
     def __init__(self, tables: Tables, name: str, number: int, values: Mapping[str, Any]) -> None:
@@ -121,19 +121,19 @@ class Tables:
                 line = self.lines.get((name, 0, "")) or self.lines.get(("", 0, name))
                 raise self.wrong(f"{name} is not known{_meant(name, names)}", line)
 
-    def one(self, name: str, *, needed: bool = True) -> Entry:
+    def one(self, name: str, *, needed: bool = True) -> FileTable:
         values = self._values.get(name)
         if values is None and needed:
             raise self.wrong(f"there is no [{name}]: it has the model's size, the batch and a sample's time")
         if values is not None and not isinstance(values, dict):
             raise self.wrong(f"{name} is a table: write [{name}]", self.lines.get((name, 0, "")))
-        return Entry(self, name, 0, values or {})
+        return FileTable(self, name, 0, values or {})
 
-    def many(self, name: str) -> list[Entry]:
+    def many(self, name: str) -> list[FileTable]:
         values = self._values.get(name, [])
         if not isinstance(values, list) or not all(isinstance(one, dict) for one in values):
             raise self.wrong(f"{name} are tables, one for each: write [[{name}]]", self.lines.get((name, 0, "")))
-        return [Entry(self, name, number, one) for number, one in enumerate(values)]
+        return [FileTable(self, name, number, one) for number, one in enumerate(values)]
 
 
 def _meant(key: str, known: Any) -> str:

@@ -1,0 +1,125 @@
+"""Rounds over several sites: bytes over every link, and the seconds they take."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.machines.link import Link, parse_link
+from paceline.simulate.sites import (
+    HEADER_FIXED,
+    HEADER_NUMBERS,
+    SMALL,
+    WIRES,
+    SiteNetwork,
+    Sites,
+    header_bytes,
+    sending_s,
+)
+from quick import examples
+
+FAST, SLOW = parse_link("10gbit,0.1ms"), parse_link("100mbit,20ms")
+TWO = Sites({"a": FAST, "b": FAST}, {frozenset("ab"): SLOW})
+MODEL = 10_000_000
+
+
+def four_and_four(*, interleaved: bool = False) -> tuple[str, ...]:
+    return ("a", "b") * 4 if interleaved else ("a",) * 4 + ("b",) * 4
+
+
+def test_one_ring_over_two_sites_moves_the_model_nearly_twice_over_the_link_and_two_levels_once() -> None:
+    ring = TWO.sum(four_and_four(), MODEL, "ring")
+    assert ring.link_bytes == {("a", "b"): 1.75 * MODEL, ("b", "a"): 1.75 * MODEL}
+    two = TWO.sum(four_and_four(), MODEL, "two levels")
+    assert two.link_bytes == {("a", "b"): MODEL, ("b", "a"): MODEL}
+    assert ring.seconds / two.seconds > 1.5
+
+
+def test_a_ring_whose_ranks_alternate_crosses_the_link_at_every_hop_and_two_levels_do_not_care() -> None:
+    ring = TWO.sum(four_and_four(interleaved=True), MODEL, "ring")
+    assert ring.link_bytes["a", "b"] == 4 * 1.75 * MODEL
+    two = TWO.sum(four_and_four(interleaved=True), MODEL, "two levels")
+    assert two == TWO.sum(four_and_four(), MODEL, "two levels")
+    assert ring.seconds / two.seconds > 5
+
+
+@pytest.mark.parametrize("topology", ["ring", "two levels"])
+def test_shorter_wires_send_halves_and_quarters_over_every_link(topology: str) -> None:
+    def sent(wire: str) -> float:
+        network = SiteNetwork(TWO, four_and_four(), MODEL, wire, topology)  # type: ignore[arg-type]
+        return network.gradients.link_bytes["a", "b"] - network.header.link_bytes["a", "b"]
+
+    whole = sent("float32")
+    assert sent("bf16") == pytest.approx(whole / 2)
+    assert sent("int8") == pytest.approx(whole / 4)
+    assert set(WIRES) == {"float32", "bf16", "fp16", "int8"}
+
+
+def test_in_one_site_a_ring_of_two_takes_two_delays_and_the_bytes_and_levels_are_the_same() -> None:
+    one = Sites({"a": Link(1e9, 0.0)})
+    assert one.sum("aa", MODEL).seconds == pytest.approx(8 * MODEL / 1e9)
+    assert one.sum("aaaa", MODEL, "two levels") == one.sum("aaaa", MODEL, "ring")
+    far = Sites({"a": Link(1e12, 0.02)})
+    assert far.sum("aa", MODEL).latency_s == pytest.approx(2 * 0.02)
+    assert far.sum("aaaa", MODEL).latency_s == pytest.approx(6 * 0.02)
+
+
+def test_what_was_measured_over_a_link_of_100_megabits_and_20_milliseconds() -> None:
+    """10 MB between two computers took 1,014 ms; 4 MB between three, at 10 ms, 511 ms."""
+    apart = Sites({"a": FAST, "b": FAST, "c": FAST}, {frozenset(ends): SLOW for ends in ("ab", "bc", "ac")})
+    assert apart.sum("ab", 10e6).seconds == pytest.approx(1.014, rel=0.05)
+    nearer = Sites(apart.cables, {ends: Link(1e8, 0.01) for ends in apart.links})
+    assert nearer.sum("abc", 512 * 2048 * 4).seconds == pytest.approx(0.511, rel=0.1)
+
+
+def test_where_no_link_joins_two_sites_bytes_go_over_those_between_and_a_site_without_any_is_refused() -> None:
+    chain = Sites({"a": FAST, "b": FAST, "c": FAST, "d": FAST}, {frozenset("ab"): SLOW, frozenset("bc"): SLOW})
+    assert chain.route("a", "c") == (("a", "b"), ("b", "c"))
+    assert chain.delay_s("a", "c") == pytest.approx(0.04)
+    crossed = chain.sum("abc", MODEL).link_bytes
+    assert crossed["c", "b"] == crossed["b", "a"] == pytest.approx(4 / 3 * MODEL)
+    with pytest.raises(ValueError, match="no link leads from a to d"):
+        chain.route("a", "d")
+
+
+def test_an_average_exchanges_its_facts_before_the_sum_and_gradients_beside_it() -> None:
+    network = SiteNetwork(TWO, four_and_four(), MODEL)
+    assert network.average_s > network.gradients_s
+    alone = SiteNetwork(TWO, ("a",), MODEL)
+    assert alone.average_s == alone.gradients_s == alone.sent_bytes == 0
+
+
+def test_the_header_is_as_large_as_that_of_a_real_round() -> None:
+    from paceline.combine.header import Layout
+
+    assert header_bytes(7) == 8 * sum(Layout(7, parameters=0, counters=0).sizes)
+    assert (HEADER_NUMBERS, HEADER_FIXED) == (23, 135)
+
+
+@settings(max_examples=examples(100))
+@given(
+    counts=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    data=st.floats(1, 1e9),
+    bits=st.floats(1e6, 1e11),
+    delay_s=st.floats(0, 0.3),
+)
+def test_more_bytes_never_take_less_and_a_wider_link_never_more(
+    counts: list[int], data: float, bits: float, delay_s: float
+) -> None:
+    names = "abcd"[: len(counts)]
+    order = [name for name, many in zip(names, counts) for _ in range(many)]
+    ends = [frozenset((one, other)) for one in names for other in names if one < other]
+
+    def took_s(data: float, bits: float, topology: str) -> float:
+        sites = Sites(dict.fromkeys(names, FAST), {end: Link(bits, delay_s) for end in ends})
+        return sites.sum(order, data, topology).transfer_s  # type: ignore[arg-type]
+
+    for topology in ("ring", "two levels"):
+        assert 0 <= took_s(data, bits, topology) <= took_s(data, bits / 2, topology) * (1 + 1e-9)
+        if data > SMALL or 2 * data <= SMALL:  # between, a sum goes another way
+            assert took_s(data, bits, topology) <= took_s(2 * data, bits, topology) * (1 + 1e-9)
+
+
+def test_without_a_delay_sending_takes_what_the_bandwidth_says_and_with_one_longer() -> None:
+    assert sending_s(Link(1e8, 0.0), 1e7) == 0.8
+    assert sending_s(Link(1e8, 0.02), 1e7) == pytest.approx(0.968, abs=1e-3)
+    assert sending_s(Link(1e8, 0.02), 0) == 0
