@@ -7,7 +7,6 @@ import os
 import platform
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -77,7 +76,7 @@ class RunRecorder:
             "transport": transport.name,
             "backend": transport.backend,
             "workers": [{key: facts[key] for key in keys if key in facts} for facts in everybody],
-            "started": time.time(),
+            "started": transport.clock(),
             "torch": torch.__version__,
             "paceline": __version__,
             "python": platform.python_version(),
@@ -104,7 +103,7 @@ class RunRecorder:
         if self._lock is None:  # a predecessor that is cut off may hold it: the run goes on all the same
             with suppress(FolderInUse):
                 self._lock = lock_folder(self.run_dir, fleet=self._fleet, patience_s=0.0)
-        self._log = EventLog(self.run_dir)
+        self._log = EventLog(self.run_dir, clock=self._transport.clock)
         if not begun:
             self._view.show(self._log.write("run", **self._run))
 

@@ -19,7 +19,7 @@ from paceline.observe.analysis.audit import audit
 from paceline.roster import RosterServer
 from ports import own_port
 
-TOKEN = "a token for tests"
+TOKEN = "a-token-for-tests"
 
 
 class Flock:

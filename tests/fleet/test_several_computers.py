@@ -3,23 +3,34 @@ waits without a name."""
 
 from __future__ import annotations
 
+import json
 import time
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import switch as switches
-from crew import Crew, Outcome
-from flock import Flock
-from nursery import Worker
+from crew import Crew, Outcome, outcome, start
+from elastic_cases import LENGTH
+from flock import TOKEN, Flock
+from nursery import Worker, elastic_variables, end_all
+from shells import Shell
 from switch import Switch
 from test_elastic import must_be_sound
 from test_elastic_network import CASE, Scattered, goes_on_without, is_back, must_be_one_fleet
 
+from paceline.observe import read_log
+from paceline.observe.analysis.audit import audit
+
 pytestmark = [pytest.mark.fleet, pytest.mark.skipif(bool(switches.missing()), reason=switches.missing())]
 
 ROUGH = {"delay_s": 0.005, "jitter_s": 0.003, "loss": 0.005, "bits_s": 50e6}
-EPOCHS = 25
+EPOCHS = 14
+HERE = Path(__file__).parent
+PATH = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "harness")]
+"""Where the cases find what they import."""
 
 
 class Computers(Scattered):
@@ -31,7 +42,7 @@ class Computers(Scattered):
         self, size: int, folder: Path, *, networks: dict[str, list[str]] | None = None, **settings: Any
     ) -> None:
         self._networks = networks
-        super().__init__(size, folder, epochs=EPOCHS, args={"pause_s": 0.05, **settings.pop("args", {})}, **settings)
+        super().__init__(size, folder, epochs=EPOCHS, args={"pause_s": 0.1, **settings.pop("args", {})}, **settings)
 
     def _make_network(self, computers: list[str]) -> Switch:
         return Switch(computers, networks=self._networks)
@@ -50,7 +61,7 @@ class FixedComputers(Crew):
 
     def __init__(self, switch: Switch, folder: Path, **settings: Any) -> None:
         self._switch = switch
-        super().__init__(CASE, len(switch.computers), folder, env={"QUICK_EXIT": "1"}, **settings)
+        super().__init__(CASE, len(switch.computers), folder, env={"QUICK_EXIT": "1", "SILENT_S": "7"}, **settings)
 
     def _start(self, case: str, rank: int, port: int, args: Any, env: dict[str, str]) -> Worker:
         name = self._switch.computers[rank]
@@ -131,12 +142,29 @@ def test_one_that_is_cut_off_while_it_starts_comes_back_by_itself(tmp_path: Path
     must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=EPOCHS)
 
 
+def test_clocks_that_differ_by_minutes_do_not_matter(tmp_path: Path) -> None:
+    """The leader's clock is five minutes ahead, its successor's seven behind: the log they write has one time."""
+    began, clocks = time.time(), {0: "300", 1: "-420", 2: "60"}
+    own = {slot: {"CLOCK_AHEAD_S": seconds} for slot, seconds in clocks.items()}
+    with Flock(CASE, 3, tmp_path, args={"epochs": 8, "pause_s": 0.05}, own=own) as flock:
+        flock.wait_for_step(6)
+        flock.kill(0)
+        flock.wait_for_workers(2)
+        outcomes = flock.hurry()
+    run = must_be_sound(tmp_path, {**outcomes, 0: outcomes[1]}, ended={1, 2}, epochs=8)
+    times = [json.loads(line)["t"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert began - 2 < min(times)
+    assert max(times) < time.time() + 2
+    assert all(later > sooner - 1.0 for sooner, later in pairwise(times))
+    assert began - 2 < run.run["started"] < time.time()
+
+
 def test_a_fixed_fleet_outlasts_a_short_cut_and_names_who_is_cut_off_for_good(tmp_path: Path) -> None:
     """Each computer has an interface that leads nowhere besides the one that works."""
     with Switch("abc", networks={"dead0": "abc", "eth0": "abc"}) as switch:
         switch.dead.add("dead0")
         switch.every(**ROUGH)
-        with FixedComputers(switch, tmp_path, args={"epochs": EPOCHS}) as crew:
+        with FixedComputers(switch, tmp_path, args={"epochs": EPOCHS, "pause_s": 0.1}) as crew:
             crew.wait_for_commits(5)
             switch.cut("b")
             time.sleep(4.0)
@@ -148,3 +176,57 @@ def test_a_fixed_fleet_outlasts_a_short_cut_and_names_who_is_cut_off_for_good(tm
     for near in (0, 1):
         assert "paceline: worker 2 (c, cpu) went silent" in outcomes[near].err
     assert "paceline: worker 0 (a, cpu)'s computer, where the fleet meets, has not answered for" in outcomes[2].err
+
+
+def test_a_roster_by_itself_is_joined_over_loopback_a_launcher_and_variables(tmp_path: Path) -> None:
+    """`paceline host` on computer r, whose own worker joins over loopback; `paceline run --join` on a; a worker with
+    the variables on b. Each keeps its files to itself. An interface that leads nowhere comes first on all of them."""
+    folders = {name: tmp_path / name for name in "rab"}
+    for folder in folders.values():
+        folder.mkdir()
+    (folders["a"] / "train.py").write_text(JOINING.format(path=PATH))
+    with Switch("rab", networks={"dead0": "rab", "eth0": "rab"}) as switch, ExitStack() as stack:
+        switch.dead.add("dead0")
+        switch.every(delay_s=0.005, bits_s=50e6)
+        outside = f"{switch.address('r', 'eth0')}:7070"
+        with switch.inside("r"):
+            host = Shell(folders["r"]).start(
+                "host", "--host", "0.0.0.0", "--port", "7070", "--min", "3", "--token", TOKEN
+            )
+        with switch.inside("a"):
+            launcher = Shell(folders["a"]).start("run", "--join", outside, "-n", "1", "--token", TOKEN, "train.py")
+        stack.callback(end, host, launcher)
+        workers = {}
+        for name, address in (("r", "127.0.0.1:7070"), ("b", outside)):
+            told = elastic_variables(0, run_dir=folders[name] / "run", address=address, token=TOKEN)
+            own = {"COMPUTER": switch.place(name), "QUICK_EXIT": "1"}
+            workers[name] = start(folders[name], 0, CASE, {"epochs": 3}, told | own)
+        stack.callback(end_all, workers.values())
+        said, told = launcher.communicate(timeout=90)
+        for name, worker in workers.items():
+            assert worker.wait(30) == 0, outcome(folders[name], 0, 1).err[-3000:]
+        assert (launcher.returncode, host.wait(10)) == (0, 0), told
+    weights = [outcome(folders[name], 0, 0).value["weights"] for name in "rb"]
+    assert weights[0] == weights[1] == json.loads(said.splitlines()[-1])["weights"], (
+        "replicas are not equal bit for bit"
+    )
+    logs = [file for folder in folders.values() for file in folder.rglob("events.jsonl")]
+    assert len(logs) == 1, "one of them leads"
+    seen = audit(read_log(logs[0].parent))
+    assert [one.epoch for one in seen] == [0, 1, 2]
+    assert all(one.sound and one.whole and one.counted == LENGTH for one in seen)
+
+
+JOINING = """
+import json, sys
+sys.path[:0] = {path!r}
+import network_cases
+print(json.dumps(network_cases.train({{"epochs": 3}})))
+"""
+
+
+def end(*processes: Any) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate(timeout=30)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -374,3 +376,19 @@ def test_small_numbers_are_those_with_four_digits(values):
     for value, short in zip(values, found):
         assert short == pytest.approx(value, rel=6e-4, abs=1e-299)
         assert len(f"{abs(short):.15g}".replace(".", "").split("e")[0].strip("0")) <= 4
+
+
+@pytest.mark.parametrize("skew_s", [0.0, 300.0, -420.0])
+def test_a_run_on_a_computer_with_another_clock_is_not_taken_for_silent(tmp_path, monkeypatch, skew_s):
+    live, now = LiveRun(tmp_path), 1e9
+    clock = {"time": lambda: now, "monotonic": lambda: now, "strftime": time.strftime, "localtime": time.localtime}
+    monkeypatch.setattr("paceline.observe.page.live.time", SimpleNamespace(**clock))
+    first, old, *steps = calm_run(5)[:5]
+    live.add({**first, "t": now + skew_s - 60})
+    for event in (old, steps[0]):
+        live.add({**event, "t": now + skew_s - 50})
+    assert live.full()["last"] == now + skew_s - 50, "what was in the log already says nothing of clocks"
+    now += 1
+    live.add({**steps[1], "t": now + skew_s})
+    message = live.full()
+    assert message["now"] - message["last"] == 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -465,3 +466,15 @@ def test_a_real_process_that_is_stopped_or_killed_is_noticed(
     finally:
         child.kill()
         child.join(10)
+
+
+@pytest.mark.parametrize(("ahead_s", "counts"), [(300.0, True), (-420.0, True), (0.3, False)])
+def test_the_fleets_clock_is_the_rosters(
+    house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, ahead_s: float, counts: bool
+) -> None:
+    away = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(server, "time", away)
+    member = house().come(0).client
+    assert abs(member.clock() - time.time() - (ahead_s if counts else 0.0)) < 5.0
+    if not counts:
+        assert abs(member.clock() - time.time()) < 0.1, "so little is the network's doing"

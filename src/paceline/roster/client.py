@@ -35,6 +35,7 @@ STOOD_STILL_S = 1.0
 BACK_OFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 """Between attempts to find the roster; the last for ever."""
 BYE_S = 2.0
+CLOCK_S = 1.0
 QUIET_S = 5.0
 """A roster that has not answered a beat for so long is warned about, once."""
 
@@ -71,6 +72,7 @@ class RosterClient:
         self.network: Callable[[], str] = lambda: ""
         """Where the network between this worker and others does not pass, in words."""
         self._answered_at = time.monotonic()
+        self._clock_ahead_s = 0.0
         self._said: tuple[str, int, dict[str, tuple[int, str, bool]]] = ("starting", 0, {})
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -88,6 +90,13 @@ class RosterClient:
         """Where the roster's store is."""
         connection = self._connection
         return self._address[0], connection.store_port if connection is not None else 0
+
+    def clock(self) -> float:
+        """Unix seconds on the roster's clock, which is the fleet's: workers go on with each other's logs, and their own
+        clocks may differ by minutes. Less than `CLOCK_S` is the network's doing."""
+        if (connection := self._connection) is not None:
+            self._clock_ahead_s = connection.clock_ahead_s
+        return time.time() + (self._clock_ahead_s if abs(self._clock_ahead_s) > CLOCK_S else 0.0)
 
     @property
     def away(self) -> bool:

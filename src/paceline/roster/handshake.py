@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import weakref
 from contextlib import suppress
 from typing import Any
@@ -24,6 +25,8 @@ class RosterConnection:
         self.id = -1
         self.running = False
         self.store_port = 0
+        self.clock_ahead_s = 0.0
+        """By how much the roster's clock is ahead of this computer's, but for the time that the welcome travelled."""
         self._lines = wire.Lines(wire.MAX_ANSWER)
         self._early: list[dict[str, Any]] = []
         _OPEN.add(self)
@@ -82,6 +85,7 @@ def shake_hands(address: tuple[str, int], *, token: str, hello: wire.Message) ->
         welcome = connection.answer()
         connection.id, connection.running = int(welcome["welcome"]), bool(welcome["running"])
         connection.store_port = int(welcome["store"])
+        connection.clock_ahead_s = float(welcome.get("now", 0.0) or time.time()) - time.time()
         return connection
     except (KeyError, TypeError):
         connection.close()

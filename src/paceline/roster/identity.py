@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from paceline.roster.state import Hello, Last, RegisteredWorker, RosterState, Seat
 
+LEAP = 1_000_000
+"""More generations than a fleet has while one of its workers is away."""
+
 
 def is_member(roster: RosterState, hello: Hello) -> bool:
     """Whether this very process has a seat in the last generation."""
@@ -30,11 +33,13 @@ def known_process(roster: RosterState, hello: Hello) -> RegisteredWorker | None:
 def adopt(roster: RosterState, hello: Hello, *, leap: int) -> bool:
     """The roster knows nothing, and a worker comes that was here before: take its fleet over from what it says.
 
-    ``leap``: a number beyond all that may have been given, to go on from. Returns whether the state has changed.
+    ``leap``: a number to go on from, by this computer's clock beyond all that may have been given; where the roster
+    before was on a computer whose clock is ahead, `LEAP` beyond what this worker knows of is. Returns whether the state
+    has changed.
     """
     was, found_out = hello.was, hello.returning and not roster.number
     if found_out:
-        roster.number, roster.searching = leap, True
+        roster.number, roster.searching = max(leap, hello.generation + LEAP), True
     if was is None or was.number != hello.generation or not roster.searching:
         return found_out
     if roster.last is not None and was.number <= roster.last.number:  # of several, the youngest is the living one

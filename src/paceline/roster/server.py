@@ -236,7 +236,8 @@ class RosterServer:
         connection.worker, connection.session, connection.process = worker.id, hello.session, process
         self._by_worker[worker.id] = connection
         self._timeouts.is_back(worker.id, worker.session)
-        connection.send({"welcome": worker.id, "running": self._running(worker.id), "store": self._store.port})
+        welcome = {"welcome": worker.id, "running": self._running(worker.id), "store": self._store.port}
+        connection.send({**welcome, "now": time.time()})
 
     def _give_up_if_gone(self, hello: Hello) -> None:
         """The process that had this name may have ended a moment ago, its connection still open in a child of it."""

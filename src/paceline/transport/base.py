@@ -6,6 +6,7 @@ the same on every worker, so that a worker that is somewhere else in the program
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -91,6 +92,10 @@ class Transport(Collective, Protocol):
     def id(self) -> int:
         """Who this worker is, whatever its rank."""
         return self.rank
+
+    def clock(self) -> float:
+        """Unix seconds for the run's log, the same on every worker that may come to write it."""
+        return time.time()
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite ``tensors`` with the leader's."""

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -68,8 +68,9 @@ class EventLog:
     ``record.to_json()`` would copy deeply on the training thread. The event is returned, ready for `View.show`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = Path(folder) / LOG_NAME
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+        """``clock`` gives the events' time, in unix seconds."""
+        self.path, self._clock = Path(folder) / LOG_NAME, clock
         self._queue: SimpleQueue[Event] = SimpleQueue()
         self._dropped = 0
         self._warned = False
@@ -84,7 +85,7 @@ class EventLog:
         """Put an event on the queue with the time; the values must not change afterwards."""
         if event == "run":
             fields.setdefault("version", ELASTIC_VERSION if fields.get("transport") == "elastic" else LOG_VERSION)
-        line = {"event": event, "t": time.time(), **fields}
+        line = {"event": event, "t": self._clock(), **fields}
         if self._stop.is_set() or self._queue.qsize() >= MOST_EVENTS:
             self._dropped += 1
         else:
@@ -109,7 +110,7 @@ class EventLog:
         if self._dropped and not self._unwritten:  # the disk takes lines again: say what is missing
             dropped, self._dropped = self._dropped, 0
             text = f"{dropped} events are missing here: the disk did not keep up"
-            lines.append(encode({"event": "note", "t": time.time(), "level": "warning", "text": text}))
+            lines.append(encode({"event": "note", "t": self._clock(), "level": "warning", "text": text}))
         while (event := self._next()) is not None:
             line = self._encode(event)
             if size + len(line) > MOST_BYTES:

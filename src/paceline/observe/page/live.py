@@ -7,6 +7,7 @@ are two kinds of messages: a *quick* one with where the run stands, and a *full*
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import deque
@@ -42,6 +43,7 @@ MOST_CHANGES = 200
 NOT_YET = WhatIf(why_not="known when the run has ended: paceline report")
 ENDED = WhatIf(why_not="a replay of the run tells, in the whole report: paceline report")
 """A replay takes a second or two of a processor: too much for every message, and it needs the whole record."""
+LIVE_S = 0.1
 TAIL = 8
 """Of an elastic run, the steps that may still turn out to be void: by its rules it is one, so this is plenty."""
 
@@ -62,6 +64,7 @@ class LiveRun:
         self.end: Mapping[str, Any] | None = None
         self.newest: StepRecord | None = None
         self.last_t: float | None = None
+        self._read_before, self._skew = math.inf, 0.0
         self.elastic = run.get("transport") == "elastic"
         self.generations = 1
         """Memberships so far."""
@@ -97,6 +100,7 @@ class LiveRun:
         if record is None or not self._filter.stands(record, self._recent):
             return
         t = sanitise.timestamp(event.get("t"))
+        self._note_skew(t)
         self.last_t = t if t == t else time.time()
         self.newest = record
         self.steps += 1
@@ -147,6 +151,14 @@ class LiveRun:
             drawn = [self._timeline(), *pictures(data)]
             return self._message(parts, [picture for picture in drawn if picture is not None])
 
+    def _note_skew(self, t: float) -> None:
+        """A step that comes a moment after the one before was made just now, whatever the clock of its computer says;
+        those that come at once were in the log already."""
+        now = time.monotonic()
+        if now - self._read_before > LIVE_S and t == t:
+            self._skew = time.time() - t
+        self._read_before = now
+
     def _newest_parts(self) -> dict[str, str]:
         now = html.escape(now_line(self._progress.snapshot()))
         return {"now": now, "notes": html.notes(self._notes, self.end)}
@@ -155,7 +167,7 @@ class LiveRun:
         return {
             "revision": self.revision,
             "now": time.time(),
-            "last": self.last_t,
+            "last": None if self.last_t is None else self.last_t + self._skew,
             "ended": self.end is not None,
             "parts": parts,
             "pictures": [picture.to_json() | {"frame": html.frame(picture)} for picture in drawn],

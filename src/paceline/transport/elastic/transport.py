@@ -96,6 +96,9 @@ class Elastic(Distributed):
     def id(self) -> int:
         return self.reform.client.id
 
+    def clock(self) -> float:
+        return self.reform.client.clock()
+
     def show(self, generation: Generation) -> None:
         """From now on the training sees the members of this generation."""
         self.workers, self.generation = generation.workers, generation.number
