@@ -160,6 +160,13 @@ class Threads(Transport):
         self.meeting.bring(key, self.rank, tensor.clone())
         return _Summed(self.meeting, key, tensor)
 
+    def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Any:
+        aside = getattr(self._aside, "here", False)
+        self._sums[aside] += 1
+        key = ("rows", aside, self._sums[aside])
+        self.meeting.bring(key, self.rank, sent.clone())
+        return _Exchanged(self.meeting, key, self.rank, got)
+
     def gather(self, label: str, value: Any) -> list[Any]:
         self.calls += 1
         key = ("gather", label, self.calls)
@@ -216,6 +223,18 @@ class _Summed:
     def wait(self) -> None:
         parts = self._meeting.everybodys(self._key)
         self._tensor.copy_(torch.stack([parts[rank] for rank in sorted(parts)]).sum(0))
+
+    def abandon(self) -> bool:
+        return True
+
+
+class _Exchanged:
+    def __init__(self, meeting: Meeting, key: Any, rank: int, got: torch.Tensor) -> None:
+        self._meeting, self._key, self._rank, self._got = meeting, key, rank, got
+
+    def wait(self) -> None:
+        rows = self._meeting.everybodys(self._key)
+        self._got.copy_(torch.stack([rows[rank][self._rank] for rank in sorted(rows)]))
 
     def abandon(self) -> bool:
         return True

@@ -43,6 +43,7 @@ def join(
     device: str | torch.device | None = None,
     seed: int = 0,
     nonfinite: str = "stop",
+    wire: str = "float32",
     name: str | None = None,
     run_dir: str | Path | None = None,
     quiet: bool = False,
@@ -61,12 +62,14 @@ def join(
         device: where this worker computes; a GPU of its own where there is one, unless given.
         seed: of the shuffle and of everything random in the loop; the same on every worker.
         nonfinite: "stop" (an error that names the worker) or "skip" the update when gradients are NaN or infinite.
+        wire: how what rounds sum crosses the network: "float32" (as it is), "bf16" or "fp16" (half the bytes), or
+            "int8" (a quarter, for combine="average" alone). PACELINE_WIRE overrides it, and the run says so.
         name: of the run, for its folder and log.
         run_dir: the run's folder; ``runs/<time>-<name>`` unless given.
         quiet: no live view and no closing verdict.
 
     Raises:
-        ValueError: for a pace, combine or device that is unknown or does not fit the fleet.
+        ValueError: for a pace, combine, wire or device that is unknown or does not fit the fleet.
         FleetError: when the others do not come, or came with other settings.
 
     Example:
@@ -75,10 +78,8 @@ def join(
             model = fleet.model(Net())
         ```
     """
-    context = join_training(
-        pace, combine, device=device, seed=seed, nonfinite=nonfinite, name=name, run_dir=run_dir, quiet=quiet
-    )
-    return Fleet(context)
+    told: dict[str, Any] = {"name": name, "run_dir": run_dir, "quiet": quiet}
+    return Fleet(join_training(pace, combine, device=device, seed=seed, nonfinite=nonfinite, wire=wire, **told))
 
 
 class Fleet:

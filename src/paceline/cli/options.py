@@ -168,7 +168,7 @@ def check_network(network: str | None) -> None:
             parse_link(network)
 
 
-def check_names(pace: str | None, combine: str | None, workers: int) -> None:
+def check_names(pace: str | None, combine: str | None, wire: str | None, workers: int) -> None:
     if pace is not None:
         from paceline.pace import make
 
@@ -179,3 +179,8 @@ def check_names(pace: str | None, combine: str | None, workers: int) -> None:
 
         if combine not in names():
             raise ValueError(f"--combine: unknown combine {combine!r}; known: {', '.join(names())}")
+    if wire is not None:
+        from paceline.combine.wire import format_of
+
+        with about("--wire"):
+            format_of(wire)

@@ -49,6 +49,13 @@ Pace = Annotated[
     ),
 ]
 Combine = Annotated[str | None, typer.Option(metavar="NAME", help="How work merges; overrides the script's own.")]
+Wire = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="How rounds cross the network: float32, bf16, fp16, or int8 with averages; overrides the script's own.",
+    ),
+]
 Fail = Annotated[
     str | None,
     typer.Option(
@@ -120,6 +127,7 @@ def run(
     sample_ms: SampleMs = 2.0,
     pace: Pace = None,
     combine: Combine = None,
+    wire: Wire = None,
     failures: Fail = None,
     network: Network = None,
     name: Name = None,
@@ -142,7 +150,7 @@ def run(
         check_script(script, module)
         device_list = read_devices(devices)
         size = read_size(n, devices=device_list, emulate=emulate, sample_ms=sample_ms, joining=join is not None)
-        check_names(pace, combine, size.start)
+        check_names(pace, combine, wire, size.start)
         chances, faults = read_faults(failures, size=size, seed=seed, spot=spot, speed_up=speed_up, notice=spot_notice)
         check_network(network)
         roster = _roster(size, host=host, port=port, join=join, token=token, token_file=token_file)
@@ -160,6 +168,7 @@ def run(
         run_dir=run_dir,
         pace=pace,
         combine=combine,
+        wire=wire,
         emulate=emulate,
         sample_ms=f"{sample_ms:g}" if emulate else None,
         failures=chances,

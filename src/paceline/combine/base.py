@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from paceline.combine.wire import Format
 from paceline.machines.failures import Failures
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class CombineParts:
     """How much of an epoch each worker claims when it opens; empty: it is dealt as it goes."""
     first_round: int = 0
     """Rounds of the run's loops before this one."""
+    form: Format | None = None
+    """Of parameters on the wire; None: as they are."""
 
 
 class Combine(Protocol):

@@ -14,6 +14,7 @@ from paceline.combine.averaging.combine import AveragingCombine
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
 from paceline.combine.base import Combine, CombineParts
 from paceline.combine.gradients.combine import GradientCombine
+from paceline.combine.wire import format_of
 from paceline.loop.context import LoopContext
 from paceline.machines.failures import Failures, parse_failures
 from paceline.pace import Pacer, deadlines_needed
@@ -91,6 +92,37 @@ def check_combine(combine: Choice, pacer: Pacer, workers: int, *, elastic: bool 
         raise ValueError(
             f"pace {pacer.name!r} sets deadlines for rounds of gradients, and combine {name_of(combine)!r} has none: "
             "take pace adaptive or equal"
+        )
+
+
+def check_wire(wire: str, combine: Choice) -> None:
+    """Raise ValueError when this wire is not known, or makes no sense with the combine."""
+    form = format_of(wire)
+    if form is None:
+        return
+    if isinstance(combine, ElasticAverage):
+        raise ValueError(
+            f"wire {wire!r} rounds what workers send, and in combine 'elastic-average' the centre must move by just "
+            "what the workers do: leave wire out, or use combine 'average'"
+        )
+    if form.averages_only and not isinstance(combine, Averaging):
+        raise ValueError(
+            f"wire {wire!r} is too coarse for single gradients, and is for combine 'average': use wire 'bf16' or "
+            f"'fp16', or combine 'average'"
+        )
+    if form.averages_only and isinstance(combine, Averaging) and combine.once:
+        raise ValueError(
+            f"wire {wire!r} rounds a whole training's update, and with every='end' no later round makes that good: use "
+            "wire 'bf16', or give every_steps= or period_s="
+        )
+
+
+def check_backend(wire: str, backend: str) -> None:
+    """Raise ValueError when rounds cross a network on which this wire brings nothing."""
+    if backend == "nccl" and format_of(wire) is not None:
+        raise ValueError(
+            f"wire {wire!r} is for rounds over Gloo, and these go over NCCL: leave wire out, or set "
+            "PACELINE_BACKEND=gloo where the network between the GPUs' computers is slow"
         )
 
 

@@ -38,6 +38,7 @@ def launch(
     devices: Sequence[str] | None = None,
     pace: str | None = None,
     combine: str | None = None,
+    wire: str | None = None,
     emulate: str | None = None,
     sample_ms: float | None = None,
     name: str | None = None,
@@ -54,6 +55,7 @@ def launch(
         devices: one for each worker, such as ``["cuda:0", "cpu"]``.
         pace: as the option of ``paceline run``, like ``combine``; they override what the function says.
         combine: see ``pace``.
+        wire: see ``pace``.
         emulate: machines to play, as ``paceline run --emulate``.
         sample_ms: of an emulated machine of speed 1, milliseconds a sample.
         name: of the run, for its log; the function's name unless given.
@@ -72,6 +74,7 @@ def launch(
         run_dir=None if run_dir is None else Path(run_dir).resolve(),
         pace=pace,
         combine=combine,
+        wire=wire,
         emulate=emulate,
         sample_ms=None if sample_ms is None else f"{sample_ms:g}",
     )

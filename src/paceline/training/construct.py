@@ -16,6 +16,7 @@ from paceline.combine.base import CombineParts
 from paceline.combine.choose import kind_of, name_of
 from paceline.combine.gradients.second_order import needs_graph
 from paceline.combine.gradients.varying import VaryingCount
+from paceline.combine.wire import format_of
 from paceline.feed import Order, Source
 from paceline.feed.batch_dealing import BatchDealing
 from paceline.feed.dealing import Dealing, make_dealing
@@ -92,7 +93,9 @@ class StepsConstructor:
         transport = Alone() if kind_of(context.combine).local else context.transport
         if text := hooks_text(context.models):
             context.warn(text)
-        gradients = Gradients(transport, context.models, overlap=self._replica.overlap and not auto)
+        gradients = Gradients(
+            transport, context.models, overlap=self._replica.overlap and not auto, form=format_of(context.wire)
+        )
         gradients.next_scaler = context.tracking.scaler
         optimizers = context.tracking.optimizers.values()
         gradients.keep_graph = transport.size == 1 and any(needs_graph(optimizer) for optimizer in optimizers)
@@ -126,7 +129,9 @@ class StepsConstructor:
             epoch=place.first_epoch,
         )
         loop = self._loop_context(plan, gradients, dealing)
-        parts = CombineParts(context.models, context.failures, lengths, self._done_before("round"))
+        parts = CombineParts(
+            context.models, context.failures, lengths, self._done_before("round"), format_of(context.wire)
+        )
         steps = Steps(loop, kind.make(loop, combine, parts))
         self._learn(steps)
         steps.dataset_length, loop.at_boundary = source.length, lambda: self._saving.at_boundary(steps)
@@ -224,6 +229,7 @@ class StepsConstructor:
             **plan.agreed,
             "pace": context.pacer.name,
             "combine": repr(context.combine),
+            "wire": context.wire,
             "the models' shapes": self._replica.shapes_digest(),
         }
         steps.loop.membership = Membership(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from paceline.combine.choose import Choice
+from paceline.combine.wire import PLAIN
 from paceline.loop.passes import Passes
 from paceline.loop.tracking import Tracked
 from paceline.machines import Machine
@@ -38,6 +39,8 @@ class TrainingContext:
     nonfinite: str
     seed: int
     """A checkpoint that is loaded brings its own."""
+    wire: str = PLAIN
+    """The format in which what rounds sum crosses the network."""
     at_the_end: ExitStack = field(default_factory=ExitStack)
     """Closed when the fleet is left."""
     models: list[torch.nn.Module] = field(default_factory=list)

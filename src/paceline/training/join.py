@@ -12,7 +12,16 @@ import torch
 
 from paceline import devices, machines
 from paceline.combine.averaging.settings import Averaging
-from paceline.combine.choose import Choice, check_combine, failures_from_env, kind_of, make_combine, name_of
+from paceline.combine.choose import (
+    Choice,
+    check_backend,
+    check_combine,
+    check_wire,
+    failures_from_env,
+    kind_of,
+    make_combine,
+    name_of,
+)
 from paceline.errors import FleetError
 from paceline.exit import end_with_one_line
 from paceline.pace import Pacer, deadlines_needed, may_set_deadlines
@@ -31,13 +40,16 @@ def join_training(
     device: str | torch.device | None,
     seed: int,
     nonfinite: str,
+    wire: str,
     name: str | None,
     run_dir: str | Path | None,
     quiet: bool,
 ) -> TrainingContext:
     """What ``paceline.join`` does, up to a training with nothing in it yet."""
     other_pace, other_combine = os.environ.get("PACELINE_PACE"), os.environ.get("PACELINE_COMBINE")
+    other_wire = os.environ.get("PACELINE_WIRE")
     pacer, merge = make_pacer(other_pace or pace), make_combine(other_combine or combine)
+    check_wire(wire := other_wire or wire, merge)
     if nonfinite not in ("stop", "skip"):
         raise ValueError(f'nonfinite must be "stop" or "skip", got {nonfinite!r}')
     here = devices.choose(device)
@@ -47,12 +59,12 @@ def join_training(
         transport = _make_transport(pacer, merge, here, emulated)
         try:
             failures = failures_from_env(int(seed))
-            at_the_end, settings = _agree(transport, pacer, merge, seed=int(seed), nonfinite=nonfinite)
+            at_the_end, settings = _agree(transport, pacer, merge, seed=int(seed), nonfinite=nonfinite, wire=wire)
             recorder = RunRecorder(
                 transport, name=name, run_dir=run_dir, quiet=quiet, settings=settings, device=here, emulated=emulated
             )
             context = TrainingContext(
-                transport, recorder, pacer, merge, here, machine, failures, nonfinite, int(seed), at_the_end
+                transport, recorder, pacer, merge, here, machine, failures, nonfinite, int(seed), wire, at_the_end
             )
             if other_pace:
                 context.inform(f"pace is {pacer.name!r} as PACELINE_PACE says, not {_pace_name(pace)!r}")
@@ -60,6 +72,8 @@ def join_training(
                 context.inform(f"pace {pacer.name} stays adaptive: combine {name_of(merge)!r} has no deadlines")
             if other_combine:
                 context.inform(f"combine is {other_combine!r} as PACELINE_COMBINE says")
+            if other_wire:
+                context.inform(f"wire is {other_wire!r} as PACELINE_WIRE says")
         except BaseException as error:
             transport.close(failure=error)
             raise
@@ -72,6 +86,7 @@ def _agree(transport: Transport, pacer: Pacer, combine: Choice, **asked: Any) ->
     if not transport.elastic:
         pacer.check(transport.size)
     check_combine(combine, pacer, transport.size, elastic=transport.elastic)
+    check_backend(asked["wire"], transport.backend)
     at_the_end = ExitStack()
     if transport.elastic:
         at_the_end.enter_context(leave_on_sigterm(transport))

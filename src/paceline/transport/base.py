@@ -46,6 +46,15 @@ class Collective(Protocol):
     def sum(self, tensor: torch.Tensor) -> Pending:
         """Start summing ``tensor`` over the fleet in place. All workers start the same sums in the same order."""
 
+    def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
+        """Start an exchange of bytes on the CPU, in one order with the sums: row i of ``sent`` goes to worker i, from
+        which row i of ``got`` comes."""
+        raise AssertionError("this transport exchanges no bytes")
+
+    def deliver_members_changed(self) -> None:
+        """Tell the training, before its next call, if the members changed; by whichever thread comes first."""
+        return
+
     def gather(self, label: str, value: Any) -> list[Any]:
         """Every worker's (JSON) value, in rank order. ``value`` may be a function of nothing: where workers come and go
         it is asked again when the call is made again, among others than before."""
@@ -126,10 +135,6 @@ class Transport(Collective, Protocol):
 
     def forget(self, name: str) -> None:
         """Nobody will wait for ``name`` any more. From the thread of the rounds."""
-
-    def deliver_members_changed(self) -> None:
-        """Tell the training, before its next call, if the members changed; by whichever thread comes first."""
-        return
 
     def release(self) -> None:
         """What a round aside gave is in the training's state: the training may hear who is there now."""

@@ -80,6 +80,10 @@ class Distributed(Transport, ABC):
         self._summed += tensor.numel() * tensor.element_size()
         return self._started(self._start_sum, tensor)
 
+    def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
+        self._summed += sent.numel() // 2  # a sum is two of them
+        return self._started(lambda: self.group.start_all_to_all(sent, got))
+
     def _started(self, start: Callable[..., Any], *args: Any, whole: bool = True) -> Pending:
         group = self.group  # read first: a sum that began in the next one, unknown to this thread, is then told so
         try:

@@ -132,6 +132,12 @@ class Group:
         options.reduceOp = dist.ReduceOp.SUM
         return self.engine.allreduce([tensor], options)
 
+    def start_all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Any:
+        """The engine's work that exchanges rows of bytes."""
+        if len(sent) != self.size:
+            raise RuntimeError(f"rows for {len(sent)} workers in a group of {self.size}")
+        return self.engine.alltoall_base(got.view(-1), sent.view(-1), [], [], dist.AllToAllOptions())
+
     def start_broadcast(self, part: torch.Tensor) -> Any:
         """The engine's work that overwrites ``part`` with the leader's."""
         options = dist.BroadcastOptions()

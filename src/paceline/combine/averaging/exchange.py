@@ -15,11 +15,11 @@ from paceline.combine.flats import Flats
 from paceline.combine.gradients.exchange import broken_off
 from paceline.combine.gradients.statistics import RunningStatistics
 from paceline.combine.header import Layout
+from paceline.combine.wire import Format, start_sum, wait_for_sums
 from paceline.errors import GenerationOver
 from paceline.loop.context import LoopContext
 from paceline.loop.step_recording import measured
 from paceline.transport.base import Pending
-from paceline.transport.pending import wait_for_all
 
 Written = TypeVar("Written")
 
@@ -35,8 +35,11 @@ class RoundExchange:
         *,
         overlaps: bool,
         averages: Callable[[Round], bool] = lambda round: True,
+        form: Format | None = None,
     ) -> None:
-        """``averages``: whether a round whose facts are summed goes on to average; all workers must say the same."""
+        """``averages``: whether a round whose facts are summed goes on to average; all workers must say the same.
+        ``form``: of the updates on the wire."""
+        self._form = form
         self._loop, self.merging, self._overlaps, self._averages = loop, merging, overlaps, averages
         self.statistics = RunningStatistics(models)
         self.layout = Layout(loop.transport.size, 0, len(self.statistics))
@@ -113,7 +116,7 @@ class RoundExchange:
                 round.averages = self._averages(round)
                 if round.averages:
                     round.total.fill(self._part(round))
-                    self._sum(round.total.flats, sums)
+                    self._sum(round.total.flats, sums, self._form)
                 if self._overlaps:
                     self.finish_kernels()
         except GenerationOver as over:
@@ -128,11 +131,11 @@ class RoundExchange:
         transport.re_form_after(over)
         return round if transport.given([*round.wired(), *round.total.flats]) else None
 
-    def _sum(self, parts: Sequence[torch.Tensor], sums: list[Pending]) -> None:
+    def _sum(self, parts: Sequence[torch.Tensor], sums: list[Pending], form: Format | None = None) -> None:
         """Sum over the fleet, and note the sums in ``sums`` as they are begun."""
-        begun = [self._loop.transport.sum(part) for part in parts]
+        begun = [start_sum(self._loop.transport, part, form) for part in parts]
         sums += begun
-        wait_for_all(begun)
+        wait_for_sums(begun)
 
     def _part(self, round: Round) -> list[torch.Tensor]:
         if isinstance(self.merging, Averages):

@@ -46,7 +46,9 @@ class Periods:
         self.once = isinstance(settings, Averaging) and settings.once
         self.merging = make_merging(settings, loop.gradients.everything, loop.transport)
         self.dealer = PeriodDealer(loop, settings, overlaps=overlaps, lengths=parts.lengths)
-        self.exchange = RoundExchange(loop, self.merging, parts.models, overlaps=overlaps, averages=self._averages_in)
+        self.exchange = RoundExchange(
+            loop, self.merging, parts.models, overlaps=overlaps, averages=self._averages_in, form=parts.form
+        )
         self._before = NOTHING
         """What this worker did in earlier periods, and no average has in it."""
         self.turns = Turns(self, loop, first=parts.first_round) if self.dealer.by_arrival else None

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
 from paceline.combine.gradients.accumulation import Accumulation
 from paceline.combine.header import Header
+from paceline.combine.wire import Format, start_sum, wait_for_sums
 from paceline.errors import GenerationOver
 from paceline.transport import Collective, Pending
-from paceline.transport.pending import wait_for_all
 
 
 @dataclass
@@ -35,10 +36,11 @@ class Sum:
 
 
 class GradientExchange:
-    """One step's sums over the fleet. ``squares`` in its calls: the norm of this worker's own gradient is measured."""
+    """One step's sums over the fleet: of gradients in the format ``form``, of all else as it is. ``squares`` in its
+    calls: the norm of this worker's own gradient is measured."""
 
-    def __init__(self, transport: Collective, work: Accumulation) -> None:
-        self._transport, self._work = transport, work
+    def __init__(self, transport: Collective, work: Accumulation, form: Format | None = None) -> None:
+        self._transport, self._work, self.form = transport, work, form
         self.norm = torch.full((1,), math.nan, dtype=torch.float64)
         """Of the mean before clipping, handed over with the mean; NaN where nobody measured it."""
         self.begin()
@@ -67,7 +69,7 @@ class GradientExchange:
         self._extremes += _extremes([flat])
         if squares:
             self._note_squares([flat])
-        self._sums.append(self._transport.sum(flat))
+        self._sums.append(start_sum(self._transport, flat, self.form))
 
     def look(self) -> None:
         """Have the device find out whether this worker's own gradients are finite; `finite` tells."""
@@ -101,7 +103,7 @@ class GradientExchange:
         try:
             with self._transport.round(label, keeps=[*work.buckets.tensors(), *parts, self.norm]):
                 self._sums += [self._transport.sum(part) for part in parts]
-                wait_for_all(self._sums)
+                wait_for_sums(self._sums)
         except GenerationOver as over:
             given = self.re_form(over, parts)
             if given is None:
@@ -160,7 +162,7 @@ class GradientExchange:
         header.used[:] = mine.used
         header.counters[:] = mine.moved
         parts = [*mine.flats, *([mine.statistics] if self._work.counters else []), header.tensor()]
-        given = summed(self._transport, label, parts, aside=True)
+        given = summed(self._transport, label, parts, aside=True, forms=[self.form] * len(mine.flats))
         if given is None:
             return False
         mine.flats = given[: len(mine.flats)]
@@ -192,15 +194,21 @@ def _finite(extremes: Sequence[torch.Tensor]) -> torch.Tensor | bool:
 
 
 def summed(
-    transport: Collective, label: str, tensors: Sequence[torch.Tensor], *, aside: bool = False
+    transport: Collective,
+    label: str,
+    tensors: Sequence[torch.Tensor],
+    *,
+    aside: bool = False,
+    forms: Sequence[Format | None] = (),
 ) -> list[torch.Tensor] | None:
-    """The fleet's sums, in these tensors or others like them; ``aside``: on the thread of rounds with a deadline. None:
-    the members changed, and nothing came of the round."""
+    """The fleet's sums, in these tensors or others like them; ``aside``: on the thread of rounds with a deadline.
+    ``forms``: the formats on the wire of the first tensors. None: the members changed, and nothing came of the
+    round."""
     sums: list[Pending] = []
     try:
         with transport.round(label, aside=aside, keeps=tensors):
-            sums += [transport.sum(tensor) for tensor in tensors]
-            wait_for_all(sums)
+            sums += [start_sum(transport, tensor, form) for tensor, form in zip_longest(tensors, forms)]
+            wait_for_sums(sums)
     except GenerationOver as over:
         return re_formed(transport, over, sums, tensors, aside=aside)
     return list(tensors)

@@ -20,6 +20,7 @@ from paceline.combine.gradients.mean import MeanGradient
 from paceline.combine.gradients.scaling import is_active, next_state
 from paceline.combine.gradients.varying import VaryingCount
 from paceline.combine.header import Header, Layout, layout_of
+from paceline.combine.wire import Format
 from paceline.transport import Collective
 
 
@@ -28,7 +29,15 @@ class Gradients:
 
     name = "gradients"
 
-    def __init__(self, transport: Collective, models: Sequence[torch.nn.Module], *, overlap: bool = True) -> None:
+    def __init__(
+        self,
+        transport: Collective,
+        models: Sequence[torch.nn.Module],
+        *,
+        overlap: bool = True,
+        form: Format | None = None,
+    ) -> None:
+        """``form``: of the gradients on the wire; None: as they are."""
         self._transport = transport
         self.overlap = overlap
         self.keep_graph = False
@@ -42,7 +51,7 @@ class Gradients:
         """Scales the learning rate of steps whose count is not the global batch."""
         self.accumulation = Accumulation(transport, models, self._start_sum)
         self.everything = self.accumulation.everything
-        self.exchange = GradientExchange(transport, self.accumulation)
+        self.exchange = GradientExchange(transport, self.accumulation, form)
         self.mean_gradient = MeanGradient(transport, self.accumulation, self.exchange)
 
     @property
