@@ -7,6 +7,12 @@ from collections.abc import Sequence
 import torch
 
 
+def like_flats(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors without memory, of the sizes that `Flats` would have."""
+    kinds = dict.fromkeys(tensor.dtype for tensor in tensors)
+    return [torch.empty(sum(t.numel() for t in tensors if t.dtype is k), dtype=k, device="meta") for k in kinds]
+
+
 class Flats:
     """Room for the sum of tensors like these, in flat tensors that are sent as they are.
 

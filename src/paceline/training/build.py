@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.combine.choose import kind_of
+from paceline.combine.flats import like_flats
 from paceline.combine.gradients.varying import VaryingCount
+from paceline.combine.wire import bytes_on_wire, format_of
 from paceline.errors import MisuseError
 from paceline.feed import Order, Source, unit_said
 from paceline.feed.batch_dealing import BatchDealing
@@ -118,7 +122,9 @@ class LoopBuilder:
         must_agree(transport, "fleet.steps()", {**facts, "the loop": list(vars(place).values())})
         device = device_name(context.device, context.machine.describe() if context.machine is not None else None)
         own = [source.ahead * settings.micro_batch, settings.micro_batch, context.device.type, device]
-        everybody = transport.gather("loading ahead", own)
+        began = time.perf_counter()
+        everybody = transport.gather("loading ahead", own)  # all come from another call: it takes a message's way twice
+        latency_s = (time.perf_counter() - began) / 2
         ahead, sizes, kinds, devices = ([row[column] for row in everybody] for column in range(4))
         length = None if source.batched else source.length
         check_sync_batch_norm(context.models, pace=context.pacer.name, settings=settings, sizes=sizes, length=length)
@@ -132,7 +138,7 @@ class LoopBuilder:
             steps.gradients.detach()
             raise
         self._constructor.guard(steps)
-        self._announce(steps, plan)
+        self._announce(steps, plan, latency_s)
         return steps
 
     def _say_unit(self, steps: Steps, plan: LoopPlan) -> None:
@@ -147,7 +153,7 @@ class LoopBuilder:
             level, text = unit_said(name, steps.dealing.batches, global_batch=batch, workers=workers)
             self._context.recorder.event("note", {"level": level, "text": text, "everywhere": True})
 
-    def _announce(self, steps: Steps, plan: LoopPlan) -> None:
+    def _announce(self, steps: Steps, plan: LoopPlan, latency_s: float) -> None:
         batched, settings = plan.source.batched, plan.settings
         self._context.recorder.event(
             "steps",
@@ -161,8 +167,18 @@ class LoopBuilder:
                 "steps": steps.most,
                 "first_step": steps.rounds,
                 "dealt": None if plan.order is not None else steps.training.dealing.length,
+                "round_bytes": self._round_bytes(steps),
+                "latency_s": latency_s,
             },
         )
+
+    def _round_bytes(self, steps: Steps) -> int:
+        """What a round of gradients or parameters sums, as it crosses the network; 0 for a worker alone."""
+        context, gradients = self._context, steps.gradients
+        if context.transport.solitary:
+            return 0
+        summed = like_flats(gradients.everything) if kind_of(context.combine).local else gradients.buckets.tensors()
+        return bytes_on_wire(summed, format_of(context.wire))
 
     def check_end(self) -> None:
         """The script leaves the fleet without an error: MisuseError where it has not done what it seems to have done,

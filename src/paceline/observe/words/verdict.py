@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.observe.analysis.audit import audit
 from paceline.observe.analysis.figures import Figures, WorkerFigures, own_speeds, summarise
+from paceline.observe.analysis.wire import Rounds, rounds_of
 from paceline.observe.log.reader import RunLog
 from paceline.observe.words.audit import audit_verdict
 from paceline.observe.words.deadlines import SAME, deadline_sentences, with_deadlines
@@ -17,6 +18,7 @@ from paceline.observe.words.membership import Move, moves, moves_text
 from paceline.observe.words.numbers import capital, duration, machines, number, percent, size, times, worker_name
 from paceline.observe.words.pace_changes import Switch, switches, switches_text
 from paceline.observe.words.sizes import FoundSize, found_sizes, sizes_text
+from paceline.observe.words.wire import advice_text, precision_text
 from paceline.pace import DEFAULT, WAITING, Traits, traits_of
 from paceline.records import StepRecord
 
@@ -62,6 +64,8 @@ class Verdict:
     """When the pace began deadlines and ended them, in order."""
     audit: str = ""
     """Of an elastic run: whether every sample counted once, in words."""
+    rounds: Rounds | None = None
+    """What the log says of the rounds; None: nothing of their bytes."""
     sizes: Mapping[int, FoundSize] = field(default_factory=dict)
     """What ``micro_batch="auto"`` found, by worker; empty where the size was given."""
 
@@ -126,6 +130,7 @@ class Verdict:
             {"moves": [move.to_json() for move in self.moves], "audit": self.audit} if self.audit or self.moves else {}
         )
         own |= {"switches": [switch.to_json() for switch in self.switches]} if self.switches else {}
+        own |= {"rounds": asdict(self.rounds)} if self.rounds is not None else {}
         own |= {"micro_sizes": {worker: found.samples for worker, found in self.sizes.items()}} if self.sizes else {}
         figures = asdict(self.figures)
         rows = [{**row, "machine": self.machines.get(row["worker"], "")} for row in figures.pop("workers")]
@@ -152,6 +157,7 @@ def verdict(
         moves=moves(log.changes, records, log.times),
         switches=switches(log.others),
         audit=audit_verdict(audit(log)) if whole and log.elastic and records else "",
+        rounds=rounds_of(info, log.loops),
         sizes=found_sizes(records),
     )
 
@@ -177,7 +183,8 @@ def _sentences(v: Verdict) -> list[str]:
         middle = [*deadline_sentences(v.figures, v.pace, v.name), _idle(v).strip()]
     else:
         middle = [_equal_shares(v), _who(v), _not_worth(v)]
-    more = [_where(v), sizes_text(v.sizes), _shortfall(v), _skipped(v), moves_text(v.moves), v.audit]
+    more = [_where(v), precision_text(v.rounds), sizes_text(v.sizes), _shortfall(v), _skipped(v)]
+    more += [moves_text(v.moves), v.audit]
     said = [_speed(v), switches_text(v.switches), *middle, *more]
     return [sentence for sentence in said if sentence]
 
@@ -326,6 +333,7 @@ def _where(v: Verdict) -> str:
     if f.round > NOTABLE:
         cost = f"{percent(f.round)} of the time ({duration(f.round * f.seconds / f.steps)} a step)"
         said.append(f"The round took {cost}: a larger global_batch needs fewer of them.")
+        said += [advice] if (advice := advice_text(f, v.rounds)) else []
     if v.outside > NOTABLE:
         between = "between steps (evaluation, saving, your own code)"
         said.append(f"Besides, {percent(v.outside)} of the run passed {between}.")
