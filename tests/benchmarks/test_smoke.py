@@ -29,6 +29,7 @@ KEYS = {
     "logging_cost": "us_per_step us_per_step_64_workers overhead overhead_cpu full_disk_warned_once "
     "deleted_folder_warned_once",
     "make_forecaster": "held_out bytes recipe sha256 clusters",
+    "network": "wire_over_float32 average_int8_over_average bf16_over_ddp_bf16_hook float32_over_ddp bf16_target_s",
     "overhead": "convnet_over_ddp mlp_over_ddp alone_over_plain convnet_over_ddp_interval",
     "pages": "report_s report_cpu_s report_mb viewers_cpu_4 viewers_cpu_100 step_to_viewer_s_4 step_to_viewer_s_100",
     "papers/p0": "epoch_over_best epoch_over_equal shares levels",
@@ -51,6 +52,7 @@ KEYS = {
     "step_cost": "compute_ms cores sizes ours_ms_1 ddp_ms_2 extra_ms_2 over_ddp_2 cpu_ms_2 switches_2 large_over_ddp_2",
     "sum_of_speeds": "adaptive_over_limit adaptive_over_ddp epoch_over_limit saved_1_2 saved_1_3",
     "traces": "worst_joint_over_limit worst_joint_over_oracle calm_joint_over_naive stuck_joint_over_limit traces",
+    "wire": "bf16_gap_points bf16_bytes fp16_gap_points average_int8_gap_points average_int8_bytes seeds",
     "wp_sgd": "settings workers lengths one_shot rounds",
     "zero_shot": "worst_over_elfving worst_over_smoothed worst_over_last worst_over_trained not_reached draw_ms_158",
 }
