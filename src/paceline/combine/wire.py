@@ -1,7 +1,7 @@
 """Fewer bytes a round: what is summed crosses the network in a smaller format than it is computed in.
 
 A sum over n workers takes two exchanges. A tensor is cut into n parts; every worker sends part i, in the wire's format,
-to worker i, which adds up the parts that it got in float32, in the order of the ranks, and sends the sum, in the wire's
+to worker i, which adds up the parts that it got in float32, in the workers' order, and sends the sum, in the wire's
 format again, to all. So whatever n is a number is rounded twice, where a ring in bfloat16 rounds it at each of its
 ``n - 1`` hops, and since everybody reads the same bytes all hold the same bits. Two workers exchange the whole tensor
 at once: the same bytes in half the time, and rounded once. Each worker sends ``2 (n - 1) / n`` times the tensor's size
@@ -12,7 +12,7 @@ What is left over by rounding is not kept for the next round: it would be a work
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -142,21 +142,25 @@ class WireSum:
         """Send worker i part i, or all of them the only part."""
         sent = torch.zeros(self._size, self._form.row_bytes(self._part), dtype=torch.uint8, device=parts[0].device)
         for row, part in zip(sent, parts, strict=False):
-            self._form.write(row[: self._form.row_bytes(len(part))], part)
+            self._form.write(
+                row, torch.nn.functional.pad(part, (0, missing)) if (missing := self._part - len(part)) else part
+            )
         sent[len(parts) :] = sent[0]
         sent = sent.cpu()
         self._got = torch.empty_like(sent)
         self._pending: Pending = self._transport.all_to_all(sent, self._got)
 
-    def _read(self, rank: int, count: int) -> torch.Tensor:
-        return self._form.read(self._got[rank, : self._form.row_bytes(count)], count)
+    def _rows(self) -> Iterator[torch.Tensor]:
+        """What each worker has sent."""
+        return (self._form.read(row, self._part) for row in self._got)
 
     @torch.no_grad()
-    def _added(self, count: int) -> torch.Tensor:
-        """The sum of what all have sent, in the order of the ranks."""
-        total = self._read(0, count)
-        for rank in range(1, self._size):
-            total.add_(self._read(rank, count))
+    def _added(self) -> torch.Tensor:
+        """The sum of what all have sent, in order."""
+        rows = self._rows()
+        total = next(rows)
+        for row in rows:
+            total.add_(row)
         return total
 
     def forward(self) -> None:
@@ -164,9 +168,8 @@ class WireSum:
         if self._forwarded or self._whole:
             return
         self._pending.wait()
-        mine = self._parts(self._flat.view(-1))[self._transport.rank]
         self._forwarded = True
-        self._send([self._added(len(mine))])
+        self._send([self._added()])
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -176,10 +179,10 @@ class WireSum:
         self._pending.wait()
         values = self._flat.view(-1)
         if self._whole:
-            values.copy_(self._added(len(values)))
+            values.copy_(self._added())
         else:
-            for rank, part in enumerate(self._parts(values)):
-                part.copy_(self._read(rank, len(part)))
+            for part, row in zip(self._parts(values), self._rows(), strict=True):
+                part.copy_(row[: len(part)])
         self._over = True
 
     def abandon(self) -> bool:
