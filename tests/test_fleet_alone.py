@@ -84,6 +84,9 @@ def test_ratios_that_make_no_sense_are_refused(tmp_path: Path, ratios: Any) -> N
     [
         ({"combine": "mean"}, "unknown combine 'mean'; known: gradients"),
         ({"combine": None}, "known: gradients"),
+        ({"wire": "bf8"}, "unknown wire 'bf8'; known: float32, bf16, fp16, int8"),
+        ({"wire": "int8"}, "wire 'int8' is too coarse for single gradients, and is for combine 'average'"),
+        ({"wire": "bf16", "combine": "elastic-average"}, "the centre must move by just what the workers do"),
         ({"nonfinite": "ignore"}, 'nonfinite must be "stop" or "skip"'),
         ({"device": "cuda:7"}, "device cuda:7 is not there"),
         ({"device": "abacus"}, "abacus"),

@@ -55,6 +55,7 @@ def test_the_version_is_printed(shell: Shell) -> None:
         (["--pace", "frantic", "train.py"], "--pace: "),
         (["-n", "3", "--pace", "fixed:1,2", "train.py"], "--pace: "),
         (["--combine", "blend", "train.py"], "unknown combine 'blend'; known: gradients, average, elastic-average"),
+        (["--wire", "bf8", "train.py"], "--wire: unknown wire 'bf8'; known: float32, bf16, fp16, int8"),
         (["--runs", "train.py/runs", "train.py"], "cannot make a run folder"),
     ],
 )
