@@ -97,6 +97,10 @@ FORMATS = {
 }
 
 
+"""By name. A new one is a line here, and one in ``PARTS`` and ``HALF_STEPS`` of the verdict (observe/analysis/wire.py,
+observe/words/wire.py)."""
+
+
 def names() -> tuple[str, ...]:
     """Of all wires."""
     return PLAIN, *FORMATS
