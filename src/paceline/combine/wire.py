@@ -95,8 +95,6 @@ FORMATS = {
     "fp16": Format("fp16", torch.float16, block=4096, top=32768.0),
     "int8": Format("int8", torch.int8, block=256, top=127.0, averages_only=True),
 }
-
-
 """By name. A new one is a line here, and one in ``PARTS`` and ``HALF_STEPS`` of the verdict (observe/analysis/wire.py,
 observe/words/wire.py)."""
 
