@@ -11,7 +11,7 @@ from paceline.combine import wire
 from paceline.combine.averaging.settings import Averaging
 from paceline.observe import RunLog, verdict
 from paceline.observe.analysis import wire as analysis
-from paceline.observe.analysis.wire import RoundCost, faster_with_average, faster_with_wire, rounds_of
+from paceline.observe.analysis.wire import MeasuredRound, faster_with_average, faster_with_wire, rounds_of
 from paceline.observe.words.wire import HALF_STEPS
 
 
@@ -73,7 +73,7 @@ def test_an_old_log_says_nothing_of_its_bytes(make_record, run_event) -> None:
 
 
 def test_what_fewer_bytes_save_is_what_the_link_takes_for_them() -> None:
-    cost = RoundCost(seconds=1.04, data=10_000_000, workers=4, latency_s=0.02)
+    cost = MeasuredRound(seconds=1.04, data=10_000_000, workers=4, latency_s=0.02)
     assert cost.moved == 15_000_000
     assert cost.bits_per_s == pytest.approx(120e6)
     assert cost.with_bytes(0.5).seconds == pytest.approx(0.04 + 0.5)

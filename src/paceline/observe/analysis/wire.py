@@ -34,7 +34,7 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class RoundCost:
+class MeasuredRound:
     """One round as it was."""
 
     seconds: float
@@ -58,7 +58,7 @@ class RoundCost:
         """What each worker's link carried; at least, for some of it goes while backward does."""
         return 8 * self.moved / (self.seconds - self.waiting_s)
 
-    def with_bytes(self, part: float) -> RoundCost:
+    def with_bytes(self, part: float) -> MeasuredRound:
         """The same round, had it summed so much of the bytes."""
         sending_s = self.seconds - self.waiting_s
         return replace(self, data=round(part * self.data), seconds=self.waiting_s + part * sending_s)
@@ -78,20 +78,20 @@ def rounds_of(run: Mapping[str, Any], loops: Sequence[Mapping[str, Any]]) -> Rou
     )
 
 
-def faster_with_wire(cost: RoundCost, part_of_time: float, wire: str) -> float:
+def faster_with_wire(cost: MeasuredRound, part_of_time: float, wire: str) -> float:
     """Speed over what it was, had gradients crossed this wire and not float32; rounds took ``part_of_time``.
 
-    >>> round(faster_with_wire(RoundCost(1.0, 10_000_000, 2), 0.5, "bf16"), 3)
+    >>> round(faster_with_wire(MeasuredRound(1.0, 10_000_000, 2), 0.5, "bf16"), 3)
     1.333
     """
     saved = 1 - cost.with_bytes(PARTS[wire]).seconds / cost.seconds
     return 1 / (1 - part_of_time * saved)
 
 
-def faster_with_average(cost: RoundCost, part_of_time: float, *, wire: str = PLAIN) -> float:
+def faster_with_average(cost: MeasuredRound, part_of_time: float, *, wire: str = PLAIN) -> float:
     """The same for rounds every `AVERAGE_S` seconds, of as many bytes or over this wire, in place of one a step.
 
-    >>> round(faster_with_average(RoundCost(1.0, 10_000_000, 2), 0.5), 3)
+    >>> round(faster_with_average(MeasuredRound(1.0, 10_000_000, 2), 0.5), 3)
     1.333
     """
     seconds = cost.seconds if wire == PLAIN else cost.with_bytes(PARTS[wire]).seconds

@@ -9,7 +9,7 @@ from paceline.observe.analysis.wire import (
     FEWEST,
     GRADIENTS,
     PLAIN,
-    RoundCost,
+    MeasuredRound,
     Rounds,
     faster_with_average,
     faster_with_wire,
@@ -39,13 +39,13 @@ def advice_text(f: Figures, rounds: Rounds | None) -> str:
     if rounds is None or f.round <= MATTERS or f.most < 2 or not f.steps:
         return ""
     seconds = f.round * f.seconds / f.steps
-    cost = RoundCost(seconds, rounds.data, f.most, rounds.latency_s)
+    cost = MeasuredRound(seconds, rounds.data, f.most, rounds.latency_s)
     link = f"It moved {number(cost.moved / 1e6)} MB over each worker's link, at about {_rate(cost.bits_per_s)}"
     ways = [f"{name} about {times(gain)} times" for name, gain in _ways(cost, f.round, rounds) if gain >= GAIN]
     return f"{link}. There {_listed(ways)} the speed would be in reach." if ways else f"{link}."
 
 
-def _ways(cost: RoundCost, part: float, rounds: Rounds) -> list[tuple[str, float]]:
+def _ways(cost: MeasuredRound, part: float, rounds: Rounds) -> list[tuple[str, float]]:
     """What could be changed, and the speed over what it was."""
     plain = rounds.wire == PLAIN and rounds.data > FEWEST
     if rounds.combine != GRADIENTS:
