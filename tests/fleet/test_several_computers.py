@@ -14,7 +14,7 @@ import pytest
 import switch as switches
 from crew import Crew, Outcome, outcome, start
 from elastic_cases import LENGTH
-from flock import TOKEN, Flock
+from flock import TOKEN, Flock, sound
 from nursery import Worker, elastic_variables, end_all
 from shells import Shell
 from switch import Switch
@@ -59,9 +59,11 @@ class Computers(Scattered):
 class FixedComputers(Crew):
     """A fleet of fixed size, a computer for each worker, told by torchrun's variables where to meet."""
 
-    def __init__(self, switch: Switch, folder: Path, **settings: Any) -> None:
+    def __init__(self, switch: Switch, folder: Path, *, silent_s: float = 10.0, **settings: Any) -> None:
         self._switch = switch
-        super().__init__(CASE, len(switch.computers), folder, env={"QUICK_EXIT": "1", "SILENT_S": "7"}, **settings)
+        super().__init__(
+            CASE, len(switch.computers), folder, env={"QUICK_EXIT": "1", "SILENT_S": str(silent_s)}, **settings
+        )
 
     def _start(self, case: str, rank: int, port: int, args: Any, env: dict[str, str]) -> Worker:
         name = self._switch.computers[rank]
@@ -159,19 +161,27 @@ def test_clocks_that_differ_by_minutes_do_not_matter(tmp_path: Path) -> None:
     assert began - 2 < run.run["started"] < time.time()
 
 
-def test_a_fixed_fleet_outlasts_a_short_cut_and_names_who_is_cut_off_for_good(tmp_path: Path) -> None:
+def test_a_fixed_fleet_outlasts_a_cut_of_4_s(tmp_path: Path) -> None:
     """Each computer has an interface that leads nowhere besides the one that works."""
     with Switch("abc", networks={"dead0": "abc", "eth0": "abc"}) as switch:
         switch.dead.add("dead0")
         switch.every(**ROUGH)
-        with FixedComputers(switch, tmp_path, args={"epochs": EPOCHS, "pause_s": 0.1}) as crew:
-            crew.wait_for_commits(5)
+        with FixedComputers(switch, tmp_path, args={"epochs": 4, "pause_s": 0.1}) as crew:
+            crew.wait_for_commits(4)
             switch.cut("b")
             time.sleep(4.0)
             switch.heal()
-            crew.wait_for_commits(5)
-            switch.cut("c")
-            outcomes = crew.wait(within=40)
+            (tmp_path / "hurry").touch()
+            outcomes = dict(enumerate(crew.wait(within=40)))
+    sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=4, length=LENGTH)
+
+
+def test_in_a_fixed_fleet_who_is_cut_off_for_good_and_the_others_say_so(tmp_path: Path) -> None:
+    settings = {"silent_s": 6.0, "args": {"epochs": 40, "pause_s": 0.1}}
+    with Switch("abc") as switch, FixedComputers(switch, tmp_path, **settings) as crew:
+        crew.wait_for_commits(2)
+        switch.cut("c")
+        outcomes = crew.wait(within=40)
     assert [one.code for one in outcomes] == [75, 75, 75]
     for near in (0, 1):
         assert "paceline: worker 2 (c, cpu) went silent" in outcomes[near].err

@@ -27,14 +27,16 @@ class Calm:
 def find(switch: Switch, meeting: dict[str, str]) -> list[Any]:
     """What each computer's worker finds: its address, or the error's text. ``meeting``: where the fleet meets, as seen
     from each."""
-    store, names = dist.HashStore(), [f"worker {name}" for name in meeting]
+    store = dist.HashStore()
+    facts = {rank: {"host": name, "place": name, "device": "cpu"} for rank, name in enumerate(meeting)}
 
     def work(rank: int, name: str) -> Any:
         group: Any = Group(rank, len(meeting), store=store)
         watch: Any = Calm()
         with switch.inside(name):
             try:
-                return paths.find_address(group, (meeting[name], 9), names=names, watch=watch)
+                own = paths.own_addresses(meeting[name], 9)
+                return paths.find_address(group, own, facts=facts, watch=watch)
             except ConnectionError as error:
                 return str(error)
 
@@ -65,8 +67,8 @@ def test_two_who_do_not_reach_each_other_are_named_to_all(monkeypatch: pytest.Mo
         switch.between["a", "c"].cut = True
         found = find(switch, dict.fromkeys("abc", switch.address("b")))
         assert len(set(found)) == 1
-        told = f"worker a does not reach worker c at {switch.address('c')}: a firewall, or no way between them"
-        assert found[0] == told
+        told = f"worker 0 (a, cpu) does not reach worker 2 (c, cpu) at {switch.address('c')}"
+        assert found[0] == f"{told}: a firewall, or no way between them"
 
 
 def test_no_address_that_everybody_reaches_is_told() -> None:
@@ -76,18 +78,19 @@ def test_no_address_that_everybody_reaches_is_told() -> None:
     assert text == "worker 0 has no address that everybody reaches: worker 1 at x; worker 2 at y"
 
 
-def test_on_one_computer_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "reached", None)
+def test_on_one_computer_nothing_is_tried() -> None:
+    group: Any = None
+    watch: Any = None
+    facts = {0: {"place": "here"}, 3: {"place": "here"}}
+    assert paths.find_address(group, ["127.0.0.1", "10.0.0.1"], facts=facts, watch=watch) == "127.0.0.1"
+
+
+def test_what_served_before_comes_first_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    store: Any = dist.HashStore()
-    watch: Any = Calm()
-    names = ["worker 0", "worker 1"]
-
-    def work(rank: int) -> str:
-        return paths.find_address(Group(rank, 2, store=store), ("127.0.0.1", 9), names=names, watch=watch)
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(work, range(2))) == ["127.0.0.1"] * 2
+    monkeypatch.setattr(paths, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"})
+    assert paths.own_addresses("127.0.0.1", 9) == ["127.0.0.1", "10.0.0.1", "10.1.0.1"]
+    assert paths.own_addresses("127.0.0.1", 9, first="10.1.0.1") == ["10.1.0.1", "127.0.0.1", "10.0.0.1"]
+    assert paths.own_addresses("127.0.0.1", 9, first="10.9.0.1") == ["127.0.0.1", "10.0.0.1", "10.1.0.1"]
 
 
 def test_the_named_interface_leaves_one_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from paceline.roster.calls import CALLS, ROUNDS
 from paceline.transport.base import Pending, Transport
 from paceline.transport.calls import CallSequences
 from paceline.transport.group import Group, Watch
-from paceline.transport.network import dist
+from paceline.transport.network import dist, place
 from paceline.transport.pending import Watched
 from paceline.transport.slots import Slots
 from paceline.transport.small_sums import lane as count_in
@@ -159,7 +159,7 @@ class Distributed(Transport, ABC):
 def facts_of(device: torch.device) -> dict[str, Any]:
     """What a worker says of itself."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"host": socket.gethostname(), "pid": os.getpid(), "device": str(device), "cores": cores}
+    return {"host": socket.gethostname(), "place": place(), "pid": os.getpid(), "device": str(device), "cores": cores}
 
 
 MOST_CHANNELS = 4

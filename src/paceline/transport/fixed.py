@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,7 +28,7 @@ from paceline.transport.group import Group
 from paceline.transport.heartbeat import Heartbeat
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import Store, dist
-from paceline.transport.paths import find_address
+from paceline.transport.paths import find_address, own_addresses
 from paceline.transport.subgroup import Subgroup
 
 logger = logging.getLogger("paceline")
@@ -85,7 +85,7 @@ class FixedTransport(Distributed):
         self._names[:] = name_workers(dict(enumerate(facts))).values()
         self.backend, self._channels = backend or choose_backend(facts), channels(facts)
         with self.round("forming the group"):
-            self._address = self._find_address()
+            self._address = self._find_address(facts)
             self._connect(self.group, f"group/{self.generation}")
 
     @property
@@ -96,12 +96,12 @@ class FixedTransport(Distributed):
     def watch(self) -> FixedTransport:
         return self
 
-    def _find_address(self) -> str:
+    def _find_address(self, facts: Sequence[Mapping[str, Any]]) -> str:
         """Where the others reach this worker. A cable that is cut for a moment is waited for."""
-        problem = ""
+        own, problem = own_addresses(*self._meeting), ""
         for turn in range(PATIENT_TURNS):
             try:
-                return find_address(self.group, self._meeting, names=self._names, watch=self, turn=turn)
+                return find_address(self.group, own, facts=dict(enumerate(facts)), watch=self, turn=turn)
             except ConnectionError as error:
                 problem = str(error)
                 logger.warning("%s; trying again", problem)

@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from pathlib import Path
 from typing import Any
 
+from paceline.roster.calls import name_workers
 from paceline.transport.group import Group, Watch
 from paceline.transport.network import address_towards, interfaces
 
@@ -28,18 +28,21 @@ HEAD_START_S = 0.3
 LABEL = "finding the network"
 
 Said = Mapping[str, Any]
-"""What a worker says: ``place``, its ``addresses`` in the order of its liking, and its door's ``port`` and ``word``."""
+"""What a worker says: its ``addresses`` in the order of its liking, and its door's ``port`` and ``word``."""
 
 
-def find_address(group: Group, towards: tuple[str, int], *, names: Sequence[str], watch: Watch, turn: int = 0) -> str:
-    """The address at which this worker is to be reached; all workers of the group come here. ``towards``: where the
-    fleet meets. Raises ConnectionError, with the names of two who do not reach each other, on all of them."""
-    own = own_addresses(*towards)
+def find_address(
+    group: Group, own: Sequence[str], *, facts: Mapping[int, Mapping[str, Any]], watch: Watch, turn: int = 0
+) -> str:
+    """The address at which this worker is to be reached, of its ``own``; all workers of the group come here, and those
+    of one computer need not try. Raises ConnectionError, with the names of two who do not reach each other, on all of
+    them; they are called as their ``facts`` say, which come in the order of ranks."""
+    if len({said.get("place") for said in facts.values()}) == 1:
+        return own[0]
+    names = list(name_workers(facts).values())
     with closing(Door()) as door:
-        mine = {"place": place(), "addresses": own, "port": door.port, "word": door.word}
+        mine: dict[str, Any] = {"addresses": own, "port": door.port, "word": door.word}
         everybody: list[Said] = group.gather(f"addresses/{turn}", LABEL, mine, watch=watch)
-        if len({said["place"] for said in everybody}) == 1:
-            return own[0]
         others = {rank: said for rank, said in enumerate(everybody) if rank != group.rank}
         for thorough in (False, True):
             mine = {str(rank): found for rank, found in reached(others, thorough=thorough).items()}
@@ -50,22 +53,14 @@ def find_address(group: Group, towards: tuple[str, int], *, names: Sequence[str]
     raise ConnectionError(unreached(everybody, found, names))
 
 
-def own_addresses(host: str, port: int) -> list[str]:
-    """This computer's: first the one that packets to ``host`` leave from. GLOO_SOCKET_IFNAME leaves one."""
+def own_addresses(host: str, port: int, *, first: str = "") -> list[str]:
+    """This computer's: first the one that packets to ``host`` leave from, or the one that served before (``first``), if
+    it is still there. GLOO_SOCKET_IFNAME leaves one."""
     named = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     if named is not None:
         return [named]
-    others = [address for address in interfaces().values() if not address.startswith("127.")]
-    return list(dict.fromkeys([address_towards(host, port), *others]))
-
-
-def place() -> str:
-    """Names this computer as far as its network goes: in the same place, loopback is the same."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/thread-self/ns/net')}"
-    except OSError:
-        return socket.gethostname()
+    found = [address_towards(host, port), *(one for one in interfaces().values() if not one.startswith("127."))]
+    return list(dict.fromkeys([*([first] if first in found else []), *found]))
 
 
 def common(rank: int, addresses: Sequence[str], found: Sequence[Mapping[str, Sequence[str]]]) -> str:
@@ -120,29 +115,31 @@ def reached(others: Mapping[int, Said], *, thorough: bool) -> dict[int, list[str
     """Which addresses of each other worker answer from here. ``thorough``: all of them are waited for, and not only as
     long as a better one may come."""
     began, found, first_at = time.monotonic(), {rank: list[str]() for rank in others}, dict[int, float]()
+    tried = {rank: list(said["addresses"]) for rank, said in others.items()}  # but for those that have failed
 
     def waits_for(rank: int) -> bool:
-        now, mine = time.monotonic(), others[rank]["addresses"]
-        if not thorough and mine[0] in found[rank]:
-            return False
-        late = began + PATIENCE_S
+        late = PATIENCE_S
         if not thorough and rank in first_at:
-            late = min(late, began + 3 * (first_at[rank] - began) + HEAD_START_S)
-        return now < late and len(found[rank]) < len(mine)
+            late = min(late, 0.0 if tried[rank][0] in found[rank] else 3 * first_at[rank] + HEAD_START_S)
+        return time.monotonic() < began + late and len(found[rank]) < len(tried[rank])
 
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
         for rank, said in others.items():
             for address in said["addresses"]:
-                with suppress(OSError):
+                try:
                     connection = stack.enter_context(closing(_connecting(address, said["port"])))
                     selector.register(connection, selectors.EVENT_READ, (rank, address, said["word"]))
+                except OSError:  # no route
+                    tried[rank].remove(address)
         while any(map(waits_for, others)) and selector.get_map():
             for key, _ in selector.select(0.02):
                 rank, address, word = key.data
                 selector.unregister(key.fileobj)
                 if _hears(key.fileobj, word):
                     found[rank].append(address)
-                    first_at.setdefault(rank, time.monotonic())
+                    first_at.setdefault(rank, time.monotonic() - began)
+                else:
+                    tried[rank].remove(address)
     return found
 
 

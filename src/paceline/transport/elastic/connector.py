@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from paceline.roster import Generation
-from paceline.roster.calls import name_workers
 from paceline.transport.distributed import channels, choose_backend
 from paceline.transport.group import Group, Watch
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import ENGINE_TIMEOUT, Store, dist
-from paceline.transport.paths import find_address
+from paceline.transport.paths import find_address, own_addresses
 
 logger = logging.getLogger("paceline")
 
@@ -38,6 +37,8 @@ class Connector:
         self.aside: Store = None
         """The same over another connection."""
         self._store_at: tuple[str, int] | None = None
+        self._address = ""
+        """Where the members of the last generation reached this worker."""
 
     def open_store(self, generation: Generation, *, worker: int) -> Group:
         """The members of a generation with its store, as yet without a process group; ``worker``: this one's id."""
@@ -53,10 +54,11 @@ class Connector:
 
     def connect(self, group: Group, generation: Generation, *, watch: Watch) -> None:
         """Form the process groups of these members, all of whom come here."""
-        names = list(name_workers({one: generation.facts[one] for one in generation.workers}).values())
-        address = find_address(group, generation.store, names=names, watch=watch)
         store, facts = dist.PrefixStore("group", group.store), [generation.facts[one] for one in generation.workers]
-        group.connect(store, towards=(address, 0), make=self._make_gloo, channels=channels(facts))
+        own = own_addresses(*generation.store, first=self._address)
+        by_id = {one: generation.facts[one] for one in generation.workers}
+        self._address = find_address(group, own, facts=by_id, watch=watch)
+        group.connect(store, towards=(self._address, 0), make=self._make_gloo, channels=channels(facts))
         if self.may_use_nccl(facts):
             store = dist.PrefixStore("gpus", group.store)
             group.gpus = self._on_thread(lambda: NcclGroup(store, group.rank, group.size, self._device))
