@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from paceline.cli import app
 from paceline.machines.link import Link, parse_link
 from paceline.observe import RunLog, read_log
+from paceline.pace import DEFAULT
 from paceline.records import StepRecord
 from paceline.simulate.planning import advice
 from paceline.simulate.planning.choices import Choice, Player, choices, paces, steps_for
@@ -123,6 +124,7 @@ def test_every_pace_combine_wire_and_topology_has_its_row_and_one_site_has_no_to
         (wire, topology) for wire in ("float32", "bf16") for topology in ("ring", "two levels")
     }
     assert {one.wire for one in found if one.combine == "average"} == {"float32", "int8"}
+    assert {one.topology for one in found if one.found} == {"two levels"}
     assert {one.topology for one in choices(Player(alike(2), steps=8))} == {"ring"}
 
 
@@ -162,7 +164,9 @@ def choice(pace: str, samples_per_s: float, *, wire: str = "float32", period_s: 
 
 def test_the_simplest_of_the_fastest_is_taken_and_an_average_only_where_it_is_twice_as_fast() -> None:
     found = [choice("equal", 40), choice("adaptive", 79.5), choice("joint", 80), choice("adaptive", 80, wire="bf16")]
+    found[1:2] = [choice(DEFAULT, 79.5)]
     assert advice.best(found) == found[1]
+    assert advice.best([*found, replace(choice("joint", 99), found=False)]) == found[1]
     assert advice.best([*found, choice("joint", 90)]).pace == "joint"
     assert advice.best_average([*found, choice("", 85, period_s=2)]) is None
     pays, wins = choice("", 95, period_s=2), [choice("", 190, period_s=30), choice("", 200, period_s=200)]
@@ -190,7 +194,7 @@ def test_what_each_kind_brings_is_told_in_a_sentence() -> None:
 
 
 def test_the_command_line_says_what_is_not_the_default_and_the_script_what_has_no_option() -> None:
-    assert advice.commands(alike(4), choice("adaptive", 1)) == [
+    assert advice.commands(alike(4), choice(DEFAULT, 1)) == [
         "paceline host --host 0.0.0.0 --min 2 --max 4",
         "paceline run --join HOST:PORT train.py",
     ]
@@ -311,6 +315,7 @@ def run_log(folder: Path, *, steps: int = 40, stall: int | None = None, round_s:
     """Two workers, the second half as fast, with shares that follow: 96 samples a step in 0.32 s and the round."""
     draws = np.random.default_rng(0)
     lines: list[dict[str, Any]] = [{"event": "run", "version": 1, "pace": "adaptive", "combine": "gradients"}]
+    lines.append({"event": "steps", "global_batch": 96, "round_bytes": 2_000_000})
     for step in range(steps):
         own = [64 * 0.005, 32 * 0.01 + (5.0 if step == stall else 0.0)]
         own = [one * float(np.exp(0.02 * draws.standard_normal())) for one in own]
@@ -336,11 +341,11 @@ def test_a_run_says_how_fast_its_workers_are_how_they_scatter_stall_and_what_a_r
 
 def test_what_the_file_leaves_out_is_filled_in_and_the_plan_meets_the_run(tmp_path: Path) -> None:
     log, path = run_log(tmp_path / "run"), tmp_path / "fleet.toml"
-    path.write_text('[model]\nparameters = "1M"\n')
+    path.write_text("[model]\noptimizer = 'sgd'\n")
     spec = read_fleet(path, measure(log))
     assert [kind.name for kind in spec.kinds] == ["worker 0", "worker 1"]
     assert spec.column("speed").tolist() == pytest.approx([1, 0.5], rel=0.05)
-    assert spec.training.batch == 96
+    assert (spec.training.batch, spec.training.model_bytes) == (96, 2_000_000)
     found = choices(Player(spec, steps=40))
     against = compare_with_run(found, log)
     assert against["pace"] == "adaptive"
@@ -359,7 +364,7 @@ def test_the_file_goes_before_the_run_and_machines_that_cannot_be_matched_are_re
     path.write_text('[model]\nparameters = "1M"\n[[machines]]\nname = "more"\ncount = 3\n')
     with pytest.raises(ValueError, match="--from has 2 workers and this file 3 machines"):
         read_fleet(path, measure(log))
-    with pytest.raises(ValueError, match="no row for pace 'adaptive'"):
+    with pytest.raises(ValueError, match="no row for combine 'gradients', pace 'adaptive'"):
         compare_with_run([], log)
     with pytest.raises(ValueError, match="too few steps"):
         measure(run_log(tmp_path / "short", steps=6))

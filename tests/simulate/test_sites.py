@@ -1,5 +1,7 @@
 """Rounds over several sites: bytes over every link, and the seconds they take."""
 
+from itertools import combinations, permutations
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from paceline.simulate.sites import (
     HEADER_NUMBERS,
     SMALL,
     WIRES,
+    RoundCost,
     SiteNetwork,
     Sites,
     header_bytes,
@@ -42,22 +45,43 @@ def test_a_ring_whose_ranks_alternate_crosses_the_link_at_every_hop_and_two_leve
     assert ring.seconds / two.seconds > 5
 
 
-@pytest.mark.parametrize("topology", ["ring", "two levels"])
-def test_shorter_wires_send_halves_and_quarters_over_every_link(topology: str) -> None:
-    def sent(wire: str) -> float:
-        network = SiteNetwork(TWO, four_and_four(), MODEL, wire, topology)  # type: ignore[arg-type]
-        return network.gradients.link_bytes["a", "b"] - network.header.link_bytes["a", "b"]
+def test_shorter_wires_send_halves_and_quarters_over_the_link_and_all_of_it_within_a_site() -> None:
+    def sent(wire: str) -> RoundCost:
+        return TWO.sum(four_and_four(), MODEL, "two levels", wire=WIRES[wire])
 
-    whole = sent("float32")
-    assert sent("bf16") == pytest.approx(whole / 2)
-    assert sent("int8") == pytest.approx(whole / 4)
     assert set(WIRES) == {"float32", "bf16", "fp16", "int8"}
+    for wire, part in (("bf16", 0.5), ("int8", 0.25)):
+        assert sent(wire).link_bytes["a", "b"] == part * MODEL
+        assert sent(wire).cable_bytes == (3 + part) * MODEL  # the one that crosses hears three others
+
+
+def test_in_place_of_one_ring_a_shorter_wire_is_spoken_by_everybody_to_everybody() -> None:
+    flat = TWO.sum(four_and_four(), MODEL, "ring", wire=0.5)
+    assert flat.link_bytes["a", "b"] == 2 * 4 * 4 * MODEL / 8 / 2
+    assert flat.cable_bytes == 2 * 7 / 8 * MODEL / 2
+    assert flat.latency_s == pytest.approx(2 * 0.02)
+
+
+def test_five_sites_share_the_sum_out_and_the_one_that_crosses_hears_all_of_its_own() -> None:
+    names = "abcde"
+    five = Sites(dict.fromkeys(names, FAST), {frozenset(ends): SLOW for ends in combinations(names, 2)})
+    crossed = five.sum([name for name in names for _ in range(20)], MODEL, "two levels")
+    assert crossed.link_bytes == {ends: pytest.approx(2 / 5 * MODEL) for ends in permutations(names, 2)}
+    assert crossed.cable_bytes == pytest.approx((19 + 8 / 5) * MODEL)
+
+
+def test_a_run_takes_two_levels_between_sites_and_on_slow_cables() -> None:
+    assert TWO.found(four_and_four()) == "two levels"
+    assert TWO.found("aaaa") == "ring"
+    assert Sites({"a": SLOW}).found("aaaa") == "two levels"
+    slow = Sites({"a": Link(1e8, 0.02)}).sum("aaaa", MODEL, "two levels")
+    assert (slow.cable_bytes, slow.latency_s) == (1.5 * MODEL, pytest.approx(0.04))
 
 
 def test_in_one_site_a_ring_of_two_takes_two_delays_and_the_bytes_and_levels_are_the_same() -> None:
     one = Sites({"a": Link(1e9, 0.0)})
     assert one.sum("aa", MODEL).seconds == pytest.approx(8 * MODEL / 1e9)
-    assert one.sum("aaaa", MODEL, "two levels") == one.sum("aaaa", MODEL, "ring")
+    assert one.sum("aaaa", MODEL, "two levels").seconds == pytest.approx(one.sum("aaaa", MODEL, "ring").seconds)
     far = Sites({"a": Link(1e12, 0.02)})
     assert far.sum("aa", MODEL).latency_s == pytest.approx(2 * 0.02)
     assert far.sum("aaaa", MODEL).latency_s == pytest.approx(6 * 0.02)

@@ -5,8 +5,13 @@ Where no link joins two sites, what they say goes over the sites between, the wa
 
 One ring of n workers, ordered site by site, sends ``2 (n - 1) / n * B`` over each of its hops. A part of the sum goes
 round nearly twice, so the delays add up to ``2 (n - 1) / n`` times those of all hops. A link that k hops cross carries
-k times as much. With two levels the workers of a site sum among themselves, one of each site crosses
-(``2 (s - 1) / s * B`` over a ring of s sites), and the sum comes back. Small sums go in about log n turns.
+k times as much. Small sums go in about log n turns.
+
+With two levels the workers of a site send what they have to one of them, those of s sites exchange it (parts of it,
+each added up by one of them: ``2 / s * B`` between any two, each way), and the sum comes back. Pieces of it are on all
+these ways at once, so the slowest counts; the cable of the one that crosses carries B for each of the others. Within
+one site every worker crosses. A wire of fewer bytes is spoken between those that exchange parts: with one ring in its
+place that is everybody.
 
 TCP doubles what it sends with every round trip until the path is full, so t seconds after it was idle
 ``14,600 (2^(t / 2d) - 1)`` bytes are sent, d the path's delay, until that grows by the bandwidth. On 100 Mbit/s and
@@ -21,6 +26,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import permutations
 from typing import Literal
 
 from paceline.machines.link import Link
@@ -33,6 +39,10 @@ WIRES = {"float32": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.25}
 """What of float32's bytes each wire sends."""
 SMALL = 1 << 20
 """Bytes up to which a sum goes in turns and not round a ring (`paceline.transport.small_sums`)."""
+LITTLE = 1 << 14
+"""Bytes that one worker sends in all, up to which it sends everything to everybody at once."""
+FAST_BITS = 2.5e9
+"""Bits a second from which on one ring within a site is as fast."""
 FIRST_WINDOW = 14_600
 """Bytes that TCP sends before the first answer."""
 HEADER_NUMBERS, HEADER_FIXED = 23, 135
@@ -109,21 +119,22 @@ class Sites:
                     heapq.heappush(queue, (delay_s + link.delay_s, other, (*way, (site, other))))
         return found
 
+    def found(self, order: Sequence[str]) -> Topology:
+        """What a run takes by itself: two levels between several sites, and on slow cables (`transport.topology`)."""
+        slow = min(self.cables[site].bits_per_s for site in set(order)) < FAST_BITS
+        return "two levels" if len(set(order)) > 1 or (slow and len(order) > 1) else "ring"
+
     # -- sums ------------------------------------------------------------------------------------------------------
 
-    def sum(self, order: Sequence[str], data: float, topology: Topology = "ring") -> RoundCost:
-        """A sum of ``data`` bytes over workers in these sites, in rank order."""
-        if topology == "ring" or len(set(order)) < 2:
-            return self._one_level(order, data)
-        inside = Counter(order)
-        levels = [self._one_level([site] * many, data) for site, many in inside.items()]
-        across = self._one_level(list(inside), data)
-        back = [self._spread(site, many, data) for site, many in inside.items()]
-        return _slowest(levels).then(across).then(_slowest(back))
-
-    def _one_level(self, order: Sequence[str], data: float) -> RoundCost:
+    def sum(self, order: Sequence[str], data: float, topology: Topology = "ring", *, wire: float = 1.0) -> RoundCost:
+        """A sum of ``data`` bytes over workers in these sites, in rank order; ``wire``: the part of it that is sent
+        where parts are exchanged."""
         if len(order) < 2:
             return RoundCost()
+        if topology == "two levels":
+            return self._two_levels(order, data, wire)
+        if wire < 1:
+            return self._exchange(Counter(order), wire * data)
         return self._turns(order, data) if data <= SMALL else self._ring(order, data)
 
     def _ring(self, order: Sequence[str], data: float) -> RoundCost:
@@ -131,7 +142,7 @@ class Sites:
         part = 2 * (workers - 1) / workers
         hops = Counter(zip(order, [*order[1:], order[0]]))
         latency_s = part * sum(many * self.delay_s(*hop) for hop, many in hops.items())
-        return self._cost(hops, part * data, latency_s, cable=part * data)
+        return self._cost(hops, part * data, latency_s, cables=dict.fromkeys(order, part * data))
 
     def _turns(self, order: Sequence[str], data: float) -> RoundCost:
         """Each worker exchanges with one other in every turn. Ranks lie site by site, so the last turns cross links,
@@ -145,32 +156,45 @@ class Sites:
                 crossing[site, sites[(number + 2**turn) % len(sites)][0]] += many
         near_s = inside * max(self.cables[site].delay_s for site, _ in sites)
         far_s = across * max((self.delay_s(*hop) for hop in crossing), default=0.0)
-        return self._cost(crossing, data, near_s + far_s, cable=(inside + across) * data, near=dict(sites))
+        return self._cost(crossing, data, near_s + far_s, cables=dict.fromkeys(order, (inside + across) * data))
 
-    def _spread(self, site: str, workers: int, data: float) -> RoundCost:
-        """The sum goes back from the one that crossed, from worker to worker while it still comes in."""
-        if workers < 2:
+    def _two_levels(self, order: Sequence[str], data: float, wire: float) -> RoundCost:
+        inside = Counter(order)
+        if len(inside) < 2:
+            return self._exchange(inside, wire * data)
+        across = self._exchange(Counter(list(inside)), wire * data)
+        cables = {site: (many - 1) * data + across.cable_bytes for site, many in inside.items()}
+        near = [site for site, many in inside.items() if many > 1]
+        latency_s = across.latency_s + 2 * max((self.cables[site].delay_s for site in near), default=0.0)
+        return self._over(across.link_bytes, latency_s, cables)
+
+    def _exchange(self, workers: Counter[str], data: float) -> RoundCost:
+        """Everybody sends each other its part, and then the sum of its own; at once, where they are two or say
+        little."""
+        many = workers.total()
+        if many < 2:
             return RoundCost()
-        turns = math.ceil(math.log2(workers))
-        return self._cost(Counter(), data, turns * self.cables[site].delay_s, cable=data, near={site: workers})
+        times, part = (1, data) if many == 2 or (many - 1) * data <= LITTLE else (2, data / many)
+        pairs = permutations(workers, 2)
+        hops = Counter({(start, stop): times * workers[start] * workers[stop] for start, stop in pairs})
+        far_s = [self.delay_s(*hop) for hop in hops]
+        near_s = [self.cables[site].delay_s for site, here in workers.items() if here > 1]
+        cables = dict.fromkeys(workers, times * (many - 1) * part)
+        return self._cost(hops, part, times * max(*far_s, *near_s, 0.0), cables=cables)
 
-    def _cost(
-        self, hops: Counter[Hop], data: float, latency_s: float, *, cable: float, near: Mapping[str, int] | None = None
-    ) -> RoundCost:
-        """``data`` bytes over every hop, as often as it is there; ``cable`` over each worker's own, at these sites."""
+    def _cost(self, hops: Counter[Hop], data: float, latency_s: float, *, cables: Mapping[str, float]) -> RoundCost:
+        """``data`` bytes over every hop, as often as it is there; ``cables``: bytes over each worker's own, by site."""
         carried: dict[Hop, float] = {}
         for (start, stop), many in hops.items():
             for hop in self.route(start, stop) if start != stop else ():
                 carried[hop] = carried.get(hop, 0.0) + many * data
-        sites = near or {site for hop in hops for site in hop}
-        times = [(self.link(hop), amount) for hop, amount in carried.items()]
-        times += [(self.cables[site], cable) for site in sites]
-        transfer_s = max((sending_s(link, amount) for link, amount in times), default=0.0)
-        return RoundCost(latency_s, transfer_s, cable, carried)
+        return self._over(carried, latency_s, cables)
 
-
-def _slowest(costs: Sequence[RoundCost]) -> RoundCost:
-    return max(costs, key=lambda cost: cost.seconds)
+    def _over(self, carried: Mapping[Hop, float], latency_s: float, cables: Mapping[str, float]) -> RoundCost:
+        """So many bytes over links and cables, all at once."""
+        times = [sending_s(self.link(hop), amount) for hop, amount in carried.items()]
+        times += [sending_s(self.cables[site], amount) for site, amount in cables.items()]
+        return RoundCost(latency_s, max(times, default=0.0), max(cables.values(), default=0.0), carried)
 
 
 def sending_s(link: Link, data: float) -> float:
@@ -218,20 +242,20 @@ class SiteNetwork:
     @property
     def gradients(self) -> RoundCost:
         """A round of gradients: the model's sum and, beside it, the header's."""
-        return self._sum(WIRES[self.wire] * self.model_bytes).beside(self.header)
+        return self._sum(self.model_bytes, WIRES[self.wire]).beside(self.header)
 
     @property
     def average(self) -> RoundCost:
         """A round of parameters: a table of facts, from which all work out the weights, and then the sum."""
-        return self.header.then(self._sum(WIRES[self.wire] * self.model_bytes))
+        return self.header.then(self._sum(self.model_bytes, WIRES[self.wire]))
 
     @property
     def header(self) -> RoundCost:
         """The small facts of all workers, and the leader's plan."""
         return self._sum(header_bytes(self.workers))
 
-    def _sum(self, data: float) -> RoundCost:
-        return _sum(self.sites, self.order, data, self.topology)
+    def _sum(self, data: float, wire: float = 1.0) -> RoundCost:
+        return _sum(self.sites, self.order, data, self.topology, wire)
 
 
 def header_bytes(workers: int) -> int:
@@ -239,5 +263,5 @@ def header_bytes(workers: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _sum(sites: Sites, order: tuple[str, ...], data: float, topology: Topology) -> RoundCost:
-    return sites.sum(order, data, topology)
+def _sum(sites: Sites, order: tuple[str, ...], data: float, topology: Topology, wire: float) -> RoundCost:
+    return sites.sum(order, data, topology, wire=wire)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.observe.words.numbers import capital, number, percent
 from paceline.pace import DEFAULT
@@ -36,8 +36,8 @@ class Worth:
 
 def best(choices: Sequence[Choice]) -> Choice:
     """The fastest with a round at every step, or a simpler one that is nearly as fast: float32 before other wires, the
-    default pace before others. The topology is not chosen: a run finds it."""
-    exact = [one for one in choices if one.combine == "gradients"]
+    default pace before others. The topology is that which a run finds."""
+    exact = [one for one in choices if one.combine == "gradients" and one.found]
     fastest = max(one.samples_per_s for one in exact)
     near = [one for one in exact if one.samples_per_s >= (1 - AS_GOOD) * fastest]
     return min(near, key=lambda one: (one.wire != "float32", one.pace != DEFAULT, -one.samples_per_s))
@@ -46,7 +46,7 @@ def best(choices: Sequence[Choice]) -> Choice:
 def best_average(choices: Sequence[Choice]) -> Choice | None:
     """An average where it is much faster than rounds at every step: of the nearly fastest, the one with the shortest
     period, which parts least from them."""
-    averages = [one for one in choices if one.combine != "gradients"]
+    averages = [one for one in choices if one.combine != "gradients" and one.found]
     fastest = max((one.samples_per_s for one in averages), default=0.0)
     if fastest < PAYS * best(choices).samples_per_s:
         return None
@@ -70,7 +70,8 @@ def worth(fleet: FleetSpec, choice: Choice, *, steps: int | None = None, seed: i
     """What each kind brings under this choice: the fleet is played without it, and with one more of it."""
 
     def speed(changed: FleetSpec) -> float:
-        return Player(changed, steps=steps, seed=seed).again(choice).samples_per_s
+        player = Player(changed, steps=steps, seed=seed)
+        return player.again(replace(choice, topology=player.found)).samples_per_s
 
     found, price = [], cost_per_hour(fleet) / choice.samples_per_s
     for kind in fleet.kinds:

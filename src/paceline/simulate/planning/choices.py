@@ -50,6 +50,8 @@ class Choice:
     """Part of the training time in rounds."""
     period_s: float | None = None
     """Seconds between rounds, of averages."""
+    found: bool = True
+    """Whether a run takes this topology by itself: nobody chooses it."""
 
     @property
     def over_limit(self) -> float:
@@ -79,6 +81,7 @@ class Player:
         many = steps_for(fleet.workers) if steps is None else steps
         self._own, self._stalls = fleet.play(many + WARM_UP, seed=seed)
         self.churn: Churn = churn(fleet)
+        self.found: Topology = fleet.sites.found(fleet.order)
         self._share = max(1, round(fleet.share))
         limit = play.limit(self._own, cost_s=self._stalls).after(WARM_UP)
         self.limit_per_s = limit.throughput * fleet.share * self.churn.present
@@ -124,7 +127,8 @@ class Player:
         period_s: float | None = None,
     ) -> Choice:
         left = samples_per_s * self.churn.left
-        return Choice(pace, combine, wire, topology, left, self.limit_per_s, round_s, round_s / step_s, period_s)
+        found = topology == self.found
+        return Choice(pace, combine, wire, topology, left, self.limit_per_s, round_s, round_s / step_s, period_s, found)
 
     def _outcome(self, pace: str, round_s: float) -> Outcome:
         """Where a step waits for everybody's share the round comes on top; cut-offs and deadlines depend on it."""
@@ -151,7 +155,7 @@ class Player:
 
     def periods_s(self) -> tuple[float, ...]:
         """The usual seconds between rounds, and longer ones with one digit: ``r (1 / part - 1)`` for rounds of r."""
-        round_s = self.network("float32", "ring").average_s
+        round_s = self.network("float32", self.found).average_s
         longer = [_one_digit(round_s * (1 / part - 1)) for part in IN_ROUNDS]
         return tuple(dict.fromkeys(max(PERIOD_S, period_s) for period_s in (PERIOD_S, *longer)))
 
@@ -180,7 +184,7 @@ Tick = Callable[[int, int], None]
 
 
 def choices(player: Player, *, tick: Tick | None = None) -> list[Choice]:
-    """All of them: a round at every step with each pace, and averages with two periods. One site has no topology."""
+    """All of them: a round at every step with each pace, and averages. On one fast site there is one topology."""
     asked = list(_asked(player))
     found = []
     for number, ask in enumerate(asked, start=1):
@@ -191,7 +195,7 @@ def choices(player: Player, *, tick: Tick | None = None) -> list[Choice]:
 
 
 def _asked(player: Player) -> Iterator[Callable[[], Choice]]:
-    shapes = TOPOLOGIES if len(set(player.fleet.order)) > 1 else TOPOLOGIES[:1]
+    shapes = TOPOLOGIES if player.found != "ring" else TOPOLOGIES[:1]
     for pace, wire, shape in product(paces(), GRADIENT_WIRES, shapes):
         yield partial(player.gradients, pace, wire, shape)
     if player.fleet.workers < 2:

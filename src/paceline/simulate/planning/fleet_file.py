@@ -73,12 +73,7 @@ def _check(tables: Tables, model: FileTable, entries: list[FileTable], fleet: Fl
 
 
 def _training(model: FileTable, job: FileTable, measured: Measured | None) -> TrainedModel:
-    parameters, megabytes = model.get("parameters"), model.get("megabytes")
-    try:
-        data = model_bytes(str(parameters) if parameters is not None else None, megabytes)
-    except (ValueError, TypeError):
-        key = "parameters" if parameters is not None else "megabytes"
-        raise model.wrong(key, 'gives no size: write parameters = "25M" or megabytes = 100, one of them') from None
+    data = _size(model, measured)
     optimiser = model.text("optimizer", "adam").lower()
     if optimiser not in OPTIMISERS:
         raise model.wrong("optimizer", f"is {optimiser!r}; there are {', '.join(OPTIMISERS)}")
@@ -92,6 +87,17 @@ def _training(model: FileTable, job: FileTable, measured: Measured | None) -> Tr
     samples = float(job.whole("samples", 1)) if "samples" in job else None
     job.done()
     return TrainedModel(data, batch, sample_ms / 1000, optimiser, samples)
+
+
+def _size(model: FileTable, measured: Measured | None) -> int:
+    parameters, megabytes = model.get("parameters"), model.get("megabytes")
+    if parameters is None and megabytes is None and measured is not None and measured.model_bytes:
+        return measured.model_bytes
+    try:
+        return model_bytes(str(parameters) if parameters is not None else None, megabytes)
+    except (ValueError, TypeError):
+        key = "parameters" if parameters is not None else "megabytes" if megabytes is not None else "model"
+        raise model.wrong(key, 'gives no size: write parameters = "25M" or megabytes = 100, one of them') from None
 
 
 def _sites(tables: Tables, training: TrainedModel, measured: Measured | None) -> Sites:

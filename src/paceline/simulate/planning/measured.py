@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from paceline.records import StepRecord
 from paceline.simulate.outcome import Floats
 from paceline.simulate.planning.fleet_spec import HOUR_S
 from paceline.simulate.recorded import longest_stretch
+from paceline.simulate.sites import WIRES
 
 if TYPE_CHECKING:
     from paceline.simulate.planning.choices import Choice
@@ -38,8 +39,8 @@ class Measured:
     """Of each worker, on average."""
     round_s: float
     samples_per_s: float
-    pace: str = ""
-    wire: str = "float32"
+    model_bytes: int | None = None
+    """Of the parameters that its rounds summed, where the log says."""
 
     def of(self, ranks: Sequence[int], sample_s: float) -> dict[str, Any]:
         """What these workers were together, as figures of a `MachineKind`; ``sample_s``: the reference machine's."""
@@ -80,8 +81,7 @@ def measure(log: RunLog) -> Measured:
         reclaimed_per_hour=_reclaims_per_hour(log) / len(workers),
         round_s=median(record.round_s for record in records),
         samples_per_s=speed(records),
-        pace=str(log.run.get("pace", "")),
-        wire=str(log.run.get("wire") or "float32"),
+        model_bytes=_model_bytes(log),
     )
 
 
@@ -104,13 +104,16 @@ def speed(records: Sequence[StepRecord]) -> float:
 def compare_with_run(choices: Sequence[Choice], log: RunLog) -> dict[str, Any]:
     """What the plan foretold for the run's own pace and wire, and what the run did.
 
-    ``plan_error`` is ``|planned / real - 1|``. Of the topologies the fastest counts: a run finds it by itself.
+    ``plan_error`` is ``|planned / real - 1|``. Where the log says how sums went, that topology counts.
     """
     pace, wire = str(log.run.get("pace", "")), str(log.run.get("wire") or "float32")
-    like = [one for one in choices if (one.pace, one.wire) == (pace, wire) and one.combine == "gradients"]
-    if not like:
-        raise ValueError(f"the plan has no row for pace {pace!r} and wire {wire!r}, which the run had")
-    best = max(like, key=lambda one: one.samples_per_s)
+    combine, places = str(log.run.get("combine", "gradients")), log.run.get("places")
+    like = [one for one in choices if (one.combine, one.wire) == (combine, wire) and one.pace in ("", pace)]
+    if isinstance(places, Mapping):
+        like = [one for one in like if (one.topology == "two levels") == bool(places.get("tree"))]
+    best = next((one for one in like if one.found), like[0] if like else None)
+    if best is None:
+        raise ValueError(f"the plan has no row for combine {combine!r}, pace {pace!r} and wire {wire!r} of the run")
     real = speed(scored(log.records))
     return {
         "pace": pace,
@@ -120,6 +123,13 @@ def compare_with_run(choices: Sequence[Choice], log: RunLog) -> dict[str, Any]:
         "real_samples_per_s": real,
         "plan_error": abs(best.samples_per_s / real - 1),
     }
+
+
+def _model_bytes(log: RunLog) -> int | None:
+    """From the bytes that a round sums as they cross the network."""
+    sent = next((loop.get("round_bytes") for loop in reversed(log.loops)), None)
+    part = WIRES.get(str(log.run.get("wire") or "float32"), 1.0)
+    return round(sent / part) if isinstance(sent, (int, float)) and sent > 0 else None
 
 
 def _jitter(ratios: Floats) -> Floats:
