@@ -25,7 +25,7 @@ from paceline.simulate.planning.advice import best, best_average
 from paceline.simulate.planning.choices import Choice, Player, choices
 from paceline.simulate.planning.churn import churn, reform_s
 from paceline.simulate.planning.fleet_spec import FleetSpec, MachineKind, TrainedModel
-from paceline.simulate.sites import SiteNetwork, Sites, Topology
+from paceline.simulate.sites import SiteNetwork, Sites, Topology, sending_s
 
 SIZES = (10, 100, 1_000, 10_000)
 STEPS: int | None = None
@@ -69,6 +69,15 @@ class Part:
     """Of what it may take at most, at this size; it breaks above 1."""
 
 
+def links_s(network: SiteNetwork) -> float:
+    sent = network.gradients.link_bytes
+    return max(sending_s(network.sites.link(hop), data) for hop, data in sent.items())
+
+
+def cable_s(network: SiteNetwork) -> float:
+    return sending_s(parse_link(CABLE), network.gradients.cable_bytes)
+
+
 def parts() -> list[Part]:
     step_s = SHARE * SAMPLE_S * 4 / 3  # as many old machines as new ones
 
@@ -89,11 +98,14 @@ def parts() -> list[Part]:
         return paused / (1 + paused) / TOO_MUCH
 
     return [
-        Part("the ring's delays, one ring", seconds(lambda network: network.gradients.latency_s, "ring")),
-        Part("the ring's delays, two levels", seconds(lambda network: network.gradients.latency_s, "two levels")),
-        Part("the links, one ring", seconds(lambda network: network.gradients.transfer_s, "ring")),
-        Part("the links, two levels", seconds(lambda network: network.gradients.transfer_s, "two levels")),
-        Part("the round's header, two levels", seconds(lambda network: network.header.transfer_s, "two levels")),
+        Part("delays, one ring", seconds(lambda network: network.gradients.latency_s, "ring")),
+        Part("delays, two levels", seconds(lambda network: network.gradients.latency_s, "two levels")),
+        Part("links, one ring", seconds(links_s, "ring")),
+        Part("links, two levels", seconds(links_s, "two levels")),
+        Part("cables, one ring", seconds(cable_s, "ring")),
+        Part("cable of who crosses, two levels", seconds(cable_s, "two levels")),
+        Part("header, one ring", seconds(lambda network: network.header.seconds, "ring")),
+        Part("header, two levels", seconds(lambda network: network.header.seconds, "two levels")),
         Part("the leader's plan", planning),
         Part("the roster's beats", lambda workers: workers * BEATS_PER_S * BEAT_CPU_S),
         Part("pauses when members change", pauses),
@@ -102,10 +114,15 @@ def parts() -> list[Part]:
 
 
 def breaks() -> dict[str, int | None]:
-    """By part: the first size looked at from which on it takes too much; None up to the largest."""
+    """By part: the size from which on it takes too much; None up to the largest looked at."""
     found: dict[str, int | None] = {}
     for part in parts():
-        found[part.name] = next((size for size in BETWEEN if part.load(size) > 1), None)
+        above = next((size for size in BETWEEN if part.load(size) > 1), None)
+        below = max((size for size in BETWEEN if above is not None and size < above), default=above or 0)
+        while above is not None and above - below > 1:
+            middle = (below + above) // 2
+            below, above = (below, middle) if part.load(middle) > 1 else (middle, above)
+        found[part.name] = above
         print(f"{part.name:<32} {found[part.name] or f'not up to {BETWEEN[-1]:,}'}", flush=True)
     return found
 

@@ -57,6 +57,7 @@ def plan(
     except ValueError as error:
         refuse(f"plan: {error}")
     said = plan_table.verdict(spec, found, worth, player)
+    said += [plan_table.meets(against)] if against is not None else []
     typed = advice.commands(spec, chosen)
     if as_json:
         figures = plan_table.figures(spec, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ def verdict(fleet: FleetSpec, found: Sequence[Choice], worth: Sequence[Worth], p
     wire = f", wire {exact.wire}" if exact.wire != "float32" else ""
     said = [
         f"With a round at every step, pace {exact.pace}{wire}: {number(exact.samples_per_s)} samples/s, "
-        f"{percent_cell(exact.over_limit)} of the limit; a round takes {seconds(exact.round_s)}, "
+        f"{percent_cell(exact.over_limit)} of the limit; a round {_way(found)}takes {seconds(exact.round_s)}, "
         f"{percent_cell(exact.in_rounds)} of the time{_busiest(fleet, player, exact)}."
     ]
     if average is not None:
@@ -113,6 +113,18 @@ def verdict(fleet: FleetSpec, found: Sequence[Choice], worth: Sequence[Worth], p
     if worth:
         said.append(f"What machines bring{under}:")
     return [*said, *(f"  {advice.sentence(one)}" for one in worth)]
+
+
+def _way(found: Sequence[Choice]) -> str:
+    """The topology that a run takes, where there are several."""
+    several = len({one.topology for one in found}) > 1
+    return f"over {next(one.topology for one in found if one.found)}, which a run finds by itself, " if several else ""
+
+
+def meets(against: Mapping[str, Any]) -> str:
+    """How far the plan is from the run that it was filled in from."""
+    planned, real = against["planned_samples_per_s"], against["real_samples_per_s"]
+    return f"The run did {number(real)} samples/s; by the plan it should have done {number(planned)}."
 
 
 def _busiest(fleet: FleetSpec, player: Player, chosen: Choice) -> str:
