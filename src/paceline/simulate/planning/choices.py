@@ -30,7 +30,7 @@ WARM_UP = 20
 LEAST_STEPS, MOST_STEPS, WORK = 40, 200, 400_000
 """Steps that are played: so many steps times workers, within these bounds."""
 
-MANY = 1_000
+MANY = 500
 """Workers above which a cut-off is decided with the first round's cost for all others, too: each takes long."""
 
 
