@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import FLEET_FAILED
 from paceline.launcher.failures import WorkerFailure, joined, resume_hint
 from paceline.launcher.faults import Faults
-from paceline.launcher.processes import WorkerProcess, exit_code
+from paceline.launcher.processes import LaunchedWorker, exit_code
 from paceline.launcher.restarts import CALM_S, LEFT, WorkerSlot, give_up_reason
 from paceline.launcher.roster import Roster, WorkerNumbers
 from paceline.launcher.screen import LogFollower
@@ -32,7 +32,10 @@ SOON_S = 1.0
 SHORT_S = 5.0
 """How long the fleet must have waited before the launcher says for whom."""
 STEP_POLL_S = 0.05
-RANKED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+RANKED = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    "PACELINE_STARTER",
+)
 """What other launchers tell their workers."""
 
 
@@ -85,6 +88,7 @@ class ElasticPolicy:
             "PACELINE_ROSTER": self._roster.address,
             "PACELINE_TOKEN": self._roster.token,
             "PACELINE_WORKER": str(number),
+            **({"PACELINE_STARTER": self._roster.starter} if self._roster.starter else {}),
         }
 
     def over(self, now: float) -> bool:
@@ -111,7 +115,7 @@ class ElasticPolicy:
 
     # -- while they run --------------------------------------------------------------------------------------------
 
-    def ended(self, worker: WorkerProcess, now: float) -> None:
+    def ended(self, worker: LaunchedWorker, now: float) -> None:
         self._roster.died(worker.number, worker.ended)
 
     def act(self, now: float) -> None:
@@ -157,7 +161,7 @@ class ElasticPolicy:
 
     # -- an end, and what follows ----------------------------------------------------------------------------------
 
-    def _settle(self, slot: WorkerSlot, worker: WorkerProcess, now: float) -> None:
+    def _settle(self, slot: WorkerSlot, worker: LaunchedWorker, now: float) -> None:
         """A process has ended and all its output was read: decide whether its slot gets another."""
         slot.worker = None
         self._pool.remove(worker)
@@ -198,7 +202,7 @@ class ElasticPolicy:
             self._shown.append(failure)
             self._supervisor.show(failure)
 
-    def _show_last_output(self, worker: WorkerProcess, now: float) -> None:
+    def _show_last_output(self, worker: LaunchedWorker, now: float) -> None:
         """Of a worker that ended well, or while the run was ending anyway."""
         if worker.code == 0 or (self._pool.stopped_by and not worker.interrupted):
             worker.stderr.release()
@@ -246,7 +250,7 @@ class ElasticPolicy:
     def note(self, text: str) -> None:
         self._screen.note(text)
 
-    def _mark_faulted(self, number: int, *, returns: bool) -> WorkerProcess | None:
+    def _mark_faulted(self, number: int, *, returns: bool) -> LaunchedWorker | None:
         """The worker's process, if it has one; if not, the worker gets one only if it returns."""
         slot = self._slots[number]
         slot.faulted, slot.returns = True, returns

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import FLEET_FAILED
 from paceline.launcher.output import OutputStream, headline, prefixed
-from paceline.launcher.processes import WorkerProcess
+from paceline.launcher.processes import LaunchedWorker
 from paceline.roster.calls import listed
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ RECENT_S = 10.0
 class WorkerFailure:
     """A worker that ended by itself and not well, and its error message: what it wrote last to stderr."""
 
-    def __init__(self, worker: WorkerProcess, at: float) -> None:
+    def __init__(self, worker: LaunchedWorker, at: float) -> None:
         assert worker.code is not None
         self.number, self.code, self.at = worker.number, worker.code, at
         self.ended = worker.ended
@@ -89,7 +89,7 @@ def others(first: WorkerFailure, failures: Sequence[WorkerFailure]) -> list[str]
     return lines
 
 
-def closing(first: WorkerFailure, failures: Sequence[WorkerFailure], workers: Sequence[WorkerProcess]) -> str:
+def closing(first: WorkerFailure, failures: Sequence[WorkerFailure], workers: Sequence[LaunchedWorker]) -> str:
     """One line that names the cause and says what became of the others; empty when all is said."""
     by_themselves = {failure.number for failure in failures if failure.code != FLEET_FAILED}
     stopped = [worker.number for worker in workers if worker.code != 0 and worker.number not in by_themselves]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import FLEET_FAILED
 from paceline.launcher.failures import WorkerFailure, closing, first_of, joined, others, resume_hint
 from paceline.launcher.pool import INTERRUPT_GRACE_S
-from paceline.launcher.processes import WorkerProcess, exit_code
+from paceline.launcher.processes import LaunchedWorker, exit_code
 from paceline.launcher.rendezvous import ELASTIC_VARIABLES, RendezvousStore
 from paceline.launcher.supervise import Order, Supervisor, supervise
 
@@ -35,7 +35,7 @@ class FixedPolicy:
 
     def __init__(self, size: int) -> None:
         self._size, self._store, self.failing = size, RendezvousStore(), False
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[LaunchedWorker] = []
         self._failures: list[WorkerFailure] = []
         self._cause: WorkerFailure | None = None
 
@@ -47,7 +47,7 @@ class FixedPolicy:
     def environment(self, number: int) -> Mapping[str, str]:
         return self._store.environment(number, self._size)
 
-    def ended(self, worker: WorkerProcess, now: float) -> None:
+    def ended(self, worker: LaunchedWorker, now: float) -> None:
         if worker.code == 0 or self._pool.stopped_by or worker.signalled:
             return
         if not self.failing:

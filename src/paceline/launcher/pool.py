@@ -11,7 +11,7 @@ from functools import partial
 from typing import IO
 
 from paceline.launcher.output import OutputStream
-from paceline.launcher.processes import Watchdog, WorkerProcess
+from paceline.launcher.processes import LaunchedWorker, Watchdog, WorkerProcess
 from paceline.launcher.screen import Screen
 from paceline.launcher.signals import Signals
 
@@ -22,33 +22,39 @@ LINGER_S = 0.5
 TICK_S = 0.1
 
 
-class WorkerPool:
-    """The workers of one launcher. ``leave_s`` is how long they may take to leave after SIGTERM."""
+Start = Callable[[int, Mapping[str, str]], LaunchedWorker]
+"""Starts worker number so and so, with these environment variables."""
 
-    def __init__(self, command: Sequence[str], *, signals: Signals, screen: Screen, leave_s: float) -> None:
+
+class WorkerPool:
+    """The workers of one launcher. ``leave_s`` is how long they may take to leave after SIGTERM; ``start`` starts one,
+    as a process of this computer unless given."""
+
+    def __init__(
+        self, command: Sequence[str], *, signals: Signals, screen: Screen, leave_s: float, start: Start | None = None
+    ) -> None:
         self.stopped_by = 0
         """The signal that ends the run, as soon as there is one."""
-        self._command, self._signals, self._screen, self._leave_s = command, signals, screen, leave_s
+        self._signals, self._screen, self._leave_s = signals, screen, leave_s
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.waker, selectors.EVENT_READ, signals.drain)
-        self._outputs: dict[WorkerProcess, list[OutputStream]] = {}
-        self._open: dict[WorkerProcess, set[IO[bytes]]] = {}
+        self._outputs: dict[LaunchedWorker, list[OutputStream]] = {}
+        self._open: dict[LaunchedWorker, set[IO[bytes]]] = {}
         """The pipes that have not ended yet."""
-        self._ended_at: dict[WorkerProcess, float] = {}
+        self._ended_at: dict[LaunchedWorker, float] = {}
         self._escalation: list[tuple[float, int]] = []
         """Which signal all workers get when, soonest first."""
         self._timers: list[tuple[float, Callable[[], None]]] = []
-        self._watchdog = Watchdog()
+        self._watchdog = Watchdog() if start is None else None
+        self._start = start or partial(self._start_here, command)
 
     @property
-    def workers(self) -> Collection[WorkerProcess]:
+    def workers(self) -> Collection[LaunchedWorker]:
         return self._outputs.keys()
 
-    def start(self, number: int, environment: Mapping[str, str]) -> WorkerProcess:
-        worker = WorkerProcess(number, self._command, environment, watchdog=self._watchdog)
-        out, err = worker.process.stdout, worker.process.stderr
-        assert out is not None
-        assert err is not None
+    def start(self, number: int, environment: Mapping[str, str]) -> LaunchedWorker:
+        worker = self._start(number, environment)
+        out, err = worker.pipes
         worker.stderr = OutputStream(number, self._screen.err, holds=True)
         self._outputs[worker] = [OutputStream(number, self._screen.out, holds=False), worker.stderr]
         self._open[worker] = {out, err}
@@ -57,6 +63,9 @@ class WorkerPool:
             self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, worker, pipe, output))
         return worker
 
+    def _start_here(self, command: Sequence[str], number: int, environment: Mapping[str, str]) -> LaunchedWorker:
+        return WorkerProcess(number, command, environment, watchdog=self._watchdog)
+
     # -- while they run --------------------------------------------------------------------------------------------
 
     def listen(self, seconds: float = TICK_S) -> None:
@@ -64,21 +73,20 @@ class WorkerPool:
         for key, _ in self._selector.select(seconds):
             key.data()
 
-    def reap(self, now: float) -> list[WorkerProcess]:
+    def reap(self, now: float) -> list[LaunchedWorker]:
         """Those that have ended since the last call."""
         ended = [worker for worker in self._outputs if worker.reap()]
         for worker in ended:
             self._ended_at[worker] = now
-            self._watchdog.release(worker)
         return ended
 
-    def drained(self, worker: WorkerProcess, now: float) -> bool:
+    def drained(self, worker: LaunchedWorker, now: float) -> bool:
         """Whether it has ended and all its output was read."""
         if worker not in self._ended_at:
             return False
         return not self._open[worker] or now - self._ended_at[worker] > LINGER_S
 
-    def remove(self, worker: WorkerProcess) -> None:
+    def remove(self, worker: LaunchedWorker) -> None:
         """Stop reading from a worker that has ended."""
         for pipe in [*self._open[worker]]:
             self._close_pipe(worker, pipe)
@@ -120,9 +128,9 @@ class WorkerPool:
         """Whatever happened to the launcher, no worker stays behind."""
         self.send(signal.SIGKILL)
         for worker in self._outputs:
-            worker.process.wait()
-            self._watchdog.release(worker)
-        self._watchdog.close()
+            worker.wait()
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._selector.close()
 
     def _stop(self, number: int, now: float) -> None:
@@ -141,7 +149,7 @@ class WorkerPool:
 
     # -- their output ----------------------------------------------------------------------------------------------
 
-    def _read(self, worker: WorkerProcess, pipe: IO[bytes], output: OutputStream) -> None:
+    def _read(self, worker: LaunchedWorker, pipe: IO[bytes], output: OutputStream) -> None:
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:
@@ -152,7 +160,7 @@ class WorkerPool:
         output.close(time.monotonic())
         self._close_pipe(worker, pipe)
 
-    def _close_pipe(self, worker: WorkerProcess, pipe: IO[bytes]) -> None:
+    def _close_pipe(self, worker: LaunchedWorker, pipe: IO[bytes]) -> None:
         self._selector.unregister(pipe)
         self._open[worker].remove(pipe)
         pipe.close()

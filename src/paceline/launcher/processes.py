@@ -1,4 +1,4 @@
-"""One worker process as a launcher sees it: started so that it cannot outlive the launcher, described when it ends."""
+"""One worker as a launcher sees it: started so that it cannot outlive the launcher, described when it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from paceline.errors import FLEET_FAILED, describe_exit
 
@@ -36,12 +36,10 @@ for group in groups:
 launcher dies, stdin ends and the watchdog kills the process groups of those that are left."""
 
 
-class WorkerProcess:
-    """One worker process, in a session of its own: a signal to its group reaches its loader processes as well."""
+class LaunchedWorker:
+    """One process of a worker as the launcher sees it, wherever it runs."""
 
-    def __init__(
-        self, number: int, command: Sequence[str], environment: Mapping[str, str], *, watchdog: Watchdog | None = None
-    ) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
         self.code: int | None = None
         """How it ended, as `subprocess` says it (negative: by a signal); None while it runs."""
@@ -49,53 +47,34 @@ class WorkerProcess:
         """What it writes to stderr; set by the pool that reads it."""
         self.signalled = False
         """Whether the launcher itself sent the signal that may have ended it."""
-        self.process = subprocess.Popen(
-            command,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=_prepared(watchdog),
-        )
 
     @property
     def running(self) -> bool:
         return self.code is None
 
+    @property
+    def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        """From which its stdout and its stderr are read."""
+        raise NotImplementedError
+
     def reap(self) -> bool:
         """Whether it has just ended; what it left running in its group is ended too."""
-        if not self.running or self.process.poll() is None:
-            return False
-        self.code = self.process.returncode
-        self._kill_group()
-        return True
+        raise NotImplementedError
 
     def send(self, number: int) -> None:
         """Send a signal to the worker itself; SIGKILL goes to all it started as well."""
-        if not self.running:
-            return
-        self.signalled = True
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
-        if number == signal.SIGKILL:
-            self._kill_group()
+        raise NotImplementedError
 
     def suspend(self) -> None:
         """Stop it with all it started, as a machine that stands still; `resume` has it go on."""
-        self._send_group(signal.SIGSTOP)
+        raise NotImplementedError
 
     def resume(self) -> None:
-        self._send_group(signal.SIGCONT)
+        raise NotImplementedError
 
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def _send_group(self, number: int) -> None:
-        if self.running:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, number)
+    def wait(self) -> None:
+        """Until it has ended; it was sent SIGKILL."""
+        raise NotImplementedError
 
     @property
     def ended(self) -> str:
@@ -107,6 +86,78 @@ class WorkerProcess:
     def interrupted(self) -> bool:
         """Whether it ended because the run was stopped or the fleet failed: what it wrote last is not worth a line."""
         return self.code == FLEET_FAILED or any("KeyboardInterrupt" in line for line in self.stderr.held)
+
+
+class WorkerProcess(LaunchedWorker):
+    """One on this computer, in a session of its own: a signal to its group reaches its loader processes as well."""
+
+    def __init__(
+        self,
+        number: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        watchdog: Watchdog | None = None,
+        cwd: str | None = None,
+    ) -> None:
+        super().__init__(number)
+        self._watchdog = watchdog
+        self.process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_prepared(watchdog),
+        )
+
+    @property
+    def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        return self.process.stdout, self.process.stderr
+
+    def reap(self) -> bool:
+        if not self.running or self.process.poll() is None:
+            return False
+        self.code = self.process.returncode
+        self._kill_group()
+        self._release()
+        return True
+
+    def send(self, number: int) -> None:
+        if not self.running:
+            return
+        self.signalled = True
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self._kill_group()
+
+    def suspend(self) -> None:
+        self._send_group(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._send_group(signal.SIGCONT)
+
+    def wait(self) -> None:
+        self.process.wait()
+        self._release()
+
+    def _release(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.release(self)
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _send_group(self, number: int) -> None:
+        if self.running:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, number)
 
 
 class Watchdog:

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.roster.persistence import StoreHost
 
-ELASTIC_VARIABLES = ("PACELINE_ROSTER", "PACELINE_TOKEN", "PACELINE_WORKER")
+ELASTIC_VARIABLES = ("PACELINE_ROSTER", "PACELINE_TOKEN", "PACELINE_WORKER", "PACELINE_STARTER")
 """What makes a worker one of a fleet that comes and goes: not meant for those of a fixed fleet."""
 
 logger = logging.getLogger("paceline")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.launcher.failures import WorkerFailure
-from paceline.launcher.processes import WorkerProcess
+from paceline.launcher.processes import LaunchedWorker
 
 FIRST_S, LONGEST_S = 0.5, 30.0
 CALM_S = 60.0
@@ -21,7 +21,7 @@ class WorkerSlot:
     """One worker of this launcher, by number; its processes come and go."""
 
     number: int
-    worker: WorkerProcess | None = None
+    worker: LaunchedWorker | None = None
     """Its process, until all its output was read."""
     due: float | None = None
     """When it starts (again); None while it runs, and when it does not return."""
@@ -50,7 +50,7 @@ class WorkerSlot:
         """Whether it runs or will."""
         return self.worker is not None or self.due is not None
 
-    def begin(self, worker: WorkerProcess, now: float) -> None:
+    def begin(self, worker: LaunchedWorker, now: float) -> None:
         self.worker, self.due, self.started_at, self.faulted = worker, None, now, False
 
     def update(self, now: float, *, entered: bool) -> None:

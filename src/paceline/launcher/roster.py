@@ -1,7 +1,8 @@
 """The roster as a launcher sees it, its own in this process or a remote one; and the workers' identity there.
 
 A worker's identity is its computer's name and its number there, so a second launcher that joins a fleet from the same
-computer must use other numbers.
+computer must use other numbers. A launcher whose workers may return on another computer has a name of its own for them
+(``starter``), which they find in PACELINE_STARTER.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class Roster:
     """The most workers that the launcher knows to be allowed."""
     finished = False
     """Whether the training has ended well, so that no worker is needed any more."""
+
+    starter: str | None = None
+    """In the names of this launcher's workers, in place of their computer's."""
 
     def __init__(self, host: str, port: int, token: str) -> None:
         self.address, self.port, self.token = written(host, port), port, token
@@ -76,7 +80,17 @@ def remote_roster(address: str, token: str) -> Roster:
 class OwnRoster(Roster):
     """A roster in the launcher's own process: it is told at once who has died, and knows who is in."""
 
-    def __init__(self, *, minimum: int, maximum: int, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        minimum: int,
+        maximum: int,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        starter: str | None = None,
+    ) -> None:
+        self.starter = starter
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}
         self._inside: set[str] = set()
@@ -98,7 +112,7 @@ class OwnRoster(Roster):
         now = time.monotonic()
         with self._lock:
             settled = [name for name in self._inside if self._fresh.get(name, 0.0) <= now]
-            return frozenset(number for name in settled if (number := number_of(name)) is not None)
+            return frozenset(number for name in settled if (number := number_of(name, self.starter)) is not None)
 
     @property
     def outsiders(self) -> int:
@@ -110,12 +124,12 @@ class OwnRoster(Roster):
         return str(self._server.snapshot()["waiting_for"])
 
     def started(self, number: int, *, first: bool) -> None:
-        self._started.add(worker_name(number))
+        self._started.add(worker_name(number, self.starter))
         if first:
             self._server.expect(1)
 
     def died(self, number: int, how: str) -> None:
-        self._server.died(worker_name(number), how)
+        self._server.died(worker_name(number, self.starter), how)
 
     def close(self) -> None:
         self._server.close()
@@ -136,15 +150,16 @@ class OwnRoster(Roster):
                 self.finished = True
 
 
-def worker_name(number: int) -> str:
-    """A worker's name in the fleet: its computer and its number there."""
-    return f"{socket.gethostname()}/{number}"
+def worker_name(number: int, starter: str | None = None) -> str:
+    """A worker's name in the fleet: its computer, or who else numbers the workers, and its number there."""
+    return f"{starter or socket.gethostname()}/{number}"
 
 
-def number_of(name: str) -> int | None:
-    """The number of a worker of this computer; None for others."""
+def number_of(name: str, starter: str | None = None) -> int | None:
+    """The number of a worker of this computer, or of this ``starter``; None for others."""
     host, _, number = name.rpartition("/")
-    return int(number) if host == socket.gethostname() and number.isascii() and number.isdigit() else None
+    mine = host == (starter or socket.gethostname())
+    return int(number) if mine and number.isascii() and number.isdigit() else None
 
 
 class WorkerNumbers:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.launcher.failures import WorkerFailure, checkpoint_hint
-from paceline.launcher.pool import WorkerPool
-from paceline.launcher.processes import WorkerProcess
+from paceline.launcher.pool import Start, WorkerPool
+from paceline.launcher.processes import LaunchedWorker
 from paceline.launcher.rendezvous import loopback
 from paceline.launcher.screen import Screen
 from paceline.launcher.signals import Signals
@@ -59,7 +59,7 @@ class Policy(Protocol):
     def environment(self, number: int) -> Mapping[str, str]:
         """Variables by which a worker finds the others."""
 
-    def ended(self, worker: WorkerProcess, now: float) -> None:
+    def ended(self, worker: LaunchedWorker, now: float) -> None:
         """A process has ended; some of its output may still be on its way."""
 
     def act(self, now: float) -> None:
@@ -77,10 +77,11 @@ class Policy(Protocol):
     def close(self) -> None: ...
 
 
-def supervise(order: Order, policy: Policy) -> int:
-    """Run the workers to their end and return the exit code."""
+def supervise(order: Order, policy: Policy, start: Start | None = None) -> int:
+    """Run the workers to their end and return the exit code. ``start`` starts one, unless it is a process of this
+    computer."""
     with Signals() as signals, closing(policy), Screen(order.run_dir, quiet=order.quiet) as screen:
-        pool = WorkerPool(order.command, signals=signals, screen=screen, leave_s=policy.leave_s)
+        pool = WorkerPool(order.command, signals=signals, screen=screen, leave_s=policy.leave_s, start=start)
         try:
             return Supervisor(order, policy, pool, screen, signals.wake).run()
         finally:
@@ -101,7 +102,7 @@ class Supervisor:
             self._turn(time.monotonic())
         return self._finish()
 
-    def start(self, number: int) -> WorkerProcess:
+    def start(self, number: int) -> LaunchedWorker:
         """Start a worker; the policy overrides the order's variables, and the order those of this process."""
         devices, here = self.order.devices, loopback() if self._policy.loopback else None
         environment = {

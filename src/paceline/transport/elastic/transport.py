@@ -284,10 +284,11 @@ class Elastic(Distributed):
 
 
 def _join_from_env(facts: Mapping[str, Any]) -> Join:
+    starter = os.environ.get("PACELINE_STARTER") or facts["host"]
     return partial(
         RosterClient,
         os.environ["PACELINE_ROSTER"],
         token=os.environ.get("PACELINE_TOKEN", ""),
-        name=f"{facts['host']}/{os.environ.get('PACELINE_WORKER', '') or os.getpid()}",
+        name=f"{starter}/{os.environ.get('PACELINE_WORKER') or os.getpid()}",
         facts=facts,
     )
