@@ -32,6 +32,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("training",),
     ("fleet",),
     ("launcher",),
+    ("adapters",),
     ("cli",),
 ]
 """From the floor to the roof. A module imports from its own layer and from those below. The name of a file may stand in

@@ -28,19 +28,20 @@ class Size:
     """The fewest that train and the most that may be there, when they come and go."""
 
 
-def check_script(script: str, module: bool) -> None:
+def check_script(script: str, module: bool, folder: Path | None = None) -> None:
+    """Whether it is there, seen from ``folder``: the current one unless given."""
     if module:
         sys.path.insert(0, os.getcwd())  # as `python -m` does in the workers
         top = script.partition(".")[0]
         if not top or importlib.util.find_spec(top) is None:
             raise ValueError(f"no module named {script!r} can be found from here")
         return
-    path = Path(script)
+    path = Path(script) if folder is None else folder / script
     if path.is_dir() and (path / "__main__.py").exists():
         return
     if not path.is_file():
         kind = "is not a file" if path.exists() else "does not exist"
-        raise ValueError(f"the script {script!r} {kind} (looked in {Path.cwd()})")
+        raise ValueError(f"the script {script!r} {kind} (looked in {folder or Path.cwd()})")
     if not os.access(path, os.R_OK):
         raise ValueError(f"the script {script!r} cannot be read")
 

@@ -11,10 +11,14 @@ import typer
 from paceline.cli.errors import about, leave_with, refuse
 from paceline.cli.host import TOKEN_HELP
 from paceline.cli.options import Size, check_names, check_network, check_script, read_devices, read_faults, read_size
+from paceline.cli.ray_options import Labels, PerWorker, Ray, RuntimeEnv, check_ray_script, ray_count, read_ray
 from paceline.observe import new_run_dir
 
 if TYPE_CHECKING:
+    from paceline.cli.ray_options import OnRay
+    from paceline.launcher.faults import Faults
     from paceline.launcher.roster import Roster
+    from paceline.launcher.supervise import Order
     from paceline.observe.serve.server import LivePage
 
 COMING = "Workers that come and go"
@@ -144,16 +148,25 @@ def run(
     spot: Spot = None,
     speed_up: SpeedUp = None,
     spot_notice: SpotNotice = None,
+    ray: Ray = None,
+    per_worker: PerWorker = None,
+    labels: Labels = None,
+    runtime_env: RuntimeEnv = None,
 ) -> None:
-    """Start a training script on every worker of a fleet, on this computer."""
+    """Start a training script on every worker of a fleet, on this computer or on a Ray cluster."""
     try:
-        check_script(script, module)
         device_list = read_devices(devices)
+        n = ray_count(ray, n)
         size = read_size(n, devices=device_list, emulate=emulate, sample_ms=sample_ms, joining=join is not None)
+        elsewhere = {"devices": devices, "join": join, "host": host, "port": port}
+        on_ray = read_ray(ray, size, per_worker=per_worker, labels=labels, runtime_env=runtime_env, **elsewhere)
+        check_ray_script(on_ray, script, module) if on_ray else check_script(script, module)
         check_names(pace, combine, wire, size.start)
         chances, faults = read_faults(failures, size=size, seed=seed, spot=spot, speed_up=speed_up, notice=spot_notice)
         check_network(network)
-        roster = _roster(size, host=host, port=port, join=join, token=token, token_file=token_file)
+        roster = None
+        if on_ray is None:
+            roster = _roster(size, host=host, port=port, join=join, token=token, token_file=token_file)
         run_name = name or (script if module else Path(script).stem)
         run_dir = new_run_dir(runs, run_name).resolve()
         page = _live_page(run_dir) if watch else None
@@ -175,8 +188,11 @@ def run(
         network=network,
         seed=seed,
     )
-    order = Order((sys.executable, "-u", *called), size.start, settings, run_dir, tuple(device_list), quiet=quiet)
-    if roster is None:
+    command = called if on_ray else (sys.executable, "-u", *called)
+    order = Order(command, size.start, settings, run_dir, tuple(device_list), quiet=quiet)
+    if on_ray is not None:
+        code = _on_ray(on_ray, order, faults, token=token, token_file=token_file)
+    elif roster is None:
         from paceline.launcher.fixed import launch_fixed
 
         code = launch_fixed(order)
@@ -211,6 +227,17 @@ def _roster(
     minimum, maximum = size.bounds
     where = check_host(host or "127.0.0.1")
     return OwnRoster(minimum=minimum, maximum=maximum, token=own_token(token, token_file), host=where, port=port or 0)
+
+
+def _on_ray(on_ray: OnRay, order: Order, faults: Faults, *, token: str | None, token_file: Path | None) -> int:
+    from paceline.launcher.screen import remove_empty
+    from paceline.launcher.tokens import own_token
+
+    try:
+        return on_ray.launch(order, token=own_token(token, token_file), faults=faults)
+    except ValueError as error:
+        remove_empty(order.run_dir)
+        refuse(str(error))
 
 
 def _live_page(run_dir: Path) -> LivePage:

@@ -1,0 +1,146 @@
+"""The Ray cluster that the driver is on: joined, asked for actors, watched for nodes that are to go."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from paceline.adapters.ray.collect import LogCollector
+from paceline.adapters.ray.demand import Demand, lacking
+from paceline.adapters.ray.messages import NodeOrder
+from paceline.adapters.ray.node import NodeWorker
+from paceline.adapters.ray.worker import RayWorker
+
+REACHED_S = 3.0
+"""How long the cluster's head may take to answer a first connection."""
+DRAIN_S = 1.0
+"""How often Ray is asked which nodes are to go."""
+AT_ONCE = 4
+"""Calls that an actor serves at the same time: the one that runs the process, and signals."""
+
+
+def connect(address: str, runtime_env: Mapping[str, Any] | None = None) -> bool:
+    """Join the cluster at ``address`` ("auto": the one that this computer is a node of); returns whether this process
+    was not there already. Raises ValueError with one line when there is none."""
+    if ray.is_initialized():
+        return False
+    if address.startswith("ray://"):
+        raise ValueError(
+            f"--ray {address}: the driver must be on a node of the cluster, where the workers reach it; run it there, "
+            "with --ray auto or through `ray job submit`"
+        )
+    named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    _check_reached(address, named)
+    try:
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env=dict(runtime_env or {}) or None,
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        if address == "auto" and not named:
+            raise ValueError(
+                "--ray auto: no Ray cluster runs on this computer; start one (ray start --head), or give its address, "
+                "such as --ray 10.0.0.1:6379"
+            ) from None
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"--ray {address}: cannot join the cluster ({said})") from None
+    return True
+
+
+def _check_reached(address: str, named: str) -> None:
+    """Ray itself tries for half a minute."""
+    host, colon, port = named.rpartition(":")
+    if not named and address == "auto":
+        return
+    if not colon or not port.isdigit():
+        raise ValueError(f"--ray {named or address}: write auto, or the head's HOST:PORT, such as 10.0.0.1:6379")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACHED_S).close()
+    except (OSError, OverflowError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise ValueError(f"--ray {named}: no Ray cluster answers there ({said})") from None
+
+
+class Cluster:
+    """Starts a run's workers as actors, each by itself: a placement group is a gang, and lost as one.
+
+    An actor for which there is no room waits, and is what an autoscaler sees as demand.
+    """
+
+    def __init__(
+        self,
+        demand: Demand,
+        run_dir: Path,
+        *,
+        called: tuple[str, ...] = (),
+        function: bytes | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.demand, self.returned = demand, dict[int, bytes]()
+        self.draining: frozenset[str] = frozenset()
+        """Ids of nodes that are to go."""
+        self.deaf = ""
+        """Why it is not known which nodes are to go."""
+        self._called, self._function, self._run_dir = called, function, run_dir
+        self._collector = LogCollector(run_dir)
+        options = {**demand.options(), **({"runtime_env": dict(runtime_env)} if runtime_env else {})}
+        self._make = ray.remote(NodeWorker).options(
+            max_restarts=0, max_concurrency=AT_ONCE, scheduling_strategy="SPREAD", **options
+        )
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="paceline-ray", daemon=True)
+        self._thread.start()
+
+    @property
+    def lacks(self) -> str:
+        """What no node has of what a worker needs; empty when one has it all."""
+        return lacking(self.demand, ray.nodes())
+
+    def start(self, number: int, environment: Mapping[str, str]) -> RayWorker:
+        """A worker. Of the driver's environment the nodes get what is Paceline's; Ray's runtime_env has the rest."""
+        ours = {name: value for name, value in environment.items() if name.startswith("PACELINE_")}
+        order = NodeOrder(
+            number, self._called, self._function, ours, os.getcwd(), str(self._run_dir), self._collector.mark
+        )
+        actor = self._make.remote()
+        stream = actor.work.options(num_returns="streaming").remote(order)
+        return RayWorker(number, actor, stream, logged=self._collector.add, returned=self.returned.__setitem__)
+
+    def end_log(self) -> None:
+        """All that the nodes have of the log was sent."""
+        self._collector.close()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(timeout=5.0)
+        self._collector.close()
+
+    def _watch(self) -> None:
+        ask = draining_nodes()
+        if ask is None:
+            self.deaf = (
+                f"Ray {ray.__version__} does not tell which nodes are to go: workers there do not leave by themselves"
+            )
+            return
+        while not self._closed.wait(DRAIN_S):
+            with suppress(Exception):  # the head may be away for a while
+                self.draining = frozenset(ask())
+
+
+def draining_nodes() -> Callable[[], Mapping[str, int]] | None:
+    """Ray's function that gives the ids of nodes that are being drained or preempted; None when it is not there. It is
+    private to Ray (2.60 has no public one), and so it may go."""
+    found: Any = ray
+    for name in ("_private", "state", "state", "get_draining_nodes"):
+        found = getattr(found, name, None)
+    return found if callable(found) else None

@@ -1,0 +1,162 @@
+"""A worker as the driver sees it: an actor of Ray that stands for a process (`paceline.launcher.processes`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from paceline.adapters.ray.messages import Began, Ended, Logged, Message, Printed
+from paceline.errors import describe_exit
+from paceline.launcher.processes import LaunchedWorker
+
+NEVER_RAN = 1
+"""Exit code of a worker that Ray could not start."""
+
+
+class RayWorker(LaunchedWorker):
+    """A thread follows the actor's messages. ``logged`` gets the node and what it has of the run's log, ``returned``
+    what a function has returned."""
+
+    def __init__(
+        self,
+        number: int,
+        actor: Any,
+        stream: Any,
+        *,
+        logged: Callable[[str, int, bytes], None],
+        returned: Callable[[int, bytes], None],
+    ) -> None:
+        super().__init__(number)
+        self.node: str | None = None
+        """The id of the node on which it runs; None while it waits for one."""
+        self.address = ""
+        self.since = time.monotonic()
+        self._actor, self._stream, self._logged, self._returned = actor, stream, logged, returned
+        self._outcome: int | None = None
+        self._how = ""
+        self._asked: Any = None
+        self._asked_at = 0.0
+        reads, self._writes = [], []
+        for _ in range(2):
+            read, write = os.pipe()
+            reads.append(os.fdopen(read, "rb", buffering=0))
+            self._writes.append(os.fdopen(write, "wb", buffering=0))
+        self._reads: tuple[IO[bytes], IO[bytes]] = (reads[0], reads[1])
+        self._thread = threading.Thread(target=self._follow, name="paceline-ray", daemon=True)
+        self._thread.start()
+
+    @property
+    def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        return self._reads
+
+    @property
+    def ended(self) -> str:
+        assert self.code is not None
+        return self._how or describe_exit(self.code)
+
+    def reap(self) -> bool:
+        if not self.running or self._outcome is None:
+            return False
+        self.code = self._outcome
+        self._end_actor()
+        return True
+
+    def send(self, number: int) -> None:
+        if not self.running:
+            return
+        self.signalled = True
+        if number == signal.SIGKILL or self.node is None:  # an actor that waits for a node has nobody to ask
+            self._end(-number)
+        else:
+            self._actor.send.remote(number)
+
+    def suspend(self) -> None:
+        self._actor.send.remote(int(signal.SIGSTOP))
+
+    def resume(self) -> None:
+        if self.running and self.node is not None:
+            self._actor.send.remote(int(signal.SIGCONT))
+
+    def wait(self) -> None:
+        self._thread.join(timeout=5.0)
+
+    def unanswered_s(self, now: float) -> float:
+        """For how many seconds the actor has not answered a question that was put to it; 0 when it has."""
+        if self._asked is None:
+            self._asked, self._asked_at = self._actor.answer.remote(), now
+        if ray.wait([self._asked], timeout=0.0)[0]:
+            self._asked = None
+            return 0.0
+        return now - self._asked_at
+
+    def give_up(self, how: str) -> None:
+        """Its node is gone, whether Ray knows it yet or not."""
+        self._end(-signal.SIGKILL, how)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        try:
+            for reference in self._stream:
+                for message in ray.get(reference):
+                    self._take(message)
+        except RayActorError as error:
+            self._lost(error)
+        except RayError as error:  # it was not even started: an environment that cannot be made, a package not there
+            self._complain(error)
+        except Exception as error:  # the driver has left the cluster meanwhile
+            self._settle(-signal.SIGKILL, f"was lost ({error})")
+        finally:
+            self._settle(-signal.SIGKILL, "was lost")
+            for pipe in self._writes:
+                pipe.close()
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Began):
+            self.address, self.node = message.address, message.node
+        elif isinstance(message, Printed):
+            with suppress(OSError):  # given up, and nobody reads it any more
+                data = memoryview(message.data)
+                while data:
+                    data = data[self._writes[message.stream].write(data) or 0 :]
+        elif isinstance(message, Logged):
+            self._logged(self.node or "", message.offset, message.data)
+        elif isinstance(message, Ended):
+            if message.value:
+                self._returned(self.number, message.value)
+            self._settle(message.code)
+
+    def _lost(self, error: RayActorError) -> None:
+        if self.node is None and "creation" in str(error).lower() and "died" not in type(error).__name__.lower():
+            self._complain(error)
+        else:
+            self._settle(-signal.SIGKILL, f"was lost with its node {self.address}" if self.address else "was lost")
+
+    def _complain(self, error: RayError) -> None:
+        said = [line.strip() for line in str(error).splitlines() if line.strip()]
+        text = f"paceline: Ray could not start the worker ({said[-1] if said else type(error).__name__})\n"
+        self._take(Printed(1, text.encode()))
+        self._settle(NEVER_RAN)
+
+    # -- its end ---------------------------------------------------------------------------------------------------
+
+    def _end(self, code: int, how: str = "") -> None:
+        self._settle(code, how)
+        self._end_actor()
+
+    def _settle(self, code: int, how: str = "") -> None:
+        """The first that says how it ended is believed."""
+        if self._outcome is None:
+            self._how, self._outcome = how, code
+
+    def _end_actor(self) -> None:
+        with suppress(Exception):  # gone already, or the driver has left the cluster
+            ray.kill(self._actor)
