@@ -1,7 +1,9 @@
-# `make demo` and `make test` do all the set-up themselves in a fresh clone; both are quick when nothing changed.
+# `make demo` and `make test` do all the set-up themselves in a fresh clone, the demo no more than it needs; both are
+# quick when nothing changed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.installed-demo
 STAMP := $(VENV)/.installed
 
 # Tests start hundreds of processes, and none should compile the library or the tests again.
@@ -9,14 +11,21 @@ test test-long check: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-long lint check browser bench docs clean
 
-$(STAMP): pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+$(DEMO): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing paceline and its tools into $(VENV) (torch is large: about half a minute) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "Installing paceline into $(VENV) (torch is large: about half a minute) ..."
+	@$(PIP) torch numpy
+	@$(PIP) -e '.[demo]'
+	@touch $(DEMO)
+
+$(STAMP): $(DEMO)
+	@echo "Installing the tools of the tests, Ray among them, into $(VENV) ..."
+	@$(PIP) -e '.[dev,ray]'
 	@touch $(STAMP)
 
-demo: $(STAMP)
+demo: $(DEMO)
 	@$(BIN)/paceline demo
 
 lint: $(STAMP)
@@ -50,7 +59,7 @@ bench: $(STAMP)
 
 # The site is made from docs/ and the docstrings; a broken link is an error. Only this installs the extra for it.
 docs: $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(PIP) -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would hide the warnings from --strict
 	@echo "The site is in site/; $(BIN)/mkdocs serve shows it at http://127.0.0.1:8000"
 

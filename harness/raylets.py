@@ -49,13 +49,16 @@ class Raylets:
     def __exit__(self, *_: object) -> None:
         for command in self._commands:
             self.end(command)
-        for name in [*self._nodes]:
-            self.kill(name)
+        self.kill(*self._nodes)
         self.network.__exit__()
 
     @property
     def address(self) -> str:
         return f"{self.network.address(HEAD)}:{PORT}"
+
+    @property
+    def alive(self) -> set[str]:
+        return {*self._nodes} - {HEAD}
 
     def start(self, name: str, *options: str, cpus: int = 1) -> None:
         """Begin to start a node; `await_nodes` waits for it."""
@@ -79,13 +82,15 @@ class Raylets:
                 preexec_fn=lambda: end_with_parent(parent),
             )
 
-    def kill(self, name: str) -> None:
-        """All processes of a node are gone at once."""
-        node = self._nodes.pop(name)
-        first = _first(node)
-        node.kill()
-        node.wait()
-        wait_until(lambda: first is None or not Path(f"/proc/{first}").exists(), f"the end of node {name}", 10.0)
+    def kill(self, *names: str) -> None:
+        """All processes of these nodes are gone at once."""
+        nodes = [self._nodes.pop(name) for name in names]
+        firsts = [Path(f"/proc/{first}") for node in nodes if (first := _first(node)) is not None]
+        for node in nodes:
+            node.kill()
+        for node in nodes:
+            node.wait()
+        wait_until(lambda: not any(first.exists() for first in firsts), f"the end of {names}", 20.0)
 
     def command(self, words: Sequence[str], *, folder: Path, node: str = HEAD, **env: str) -> subprocess.Popen[str]:
         """A process of a user on a node."""

@@ -21,6 +21,10 @@ NEVER_RAN = 1
 """Exit code of a worker that Ray could not start."""
 
 
+UNFIT = ("creation task", "runtime_env", "runtime environment")
+"""In what Ray says of an actor that no node could start, however often it were tried."""
+
+
 class RayWorker(LaunchedWorker):
     """A thread follows the actor's messages. ``logged`` gets the node and what it has of the run's log, ``returned``
     what a function has returned."""
@@ -135,7 +139,7 @@ class RayWorker(LaunchedWorker):
             self._settle(message.code)
 
     def _lost(self, error: RayActorError) -> None:
-        if self.node is None and "creation" in str(error).lower() and "died" not in type(error).__name__.lower():
+        if self.node is None and any(cause in str(error).lower() for cause in UNFIT):
             self._complain(error)
         else:
             self._settle(-signal.SIGKILL, f"was lost with its node {self.address}" if self.address else "was lost")
