@@ -24,7 +24,7 @@ from paceline.launcher.processes import end_with_parent
 HEAD = "head"
 PORT = 6379
 RAY = [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]
-UP_S = 60.0
+UP_S = 100.0
 
 
 class Raylets:
@@ -69,7 +69,7 @@ class Raylets:
         command = shlex.join([*RAY, "start", *which, *place, *fixed, *options])
         mounts = [self._disk, *(self._own if name != HEAD else ())]
         script = [f"hostname {name}", *(f"mount -t tmpfs none {shlex.quote(str(mount))}" for mount in mounts)]
-        script += [f"mkdir {self._disk}/tmp", f"{command}; exit 1"]
+        script += [f"mkdir {self._disk}/tmp", f"({command} || {command} || {command}); exit 1"]  # 30 s may be too short
         apart = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         parent = os.getpid()
         with (self.folder / f"{name}.out").open("wb") as out:

@@ -6,7 +6,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ REACHED_S = 3.0
 """How long the cluster's head may take to answer a first connection."""
 DRAIN_S = 1.0
 """How often Ray is asked which nodes are to go."""
+AVOIDED_S = 60.0
+"""How long nothing is started on a node that was given up: it may only have been cut off."""
+NODE_ID = "ray.io/node-id"
+"""The label by which Ray itself names a node."""
 AT_ONCE = 4
 """Calls that an actor serves at the same time: the one that runs the process, and signals."""
 
@@ -93,10 +98,10 @@ class Cluster:
         """Why it is not known which nodes are to go."""
         self._called, self._function, self._run_dir = called, function, run_dir
         self._collector = LogCollector(run_dir)
-        options = {**demand.options(), **({"runtime_env": dict(runtime_env)} if runtime_env else {})}
-        self._make = ray.remote(NodeWorker).options(
-            max_restarts=0, max_concurrency=AT_ONCE, scheduling_strategy="SPREAD", **options
-        )
+        self._gone: dict[str, float] = {}
+        """When nodes were given up."""
+        self._runtime_env = {"runtime_env": dict(runtime_env)} if runtime_env else {}
+        self._actor = ray.remote(NodeWorker)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="paceline-ray", daemon=True)
         self._thread.start()
@@ -112,9 +117,24 @@ class Cluster:
         order = NodeOrder(
             number, self._called, self._function, ours, os.getcwd(), str(self._run_dir), self._collector.mark
         )
-        actor = self._make.remote()
+        actor = self._actor.options(
+            max_restarts=0,
+            max_concurrency=AT_ONCE,
+            scheduling_strategy="SPREAD",
+            **avoiding(self.demand, self._recently_gone()).options(),
+            **self._runtime_env,
+        ).remote()
         stream = actor.work.options(num_returns="streaming").remote(order)
         return RayWorker(number, actor, stream, logged=self._collector.add, returned=self.returned.__setitem__)
+
+    def give_up_node(self, node: str | None) -> None:
+        """Nothing is started there for a while: Ray may believe for 12 s and more that the node is well."""
+        if node is not None:
+            self._gone[node] = time.monotonic()
+
+    def _recently_gone(self) -> list[str]:
+        now = time.monotonic()
+        return sorted(node for node, since in self._gone.items() if now - since < AVOIDED_S)
 
     def end_log(self) -> None:
         """All that the nodes have of the log was sent."""
@@ -135,6 +155,17 @@ class Cluster:
         while not self._closed.wait(DRAIN_S):
             with suppress(Exception):  # the head may be away for a while
                 self.draining = frozenset(ask())
+
+
+def avoiding(demand: Demand, nodes: Sequence[str]) -> Demand:
+    """The same on any node but these.
+
+    >>> avoiding(Demand(), ["a", "b"]).labels
+    {'ray.io/node-id': '!in(a,b)'}
+    """
+    if not nodes or NODE_ID in demand.labels:
+        return demand
+    return Demand(demand.resources, {**demand.labels, NODE_ID: f"!in({','.join(nodes)})"})
 
 
 def draining_nodes() -> Callable[[], Mapping[str, int]] | None:

@@ -59,6 +59,8 @@ class RayPolicy(ElasticPolicy):
             self._were_inside.add(worker)
         elif worker in self._were_inside and worker.running and worker.unanswered_s(now) > SILENT_S:
             worker.give_up(f"was lost: its node {worker.address} does not answer")
+        if worker.lost:
+            self._cluster.give_up_node(worker.node)
         if not worker.running:
             self._were_inside.discard(worker)
 

@@ -43,6 +43,8 @@ class RayWorker(LaunchedWorker):
         """The id of the node on which it runs; None while it waits for one."""
         self.address = ""
         self.since = time.monotonic()
+        self.lost = False
+        """Whether its node is gone, or its actor at least."""
         self._actor, self._stream, self._logged, self._returned = actor, stream, logged, returned
         self._outcome: int | None = None
         self._how = ""
@@ -103,6 +105,7 @@ class RayWorker(LaunchedWorker):
 
     def give_up(self, how: str) -> None:
         """Its node is gone, whether Ray knows it yet or not."""
+        self.lost = True
         self._end(-signal.SIGKILL, how)
 
     # -- the thread ------------------------------------------------------------------------------------------------
@@ -142,6 +145,7 @@ class RayWorker(LaunchedWorker):
         if self.node is None and any(cause in str(error).lower() for cause in UNFIT):
             self._complain(error)
         else:
+            self.lost = self._outcome is None
             self._settle(-signal.SIGKILL, f"was lost with its node {self.address}" if self.address else "was lost")
 
     def _complain(self, error: RayError) -> None:
