@@ -42,6 +42,7 @@ KEYS = {
     "arrival_over_round_s arrival_over_adaptive_s race_accuracy recovered_c_each datasets seeds steps failures",
     "peers": "peers versions no_link",
     "plan_scale": "ms_at_10 ms_at_1000 ms_at_10000 observe_ms_at_10000",
+    "ray_kill": "survivors_s back_s lost doubled ray_train_over_paceline ray_train_s kills workers",
     "roster_scale": "members join_s form_s beat_ms beat_ms_p99 cpu reform_s reform_cpu_s",
     "scale": "rows breaks breaks_first at slowest_row_s slowest_row_cpu_s",
     "sim_vs_real": "worst_error worst_step_by_step scenarios",
