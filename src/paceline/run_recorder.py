@@ -95,7 +95,7 @@ class RunRecorder:
     @property
     def _fleet(self) -> str | None:
         """The roster's address, by which all workers of an elastic fleet know it."""
-        return os.environ.get("PACELINE_ROSTER") if self._transport.elastic else None
+        return os.environ.get("PACELINE_ROSTER", "").partition("#")[0] if self._transport.elastic else None
 
     def _open_log(self, *, goes_on: bool) -> None:
         """Begin the log or, when the leader before is gone, continue it."""

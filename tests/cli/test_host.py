@@ -9,11 +9,12 @@ from paceline.launcher.tokens import printable
 
 
 def test_the_welcome_gives_both_ways_to_join() -> None:
-    text = welcome("10.0.0.7:29400", "s3cret-token", minimum=2, maximum=8)
+    address = f"10.0.0.7:29400#{'ab' * 32}"
+    text = welcome(address, "s3cret-token", minimum=2, maximum=8)
     first, launcher, other = text.splitlines()
     assert first == "paceline: roster at 10.0.0.7:29400 for 2 to 8 workers; Ctrl-C ends it"
-    assert launcher.endswith("PACELINE_TOKEN=s3cret-token paceline run --join 10.0.0.7:29400 train.py")
-    for part in ("PACELINE_ROSTER=10.0.0.7:29400", "PACELINE_TOKEN=s3cret-token", "PACELINE_WORKER=0"):
+    assert launcher.endswith("PACELINE_TOKEN=s3cret-token paceline run --join " + address + " train.py")
+    for part in (f"PACELINE_ROSTER={address} ", "PACELINE_TOKEN=s3cret-token", "PACELINE_WORKER=0"):
         assert part in other
 
 

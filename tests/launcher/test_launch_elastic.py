@@ -104,7 +104,7 @@ def test_every_worker_learns_where_the_roster_is_and_lists_begin_again(shell: Sh
     assert [own["PACELINE_WORKER"] for own, _ in said] == ["0", "1", "2"]
     assert len({own["PACELINE_ROSTER"] for own, _ in said}) == len({own["PACELINE_TOKEN"] for own, _ in said}) == 1
     for own, _ in said:
-        assert re.fullmatch(r"127\.0\.0\.1:\d+", own["PACELINE_ROSTER"])
+        assert re.fullmatch(r"127\.0\.0\.1:\d+#[0-9a-f]{64}", own["PACELINE_ROSTER"])
         assert (own["PACELINE_LAUNCHER"], own["PACELINE_FAILURES"], own["OMP_NUM_THREADS"]) == ("1", "lost:0.1", "1")
         assert not own.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -355,7 +355,11 @@ def test_a_roster_by_itself_serves_a_fleet_outlives_its_own_restart_and_ends_wit
     with_launcher, by_other_means = roster.stderr.readline(), roster.stderr.readline()
     assert 'PACELINE_TOKEN="$(cat token)" paceline run --join' in with_launcher
     assert (shell.folder / "token").read_text().strip() not in with_launcher + by_other_means
-    launcher = shell.start("run", "--join", f"127.0.0.1:{port}", "--token-file", "token", "-n", "2", "train.py",
+    address = re.search(r"--join (\S+) ", with_launcher)
+    assert address is not None
+    assert re.fullmatch(rf"127\.0\.0\.1:{port}#[0-9a-f]{{64}}", address[1])
+    assert f"PACELINE_ROSTER={address[1]} " in by_other_means
+    launcher = shell.start("run", "--join", address[1], "--token-file", "token", "-n", "2", "train.py",
                            STEPS="100000")  # fmt: skip
     entered(shell, 20)
     roster.send_signal(signal.SIGINT)
@@ -368,7 +372,8 @@ def test_a_roster_by_itself_serves_a_fleet_outlives_its_own_restart_and_ends_wit
     assert again.returncode == 0, said
     assert "generation 2: workers" in said
     assert "the training has finished" in said
-    assert (shell.folder / "token").stat().st_mode & 0o777 == 0o600
+    for secret in ("token", "roster.json.pem"):
+        assert (shell.folder / secret).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_spot_trace_does_not_keep_a_script_that_joins_no_fleet(shell: Shell) -> None:

@@ -54,10 +54,15 @@ def test_a_line_without_end_is_given_up_at_its_bound() -> None:
         lines.feed(b"x" * 10)
 
 
-def test_a_proof_serves_one_role_one_pair_of_challenges_and_one_token() -> None:
-    mine = proof("token", "worker", "a", "b")
-    assert proven(mine, proof("token", "worker", "a", "b"))
-    others = [("other", "worker", "a", "b"), ("token", "roster", "a", "b"), ("token", "worker", "b", "a")]
+def test_a_proof_serves_one_role_one_pair_of_challenges_one_certificate_and_one_token() -> None:
+    mine = proof("token", "worker", "a", "b", "f")
+    assert proven(mine, proof("token", "worker", "a", "b", "f"))
+    others = [
+        ("other", "worker", "a", "b", "f"),
+        ("token", "roster", "a", "b", "f"),
+        ("token", "worker", "b", "a", "f"),
+        ("token", "worker", "a", "b", "g"),
+    ]
     assert not any(proven(mine, proof(*other)) for other in others)
     assert not proven(None, mine)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ import pytest
 
 from paceline.errors import CallMismatch, FleetError
 from paceline.roster import Generation, RosterClient, RosterServer, RunOver, client, liveness, server, timeouts, wire
+from paceline.roster.certificate import Certificate
 from paceline.roster.handshake import RosterConnection, shake_hands
 from ports import own_port
 
@@ -119,7 +119,20 @@ def puppet(house: House, slot: int, session: str = "a puppet") -> RosterConnecti
 
 
 def say(connection: RosterConnection, **message: Any) -> None:
-    connection.socket.sendall(wire.encode(message))
+    connection.send(message)
+
+
+def stranger_at(house: House) -> RosterConnection:
+    """One that has come as far as TLS goes."""
+    connection = RosterConnection(socket.create_connection(wire.parse_address(house.server.address), timeout=30))
+    connection.secure()
+    return connection
+
+
+def drain(stranger: socket.socket) -> None:
+    with suppress(ConnectionError):
+        while stranger.recv(65536):
+            pass
 
 
 def await_message(connection: RosterConnection, key: str) -> dict[str, Any]:
@@ -229,12 +242,14 @@ def test_a_wrong_token_is_refused_and_noted(house: Callable[..., House]) -> None
 
 def test_a_stranger_who_trusts_any_roster_is_refused_all_the_same(house: Callable[..., House]) -> None:
     here = house()
-    with socket.create_connection(wire.parse_address(here.server.address), timeout=30) as stranger:
-        lines = stranger.makefile("rb")
-        theirs, mine = json.loads(lines.readline())["challenge"], wire.challenge()
-        stranger.sendall(wire.encode({"challenge": mine, "proof": wire.proof("guessed", "worker", theirs, mine)}))
-        assert json.loads(lines.readline())["refused"] == "token"
-        assert lines.readline() == b"", "and not a word more"
+    stranger = stranger_at(here)
+    theirs, mine = stranger.answer()["challenge"], wire.challenge()
+    say(stranger, challenge=mine, proof=wire.proof("guessed", "worker", theirs, mine, stranger.fingerprint))
+    with pytest.raises(wire.Refused, match="does not know this run's token"):
+        stranger.answer()
+    with pytest.raises(EOFError):  # and not a word more
+        stranger.read()
+    stranger.close()
     assert here.await_event("refused")["kind"] == "token"
 
 
@@ -242,13 +257,11 @@ def test_a_worker_does_not_trust_a_roster_without_the_token() -> None:
     server = socket.create_server(("127.0.0.1", 0))
 
     def pretend() -> None:
-        connection, _ = server.accept()
-        with connection, connection.makefile("rwb") as file:
-            file.write(wire.encode({"paceline": wire.VERSION, "challenge": "c"}))
-            file.flush()
-            file.readline()
-            file.write(wire.encode({"proof": "made up"}))
-            file.flush()
+        raw, _ = server.accept()
+        with Certificate().context.wrap_socket(raw, server_side=True) as connection:
+            connection.sendall(wire.encode({"paceline": wire.VERSION, "challenge": "c"}))
+            connection.recv(4096)
+            connection.sendall(wire.encode({"proof": "made up"}))
 
     threading.Thread(target=pretend, daemon=True).start()
     with server, pytest.raises(FleetError, match="it is not this run's roster"):
@@ -265,10 +278,17 @@ def test_garbage_before_the_proof_disturbs_nobody(
     monkeypatch.setattr(server, "PROVE_S", 0.4)
     here = house()
     address = wire.parse_address(here.server.address)
-    with socket.create_connection(address, timeout=30) as stranger, suppress(ConnectionError):
-        stranger.sendall(garbage)
-        while stranger.recv(65536):
-            pass
+    within, after = stranger_at(here), stranger_at(here)
+    sent = (
+        (socket.create_connection(address, timeout=30), garbage),
+        (after.socket, garbage),
+        (within.socket, within._channel.seal(garbage)),
+    )
+    for stranger, data in sent:
+        with suppress(ConnectionError):
+            stranger.sendall(data)
+        drain(stranger)
+        stranger.close()
     here.begin(1)
 
 
@@ -285,13 +305,13 @@ def test_garbage_before_the_proof_disturbs_nobody(
 def test_nonsense_from_one_who_knows_the_token_disturbs_nobody(house: Callable[..., House], message: bytes) -> None:
     here = house()
     watches = here.begin(2)
-    with socket.create_connection(wire.parse_address(here.server.address)) as stranger:
-        connection = RosterConnection(stranger)
-        theirs = str(connection.answer()["challenge"])
-        say(connection, challenge="mine", proof=wire.proof(TOKEN, "worker", theirs, "mine"))
-        connection.answer()
-        stranger.sendall(message)
-        assert here.await_event("refused")["kind"] == "garbled"
+    connection = stranger_at(here)
+    theirs = str(connection.answer()["challenge"])
+    say(connection, challenge="mine", proof=wire.proof(TOKEN, "worker", theirs, "mine", connection.fingerprint))
+    connection.answer()
+    connection.socket.sendall(connection._channel.seal(message))
+    assert here.await_event("refused")["kind"] == "garbled"
+    connection.close()
     assert not any(watch.over.is_set() for watch in watches)
 
 
@@ -314,10 +334,9 @@ def test_one_who_says_nothing_is_shown_the_door(house: Callable[..., House], mon
     address = wire.parse_address(here.server.address)
     with socket.create_connection(address, timeout=30) as loris, suppress(ConnectionError):
         for _ in range(3):
-            loris.sendall(b" ")
+            loris.sendall(b"\x16")
             time.sleep(0.05)
-        while loris.recv(4096):
-            pass
+        drain(loris)
 
 
 def test_a_crowd_of_strangers_does_not_keep_a_worker_out(house: Callable[..., House]) -> None:

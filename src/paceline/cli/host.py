@@ -56,6 +56,7 @@ def host(
 ) -> None:
     """Run a roster by itself: it says who is in a fleet whose workers are started elsewhere."""
     from paceline.roster import RosterServer
+    from paceline.roster.persistence import beside
     from paceline.roster.wire import written
 
     try:
@@ -63,14 +64,21 @@ def host(
             raise ValueError(f"--min {minimum} is more than --max {maximum}")
         secret = own_token(token, token_file)
         server = RosterServer(
-            minimum=minimum, maximum=maximum, token=secret, host=check_host(host), port=port, state=state, observe=say
+            minimum=minimum,
+            maximum=maximum,
+            token=secret,
+            host=check_host(host),
+            port=port,
+            state=state,
+            certificate=beside(token_file) if token_file and not state else None,
+            observe=say,
         )
     except ValueError as error:
         refuse(f"host: {error}")
     except OSError as error:
         refuse(f"host: cannot listen on {written(host, port)} ({error.strerror or error})")
     server.start()
-    address = written(reached_at(host), server.port)
+    address = written(reached_at(host), server.port, server.fingerprint)
     shown = printable(secret, option=token, file=token_file)
     typer.echo(welcome(address, shown, minimum=minimum, maximum=maximum), err=True)
     code = serve(server)
@@ -82,7 +90,7 @@ def welcome(address: str, token: str, *, minimum: int, maximum: int) -> str:
     """Where the roster is and the two ways to join; ``token`` as `paceline.launcher.tokens.printable` gives it."""
     only = " (only this computer can join: --host opens it)" if is_loopback(address.rpartition(":")[0]) else ""
     return (
-        f"paceline: roster at {address} for {minimum} to {maximum} workers{only}; Ctrl-C ends it\n"
+        f"paceline: roster at {address.partition('#')[0]} for {minimum} to {maximum} workers{only}; Ctrl-C ends it\n"
         f"with the launcher:          {join_line(address, token, ['train.py'])}\n"
         f"each worker by other means: PACELINE_ROSTER={address} PACELINE_TOKEN={token} PACELINE_WORKER=0 "
         "python train.py   (PACELINE_WORKER: a number of its own on its computer)"

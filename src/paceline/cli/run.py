@@ -93,7 +93,11 @@ Port = Annotated[
 ]
 Join = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="Start workers that join this fleet elsewhere.", rich_help_panel=COMING),
+    typer.Option(
+        metavar="HOST:PORT#FINGERPRINT",
+        help="Start workers that join this fleet elsewhere; HOST:PORT alone trusts whoever knows the token.",
+        rich_help_panel=COMING,
+    ),
 ]
 Token = Annotated[str | None, typer.Option(metavar="TEXT", help=TOKEN_HELP, rich_help_panel=COMING)]
 TokenFile = Annotated[
@@ -214,6 +218,7 @@ def _roster(
     """The roster of a fleet that comes and goes, its own or that of the fleet to join; None for a fixed fleet."""
     from paceline.launcher.roster import OwnRoster, remote_roster
     from paceline.launcher.tokens import check_host, own_token, their_token
+    from paceline.roster.persistence import beside
 
     if join is not None:
         if host or port:
@@ -226,7 +231,8 @@ def _roster(
         return None
     minimum, maximum = size.bounds
     where = check_host(host or "127.0.0.1")
-    return OwnRoster(minimum=minimum, maximum=maximum, token=own_token(token, token_file), host=where, port=port or 0)
+    secret, kept = own_token(token, token_file), beside(token_file) if token_file else None
+    return OwnRoster(minimum=minimum, maximum=maximum, token=secret, host=where, port=port or 0, certificate=kept)
 
 
 def _on_ray(on_ray: OnRay, order: Order, faults: Faults, *, token: str | None, token_file: Path | None) -> int:

@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Mapping
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from paceline.launcher.tokens import is_loopback
 from paceline.observe.serve.addresses import reached_at
 from paceline.roster import RosterServer
 from paceline.roster.membership_rules import FINISHED
-from paceline.roster.wire import parse_address, written
+from paceline.roster.wire import parse_address, parse_fingerprint, written
 
 TAKING_S = 2.0
 """How long a newcomer is given to take over a peer's state before it counts as one that holds it."""
@@ -38,8 +39,8 @@ class Roster:
     starter: str | None = None
     """In the names of this launcher's workers, in place of their computer's."""
 
-    def __init__(self, host: str, port: int, token: str) -> None:
-        self.address, self.port, self.token = written(host, port), port, token
+    def __init__(self, host: str, port: int, token: str, *, fingerprint: str | None = None) -> None:
+        self.address, self.port, self.token = written(host, port, fingerprint or ""), port, token
         self.loopback = is_loopback(host)
         """Whether only this computer can reach it."""
 
@@ -72,9 +73,9 @@ def remote_roster(address: str, token: str) -> Roster:
     """The roster that ``--join`` names."""
     try:
         host, port = parse_address(address)
+        return Roster(host, port, token, fingerprint=parse_fingerprint(address))
     except ValueError as error:
         raise ValueError(f"--join: {error}") from None
-    return Roster(host, port, token)
 
 
 class OwnRoster(Roster):
@@ -89,6 +90,7 @@ class OwnRoster(Roster):
         host: str = "127.0.0.1",
         port: int = 0,
         starter: str | None = None,
+        certificate: Path | None = None,
     ) -> None:
         self.starter = starter
         self._lock = threading.Lock()
@@ -99,12 +101,18 @@ class OwnRoster(Roster):
         self._started: set[str] = set()
         try:
             self._server = RosterServer(
-                minimum=minimum, maximum=maximum, token=token, host=host, port=port, observe=self._observe
+                minimum=minimum,
+                maximum=maximum,
+                token=token,
+                host=host,
+                port=port,
+                certificate=certificate,
+                observe=self._observe,
             )
         except OSError as error:
             raise ValueError(f"cannot listen on {written(host, port)} ({error.strerror or error})") from None
         self._server.start()
-        super().__init__(reached_at(host), self._server.port, token)
+        super().__init__(reached_at(host), self._server.port, token, fingerprint=self._server.fingerprint)
         self.maximum, self.loopback = maximum, is_loopback(host)
 
     @property

@@ -36,6 +36,10 @@ BACK_OFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 """Between attempts to find the roster; the last for ever."""
 BYE_S = 2.0
 CLOCK_S = 1.0
+STRANGE = (
+    "Take the line anew from its launcher; a roster that was started again shows the old one only if it was given the "
+    "same --state or --token-file"
+)
 QUIET_S = 5.0
 """A roster that has not answered a beat for so long is warned about, once."""
 
@@ -57,6 +61,7 @@ class RosterClient:
         on_over: Callable[[int], None],
     ) -> None:
         self._address, self._token = wire.parse_address(address), token
+        self._fingerprint = wire.parse_fingerprint(address)
         _check(name, facts, token)
         self._name, self._facts, self._on_over = name, dict(facts), on_over
         self._session = secrets.token_hex(8)
@@ -75,7 +80,6 @@ class RosterClient:
         self._clock_ahead_s = 0.0
         self._said: tuple[str, int, dict[str, tuple[int, str, bool]]] = ("starting", 0, {})
         self._changed = threading.Condition()
-        self._sending = threading.Lock()
         self._closing = self._leaving = False
         self._bye = threading.Event()
         self.id = -1
@@ -276,8 +280,7 @@ class RosterClient:
         if connection is None:
             return False
         try:
-            with self._sending:
-                connection.socket.sendall(wire.encode(message))
+            connection.send(message)
         except OSError:
             connection.break_off()  # the thread sees it and looks for the roster
             return False
@@ -355,7 +358,7 @@ class RosterClient:
             "was": was.to_json() if was else None,
             "returning": self.id >= 0,
         }
-        return shake_hands(self._address, token=self._token, hello=hello)
+        return shake_hands(self._address, token=self._token, hello=hello, fingerprint=self._fingerprint)
 
     def _nobody(self, error: BaseException) -> str:
         host, port = self._address
@@ -390,6 +393,10 @@ def _with_network(nag: str, network: str) -> str:
 def _refusal(refused: wire.Refused) -> FleetError:
     if refused.kind == "ended":
         return RunOver(str(refused))
+    if refused.kind == "fingerprint":
+        return FleetError(f"another roster than that of the join line answers there: {refused}. {STRANGE}")
+    if refused.kind == "plain":
+        return FleetError(f"the roster and this worker do not understand each other: {refused}")
     return FleetError(f"the roster refused this worker: {refused}")
 
 

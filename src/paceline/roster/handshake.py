@@ -1,15 +1,17 @@
-"""A worker's handshake with the roster: connect, prove and be proven to, say who one is, and be let in or not."""
+"""A worker's handshake with the roster: connect, see its certificate, prove and be proven to, and be let in or not."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import weakref
 from contextlib import suppress
 from typing import Any
 
 from paceline.roster import wire
+from paceline.roster.tls import ALERT, HANDSHAKE, Channel
 
 ANSWER_S = 5.0
 """How long the roster may take for each answer of the handshake."""
@@ -27,19 +29,46 @@ class RosterConnection:
         self.store_port = 0
         self.clock_ahead_s = 0.0
         """By how much the roster's clock is ahead of this computer's, but for the time that the welcome travelled."""
+        self._channel = Channel()
+        self._sending = threading.Lock()
         self._lines = wire.Lines(wire.MAX_ANSWER)
         self._early: list[dict[str, Any]] = []
         _OPEN.add(self)
 
-    def read(self) -> list[dict[str, Any]]:
-        """The messages that have come; waits for at least some bytes."""
-        early, self._early = self._early, []
-        if early:
-            return early
+    @property
+    def fingerprint(self) -> str:
+        """Of the certificate that the roster has shown."""
+        return self._channel.fingerprint
+
+    def secure(self) -> None:
+        """TLS's handshake. Raises `wire.Refused` when the roster speaks in the clear."""
+        self.socket.sendall(self._channel.outgoing())
+        data = self._receive()
+        if data[0] not in (ALERT, HANDSHAKE):
+            raise _plain(data)
+        while True:
+            opened = self._channel.open(data)
+            self.socket.sendall(self._channel.outgoing())
+            if self._channel.ready:
+                self._early = self._lines.feed(opened)
+                return
+            data = self._receive()
+
+    def _receive(self) -> bytes:
         data = self.socket.recv(64 * 1024)
         if not data:
             raise EOFError("it closed the connection")
-        return self._lines.feed(data)
+        return data
+
+    def send(self, message: wire.Message) -> None:
+        """Any thread may."""
+        with self._sending:
+            self.socket.sendall(self._channel.seal(wire.encode(message)))
+
+    def read(self) -> list[dict[str, Any]]:
+        """The messages that have come; waits for at least some bytes."""
+        early, self._early = self._early, []
+        return early or self._lines.feed(self._channel.open(self._receive()))
 
     def answer(self) -> dict[str, Any]:
         """The next message; what came with it is kept for `read`."""
@@ -74,14 +103,22 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-def shake_hands(address: tuple[str, int], *, token: str, hello: wire.Message) -> RosterConnection:
-    """Be let in. Raises `wire.Refused`, OSError or EOFError if nobody answers, `wire.Garbled` if it is no roster."""
+def shake_hands(
+    address: tuple[str, int], *, token: str, hello: wire.Message, fingerprint: str | None = None
+) -> RosterConnection:
+    """Be let in by the roster whose certificate has this fingerprint, if one is given.
+
+    Raises `wire.Refused`, OSError or EOFError if nobody answers, `wire.Garbled` if it is no roster.
+    """
     sock = socket.create_connection(address, timeout=ANSWER_S)
     connection = RosterConnection(sock)
     try:
         wire.tune(sock)
+        connection.secure()
+        if fingerprint not in (None, connection.fingerprint):
+            raise wire.Refused("fingerprint", f"its certificate has fingerprint {connection.fingerprint}")
         _prove(connection, token)
-        sock.sendall(wire.encode({"hello": hello}))
+        connection.send({"hello": hello})
         welcome = connection.answer()
         connection.id, connection.running = int(welcome["welcome"]), bool(welcome["running"])
         connection.store_port = int(welcome["store"])
@@ -100,6 +137,14 @@ def _prove(connection: RosterConnection, token: str) -> None:
     if first.get("paceline") != wire.VERSION:
         raise wire.Garbled(f"it is not a roster of version {wire.VERSION}")
     theirs, mine = str(first["challenge"]), wire.challenge()
-    connection.socket.sendall(wire.encode({"challenge": mine, "proof": wire.proof(token, "worker", theirs, mine)}))
-    if not wire.proven(connection.answer()["proof"], wire.proof(token, "roster", theirs, mine)):
+    seen = connection.fingerprint
+    connection.send({"challenge": mine, "proof": wire.proof(token, "worker", theirs, mine, seen)})
+    if not wire.proven(connection.answer()["proof"], wire.proof(token, "roster", theirs, mine, seen)):
         raise wire.Refused("token", "whoever answers there does not know this run's token: it is not this run's roster")
+
+
+def _plain(data: bytes) -> Exception:
+    """What is wrong where something else than TLS answers: a roster of version 1 sends its challenge."""
+    if b'"challenge"' in data:
+        return wire.Refused("plain", "it speaks in the clear: install the paceline of this computer there too")
+    return wire.Garbled("it does not speak TLS")

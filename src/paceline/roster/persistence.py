@@ -45,6 +45,15 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         os.close(folder)
 
 
+def beside(path: Path) -> Path:
+    """Where the certificate of a roster is kept that keeps something else in ``path``.
+
+    >>> beside(Path("roster.json")).name
+    'roster.json.pem'
+    """
+    return path.with_name(f"{path.name}.pem")
+
+
 class StoreHost:
     """Hosts a TCPStore. The port is bound at once, torch is loaded on a thread: early workers wait in the queue.
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from paceline.roster import persistence, wire
 from paceline.roster.calls import Beat
+from paceline.roster.certificate import Certificate
 from paceline.roster.connection import MAX_UNSENT, Closed, Connection
 from paceline.roster.generation import Generation
 from paceline.roster.liveness import look_at
@@ -32,6 +33,9 @@ logger = logging.getLogger("paceline")
 
 PROVE_S = 5.0
 """Seconds within which a connection must have proven that it knows the token."""
+MUTE_S = 2.5
+"""Seconds after which one that has said nothing is told, in the clear, to speak TLS: workers of version 1 wait for the
+roster's word, for 5 s."""
 UNPROVEN = 64
 """Connections that may be without proof at a time; a further one takes the oldest one's place."""
 
@@ -40,8 +44,9 @@ class RosterServer:
     """Decides who is in the fleet, and tells the workers.
 
     ``expect``: workers that are being started, for whom the first generation waits. ``state``: a file from which a
-    restarted roster goes on. ``observe(kind, data)`` is called on the roster's thread with *registered*, *refused*,
-    *generation*, *over*, *left*, *returned*, *waiting*, *holding*, *failed* and *finished*.
+    restarted roster goes on. ``certificate``: the file that keeps its certificate, by default beside ``state``; without
+    either it has a new one each time. ``observe(kind, data)`` is called on the roster's thread with *registered*,
+    *refused*, *generation*, *over*, *left*, *returned*, *waiting*, *holding*, *failed* and *finished*.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class RosterServer:
         host: str = "127.0.0.1",
         port: int = 0,
         state: Path | None = None,
+        certificate: Path | None = None,
         expect: int = 0,
         observe: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
@@ -65,10 +71,12 @@ class RosterServer:
         saved = persistence.load(state) if state else None
         if saved:
             roster.restore(saved)
+        self._certificate = Certificate(certificate or (persistence.beside(state) if state else None))
+        self.fingerprint = self._certificate.fingerprint
         self._listener = socket.create_server((host, port), family=persistence.family(host), backlog=256)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
-        self.address = wire.written(host, self.port)
+        self.address = wire.written(host, self.port, self.fingerprint)
         self._store = persistence.StoreHost(host)
         self._rules = MembershipRules(roster, store_port=self._store.port, leap=int(time.time()))
         self._lock = threading.RLock()
@@ -188,7 +196,7 @@ class RosterServer:
         unproven = [one for one in self._connections if not one.proven]
         if len(unproven) >= UNPROVEN:
             self._drop(min(unproven, key=lambda one: one.opened))
-        connection = Connection(sock, f"{peer[0]}:{peer[1]}", time.monotonic())
+        connection = Connection(sock, f"{peer[0]}:{peer[1]}", time.monotonic(), self._certificate.context)
         self._connections.add(connection)
         self._selector.register(connection, selectors.EVENT_READ)
         connection.send({"paceline": wire.VERSION, "challenge": connection.challenge})
@@ -199,6 +207,8 @@ class RosterServer:
                 self._hear(connection, message)
         except Closed as closed:
             self._lose(connection, cut=closed.cut)
+        except wire.Refused as refused:
+            self._refuse(connection, refused.kind, str(refused))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             self._refuse(connection, "garbled", f"sent what makes no sense ({str(error)[:100]})")
 
@@ -214,12 +224,12 @@ class RosterServer:
 
     def _check_proof(self, connection: Connection, message: dict[str, Any]) -> None:
         theirs, mine = str(message["challenge"]), connection.challenge
-        if not wire.proven(message["proof"], wire.proof(self._token, "worker", mine, theirs)):
+        if not wire.proven(message["proof"], wire.proof(self._token, "worker", mine, theirs, self.fingerprint)):
             advice = "give it as PACELINE_TOKEN or --token-file"
             self._refuse(connection, "token", f"it does not know this run's token: {advice}")
             return
         connection.prove()
-        connection.send({"proof": wire.proof(self._token, "roster", mine, theirs)})
+        connection.send({"proof": wire.proof(self._token, "roster", mine, theirs, self.fingerprint)})
 
     def _admit(self, connection: Connection, said: dict[str, Any]) -> None:
         hello = _read_hello(said)
@@ -298,8 +308,11 @@ class RosterServer:
         connection.close()
 
     def _tick(self, now: float) -> None:
-        for connection in [one for one in self._connections if not one.proven and now - one.opened > PROVE_S]:
-            self._drop(connection)
+        for connection in [one for one in self._connections if not one.proven]:
+            if now - connection.opened > PROVE_S:
+                self._drop(connection)
+            elif connection.mute and now - connection.opened > MUTE_S:
+                self._refuse(connection, "plain", str(connection.refuse_plain()))
         self._timeouts.tick(now)
 
     def _note(self, kind: str, data: dict[str, Any]) -> None:

@@ -1,11 +1,11 @@
-"""How roster and workers speak: one JSON object a line, after each has proven to the other that it knows the token.
+"""How roster and workers speak: one JSON object a line, over TLS, after each has proven that it knows the token.
 
 The roster sends a random challenge; the worker answers with one of its own and a proof, the roster with its proof:
 
-    proof = HMAC-SHA256(token, role | roster's challenge | worker's challenge)
+    proof = HMAC-SHA256(token, role | roster's challenge | worker's challenge | the certificate's fingerprint)
 
-The token itself never travels. What follows the proofs is neither secret nor signed: on a network that is not
-trusted, fence the port.
+The token itself never travels. Each side puts in the fingerprint that it knows or has seen, so proofs that somebody in
+between passes on, under a certificate of his own, do not fit.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import secrets
 import socket
 from collections.abc import Mapping
 from typing import Any
 
-VERSION = 1
+VERSION = 2
+"""1 spoke in the clear."""
 MAX_LINE = 64 * 1024
 """Bytes of a line that a worker may send."""
 MAX_FIRST_LINE = 1024
@@ -37,8 +39,8 @@ class Garbled(ValueError):
 
 
 class Refused(Exception):
-    """The roster does not let this process in. ``kind``: token, ended, failed, full, garbled, or busy (its name is in
-    use; it may try again)."""
+    """The roster does not let this process in. ``kind``: token, ended, failed, full, garbled, plain (not TLS),
+    fingerprint (this worker's own word: it is another roster), or busy (its name is in use; it may try again)."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -86,9 +88,10 @@ def challenge() -> str:
     return secrets.token_hex(16)
 
 
-def proof(token: str, role: str, roster_challenge: str, worker_challenge: str) -> str:
-    """What only one who knows ``token`` can say. ``role`` keeps one side's proof from serving as the other's."""
-    said = "|".join(("paceline", str(VERSION), role, roster_challenge, worker_challenge))
+def proof(token: str, role: str, roster_challenge: str, worker_challenge: str, fingerprint: str) -> str:
+    """What only one who knows ``token`` can say. ``role`` keeps one side's proof from serving as the other's,
+    ``fingerprint`` one connection's from serving in another."""
+    said = "|".join(("paceline", str(VERSION), role, roster_challenge, worker_challenge, fingerprint))
     return hmac.new(token.encode(), said.encode(), hashlib.sha256).hexdigest()
 
 
@@ -111,18 +114,34 @@ def tune(connection: socket.socket) -> None:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``.
+    """Host and port of ``HOST:PORT`` or ``HOST:PORT#FINGERPRINT``.
 
     >>> parse_address("10.0.0.5:7070"), parse_address("[::1]:7070")
     (('10.0.0.5', 7070), ('::1', 7070))
     """
-    host, colon, port = address.strip().rpartition(":")
+    host, colon, port = address.partition("#")[0].strip().rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"the roster's address is {address!r}; write HOST:PORT, for example 10.0.0.5:7070")
     return host, int(port)
 
 
-def written(host: str, port: int) -> str:
-    """``HOST:PORT``; an IPv6 address stands in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def parse_fingerprint(address: str) -> str | None:
+    """The fingerprint that the roster at ``HOST:PORT#FINGERPRINT`` must show; None: the token alone tells.
+
+    >>> parse_fingerprint("10.0.0.5:7070") is None
+    True
+    """
+    _, sign, fingerprint = address.strip().partition("#")
+    if sign and not re.fullmatch("[0-9a-fA-F]{64}", fingerprint):
+        raise ValueError(
+            f"the roster's fingerprint is {fingerprint!r}; write HOST:PORT#FINGERPRINT with the 64 digits that its "
+            "launcher printed, or HOST:PORT alone"
+        )
+    return fingerprint.lower() or None
+
+
+def written(host: str, port: int, fingerprint: str = "") -> str:
+    """``HOST:PORT#FINGERPRINT``, as far as is given; an IPv6 address stands in brackets."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{address}#{fingerprint}" if fingerprint else address
