@@ -177,9 +177,11 @@ class Flock:
         order = {**self._order, "diary": str(diary), "replica": str(replica)}
         told = elastic_variables(number, run_dir=self.run_dir, address=self._roster.address, token=self._roster.token)
         env = {**self._settings, **told}
-        worker = nursery().start(self._call, order, env=env, out=err, err=err, quick=True)
-        self._now[number] = Life(number, worker, diary, err, replica)
+        self._now[number] = Life(number, self._begin(order, env, err), diary, err, replica)
         self.lives.append(self._now[number])
+
+    def _begin(self, order: dict[str, str], env: dict[str, str], err: Path) -> Worker:
+        return nursery().start(self._call, order, env=env, out=err, err=err, quick=True)
 
     def tick(self) -> None:
         """See who has ended, and do what is due. Raises Failed when somebody ended badly, by nobody's will."""

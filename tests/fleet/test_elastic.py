@@ -128,6 +128,18 @@ def test_one_that_dies_while_it_takes_its_state_harms_nobody(tmp_path: Path) -> 
     must_be_sound(tmp_path, outcomes, ended={0, 1}, epochs=12)
 
 
+def test_several_that_come_at_once_all_get_the_state_though_one_of_them_dies_over_it(tmp_path: Path) -> None:
+    with Flock(CASE, 2, tmp_path, args={"die": {"3": [["taking", 0]]}, **UNHURRIED}) as flock:
+        flock.wait_for_step(5)
+        for slot in (2, 3, 4):
+            flock.start(slot)
+        flock.wait_for_end(3)
+        flock.wait_for_workers(4)
+        outcomes = flock.hurry()
+    must_be_sound(tmp_path, outcomes, ended={0, 1, 2, 4}, epochs=12)
+    assert all(outcomes[slot].value["steps"] for slot in (2, 4)), "they entered in the end"
+
+
 def test_the_peer_that_gives_its_state_may_die_over_it(tmp_path: Path) -> None:
     with Flock(CASE, 3, tmp_path, args={"die": {"0": [["giving", 0]]}, **UNHURRIED}) as flock:
         flock.wait_for_step(5)

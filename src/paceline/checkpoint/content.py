@@ -41,19 +41,44 @@ def pack(content: Mapping[str, Any]) -> torch.Tensor:
     """Plain values and tensors as bytes, to be sent to a peer."""
     buffer = io.BytesIO()
     torch.save(dict(content), buffer)
-    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def unpack(data: torch.Tensor, *, device: torch.device) -> dict[str, Any]:
     """What `pack` made; nothing in it is executed."""
     try:
-        content: Any = torch.load(io.BytesIO(data.numpy().tobytes()), map_location=device, weights_only=True)
+        file: Any = _Bytes(data)
+        content: Any = torch.load(file, map_location=device, weights_only=True)
     except Exception as error:  # whatever garbage makes the reader do
         raise ValueError(
             "a peer's state cannot be read: it holds more than tensors and plain values, and nothing in it is executed "
             f"({type(error).__name__})"
         ) from None
     return dict(content)
+
+
+class _Bytes(io.RawIOBase):
+    """A tensor of bytes as a file, without a copy: a state may be as large as what memory is left."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        array: Any = data.numpy()
+        self._view, self._at = memoryview(array), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        part = self._view[self._at : self._at + len(memoryview(into).cast("B"))]
+        memoryview(into).cast("B")[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence])
+        return self._at
 
 
 def must_match(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any], models: Sequence[nn.Module]) -> None:

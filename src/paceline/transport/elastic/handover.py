@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("paceline")
 
 STATE_TAG = 1 << 29
+PIECE = 4 << 20
+"""Bytes of a state that are passed on at a time: a chain of n newcomers takes (1 + n * PIECE / size) times as long as
+one newcomer alone."""
 LOOP, TOLD = "loop", "told"
 
 
@@ -90,20 +94,34 @@ class HandOver:
 
     # -- a newcomer's state ----------------------------------------------------------------------------------------
 
-    def send_state(self, newcomers: Sequence[int]) -> None:
-        """At a step boundary: pack this worker's state, and send it while the training goes on."""
+    def send_state(self, chain: Sequence[int]) -> None:
+        """At a step boundary: pack this worker's state, and send it to the first of the newcomers on a thread."""
         listener = self._transport.listener
         if listener is not None:
-            data, engine = listener.give_state(), self._transport.group.engine
-            for rank in newcomers:
-                send = partial(_send_state, engine, data, rank)
-                threading.Thread(target=send, name="paceline-send-state", daemon=True).start()
+            data = listener.give_state()
+            sender = StateSender(self._transport.group.engine, chain[0], data.numel())
+            for piece in pieces_of(data):
+                sender.put(piece)
+            sender.end()
 
-    def receive_state(self, giver: int) -> torch.Tensor:
+    def receive_state(self, giver: int, chain: Sequence[int]) -> torch.Tensor:
+        """A peer's state, from the giver or the newcomer before this one in the chain; each piece is passed on to the
+        one behind as soon as it is here."""
+        group = self._transport.group
+        at = chain.index(group.rank)
+        before = chain[at - 1] if at else giver
         size = torch.zeros(1, dtype=torch.int64)
-        self._transport.receive(size, giver, STATE_TAG)
+        self._transport.receive(size, before, STATE_TAG)
         data = torch.empty(int(size), dtype=torch.uint8)
-        self._transport.receive(data, giver, STATE_TAG + 1)
+        sender = StateSender(group.engine, chain[at + 1], int(size)) if at + 1 < len(chain) else None
+        try:
+            for number, piece in enumerate(pieces_of(data), start=1):
+                self._transport.receive(piece, before, STATE_TAG + number)
+                if sender is not None:
+                    sender.put(piece)
+        finally:
+            if sender is not None:
+                sender.end()
         return data
 
     def take_over(self, data: torch.Tensor, change: MembershipChange) -> None:
@@ -165,13 +183,44 @@ class FleetLoop:
         return ""
 
 
-def _send_state(engine: Any, data: torch.Tensor, to: int) -> None:
-    """If it cannot be sent, the newcomer is gone or the generation over: either shows elsewhere."""
-    try:
-        engine.send([torch.tensor([data.numel()], dtype=torch.int64)], to, STATE_TAG).wait(ENGINE_TIMEOUT)
-        engine.send([data], to, STATE_TAG + 1).wait(ENGINE_TIMEOUT)
-    except RuntimeError as error:
-        logger.info("the state for worker %d was not sent: %s", to, one_line(error))
+class StateSender:
+    """Sends a state of ``size`` bytes to one newcomer, piece by piece as it is `put`, on a thread; this one does not
+    wait. If it cannot be sent, the newcomer is gone or the generation over: either shows elsewhere."""
+
+    def __init__(self, engine: Any, to: int, size: int) -> None:
+        self._pieces: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
+        self._pieces.put(torch.tensor([size], dtype=torch.int64))
+        logger.info("sends a state of %d MB to rank %d", size // 1_000_000, to)
+        send = partial(self._send, engine, to)
+        threading.Thread(target=send, name="paceline-send-state", daemon=True).start()
+
+    def put(self, piece: torch.Tensor) -> None:
+        self._pieces.put(piece)
+
+    def end(self) -> None:
+        """There is nothing more to send."""
+        self._pieces.put(None)
+
+    def _send(self, engine: Any, to: int) -> None:
+        try:
+            for number, piece in enumerate(iter(self._pieces.get, None)):
+                engine.send([piece], to, STATE_TAG + number).wait(ENGINE_TIMEOUT)
+        except RuntimeError as error:
+            logger.info("the state for rank %d was not sent: %s", to, one_line(error))
+
+
+def pieces_of(data: torch.Tensor) -> list[torch.Tensor]:
+    return [data[at : at + PIECE] for at in range(0, data.numel(), PIECE)]
+
+
+def chain_of(newcomers: Sequence[int], hosts: Sequence[str], *, giver: int) -> list[int]:
+    """The order in which newcomers pass a state on: those of one computer one after another, the giver's own first, so
+    that the state enters each computer once. ``hosts``: of all ranks.
+
+    >>> chain_of([1, 2, 3, 4], ["a", "b", "a", "b", "c"], giver=0)
+    [2, 1, 3, 4]
+    """
+    return sorted(newcomers, key=lambda rank: (hosts[rank] != hosts[giver], hosts[rank], rank))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

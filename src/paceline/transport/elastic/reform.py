@@ -23,6 +23,7 @@ from paceline.signals import Leave
 from paceline.transport.distributed import one_line
 from paceline.transport.elastic.changes import MembershipChange, change_to
 from paceline.transport.elastic.connector import PREFIX, Connector
+from paceline.transport.elastic.handover import chain_of
 from paceline.transport.group import Group
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import Store
@@ -271,14 +272,16 @@ class Reform:
         return change_to(self.now, workers=workers, renewed=self._renewed, gone=self._gone, facts=facts)
 
     def _bring_in(self, newcomers: Sequence[int], *, giver: int) -> None:
-        """At a step boundary: the giver packs its state and sends it while it goes on; a newcomer waits for it."""
-        rank = self.group.rank
+        """At a step boundary: the giver packs its state and sends it once, and newcomers pass it on to one another."""
+        assert self.now is not None
+        rank, facts = self.group.rank, self.now.facts
+        chain = chain_of(newcomers, [str(facts[id].get("host")) for id in self.now.workers], giver=giver)
         if rank not in newcomers:
             self.deliver_members_changed()
             if rank == giver:
-                self._hand_over.send_state(newcomers)
+                self._hand_over.send_state(chain)
             return
-        data = self._hand_over.receive_state(giver)
+        data = self._hand_over.receive_state(giver, chain)
         change, self._undelivered = self._undelivered, None
         assert change is not None
         self._hand_over.take_over(data, change)
