@@ -5,10 +5,11 @@ newcomer's state is large and a round is small. The eight are started at once, a
 
 - *donor_states*: the most states that one worker sent while the eight came in; a fleet of which one worker gives to all
   has 8 here.
-- *pause_s*: the longest gap between two commits of the two meanwhile, less a usual step. A round needs all its members,
-  so the training stands still until the last newcomer has its state.
-- *slowed*: the part of their usual samples that the two did not do, from the start of the eight until all ten train.
 - *join_s*: from the start of the eight until the first step with all ten. *entries*: in how many generations they came.
+- *pause_s*: how long the two stood still at an entry, the longest: from the last commit without a newcomer to the first
+  with it, less a usual step. A round needs all its members, so it waits until the last newcomer has its state.
+- *slowed*: the part of *join_s* that these pauses take. What else the start of eight processes costs two that share
+  their cores is not counted: on computers of their own it is nobody's.
 - *timed_out*: workers that did not come to the end.
 
 The bytes all go through this computer's memory, so on few cores the times are those of copying; over a network of
@@ -107,7 +108,7 @@ def train(order: dict[str, Any]) -> None:
                 step.backward(nn.functional.mse_loss(model(xs), ys))
             step.commit(optimizer)
             assert step.record is not None
-            diary.note("step", workers=len(step.record.workers), samples=step.record.total)
+            diary.note("step", workers=len(step.record.workers))
             if fleet.agree(stop.exists()):
                 break
     diary.note("end")
@@ -148,17 +149,15 @@ def figures(notes: list[dict[str, Any]], began: float) -> dict[str, Any]:
     """What the diary of one of the two tells."""
     calm = [note for note in notes if note["t"] < began][2:]
     usual_s = median(after["t"] - before["t"] for before, after in pairwise(calm))
-    rate = sum(note["samples"] for note in calm[1:]) / (calm[-1]["t"] - calm[0]["t"])
-    whole = next(note["t"] for note in notes if note["workers"] == FIRST + JOINERS)
-    during = [note for note in notes if began <= note["t"] <= whole]
-    gaps = [after["t"] - before["t"] for before, after in pairwise([calm[-1], *during])]
-    done = sum(note["samples"] for note in during)
+    pauses = [
+        after["t"] - before["t"] - usual_s for before, after in pairwise(notes) if after["workers"] > before["workers"]
+    ]
+    join_s = next(note["t"] for note in notes if note["workers"] == FIRST + JOINERS) - began
     return {
-        "pause_s": round(max(gaps) - usual_s, 3),
-        "paused_s": round(sum(gap - usual_s for gap in gaps if gap > 2 * usual_s), 3),
-        "slowed": round(1 - done / (rate * (whole - calm[-1]["t"])), 3),
-        "join_s": round(whole - began, 2),
-        "entries": len({note["workers"] for note in during} - {FIRST}),
+        "pause_s": round(max(pauses), 3),
+        "slowed": round(sum(pauses) / join_s, 3),
+        "join_s": round(join_s, 2),
+        "entries": len(pauses),
         "step_s": round(usual_s, 4),
     }
 

@@ -29,8 +29,8 @@ KEYS = {
     "logging_cost": "us_per_step us_per_step_64_workers overhead overhead_cpu full_disk_warned_once "
     "deleted_folder_warned_once",
     "make_forecaster": "held_out bytes recipe sha256 clusters",
+    "many_join": "pause_s slowed join_s entries step_s donor_states donors state_mb timed_out joiners cores",
     "network": "wire_over_float32 average_int8_over_average bf16_over_ddp_bf16_hook float32_over_ddp bf16_target_s",
-    "many_join": "pause_s paused_s slowed join_s entries step_s donor_states donors state_mb timed_out joiners cores",
     "overhead": "convnet_over_ddp mlp_over_ddp alone_over_plain convnet_over_ddp_interval",
     "pages": "report_s report_cpu_s report_mb viewers_cpu_4 viewers_cpu_100 step_to_viewer_s_4 step_to_viewer_s_100",
     "papers/p0": "epoch_over_best epoch_over_equal shares levels",
