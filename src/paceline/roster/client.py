@@ -36,10 +36,6 @@ BACK_OFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 """Between attempts to find the roster; the last for ever."""
 BYE_S = 2.0
 CLOCK_S = 1.0
-STRANGE = (
-    "Take the line anew from its launcher; a roster that was started again shows the old one only if it was given the "
-    "same --state or --token-file"
-)
 QUIET_S = 5.0
 """A roster that has not answered a beat for so long is warned about, once."""
 
@@ -393,10 +389,8 @@ def _with_network(nag: str, network: str) -> str:
 def _refusal(refused: wire.Refused) -> FleetError:
     if refused.kind == "ended":
         return RunOver(str(refused))
-    if refused.kind == "fingerprint":
-        return FleetError(f"another roster than that of the join line answers there: {refused}. {STRANGE}")
-    if refused.kind == "plain":
-        return FleetError(f"the roster and this worker do not understand each other: {refused}")
+    if refused.kind in ("fingerprint", "plain"):
+        return FleetError(str(refused))
     return FleetError(f"the roster refused this worker: {refused}")
 
 

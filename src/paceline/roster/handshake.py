@@ -116,7 +116,7 @@ def shake_hands(
         wire.tune(sock)
         connection.secure()
         if fingerprint not in (None, connection.fingerprint):
-            raise wire.Refused("fingerprint", f"its certificate has fingerprint {connection.fingerprint}")
+            raise _stranger(connection.fingerprint)
         _prove(connection, token)
         connection.send({"hello": hello})
         welcome = connection.answer()
@@ -146,5 +146,16 @@ def _prove(connection: RosterConnection, token: str) -> None:
 def _plain(data: bytes) -> Exception:
     """What is wrong where something else than TLS answers: a roster of version 1 sends its challenge."""
     if b'"challenge"' in data:
-        return wire.Refused("plain", "it speaks in the clear: install the paceline of this computer there too")
+        return wire.Refused(
+            "plain", "the roster there speaks in the clear, and this worker TLS: install the same paceline on both"
+        )
     return wire.Garbled("it does not speak TLS")
+
+
+def _stranger(fingerprint: str) -> wire.Refused:
+    return wire.Refused(
+        "fingerprint",
+        f"another roster than that of the join line answers there: its certificate has fingerprint {fingerprint}. Take "
+        "the line anew from its launcher; a roster that was started again shows the old one only if it was given the "
+        "same --state or --token-file",
+    )
