@@ -26,6 +26,7 @@ from paceline.transport.network import dist, place
 from paceline.transport.pending import Watched
 from paceline.transport.slots import Slots
 from paceline.transport.small_sums import lane as count_in
+from paceline.transport.survey import place_facts
 
 
 class Distributed(Transport, ABC):
@@ -114,10 +115,10 @@ class Distributed(Transport, ABC):
             time.sleep(self._link.seconds(data, workers=self.group.size))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        self._started(lambda: self.group.engine.send([tensor], to, tag), whole=False).wait()
+        self._started(lambda: self.group.send(tensor, to, tag), whole=False).wait()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        self._started(lambda: self.group.engine.recv([tensor], source, tag), whole=False).wait()
+        self._started(lambda: self.group.receive(tensor, source, tag), whole=False).wait()
 
     # -- small facts -----------------------------------------------------------------------------------------------
 
@@ -159,7 +160,8 @@ class Distributed(Transport, ABC):
 def facts_of(device: torch.device) -> dict[str, Any]:
     """What a worker says of itself."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"host": socket.gethostname(), "place": place(), "pid": os.getpid(), "device": str(device), "cores": cores}
+    here = {"host": socket.gethostname(), "place": place(), "pid": os.getpid()}
+    return {**here, "device": str(device), "cores": cores, **place_facts()}
 
 
 MOST_CHANNELS = 4

@@ -24,12 +24,14 @@ from paceline.transport.alone import Alone
 from paceline.transport.base import Collective
 from paceline.transport.calls import CallSequences
 from paceline.transport.distributed import Distributed, channels, choose_backend, facts_of, one_line
-from paceline.transport.group import Group
+from paceline.transport.group import Group, let_go
 from paceline.transport.heartbeat import Heartbeat
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import Store, dist
 from paceline.transport.paths import find_address, own_addresses
 from paceline.transport.subgroup import Subgroup
+from paceline.transport.survey import Survey
+from paceline.transport.topology import Topology
 
 logger = logging.getLogger("paceline")
 
@@ -86,7 +88,10 @@ class FixedTransport(Distributed):
         self.backend, self._channels = backend or choose_backend(facts), channels(facts)
         with self.round("forming the group"):
             self._address = self._find_address(facts)
-            self._connect(self.group, f"group/{self.generation}")
+            survey = Survey()
+            topology = survey.arrange(self.group, facts, towards=(self._address, 0), watch=self)
+            self._connect(self.group, f"group/{self.generation}", topology)
+            self.group.sum_over(survey.weigh(self.group, topology, facts, watch=self))
 
     @property
     def group(self) -> Group:
@@ -107,10 +112,11 @@ class FixedTransport(Distributed):
                 logger.warning("%s; trying again", problem)
         raise FleetError(problem)
 
-    def _connect(self, group: Group, name: str) -> None:
+    def _connect(self, group: Group, name: str, topology: Topology) -> None:
         """Form a process group; ``name``: of its keys in the store."""
         store = dist.PrefixStore(name, self.group.store)
-        group.connect(store, towards=(self._address, 0), make=dist.ProcessGroupGloo, channels=self._channels)
+        how: Any = {"make": dist.ProcessGroupGloo, "channels": self._channels, "topology": topology}
+        group.connect(store, towards=(self._address, 0), **how)
         if self.backend == "nccl":
             store = dist.PrefixStore(f"{name}/gpus", self.group.store)
             group.gpus = NcclGroup(store, group.rank, group.size, self._device)
@@ -124,8 +130,9 @@ class FixedTransport(Distributed):
         return self._subgroups[members]
 
     def _make_subgroup(self, members: tuple[int, ...]) -> Subgroup:
-        group = Group(members.index(self.rank), len(members))
-        self._connect(group, f"group/{self.generation}/{'-'.join(map(str, members))}")
+        group, topology = Group(members.index(self.rank), len(members)), self.group.topology.among(members)
+        self._connect(group, f"group/{self.generation}/{'-'.join(map(str, members))}", topology)
+        group.sum_over(topology)
         return Subgroup(members, group, heartbeat=self._heartbeat, pending=self._started)
 
     # -- calls -----------------------------------------------------------------------------------------------------
@@ -192,7 +199,7 @@ class FixedTransport(Distributed):
             gpus.close()
         for subgroup in self._subgroups.values():
             subgroup.close()
-        self.group.detach()
+        let_go(self.group.detach())
         self.group.gpus = None
 
     def _say_goodbye(self) -> None:

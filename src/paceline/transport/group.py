@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,9 +30,13 @@ from paceline.transport.network import (
     unanswered,
 )
 from paceline.transport.small_sums import SmallSums, is_small
+from paceline.transport.topology import Topology, one_place
+from paceline.transport.tree_sums import TreeSums
 
 logger = logging.getLogger("paceline")
 
+CLOSE_S = 3.0
+"""How long a thread whose connections are shut may take to end."""
 MakeGloo = Callable[[Store, int, int, Any], Any]
 """Makes Gloo's process group from a store, this worker's rank, the size, and options."""
 
@@ -85,8 +90,14 @@ class Group:
         self._sockets: Sockets = frozenset()
         self._doors: dict[tuple[str, int], int] = {}
         """Where the engine of each worker listens, and its rank."""
-        self._small = SmallSums(rank, size, lambda: self.engine)
+        self._arrange(one_place(size))
+        self._tree: TreeSums | None = None
         self._spent: list[str] = []
+
+    def _arrange(self, topology: Topology) -> None:
+        self.topology = topology
+        self._seats = {rank: seat for seat, rank in enumerate(topology.order)}
+        self._small = SmallSums(self._seats[self.rank], self.size, lambda: self.engine)
 
     @property
     def engine(self) -> Any:
@@ -95,9 +106,19 @@ class Group:
             raise RuntimeError("the group is not formed, or closed")
         return self._gloo
 
-    def connect(self, store: Store, *, towards: tuple[str, int], make: MakeGloo, channels: int = 1) -> None:
+    def connect(
+        self,
+        store: Store,
+        *,
+        towards: tuple[str, int],
+        make: MakeGloo,
+        channels: int = 1,
+        topology: Topology | None = None,
+    ) -> None:
         """Form Gloo's process group; all workers of the group come here. ``towards``: where the fleet meets.
-        ``channels``: how many sums may travel side by side, the same for all."""
+        ``channels``: how many sums may travel side by side. ``topology``: in whose order rings go. Both are the same
+        for all."""
+        self._arrange(topology or self.topology)
         before = open_sockets()
         devices, (where, *_) = zip(*(gloo_device(*towards) for _ in range(channels)), strict=True)
         listeners = open_sockets() - before  # Gloo's, and what another thread of the script may have opened meanwhile
@@ -107,7 +128,7 @@ class Group:
         options._devices = list(devices)
         options._threads = max(2, channels)
         options._timeout = ENGINE_TIMEOUT
-        gloo = make(store, self.rank, self.size, options)
+        gloo = make(store, self._seats[self.rank], self.size, options)
         doors = [json.loads(store.get(f"doors/{other}")) for other in range(self.size)]  # all have come by now
         self._doors = {(address, port): rank for rank, theirs in enumerate(doors) for address, port in theirs}
         made = open_sockets() - before
@@ -126,6 +147,8 @@ class Group:
         gpus = self.gpus if tensor.is_cuda else None
         if gpus is not None:
             return gpus.sum(tensor)
+        if self._tree is not None:
+            return self._tree.start(tensor)
         if is_small(tensor, self.size):
             return self._small.start(tensor)
         options = dist.AllreduceOptions()
@@ -141,11 +164,26 @@ class Group:
     def start_broadcast(self, part: torch.Tensor) -> Any:
         """The engine's work that overwrites ``part`` with the leader's."""
         options = dist.BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank = self._seats[0]
         return self.engine.broadcast([part], options)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
+        """The engine's work that sends to the worker of that rank."""
+        return self.engine.send([tensor], self._seats[to], tag)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+        return self.engine.recv([tensor], self._seats[source], tag)
+
+    def sum_over(self, topology: Topology) -> None:
+        """From now on sums go as the topology, in whose order the group was connected, says."""
+        self.topology = topology
+        if topology.tree:
+            self._tree = TreeSums(topology.branch(self.rank), self.rank, send=self.send, receive=self.receive)
 
     def round_is_over(self) -> None:
         self._small.round_is_over()
+        if self._tree is not None:
+            self._tree.round_is_over()
 
     # -- small facts -----------------------------------------------------------------------------------------------
 
@@ -202,7 +240,17 @@ class Group:
             break_off(sockets, spare_port=spare_port)
 
     def detach(self) -> list[Any]:
-        """Give up the engine: what holds it and its last sends, the engine last, for what runs in it needs it."""
+        """Give up the engine: what holds it and its last sends, for `let_go`; itself last, for what runs in it needs
+        it."""
         gloo, self._gloo = self._gloo, None
-        sends = self._small.empty()
+        sends: list[Any] = [*self._small.empty(), *(self._tree.end() if self._tree is not None else [])]
         return [] if gloo is None else [*sends, gloo]
+
+
+def let_go(held: list[Any]) -> None:
+    """Free what a group has given up, in order. The interpreter must not end while a thread is inside the engine."""
+    while held:
+        one = held.pop(0)
+        if isinstance(one, threading.Thread):
+            one.join(CLOSE_S)
+        del one

@@ -12,6 +12,7 @@ from paceline.transport.group import Group, Watch
 from paceline.transport.nccl import NcclSum
 from paceline.transport.network import ENGINE_TIMEOUT
 from paceline.transport.small_sums import SmallSum
+from paceline.transport.tree_sums import TreeSum
 
 LOOK = timedelta(milliseconds=500)
 """Between two looks at whether what is waited for can still come."""
@@ -80,7 +81,9 @@ class Watched:
         """Its result is not wanted any more. False: it has not ended, and may still write into its tensor."""
         held, ended = [self._work], True
         self._work = None
-        if not isinstance(held[0], SmallSum):  # nothing else writes into a small sum's tensor
+        if isinstance(held[0], TreeSum):
+            held[0].abandon()
+        elif not isinstance(held[0], SmallSum):  # nothing else writes into a small sum's tensor
             try:
                 held[0].wait(ABANDON)
             except RuntimeError as error:

@@ -235,7 +235,7 @@ class SmallSums:
         """Send these off in one message."""
         form = tuple((one.tensor.dtype, one.tensor.numel()) for one in sums)
         place = _place(self._rank, self._size, tiny=sum(d.itemsize * count for d, count in form) <= TINY_BYTES)
-        lane = _lane()
+        lane = lane_here()
         outbox = self._lanes[lane]
         wires = outbox.spare(form) or Wires(form, [len(turn) for turn in place.turns])
         tag = TAGS * (2 + lane) + outbox.next_number() % TAGS
@@ -245,7 +245,7 @@ class SmallSums:
             one.exchange = exchange
 
     def round_is_over(self) -> None:
-        self._lanes[_lane()].round_is_over()
+        self._lanes[lane_here()].round_is_over()
 
     def empty(self) -> list[SmallExchange]:
         return [exchange for lane in self._lanes for exchange in lane.empty()]
@@ -258,14 +258,15 @@ _thread = threading.local()
 @contextmanager
 def lane(*, aside: bool) -> Iterator[None]:
     """What this thread sums inside is counted with the calls aside, or with the others."""
-    before, _thread.lane = _lane(), int(aside)
+    before, _thread.lane = lane_here(), int(aside)
     try:
         yield
     finally:
         _thread.lane = before
 
 
-def _lane() -> int:
+def lane_here() -> int:
+    """Of the calls in which this thread sums: 1 for those aside."""
     return getattr(_thread, "lane", 0)
 
 

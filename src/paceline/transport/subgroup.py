@@ -15,7 +15,7 @@ import torch
 
 from paceline.roster.calls import GROUP
 from paceline.transport.base import Collective, Pending
-from paceline.transport.group import Group
+from paceline.transport.group import Group, let_go
 from paceline.transport.heartbeat import Heartbeat
 
 
@@ -60,5 +60,5 @@ class Subgroup(Collective):
 
     def close(self, *, failure: BaseException | None = None) -> None:
         """Let go of the engine; the fleet's transport closes its connections."""
-        self.group.detach()
+        let_go(self.group.detach())
         self.group.gpus = None

@@ -16,6 +16,7 @@ from paceline.transport.group import Group, Watch
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import ENGINE_TIMEOUT, Store, dist
 from paceline.transport.paths import find_address, own_addresses
+from paceline.transport.survey import Survey
 
 logger = logging.getLogger("paceline")
 
@@ -39,6 +40,7 @@ class Connector:
         self._store_at: tuple[str, int] | None = None
         self._address = ""
         """Where the members of the last generation reached this worker."""
+        self._survey = Survey()
 
     def open_store(self, generation: Generation, *, worker: int) -> Group:
         """The members of a generation with its store, as yet without a process group; ``worker``: this one's id."""
@@ -53,12 +55,15 @@ class Connector:
         return Group(rank, size, store=store, signals=store, board=board)
 
     def connect(self, group: Group, generation: Generation, *, watch: Watch) -> None:
-        """Form the process groups of these members, all of whom come here."""
+        """Form the process groups of these members, all of whom come here, as their places are."""
         store, facts = dist.PrefixStore("group", group.store), [generation.facts[one] for one in generation.workers]
         own = own_addresses(*generation.store, first=self._address)
         by_id = {one: generation.facts[one] for one in generation.workers}
         self._address = find_address(group, own, facts=by_id, watch=watch)
-        group.connect(store, towards=(self._address, 0), make=self._make_gloo, channels=channels(facts))
+        topology = self._survey.arrange(group, facts, towards=(self._address, 0), watch=watch)
+        how: Any = {"make": self._make_gloo, "channels": channels(facts), "topology": topology}
+        group.connect(store, towards=(self._address, 0), **how)
+        group.sum_over(self._survey.weigh(group, topology, facts, watch=watch))
         if self.may_use_nccl(facts):
             store = dist.PrefixStore("gpus", group.store)
             group.gpus = self._on_thread(lambda: NcclGroup(store, group.rank, group.size, self._device))

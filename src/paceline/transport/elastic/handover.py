@@ -20,6 +20,7 @@ from paceline.transport.distributed import one_line
 from paceline.transport.elastic.calls import gift
 from paceline.transport.elastic.changes import MembershipChange
 from paceline.transport.elastic.connector import STORE
+from paceline.transport.group import Group
 from paceline.transport.network import ENGINE_TIMEOUT, dist
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class HandOver:
         if group.rank == giver:  # whether it came shows in the next call
             for number, tensor in enumerate(lane.kept):
                 data = bytes_of(tensor)
-                self.sent += [(data, group.engine.send([data], rank, number)) for rank in behind]
+                self.sent += [(data, group.send(data, rank, number)) for rank in behind]
         elif group.rank in behind:  # not into the call's own tensors: what was cut short may still write there
             received = []
             for number, tensor in enumerate(lane.pending):
@@ -99,7 +100,7 @@ class HandOver:
         listener = self._transport.listener
         if listener is not None:
             data = listener.give_state()
-            sender = StateSender(self._transport.group.engine, chain[0], data.numel())
+            sender = StateSender(self._transport.group, chain[0], data.numel())
             for piece in pieces_of(data):
                 sender.put(piece)
             sender.end()
@@ -113,7 +114,7 @@ class HandOver:
         size = torch.zeros(1, dtype=torch.int64)
         self._transport.receive(size, before, STATE_TAG)
         data = torch.empty(int(size), dtype=torch.uint8)
-        sender = StateSender(group.engine, chain[at + 1], int(size)) if at + 1 < len(chain) else None
+        sender = StateSender(group, chain[at + 1], int(size)) if at + 1 < len(chain) else None
         try:
             for number, piece in enumerate(pieces_of(data), start=1):
                 self._transport.receive(piece, before, STATE_TAG + number)
@@ -187,11 +188,11 @@ class StateSender:
     """Sends a state of ``size`` bytes to one newcomer, piece by piece as it is `put`, on a thread; this one does not
     wait. If it cannot be sent, the newcomer is gone or the generation over: either shows elsewhere."""
 
-    def __init__(self, engine: Any, to: int, size: int) -> None:
+    def __init__(self, group: Group, to: int, size: int) -> None:
         self._pieces: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
         self._pieces.put(torch.tensor([size], dtype=torch.int64))
         logger.info("sends a state of %d MB to rank %d", size // 1_000_000, to)
-        send = partial(self._send, engine, to)
+        send = partial(self._send, group, to)
         threading.Thread(target=send, name="paceline-send-state", daemon=True).start()
 
     def put(self, piece: torch.Tensor) -> None:
@@ -201,10 +202,10 @@ class StateSender:
         """There is nothing more to send."""
         self._pieces.put(None)
 
-    def _send(self, engine: Any, to: int) -> None:
+    def _send(self, group: Group, to: int) -> None:
         try:
             for number, piece in enumerate(iter(self._pieces.get, None)):
-                engine.send([piece], to, STATE_TAG + number).wait(ENGINE_TIMEOUT)
+                group.send(piece, to, STATE_TAG + number).wait(ENGINE_TIMEOUT)
         except RuntimeError as error:
             logger.info("the state for rank %d was not sent: %s", to, one_line(error))
 

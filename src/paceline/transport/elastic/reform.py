@@ -24,7 +24,7 @@ from paceline.transport.distributed import one_line
 from paceline.transport.elastic.changes import MembershipChange, change_to
 from paceline.transport.elastic.connector import PREFIX, Connector
 from paceline.transport.elastic.handover import chain_of
-from paceline.transport.group import Group
+from paceline.transport.group import CLOSE_S, Group, let_go
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import Store
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("paceline")
 
-CLOSE_S = 3.0
-"""How long the end of the process waits for a group that is closed on a thread."""
 IN_VAIN_S = 3.0
 """How long a worker that was asked to leave waits for a roster that is away, in the middle of a step."""
 
@@ -315,8 +313,7 @@ class Reform:
 
 
 def _close(held: list[Any], gpus: NcclGroup | None) -> None:
-    while held:  # the group last: what runs in it needs it
-        held.pop(0)
+    let_go(held)
     if gpus is not None:
         gpus.close()
 

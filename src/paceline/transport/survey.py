@@ -1,0 +1,188 @@
+"""Finds out where workers are: round trips between computers, and what the links between them carry.
+
+Only the first worker of each computer measures, and only what nobody has measured yet, so a fleet on one computer
+measures nothing, and one that lost a member neither. A round trip is the time of opening a connection, which the other
+computer's kernel answers by itself however busy its workers are.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import selectors
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paceline.transport.group import Group, Watch
+from paceline.transport.network import ENGINE_TIMEOUT, address_towards
+from paceline.transport.topology import (
+    Pair,
+    Topology,
+    arranged,
+    computer_here,
+    computers_of,
+    one_place,
+    pair,
+    sums_over_tree,
+)
+
+logger = logging.getLogger("paceline")
+
+TRIES = 3
+PATIENCE_S = 2.0
+"""For all connections of one try."""
+LANDMARKS = 64
+"""Round trips are measured to so many computers, the first; those of larger fleets are near each other where they are
+near the same one of these."""
+PROBE_BYTES = 1 << 18
+PROBE_TAG = (1 << 29) + 1000
+At = tuple[str, int]
+
+
+def place_facts() -> dict[str, Any]:
+    """What a worker says of where it is. PACELINE_SITES=off, on any worker, keeps the whole fleet to rings in the order
+    of ranks; PACELINE_SITE names a worker's site in place of what is measured."""
+    site, sites = os.environ.get("PACELINE_SITE", ""), os.environ.get("PACELINE_SITES", "").lower()
+    if sites not in ("", "on", "off"):
+        raise ValueError(f"PACELINE_SITES is {sites!r}; it can be on or off")
+    computer = f"{computer_here()}@{site}" if site else computer_here()
+    return {"computer": computer, **({"site": site} if site else {}), **({"sites": "off"} if sites == "off" else {})}
+
+
+class Survey:
+    """What this worker knows of the links between computers, from one group to the next."""
+
+    def __init__(self) -> None:
+        self._round_trips: dict[Pair, float] = {}
+        self._speeds: dict[str, float] = {}
+        """Bits/s from a computer to the next one in order."""
+
+    def arrange(self, group: Group, facts: Sequence[Mapping[str, Any]], *, towards: At, watch: Watch) -> Topology:
+        """Where the workers of a group are, before it is connected; all of them come here."""
+        computers = computers_of(facts)
+        if len(computers) == 1 or any(fact.get("sites") == "off" for fact in facts):
+            return one_place(group.size)
+        here = next(name for name, ranks in computers.items() if group.rank in ranks)
+        leads = computers[here][0] == group.rank
+        with _listening() as port:
+            mine = {"at": (address_towards(*towards), port), "row": self._row(here, computers)} if leads else None
+            said = group.gather("places", "saying where it is", mine, watch=watch)
+            doors: dict[str, At] = {}
+            for name, ranks in computers.items():
+                doors[name] = tuple(said[ranks[0]]["at"])
+                self._note(name, said[ranks[0]]["row"])
+            missing = [one for one in list(computers)[:LANDMARKS] if one != here and not self._knows(one, here)]
+            if any(not self._knows(one, name) for one in list(computers)[:LANDMARKS] for name in computers):
+                row = round_trips({one: doors[one] for one in missing}) if leads else {}
+                rows = group.gather("round trips", "measuring round trips", row, watch=watch)
+                for name, ranks in computers.items():
+                    self._note(name, rows[ranks[0]])
+        return arranged(facts, {ends: s for ends, s in self._round_trips.items() if set(ends) <= set(computers)})
+
+    def weigh(self, group: Group, topology: Topology, facts: Sequence[Mapping[str, Any]], *, watch: Watch) -> Topology:
+        """The same with bandwidths, once the group is connected, and whether sums go over the tree."""
+        if len(topology.computers) == 1:
+            return topology
+        if any(name not in self._speeds for name in topology.names):
+            speed = _speed(group, topology.heads) if group.rank in topology.heads else None
+            speeds = group.gather("speeds", "measuring what the links carry", speed, watch=watch)
+            self._speeds |= {name: float(speeds[head]) for name, head in zip(topology.names, topology.heads)}
+        after = [*topology.heads[1:], topology.heads[0]]
+        ends = zip(topology.names, topology.heads, after, strict=True)
+        bits_s = min((self._speeds[name] for name, one, other in ends if topology.crosses(one, other)), default=None)
+        tree = sums_over_tree(topology, facts, bits_s=bits_s)
+        logger.info("worker %d of %d: %s", group.rank, group.size, topology.facts())
+        return replace(topology, bits_s=bits_s, tree=tree)
+
+    def _row(self, here: str, computers: Mapping[str, Any]) -> dict[str, float]:
+        known = {other: self._round_trips.get(pair(here, other)) for other in computers if other != here}
+        return {other: seconds for other, seconds in known.items() if seconds is not None}
+
+    def _note(self, here: str, row: Mapping[str, float]) -> None:
+        for other, seconds in row.items():
+            before = self._round_trips.get(pair(here, other), seconds)
+            self._round_trips[pair(here, other)] = min(before, seconds)
+
+    def _knows(self, one: str, other: str) -> bool:
+        return one == other or pair(one, other) in self._round_trips
+
+
+@contextmanager
+def _listening() -> Iterator[int]:
+    """A port at which connections are answered by the kernel, and by nobody else."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("", 0))
+        listener.listen(socket.SOMAXCONN)
+        yield int(listener.getsockname()[1])
+
+
+def round_trips(doors: Mapping[str, At], *, tries: int = TRIES) -> dict[str, float]:
+    """Seconds that opening a connection to each door takes, the least of some tries; those that cannot be reached are
+    left out."""
+    found: dict[str, float] = {}
+    for _ in range(tries if doors else 0):
+        for name, seconds in _connect_all(doors).items():
+            found[name] = min(found.get(name, seconds), seconds)
+    return found
+
+
+def _connect_all(doors: Mapping[str, At]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    until = time.monotonic() + PATIENCE_S
+    with selectors.DefaultSelector() as selector:
+        for name, (host, port) in doors.items():
+            one = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            one.setblocking(False)
+            started = time.perf_counter()
+            if one.connect_ex((host, port)) in (0, errno.EINPROGRESS):
+                selector.register(one, selectors.EVENT_WRITE, (name, started))
+            else:
+                one.close()
+        while selector.get_map() and (left := until - time.monotonic()) > 0:
+            ready, now = selector.select(left), time.perf_counter()
+            for key, _ in ready:
+                name, started = key.data
+                if not key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # type: ignore[union-attr]
+                    found[name] = now - started
+                _close(selector, key.fileobj)
+        for key in list(selector.get_map().values()):
+            _close(selector, key.fileobj)
+    return found
+
+
+def _close(selector: selectors.BaseSelector, one: Any) -> None:
+    selector.unregister(one)
+    with suppress(OSError):
+        one.close()
+
+
+def _speed(group: Group, heads: Sequence[int]) -> float:
+    """Bits/s from this computer to the next in order, measured by all of them at once: the time in which some bytes are
+    sent and their receipt is, less that of one byte; the best of some tries, after one in which they meet."""
+    place = heads.index(group.rank)
+    before, after = heads[place - 1], heads[(place + 1) % len(heads)]
+    _, *short = [_sent_on(group, before, after, 1) for _ in range(TRIES)]
+    best = min(_sent_on(group, before, after, PROBE_BYTES) for _ in range(TRIES))
+    return PROBE_BYTES * 8 / (best - min(*short, best / 2))
+
+
+def _sent_on(group: Group, before: int, after: int, size: int) -> float:
+    data, got, receipts = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8), torch.zeros(2)
+    coming = group.receive(got, before, PROBE_TAG)
+    receipt = group.receive(receipts[:1], after, PROBE_TAG + 1)
+    started = time.perf_counter()
+    sent = [group.send(data, after, PROBE_TAG)]
+    coming.wait(ENGINE_TIMEOUT)
+    sent.append(group.send(receipts[1:], before, PROBE_TAG + 1))
+    receipt.wait(ENGINE_TIMEOUT)
+    seconds = time.perf_counter() - started
+    for work in sent:
+        work.wait(ENGINE_TIMEOUT)
+    return seconds
