@@ -46,26 +46,39 @@ def pair(one: str, other: str) -> Pair:
 
 
 def near_ones(computers: Sequence[str], links: Links) -> list[list[str]]:
-    """Computers by site, in order. Sorted by length, round trips fall into near and far where the next is `CLEARLY`
-    longer and no less than `NEAR_S`, at the longest such gap; without one all are near, or all far. What a chain of
-    near links joins is one site, so that one noisy link parts nobody; an unknown link is far.
+    """Computers by site, in order. The shortest links that join all of them, sorted by length, fall into near and far
+    where the next is `CLEARLY` longer and no less than `NEAR_S`, at the last such gap; without one all are near, or all
+    far. A link that took long by noise is not among these as long as there is another way, so it parts nobody. A
+    computer with no known link is by itself.
 
     >>> near_ones(["a", "b", "c"], {("a", "b"): 0.0004, ("a", "c"): 0.021, ("b", "c"): 0.02})
     [['a', 'b'], ['c']]
     """
-    known = sorted(max(seconds, FLOOR_S) for seconds in links.values())
+    joins = _shortest_joins(computers, links)
+    known = [seconds for seconds, _ in joins]
     gaps = [low for low, high in pairwise(known) if high >= max(NEAR_S, CLEARLY * low)]
     limit = gaps[-1] if gaps else known[-1] if known and known[-1] < NEAR_S else 0.0
-    sites: list[list[str]] = []
-    for computer in computers:
-        near = [site for site in sites if any(_near(computer, one, links, limit) for one in site)]
-        sites = [site for site in sites if site not in near]
-        sites.append(sorted([computer, *(one for site in near for one in site)], key=computers.index))
-    return sorted(sites, key=lambda site: computers.index(site[0]))
+    site = {computer: [computer] for computer in computers}
+    for seconds, (one, other) in joins:
+        if seconds <= limit:
+            _merge(site, one, other)
+    return [list(one) for one in dict.fromkeys(tuple(sorted(s, key=computers.index)) for s in site.values())]
 
 
-def _near(one: str, other: str, links: Links, limit: float) -> bool:
-    return max(links.get(pair(one, other), float("inf")), FLOOR_S) <= limit
+def _shortest_joins(computers: Sequence[str], links: Links) -> list[tuple[float, Pair]]:
+    """Of all links, shortest first, those between what shorter ones have not joined yet (a least spanning tree)."""
+    joined, found = {computer: [computer] for computer in computers}, []
+    for seconds, (one, other) in sorted((max(seconds, FLOOR_S), ends) for ends, seconds in links.items()):
+        if joined[one] is not joined[other]:
+            _merge(joined, one, other)
+            found.append((seconds, (one, other)))
+    return found
+
+
+def _merge(groups: dict[str, list[str]], one: str, other: str) -> None:
+    merged = [*groups[one], *groups[other]]
+    for computer in merged:
+        groups[computer] = merged
 
 
 @dataclass(frozen=True)
