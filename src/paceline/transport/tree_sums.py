@@ -35,12 +35,11 @@ Send = Callable[[torch.Tensor, int, int], Any]
 
 
 class TreeSum:
-    """One sum under way."""
+    """One sum under way, in pieces, whose number is one that the workers who cross (``tops``) can share evenly."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, *, tops: int = 1) -> None:
         self._tensor, self._flat = tensor, tensor.detach().reshape(-1)
-        length = max(1, PIECE_BYTES // tensor.element_size())
-        self.parts = list(torch.split(self._flat, length)) if self._flat.numel() else []
+        self.parts = list(torch.split(self._flat, piece_length(tensor, tops))) if self._flat.numel() else []
         self._left = len(self.parts)
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -80,6 +79,23 @@ class TreeSum:
         """From now on nothing writes into its tensor."""
         with self._lock:
             self._given_up = True
+
+
+def piece_length(tensor: torch.Tensor, tops: int) -> int:
+    """Elements of a piece: so many pieces as `PIECE_BYTES` allow, made a multiple of ``tops`` where each has an owner.
+
+    >>> piece_length(torch.zeros(100_000), 2), piece_length(torch.zeros(100_000), 4)
+    (65536, 25000)
+    """
+    count, length = tensor.numel(), PIECE_BYTES // tensor.element_size()
+    return (
+        length if _all_add(count * tensor.element_size(), tops) else -(-count // (tops * -(-count // (tops * length))))
+    )
+
+
+def _all_add(data: int, tops: int) -> bool:
+    """Whether all that cross send so many bytes to each other, and none owns them."""
+    return tops <= 2 or data * (tops - 1) <= LITTLE_BYTES
 
 
 class SumPiece:
@@ -158,7 +174,7 @@ class SumStream:
             thread.start()
 
     def start(self, tensor: torch.Tensor) -> TreeSum:
-        whole = TreeSum(tensor)
+        whole = TreeSum(tensor, tops=len(self._branch.tops))
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError(self._failure)
@@ -188,8 +204,7 @@ class SumStream:
             piece.total = ask(piece, self._owner(piece))
 
     def _all_add(self, piece: SumPiece) -> bool:
-        data = piece.part.numel() * piece.part.element_size()
-        return len(self._others) == 1 or data * len(self._others) <= LITTLE_BYTES
+        return _all_add(piece.part.numel() * piece.part.element_size(), len(self._branch.tops))
 
     def _owner(self, piece: SumPiece) -> int:
         return self._branch.tops[piece.number % len(self._branch.tops)]
