@@ -76,6 +76,7 @@ class RunRecorder:
             "transport": transport.name,
             "backend": transport.backend,
             "workers": [{key: facts[key] for key in keys if key in facts} for facts in everybody],
+            **({"places": places} if (places := transport.places()) else {}),
             "started": transport.clock(),
             "torch": torch.__version__,
             "paceline": __version__,

@@ -19,6 +19,7 @@ from rich.text import Text
 from paceline.cli.errors import refuse
 from paceline.observe import RunLog, Verdict, latest, read_log, verdict
 from paceline.observe.log import sanitise
+from paceline.observe.words.places import last_places, places_text
 from paceline.observe.words.progress import run_words
 from paceline.observe.words.verdict import steps_text
 from paceline.observe.words.worker_table import WorkerTable, worker_table
@@ -126,6 +127,8 @@ def _header(log: RunLog, judged: Verdict) -> Text:
     lines = [": ".join(run_words(log.run, judged.figures)), f"log {log.path}"]
     if (started := sanitise.timestamp(log.run.get("started", log.run.get("t")))) == started:
         lines.append(f"started {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(started))}, {_ending(log)}")
+    if where := places_text(last_places(log.run, log.others)):
+        lines.append(where)
     if log.records:
         steps = f"{steps_text(len(log.records))}, {sum(record.total for record in log.records):,} samples"
         lines.append(steps + (f"; the first {judged.warm_up} left out below as warm-up" if judged.warm_up else ""))

@@ -152,6 +152,7 @@ class Membership:
                 "workers": list(generation.workers),
                 "joined": [{"id": worker, **generation.facts[worker]} for worker in change.joined],
                 "left": [{"id": gone.id, "text": gone.text} for gone in change.left],
+                **({"places": places} if (places := self._transport.places()) else {}),
             },
         )
         if self._transport.rank == 0 and not self._led:

@@ -106,6 +106,11 @@ class Transport(Collective, Protocol):
         """Unix seconds for the run's log, the same on every worker that may come to write it."""
         return time.time()
 
+    def places(self) -> dict[str, Any] | None:
+        """Where the workers are, by site and computer, and what was measured between them (JSON); None: all on one
+        computer."""
+        return None
+
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite ``tensors`` with the leader's."""
 

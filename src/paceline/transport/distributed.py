@@ -95,6 +95,11 @@ class Distributed(Transport, ABC):
     def _start_sum(self, tensor: torch.Tensor) -> Any:
         return self.group.start_sum(tensor)
 
+    def places(self) -> dict[str, Any] | None:
+        topology, workers = self.group.topology, self.workers
+        known = len(topology.computers) > 1 and len(topology.order) == len(workers)
+        return topology.facts(workers) if known else None
+
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         with self.round("the leader's broadcast", keeps=tensors):
             if self.group.size > 1:

@@ -57,7 +57,8 @@ def place_facts() -> dict[str, Any]:
 
 
 class Survey:
-    """What this worker knows of the links between computers, from one group to the next."""
+    """What this worker knows of the links between computers, from one group to the next. What nobody among the present
+    heads of computers has said counts as unknown, so that all members measure the same."""
 
     def __init__(self) -> None:
         self._round_trips: dict[Pair, float] = {}
@@ -69,22 +70,25 @@ class Survey:
         computers = computers_of(facts)
         if len(computers) == 1 or any(fact.get("sites") == "off" for fact in facts):
             return one_place(group.size)
-        here = next(name for name, ranks in computers.items() if group.rank in ranks)
-        leads = computers[here][0] == group.rank
+        heads = {name: ranks[0] for name, ranks in computers.items()}
+        here = next((name for name, head in heads.items() if head == group.rank), None)
         with _listening() as port:
-            mine = {"at": (address_towards(*towards), port), "row": self._row(here, computers)} if leads else None
+            mine = {"at": (address_towards(*towards), port), **self._known(here, computers)} if here else None
             said = group.gather("places", "saying where it is", mine, watch=watch)
-            doors: dict[str, At] = {}
-            for name, ranks in computers.items():
-                doors[name] = tuple(said[ranks[0]]["at"])
-                self._note(name, said[ranks[0]]["row"])
-            missing = [one for one in list(computers)[:LANDMARKS] if one != here and not self._knows(one, here)]
-            if any(not self._knows(one, name) for one in list(computers)[:LANDMARKS] for name in computers):
-                row = round_trips({one: doors[one] for one in missing}) if leads else {}
+            self._round_trips, self._speeds = {}, {}
+            for name, head in heads.items():
+                self._note(name, said[head]["row"])
+                if said[head]["speed"] is not None:
+                    self._speeds[name] = float(said[head]["speed"])
+            landmarks = list(computers)[:LANDMARKS]
+            missing = {one: [at for at in landmarks if not self._knows(one, at)] for one in computers}
+            if any(missing.values()):
+                doors = {at: (str(said[heads[at]]["at"][0]), int(said[heads[at]]["at"][1])) for at in landmarks}
+                row = round_trips({at: doors[at] for at in missing[here]}) if here else {}
                 rows = group.gather("round trips", "measuring round trips", row, watch=watch)
-                for name, ranks in computers.items():
-                    self._note(name, rows[ranks[0]])
-        return arranged(facts, {ends: s for ends, s in self._round_trips.items() if set(ends) <= set(computers)})
+                for name, head in heads.items():
+                    self._note(name, rows[head])
+        return arranged(facts, self._round_trips)
 
     def weigh(self, group: Group, topology: Topology, facts: Sequence[Mapping[str, Any]], *, watch: Watch) -> Topology:
         """The same with bandwidths, once the group is connected, and whether sums go over the tree."""
@@ -93,17 +97,18 @@ class Survey:
         if any(name not in self._speeds for name in topology.names):
             speed = _speed(group, topology.heads) if group.rank in topology.heads else None
             speeds = group.gather("speeds", "measuring what the links carry", speed, watch=watch)
-            self._speeds |= {name: float(speeds[head]) for name, head in zip(topology.names, topology.heads)}
+            self._speeds = {name: float(speeds[head]) for name, head in zip(topology.names, topology.heads)}
         after = [*topology.heads[1:], topology.heads[0]]
         ends = zip(topology.names, topology.heads, after, strict=True)
         bits_s = min((self._speeds[name] for name, one, other in ends if topology.crosses(one, other)), default=None)
-        tree = sums_over_tree(topology, facts, bits_s=bits_s)
-        logger.info("worker %d of %d: %s", group.rank, group.size, topology.facts())
-        return replace(topology, bits_s=bits_s, tree=tree)
+        found = replace(topology, bits_s=bits_s, tree=sums_over_tree(topology, facts, bits_s=bits_s))
+        logger.info("worker %d of %d is in %s", group.rank, group.size, found.facts(range(group.size)))
+        return found
 
-    def _row(self, here: str, computers: Mapping[str, Any]) -> dict[str, float]:
-        known = {other: self._round_trips.get(pair(here, other)) for other in computers if other != here}
-        return {other: seconds for other, seconds in known.items() if seconds is not None}
+    def _known(self, here: str, computers: Mapping[str, Any]) -> dict[str, Any]:
+        row = {other: self._round_trips.get(pair(here, other)) for other in computers if other != here}
+        known = {other: seconds for other, seconds in row.items() if seconds is not None}
+        return {"row": known, "speed": self._speeds.get(here)}
 
     def _note(self, here: str, row: Mapping[str, float]) -> None:
         for other, seconds in row.items():

@@ -159,9 +159,9 @@ class Topology:
         several = sum(map(len, sites)) > 1
         return Topology(sites, tuple(names), self.tree and several, self.far_s, self.bits_s, self.by_name)
 
-    def facts(self) -> dict[str, Any]:
-        """For the run's log (JSON)."""
-        sites = [{"computers": [list(computer) for computer in site]} for site in self.sites]
+    def facts(self, workers: Sequence[int]) -> dict[str, Any]:
+        """For the run's log (JSON), with each worker's own name in place of its rank."""
+        sites = [[[workers[rank] for rank in computer] for computer in site] for site in self.sites]
         return {"sites": sites, "tree": self.tree, "round_trip_s": self.far_s, "bits_s": self.bits_s}
 
 

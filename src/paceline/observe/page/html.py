@@ -22,6 +22,7 @@ from paceline.observe.page.pictures import PictureData, membership_text, picture
 from paceline.observe.page.whatif import what_if
 from paceline.observe.words.audit import audit_text, epoch_text
 from paceline.observe.words.membership import moves_text
+from paceline.observe.words.places import last_places, places_text
 from paceline.observe.words.progress import describe, run_words
 from paceline.observe.words.verdict import Verdict, steps_text, verdict
 from paceline.observe.words.worker_table import worker_table
@@ -50,6 +51,7 @@ def report_page(log: RunLog) -> str:
             verdict_part(judged, tiles(judged, tried, run_data.stuck()), moved=membership_text(run_data)),
             f"<main id='pictures'>{''.join(map(frame, shown))}</main>{asked}",
             f"<section id='workers'>{workers_table(judged)}</section>",
+            _places(log),
             f"<section>{audit_table(audit(log))}</section>",
             notes(log.others, log.end),
             footer(log, judged),
@@ -63,6 +65,11 @@ def write_report(log: RunLog, path: Path | None = None) -> Path:
     path = path or log.path.parent / PAGE
     path.write_text(report_page(log), encoding="utf-8")
     return path
+
+
+def _places(log: RunLog) -> str:
+    where = places_text(last_places(log.run, log.others))
+    return f"<section class='quiet'>{escape(where)}</section>" if where else ""
 
 
 def picture_data(log: RunLog, judged: Verdict) -> PictureData:
