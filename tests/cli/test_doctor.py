@@ -8,7 +8,7 @@ import pytest
 from shells import Shell
 
 from paceline.cli import doctor
-from paceline.cli.doctor import check_network, check_python, check_runs, judge_torch
+from paceline.cli.doctor import check_network, check_python, check_runs, check_topology, judge_torch
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,23 @@ def test_a_check_that_breaks_fails_and_the_others_still_run(tmp_path: Path, monk
     assert checks["port"].state == "failed"
     assert "no such device" in checks["port"].text
     assert checks["backends"].state == "ok"
+
+
+def test_the_topology_is_that_of_the_latest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "in the latest run" not in check_topology(tmp_path / "runs").text
+    (tmp_path / "runs" / "digits").mkdir(parents=True)
+    said = {"event": "run", "t": 1.0, "name": "digits", "places": {"sites": [[[0]], [[1]]], "tree": True}}
+    (tmp_path / "runs" / "digits" / "events.jsonl").write_text(json.dumps(said) + "\n")
+    text = check_topology(tmp_path / "runs").text
+    assert "in the latest run, digits: 2 sites: workers 0 | 1; sums cross once, by workers 0 1" in text
+    monkeypatch.setenv("PACELINE_SITES", "off")
+    assert "PACELINE_SITES=off" in check_topology(tmp_path / "runs").text
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SITES", "no")
+    with pytest.raises(ValueError, match="PACELINE_SITES is 'no'; it can be on or off"):
+        check_topology(tmp_path)
 
 
 def test_the_probe_measures_for_about_the_time_it_was_given() -> None:

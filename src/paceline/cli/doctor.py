@@ -102,6 +102,7 @@ def examine(runs: Path, probe_seconds: float) -> Iterator[Check]:
     yield _guarded("gpus", check_gpus)
     yield _guarded("backends", check_backends)
     yield _guarded("all-reduce", check_all_reduce)
+    yield _guarded("topology", lambda: check_topology(runs))
     if probe_seconds > 0:
         for name in (names := devices()):
             yield _guarded(name, partial(check_device, name, probe_seconds / len(names)))
@@ -262,6 +263,26 @@ def check_all_reduce() -> Check:
         advice = "a firewall or a wrong GLOO_SOCKET_IFNAME: unset it, or set it to the loopback interface"
         return Check("all-reduce", "failed", f"two processes could not add 1 MB over loopback: {said}", advice)
     return Check("all-reduce", "ok", f"two processes add 1 MB in {milliseconds:.1f} ms over loopback", "", milliseconds)
+
+
+def check_topology(runs: Path) -> Check:
+    """How this computer is told from others and, from the log of the latest run, where its workers were."""
+    from paceline.observe import latest, read_log
+    from paceline.observe.words.places import last_places, places_text
+    from paceline.transport.survey import place_facts
+
+    facts = place_facts()
+    off = ", PACELINE_SITES=off: sums go round workers in the order of ranks" if "sites" in facts else ""
+    said = f"workers with the name {facts['computer']} are on this computer{off}"
+    folder = latest(runs)
+    try:
+        log = read_log(folder) if folder is not None else None
+    except ValueError:  # it holds no log that can be read
+        log = None
+    if folder is None or log is None:
+        return Check("topology", "ok", said)
+    where = places_text(last_places(log.run, log.others)) or "all workers on one computer"
+    return Check("topology", "ok", f"{said}; in the latest run, {folder.name}: {where}")
 
 
 def check_device(name: str, seconds: float) -> Check:

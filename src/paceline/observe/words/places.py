@@ -55,8 +55,8 @@ def _workers(group: Sequence[Any]) -> str:
 
 
 def _round_trip(places: Mapping[str, Any]) -> str:
-    seconds = sanitise.figure(places.get("round_trip_s"))
-    return duration(seconds) if seconds and seconds > 0 else ""
+    seconds = _positive(places.get("round_trip_s"))
+    return duration(seconds) if seconds else ""
 
 
 def _speed(places: Mapping[str, Any]) -> str:
@@ -64,7 +64,9 @@ def _speed(places: Mapping[str, Any]) -> str:
     >>> _speed({"bits_s": 81.7e6}), _speed({"bits_s": 2.04e9}), _speed({})
     ('82 Mbit/s', '2.0 Gbit/s', '')
     """
-    bits = sanitise.figure(places.get("bits_s"))
-    if not bits or bits <= 0:
-        return ""
-    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
+    bits = _positive(places.get("bits_s"))
+    return "" if not bits else f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
+
+
+def _positive(value: Any) -> float:
+    return max(0.0, float(value)) if sanitise.is_number(value) else 0.0
