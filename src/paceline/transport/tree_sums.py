@@ -166,10 +166,15 @@ class SumStream:
         self._under_way: set[TreeSum] = set()
         self._failure: str | None = None
         self._lock = threading.RLock()
-        stages = {"up": self._up, "across": self._across, "down": self._down}
-        self._queues: dict[str, SimpleQueue[SumPiece | None]] = {name: SimpleQueue() for name in stages}
-        serve = [(f"paceline-sum-{name}", (self._queues[name], move)) for name, move in stages.items()]
-        self.threads = [threading.Thread(target=self._serve, args=args, name=n, daemon=True) for n, args in serve]
+        self._ups: SimpleQueue[SumPiece | None] = SimpleQueue()
+        self._crossing: SimpleQueue[SumPiece | None] = SimpleQueue()
+        self._downs: SimpleQueue[SumPiece | None] = SimpleQueue()
+        up, across, down = (self._ups, self._up), (self._crossing, self._across), (self._downs, self._down)
+        self.threads = [
+            threading.Thread(target=self._serve, args=up, name="paceline-sum-up", daemon=True),
+            threading.Thread(target=self._serve, args=across, name="paceline-sum-across", daemon=True),
+            threading.Thread(target=self._serve, args=down, name="paceline-sum-down", daemon=True),
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -190,7 +195,7 @@ class SumStream:
         while self._waiting and self._open < WINDOW:
             self._open += 1
             self._begin(piece := self._waiting.popleft())
-            self._queues["up"].put(piece)
+            self._ups.put(piece)
 
     def _begin(self, piece: SumPiece) -> None:
         """Ask for everything that is to come."""
@@ -231,7 +236,8 @@ class SumStream:
             self.mail.send(piece.mine, piece, self._others)
         elif self._owner(piece) != self._rank:
             self.mail.send(piece.mine, piece, [self._owner(piece)])
-        self._queues["across" if piece.from_tops and not self._all_add(piece) else "down"].put(piece)
+        owns = piece.from_tops and not self._all_add(piece)
+        (self._crossing if owns else self._downs).put(piece)
 
     def _across(self, piece: SumPiece) -> None:
         """This worker owns the piece: the others that cross are told the total."""
@@ -265,7 +271,7 @@ class SumStream:
                 whole.fail(self._failure)
             self._under_way.clear()
             self._waiting.clear()
-        for queue in self._queues.values():
+        for queue in (self._ups, self._crossing, self._downs):
             queue.put(None)
 
 
