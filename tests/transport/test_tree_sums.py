@@ -88,6 +88,7 @@ def test_three_sites_of_unlike_sizes_add_up_in_the_order_of_the_tree(length: int
 
 
 def test_sums_longer_than_the_window_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_sums, "LEAST_WINDOW", 2)
     monkeypatch.setattr(tree_sums, "WINDOW", 2)
     monkeypatch.setattr(tree_sums, "PIECE_BYTES", 64)
 
@@ -131,7 +132,7 @@ def test_calls_aside_are_counted_by_themselves_in_whichever_order_they_come() ->
     assert together(PAIRS, work) == [[10.0, 46.0]] * 4
 
 
-def test_messages_are_kept_until_the_next_round_is_over() -> None:
+def test_messages_are_kept_until_the_next_round_shows_that_they_came() -> None:
     def work(rank: int, sums: TreeSums) -> list[int]:
         kept = []
         for _ in range(3):

@@ -88,10 +88,7 @@ class FixedTransport(Distributed):
         self.backend, self._channels = backend or choose_backend(facts), channels(facts)
         with self.round("forming the group"):
             self._address = self._find_address(facts)
-            survey = Survey()
-            topology = survey.arrange(self.group, facts, towards=(self._address, 0), watch=self)
-            self._connect(self.group, f"group/{self.generation}", topology)
-            self.group.sum_over(survey.weigh(self.group, topology, facts, watch=self))
+            self._form(facts)
 
     @property
     def group(self) -> Group:
@@ -111,6 +108,16 @@ class FixedTransport(Distributed):
                 problem = str(error)
                 logger.warning("%s; trying again", problem)
         raise FleetError(problem)
+
+    def _form(self, facts: Sequence[Mapping[str, Any]]) -> None:
+        """Connect all workers, in the order of where they are."""
+        survey = Survey()
+        topology = survey.arrange(self.group, facts, towards=(self._address, 0), watch=self)
+        self._connect(self.group, f"group/{self.generation}", topology)
+        try:
+            self.group.sum_over(survey.weigh(self.group, topology, facts, watch=self))
+        except RuntimeError as error:
+            raise error if isinstance(error, PacelineError) else self.failed(error) from None
 
     def _connect(self, group: Group, name: str, topology: Topology) -> None:
         """Form a process group; ``name``: of its keys in the store."""

@@ -72,8 +72,8 @@ class Survey:
             return one_place(group.size)
         heads = {name: ranks[0] for name, ranks in computers.items()}
         here = next((name for name, head in heads.items() if head == group.rank), None)
-        with _listening() as port:
-            mine = {"at": (address_towards(*towards), port), **self._known(here, computers)} if here else None
+        with _listening(address_towards(*towards)) as at:
+            mine = {"at": at, **self._known(here, computers)} if here else None
             said = group.gather("places", "saying where it is", mine, watch=watch)
             self._round_trips, self._speeds = {}, {}
             for name, head in heads.items():
@@ -120,21 +120,25 @@ class Survey:
 
 
 @contextmanager
-def _listening() -> Iterator[int]:
-    """A port at which connections are answered by the kernel, and by nobody else."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("", 0))
+def _listening(host: str) -> Iterator[At]:
+    """Where connections are answered by the kernel, and by nobody else."""
+    with socket.socket(_family(host), socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
         listener.listen(socket.SOMAXCONN)
-        yield int(listener.getsockname()[1])
+        yield host, int(listener.getsockname()[1])
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def round_trips(doors: Mapping[str, At], *, tries: int = TRIES) -> dict[str, float]:
     """Seconds that opening a connection to each door takes, the least of some tries; those that cannot be reached are
     left out."""
-    found: dict[str, float] = {}
-    for _ in range(tries if doors else 0):
-        for name, seconds in _connect_all(doors).items():
-            found[name] = min(found.get(name, seconds), seconds)
+    found = _connect_all(doors)
+    for _ in range(tries - 1 if found else 0):
+        again = _connect_all({name: doors[name] for name in found})
+        found = {name: min(seconds, again.get(name, seconds)) for name, seconds in found.items()}
     return found
 
 
@@ -143,7 +147,7 @@ def _connect_all(doors: Mapping[str, At]) -> dict[str, float]:
     until = time.monotonic() + PATIENCE_S
     with selectors.DefaultSelector() as selector:
         for name, (host, port) in doors.items():
-            one = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            one = socket.socket(_family(host), socket.SOCK_STREAM)
             one.setblocking(False)
             started = time.perf_counter()
             if one.connect_ex((host, port)) in (0, errno.EINPROGRESS):

@@ -27,7 +27,8 @@ from paceline.transport.topology import Branch
 PIECE_BYTES = 1 << 18
 """A slow link takes long for it, and a computer's memory does not."""
 WINDOW = 64
-"""Pieces under way at a time."""
+"""Pieces under way at a time, of all that a worker hears from."""
+LEAST_WINDOW = 4
 LITTLE_BYTES = 1 << 14
 """Up to here, in all that one worker sends, the number of messages in turn counts, and not what they carry."""
 
@@ -135,6 +136,10 @@ class PieceMail:
         if self._now:
             self._before, self._now = self._now, []
 
+    def everybody_came(self) -> None:
+        """A piece of this round is summed: all have begun it, and so have what was sent in the one before."""
+        self._before = []
+
     def empty(self) -> list[Any]:
         held, self._before, self._now = [*self._before, *self._now], [], []
         return held
@@ -162,6 +167,7 @@ class SumStream:
         self._crosses = branch.parent is None
         self._others = [top for top in branch.tops if top != rank] if self._crosses else []
         self._number = self._open = 0
+        self._window = max(LEAST_WINDOW, WINDOW // (1 + len(branch.children)))
         self._waiting: deque[SumPiece] = deque()
         self._under_way: set[TreeSum] = set()
         self._failure: str | None = None
@@ -192,7 +198,7 @@ class SumStream:
         return whole
 
     def _begin_more(self) -> None:
-        while self._waiting and self._open < WINDOW:
+        while self._waiting and self._open < self._window:
             self._open += 1
             self._begin(piece := self._waiting.popleft())
             self._ups.put(piece)
@@ -255,6 +261,7 @@ class SumStream:
         return added([*parts[:place], piece.mine, *parts[place:]], into=into)
 
     def _finish(self, piece: SumPiece, total: torch.Tensor) -> None:
+        self.mail.everybody_came()
         self.mail.send(total, piece, self._branch.children)
         piece.whole.land(piece.part, total)
         with self._lock:
