@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.transport import tree_sums
-from paceline.transport.group import let_go
-from paceline.transport.small_sums import lane
+from paceline.transport.group import Group, let_go
+from paceline.transport.small_sums import SmallSum, lane
 from paceline.transport.topology import Topology
 from paceline.transport.tree_sums import TreeSum, TreeSums
 
@@ -144,6 +144,15 @@ def test_messages_are_kept_until_the_next_round_shows_that_they_came() -> None:
 
     assert [kept[0] for kept in together(PAIRS, work)] == [2, 2, 1, 1], "one that crosses sends across and down"
     assert all(len(set(kept)) == 1 for kept in together(PAIRS, work)), "and what is older is let go"
+
+
+def test_what_fits_a_short_message_needs_no_tree() -> None:
+    group = Group(0, 2)
+    group.sum_over(Topology(sites=(((0,),), ((1,),)), tree=True))
+    assert isinstance(group.start_sum(torch.zeros(1024)), SmallSum)
+    with pytest.raises(RuntimeError, match="not formed"):
+        group.start_sum(torch.zeros(1025))
+    let_go(group.detach())
 
 
 def test_a_sum_that_is_given_up_no_longer_changes_its_tensor() -> None:

@@ -31,7 +31,7 @@ from paceline.transport.network import (
 )
 from paceline.transport.small_sums import SmallSums, is_small
 from paceline.transport.topology import Topology, one_place
-from paceline.transport.tree_sums import TreeSums
+from paceline.transport.tree_sums import MESSAGE_BYTES, TreeSums
 
 logger = logging.getLogger("paceline")
 
@@ -147,7 +147,7 @@ class Group:
         gpus = self.gpus if tensor.is_cuda else None
         if gpus is not None:
             return gpus.sum(tensor)
-        if self._tree is not None:
+        if self._tree is not None and tensor.numel() * tensor.element_size() > MESSAGE_BYTES:
             return self._tree.start(tensor)
         if is_small(tensor, self.size):
             return self._small.start(tensor)

@@ -29,6 +29,8 @@ TINY_BYTES = 1 << 14
 """Up to here the number of turns counts, and not what they carry."""
 TAGS = 1 << 29
 """Of each lane."""
+OWN_TAGS = TAGS // 2
+"""Of small sums in a lane; the rest is for pieces of large ones (`paceline.transport.tree_sums`)."""
 ALIGNED = 16
 
 Form = tuple[tuple[torch.dtype, int], ...]
@@ -238,7 +240,7 @@ class SmallSums:
         lane = lane_here()
         outbox = self._lanes[lane]
         wires = outbox.spare(form) or Wires(form, [len(turn) for turn in place.turns])
-        tag = TAGS * (2 + lane) + outbox.next_number() % TAGS
+        tag = TAGS * (2 + lane) + outbox.next_number() % OWN_TAGS
         exchange = SmallExchange(self._engine(), [one.tensor for one in sums], place, tag, wires)
         outbox.keep(exchange)
         for one in sums:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from paceline.transport.network import ENGINE_TIMEOUT
-from paceline.transport.small_sums import TAGS, lane_here
+from paceline.transport.small_sums import OWN_TAGS, TAGS, lane_here
 from paceline.transport.topology import Branch
 
 PIECE_BYTES = 1 << 18
@@ -31,6 +31,9 @@ WINDOW = 64
 LEAST_WINDOW = 4
 LITTLE_BYTES = 1 << 14
 """Up to here, in all that one worker sends, the number of messages in turn counts, and not what they carry."""
+
+MESSAGE_BYTES = 1 << 12
+"""Up to here small sums, which need no thread, are as good on any link: a round's header is one."""
 
 Send = Callable[[torch.Tensor, int, int], Any]
 
@@ -123,7 +126,7 @@ class PieceMail:
         self._before: list[Any] = []
 
     def _tag(self, piece: SumPiece) -> int:
-        return TAGS * (2 + self._lane) + piece.number % TAGS
+        return TAGS * (2 + self._lane) + OWN_TAGS + piece.number % OWN_TAGS
 
     def send(self, data: torch.Tensor, piece: SumPiece, others: Sequence[int]) -> None:
         self._now.extend([(data, self._send(data, other, self._tag(piece))) for other in others])
