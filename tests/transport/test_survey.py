@@ -43,7 +43,7 @@ def formed(name: str, store: Any, where: list[str], surveys: list[Survey], **mor
     def one(rank: int) -> None:
         group = Group(rank, len(where), store=dist.PrefixStore(name, store))
         watch, at = Patient(group), ("127.0.0.1", 1)
-        topology = surveys[rank].arrange(group, facts, towards=at, watch=watch)
+        topology = surveys[rank].arrange(group, facts, host="127.0.0.1", watch=watch)
         make = lambda *args: dist.ProcessGroupGloo(*args)  # noqa: E731
         group.connect(dist.PrefixStore("gloo", group.store), towards=at, make=make, topology=topology)
         group.sum_over(surveys[rank].weigh(group, topology, facts, watch=watch))

@@ -112,7 +112,7 @@ class FixedTransport(Distributed):
     def _form(self, facts: Sequence[Mapping[str, Any]]) -> None:
         """Connect all workers, in the order of where they are."""
         survey = Survey()
-        topology = survey.arrange(self.group, facts, towards=(self._address, 0), watch=self)
+        topology = survey.arrange(self.group, facts, host=self._address, watch=self)
         self._connect(self.group, f"group/{self.generation}", topology)
         try:
             self.group.sum_over(survey.weigh(self.group, topology, facts, watch=self))

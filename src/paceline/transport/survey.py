@@ -16,17 +16,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import torch
 
 from paceline.transport.group import Group, Watch
-from paceline.transport.network import ENGINE_TIMEOUT, address_towards
+from paceline.transport.network import ENGINE_TIMEOUT
+from paceline.transport.paths import place
 from paceline.transport.topology import (
     Pair,
     Topology,
     arranged,
-    computer_here,
     computers_of,
     one_place,
     pair,
@@ -52,7 +53,8 @@ def place_facts() -> dict[str, Any]:
     site, sites = os.environ.get("PACELINE_SITE", ""), os.environ.get("PACELINE_SITES", "").lower()
     if sites not in ("", "on", "off"):
         raise ValueError(f"PACELINE_SITES is {sites!r}; it can be on or off")
-    computer = f"{computer_here()}@{site}" if site else computer_here()
+    here = f"{socket.gethostname()}/{sha256(place().encode()).hexdigest()[:8]}"
+    computer = f"{here}@{site}" if site else here
     return {"computer": computer, **({"site": site} if site else {}), **({"sites": "off"} if sites == "off" else {})}
 
 
@@ -65,14 +67,15 @@ class Survey:
         self._speeds: dict[str, float] = {}
         """Bits/s from a computer to the next one in order."""
 
-    def arrange(self, group: Group, facts: Sequence[Mapping[str, Any]], *, towards: At, watch: Watch) -> Topology:
-        """Where the workers of a group are, before it is connected; all of them come here."""
+    def arrange(self, group: Group, facts: Sequence[Mapping[str, Any]], *, host: str, watch: Watch) -> Topology:
+        """Where the workers of a group are, before it is connected; all of them come here. ``host``: the address at
+        which this one is reached."""
         computers = computers_of(facts)
         if len(computers) == 1 or any(fact.get("sites") == "off" for fact in facts):
             return one_place(group.size)
         heads = {name: ranks[0] for name, ranks in computers.items()}
         here = next((name for name, head in heads.items() if head == group.rank), None)
-        with _listening(address_towards(*towards)) as at:
+        with _listening(host) as at:
             mine = {"at": at, **self._known(here, computers)} if here else None
             said = group.gather("places", "saying where it is", mine, watch=watch)
             self._round_trips, self._speeds = {}, {}

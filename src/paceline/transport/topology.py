@@ -8,14 +8,10 @@ all come to the same tree.
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 NEAR_S = 0.001
@@ -30,15 +26,6 @@ FAST_BITS_S = 2.5e9
 Pair = tuple[str, str]
 Links = Mapping[Pair, float]
 """Seconds of a round trip between two computers, named in order."""
-
-
-def computer_here() -> str:
-    """This computer's name, and what tells it from another of that name: its boot and its network namespace."""
-    known = [socket.gethostname()]
-    with suppress(OSError):
-        known.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8])
-        known.append(os.readlink("/proc/thread-self/ns/net").strip("net:[]"))
-    return "/".join(known)
 
 
 def pair(one: str, other: str) -> Pair:

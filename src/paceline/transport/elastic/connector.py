@@ -60,7 +60,7 @@ class Connector:
         own = own_addresses(*generation.store, first=self._address)
         by_id = {one: generation.facts[one] for one in generation.workers}
         self._address = find_address(group, own, facts=by_id, watch=watch)
-        topology = self._survey.arrange(group, facts, towards=(self._address, 0), watch=watch)
+        topology = self._survey.arrange(group, facts, host=self._address, watch=watch)
         how: Any = {"make": self._make_gloo, "channels": channels(facts), "topology": topology}
         group.connect(store, towards=(self._address, 0), **how)
         group.sum_over(self._survey.weigh(group, topology, facts, watch=watch))
