@@ -47,8 +47,8 @@ class Collective(Protocol):
         """Start summing ``tensor`` over the fleet in place. All workers start the same sums in the same order."""
 
     def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
-        """Start an exchange of bytes on the CPU, in one order with the sums: row i of ``sent`` goes to worker i, from
-        which row i of ``got`` comes."""
+        """Start an exchange of bytes on the CPU, in one order with the sums: row i of ``sent`` goes to the worker
+        from which row i of ``got`` comes, the i-th in an order that is the same for all and in every exchange."""
         raise AssertionError("this transport exchanges no bytes")
 
     def deliver_members_changed(self) -> None:
