@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from paceline.transport.group import Group, Watch
-from paceline.transport.network import ENGINE_TIMEOUT
-from paceline.transport.paths import place
+from paceline.transport.network import ENGINE_TIMEOUT, place
 from paceline.transport.topology import (
     Pair,
     Topology,
@@ -43,7 +42,7 @@ LANDMARKS = 64
 """Round trips are measured to so many computers, the first; those of larger fleets are near each other where they are
 near the same one of these."""
 PROBE_BYTES = 1 << 18
-PROBE_TAG = (1 << 29) + 1000
+PROBE_TAG = (1 << 29) - 16
 At = tuple[str, int]
 
 
