@@ -100,6 +100,7 @@ def test_a_number_of_workers_that_cannot_be_is_refused(workers: Any) -> None:
         (["--labels", "spot=true"], "--labels is for workers on a Ray cluster: give --ray auto"),
         (["--ray", "auto", "-n", "2", "--runtime-env", "{"], "--runtime-env: { cannot be read"),
         (["--ray", "auto", "-n", "2", "--runtime-env", "no.yaml"], "--runtime-env: no.yaml cannot be read"),
+        (["--ray", "auto", "-n", "2", "--token", "short"], "--token: a token is 8 to 1024 plain characters"),
         (["--ray", "nowhere", "-n", "2"], "--ray nowhere: write auto, or the head's HOST:PORT, such as 10.0.0.1:6379"),
         (["--ray", "127.0.0.1:1", "-n", "2"], "--ray 127.0.0.1:1: no Ray cluster answers there (Connection refused)"),
         (["--ray", "ray://127.0.0.1:1", "-n", "2"], "the driver must be on a node of the cluster"),
@@ -141,3 +142,13 @@ def test_without_ray_the_command_that_installs_it_is_named(tmp_path: Path, monke
     assert "--ray needs Ray, which is not installed: pip install 'paceline[ray]'" in done.stderr
     with pytest.raises(ValueError, match="needs Ray, which is not installed"):
         run("train.py")
+
+
+def test_a_run_from_python_without_a_cluster_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="no Ray cluster answers there"):
+        run("train.py", workers=2, address="127.0.0.1:1")
+    with pytest.raises(ValueError, match="run takes a script's path or a function, got int"):
+        run(3, workers=2)  # type: ignore[arg-type]
+    assert not [*tmp_path.iterdir()]

@@ -12,6 +12,7 @@ from paceline.cli.errors import about, leave_with, refuse
 from paceline.cli.host import TOKEN_HELP
 from paceline.cli.options import Size, check_names, check_network, check_script, read_devices, read_faults, read_size
 from paceline.cli.ray_options import Labels, PerWorker, Ray, RuntimeEnv, check_ray_script, ray_count, read_ray
+from paceline.launcher.tokens import own_token
 from paceline.observe import new_run_dir
 
 if TYPE_CHECKING:
@@ -168,9 +169,10 @@ def run(
         check_names(pace, combine, wire, size.start)
         chances, faults = read_faults(failures, size=size, seed=seed, spot=spot, speed_up=speed_up, notice=spot_notice)
         check_network(network)
-        roster = None
         if on_ray is None:
             roster = _roster(size, host=host, port=port, join=join, token=token, token_file=token_file)
+        else:
+            roster, secret = None, own_token(token, token_file)
         run_name = name or (script if module else Path(script).stem)
         run_dir = new_run_dir(runs, run_name).resolve()
         page = _live_page(run_dir) if watch else None
@@ -195,7 +197,7 @@ def run(
     command = called if on_ray else (sys.executable, "-u", *called)
     order = Order(command, size.start, settings, run_dir, tuple(device_list), quiet=quiet)
     if on_ray is not None:
-        code = _on_ray(on_ray, order, faults, token=token, token_file=token_file)
+        code = _on_ray(on_ray, order, faults, secret)
     elif roster is None:
         from paceline.launcher.fixed import launch_fixed
 
@@ -217,7 +219,7 @@ def _roster(
 ) -> Roster | None:
     """The roster of a fleet that comes and goes, its own or that of the fleet to join; None for a fixed fleet."""
     from paceline.launcher.roster import OwnRoster, remote_roster
-    from paceline.launcher.tokens import check_host, own_token, their_token
+    from paceline.launcher.tokens import check_host, their_token
     from paceline.roster.persistence import beside
 
     if join is not None:
@@ -235,14 +237,10 @@ def _roster(
     return OwnRoster(minimum=minimum, maximum=maximum, token=secret, host=where, port=port or 0, certificate=kept)
 
 
-def _on_ray(on_ray: OnRay, order: Order, faults: Faults, *, token: str | None, token_file: Path | None) -> int:
-    from paceline.launcher.screen import remove_empty
-    from paceline.launcher.tokens import own_token
-
+def _on_ray(on_ray: OnRay, order: Order, faults: Faults, token: str) -> int:
     try:
-        return on_ray.launch(order, token=own_token(token, token_file), faults=faults)
+        return on_ray.launch(order, token=token, faults=faults)
     except ValueError as error:
-        remove_empty(order.run_dir)
         refuse(str(error))
 
 

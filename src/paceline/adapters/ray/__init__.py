@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.adapters.ray.demand import Demand, make_demand
 from paceline.errors import WorkerFailed
+from paceline.launcher.screen import remove_empty
 from paceline.launcher.supervise import Order, supervise, worker_settings
 from paceline.launcher.tokens import own_token
 from paceline.observe import new_run_dir, read_log
@@ -61,13 +63,14 @@ def run(
     runs: str | Path = "runs",
     pace: str | None = None,
     combine: str | None = None,
+    wire: str | None = None,
     quiet: bool = False,
 ) -> RayResult:
     """Run a training script, or a function, on every worker of a fleet on a Ray cluster, to its end.
 
     The function calls ``paceline.join()`` as a script does. Raises ValueError for what cannot be started, and
-    `WorkerFailed` when the run ends with an error, which was printed. Ctrl-C ends all workers. Call it on a node of the
-    cluster, in the main thread.
+    `WorkerFailed` when the run ends with an error, which was printed. Ctrl-C ends all workers and is raised. Call it on
+    a node of the cluster, in the main thread.
 
     Args:
         target: a script's path, as the nodes see it, or a function.
@@ -81,8 +84,9 @@ def run(
         runtime_env: Ray's, for the workers: working folder, environment variables, packages.
         name: of the run, for its log; the script's or the function's name unless given.
         runs: the folder in which the run's own folder is made.
-        pace: as the option of ``paceline run``, like ``combine``; they override what the script says.
+        pace: as the option of ``paceline run``, like ``combine`` and ``wire``; they override what the script says.
         combine: see ``pace``.
+        wire: see ``pace``.
         quiet: no view and no verdict.
     """
     from paceline.launcher.faults import Faults
@@ -92,7 +96,7 @@ def run(
     demand = make_demand(num_cpus, num_gpus, resources, label_selector)
     called, function, title = _target(target, args)
     run_dir = new_run_dir(Path(runs), name or title).resolve()
-    settings = worker_settings(name=name or title, run_dir=run_dir, pace=pace, combine=combine)
+    settings = worker_settings(name=name or title, run_dir=run_dir, pace=pace, combine=combine, wire=wire)
     order = Order(called, bounds[1], settings, run_dir, quiet=quiet)
     token, values = own_token(None, None), dict[int, bytes]()
     code = launch(
@@ -106,6 +110,8 @@ def run(
         function=function,
         values=values,
     )
+    if code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
     if code:
         raise WorkerFailed(f"the run on Ray ended with code {code}; its folder is {run_dir}", rank=0)
     if not values:
@@ -136,7 +142,11 @@ def launch(
     from paceline.adapters.ray.cluster import Cluster, connect
     from paceline.adapters.ray.policy import RayPolicy, own_roster
 
-    came = connect(address, runtime_env)
+    try:
+        came = connect(address, runtime_env)
+    except ValueError:
+        remove_empty(order.run_dir)
+        raise
     try:
         roster = own_roster(*bounds, token, ray.util.get_node_ip_address())
         cluster = Cluster(
