@@ -24,7 +24,7 @@ from paceline.launcher.processes import end_with_parent
 HEAD = "head"
 PORT = 6379
 RAY = [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]
-UP_S = 100.0
+UP_S = 150.0
 
 
 class Raylets:

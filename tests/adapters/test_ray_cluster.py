@@ -168,6 +168,7 @@ def test_a_node_is_lost_another_is_to_go_and_their_workers_return_on_others(plac
     place.raylets.kill("b")
     place.await_workers(2)
     place.raylets.start("c", "--labels=spot=true")
+    place.raylets.await_nodes("c")
     place.await_workers(3)
     place.raylets.start("b")
     place.raylets.await_nodes("b")
