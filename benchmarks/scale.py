@@ -36,7 +36,7 @@ CABLE, LINK = "10gbit,0.05ms", "10gbit,10ms"
 PARAMETERS, SHARE, SAMPLE_S = 25_000_000, 32, 0.1
 TOO_MUCH = 0.2
 """A part breaks where it takes more than this part of the time."""
-BEAT_CPU_S, BEATS_PER_S = 49e-6, 5
+BEAT_CPU_S, BEATS_PER_S = 1e-4, 5
 """The roster's processor time for a beat (`roster_scale.py`), and a worker's beats."""
 OPEN_FILES = 1024
 """Files that a process may have open, as systems come; a worker is connected to all others."""
