@@ -47,10 +47,14 @@ class Raylets:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for command in self._commands:
-            self.end(command)
-        self.kill(*self._nodes)
-        self.network.__exit__()
+        try:
+            for command in self._commands:
+                self.end(command)
+        finally:
+            try:
+                self.kill(*self._nodes)
+            finally:
+                self.network.__exit__()
 
     @property
     def address(self) -> str:
