@@ -27,17 +27,17 @@ class Post:
         self._lock = threading.Lock()
 
     def worker(self, rank: int, state: torch.Tensor | None = None) -> HandOver:
-        def send(tensors: list[torch.Tensor], to: int, tag: int) -> Any:
+        def send(tensor: torch.Tensor, to: int, tag: int) -> Any:
             with self._lock:
-                self.sent[rank] += tensors[0].numel() * tensors[0].element_size()
+                self.sent[rank] += tensor.numel() * tensor.element_size()
                 self.in_flight.append((rank, tag))
-            self.boxes[rank, to, tag].put(tensors[0].clone())
+            self.boxes[rank, to, tag].put(tensor.clone())
             return SimpleNamespace(wait=lambda timeout: None)
 
         def receive(tensor: torch.Tensor, source: int, tag: int) -> None:
             tensor.copy_(self.boxes[source, rank, tag].get(timeout=10))
 
-        group = SimpleNamespace(rank=rank, engine=SimpleNamespace(send=send))
+        group = SimpleNamespace(rank=rank, send=send)
         listener = SimpleNamespace(give_state=lambda: state)
         transport: Any = SimpleNamespace(lanes={}, group=group, receive=receive, listener=listener)
         return HandOver(transport)
