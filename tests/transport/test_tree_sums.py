@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.transport import tree_sums
+from paceline.transport.formats import FORMATS
 from paceline.transport.group import Group, let_go
 from paceline.transport.small_sums import SmallSum, lane
 from paceline.transport.topology import Topology
@@ -184,3 +185,20 @@ def test_a_group_that_is_closed_ends_what_is_under_way_and_its_threads() -> None
         return "ended"
 
     assert together(Topology(sites=(((0,),), ((1,),))), work)[0] == "ended"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("topology", [PAIRS, UNEQUAL], ids=["two places", "three places"])
+def test_between_places_numbers_cross_in_a_format_and_all_get_the_same_bits(name: str, topology: Topology) -> None:
+    form, size = FORMATS[name], len(topology.order)
+    parts = randoms(size, 100_003)
+
+    def work(rank: int, sums: TreeSums) -> torch.Tensor:
+        mine = parts[rank].clone()
+        sums.start(mine, form).wait(timedelta(seconds=20))
+        return mine
+
+    results, exact = together(topology, work), torch.stack(parts).double().sum(0)
+    assert all(torch.equal(result, results[0]) for result in results)
+    off = float((results[0] - exact).norm() / exact.norm())
+    assert 1e-5 < off < {"bf16": 2**-8, "fp16": 2**-11, "int8": 0.02}[name]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from paceline.combine.wire import Format
 from paceline.machines.failures import Failures
+from paceline.transport.formats import Format
 
 if TYPE_CHECKING:
     from paceline.loop.context import LoopContext

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.errors import GenerationOver
+from paceline.transport.formats import Format
 
 
 class Pending(Protocol):
@@ -45,6 +46,11 @@ class Collective(Protocol):
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         """Start summing ``tensor`` over the fleet in place. All workers start the same sums in the same order."""
+
+    def written_sum(self, tensor: torch.Tensor, form: Format) -> Pending | None:
+        """The same where sums cross between places far from one another by one worker of each: there in this format.
+        None: they do not."""
+        return None
 
     def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
         """Start an exchange of bytes on the CPU, in one order with the sums: row i of ``sent`` goes to the worker

@@ -21,6 +21,7 @@ from paceline.machines.link import link_from_env
 from paceline.roster.calls import CALLS, ROUNDS
 from paceline.transport.base import Pending, Transport
 from paceline.transport.calls import CallSequences
+from paceline.transport.formats import Format
 from paceline.transport.group import Group, Watch
 from paceline.transport.network import dist, place
 from paceline.transport.pending import Watched
@@ -80,6 +81,12 @@ class Distributed(Transport, ABC):
     def sum(self, tensor: torch.Tensor) -> Pending:
         self._summed += tensor.numel() * tensor.element_size()
         return self._started(self._start_sum, tensor)
+
+    def written_sum(self, tensor: torch.Tensor, form: Format) -> Pending | None:
+        if not self.group.writes:
+            return None
+        self._summed += form.row_bytes(tensor.numel())
+        return self._started(lambda: self.group.start_written_sum(tensor, form))
 
     def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
         self._summed += sent.numel() // 2  # a sum is two of them

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.transport.formats import Format
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import (
     ENGINE_TIMEOUT,
@@ -154,6 +155,17 @@ class Group:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
         return self.engine.allreduce([tensor], options)
+
+    def start_written_sum(self, tensor: torch.Tensor, form: Format) -> Any:
+        """The same with numbers in this format between places far from one another."""
+        if self._tree is None:  # the group was re-formed meanwhile
+            raise RuntimeError("sums of this group cross no places")
+        return self._tree.start(tensor, form)
+
+    @property
+    def writes(self) -> bool:
+        """Whether `start_written_sum` is there: sums cross between places by one worker of each."""
+        return self._tree is not None
 
     def start_all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Any:
         """The engine's work that exchanges rows of bytes."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from paceline.transport.formats import Format
 from paceline.transport.network import ENGINE_TIMEOUT
 from paceline.transport.small_sums import OWN_TAGS, TAGS, lane_here
 from paceline.transport.topology import Branch
@@ -39,9 +40,11 @@ Send = Callable[[torch.Tensor, int, int], Any]
 
 
 class TreeSum:
-    """One sum under way, in pieces, whose number is one that the workers who cross (``tops``) can share evenly."""
+    """One sum under way, in pieces, whose number is one that the workers who cross (``tops``) can share evenly; between
+    them in the format ``form``."""
 
-    def __init__(self, tensor: torch.Tensor, *, tops: int = 1) -> None:
+    def __init__(self, tensor: torch.Tensor, *, tops: int = 1, form: Format | None = None) -> None:
+        self.form = form
         self._tensor, self._flat = tensor, tensor.detach().reshape(-1)
         self.parts = list(torch.split(self._flat, piece_length(tensor, tops))) if self._flat.numel() else []
         self._left = len(self.parts)
@@ -131,8 +134,9 @@ class PieceMail:
     def send(self, data: torch.Tensor, piece: SumPiece, others: Sequence[int]) -> None:
         self._now.extend([(data, self._send(data, other, self._tag(piece))) for other in others])
 
-    def ask(self, piece: SumPiece, other: int) -> tuple[torch.Tensor, Any]:
-        data = torch.empty_like(piece.part)
+    def ask(self, piece: SumPiece, other: int, form: Format | None = None) -> tuple[torch.Tensor, Any]:
+        part = piece.part
+        data = torch.empty_like(part) if form is None else torch.empty(form.row_bytes(part.numel()), dtype=torch.uint8)
         return data, self._receive(data, other, self._tag(piece))
 
     def round_is_over(self) -> None:
@@ -152,6 +156,18 @@ def came(message: tuple[torch.Tensor, Any]) -> torch.Tensor:
     data, work = message
     work.wait(ENGINE_TIMEOUT)
     return data
+
+
+def as_sent(values: torch.Tensor, piece: SumPiece) -> torch.Tensor:
+    """As they cross between places."""
+    return values if piece.whole.form is None else piece.whole.form.written(values)
+
+
+def as_got(sent: torch.Tensor, piece: SumPiece) -> torch.Tensor:
+    """What is read of it."""
+    if piece.whole.form is None:
+        return sent
+    return piece.whole.form.read(sent, piece.part.numel()).to(piece.part.dtype)
 
 
 def added(parts: Sequence[torch.Tensor], into: torch.Tensor) -> torch.Tensor:
@@ -187,8 +203,8 @@ class SumStream:
         for thread in self.threads:
             thread.start()
 
-    def start(self, tensor: torch.Tensor) -> TreeSum:
-        whole = TreeSum(tensor, tops=len(self._branch.tops))
+    def start(self, tensor: torch.Tensor, form: Format | None = None) -> TreeSum:
+        whole = TreeSum(tensor, tops=len(self._branch.tops), form=form)
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError(self._failure)
@@ -208,14 +224,14 @@ class SumStream:
 
     def _begin(self, piece: SumPiece) -> None:
         """Ask for everything that is to come."""
-        ask = self.mail.ask
+        ask, form = self.mail.ask, piece.whole.form
         piece.from_children = [ask(piece, child) for child in self._branch.children]
         if self._branch.parent is not None:
             piece.total = ask(piece, self._branch.parent)
         elif self._all_add(piece) or self._owner(piece) == self._rank:
-            piece.from_tops = [ask(piece, other) for other in self._others]
+            piece.from_tops = [ask(piece, other, form) for other in self._others]
         else:
-            piece.total = ask(piece, self._owner(piece))
+            piece.total = ask(piece, self._owner(piece), form)
 
     def _all_add(self, piece: SumPiece) -> bool:
         return _all_add(piece.part.numel() * piece.part.element_size(), len(self._branch.tops))
@@ -242,23 +258,29 @@ class SumStream:
         if self._branch.parent is not None:
             self.mail.send(piece.mine, piece, [self._branch.parent])
         elif self._all_add(piece):
-            self.mail.send(piece.mine, piece, self._others)
+            sent = as_sent(piece.mine, piece)
+            self.mail.send(sent, piece, self._others)
+            piece.mine = as_got(sent, piece)  # all add the same numbers
         elif self._owner(piece) != self._rank:
-            self.mail.send(piece.mine, piece, [self._owner(piece)])
+            self.mail.send(as_sent(piece.mine, piece), piece, [self._owner(piece)])
         owns = piece.from_tops and not self._all_add(piece)
         (self._crossing if owns else self._downs).put(piece)
 
     def _across(self, piece: SumPiece) -> None:
         """This worker owns the piece: the others that cross are told the total."""
-        total = self._add_tops(piece)
-        self.mail.send(total, piece, self._others)
-        self._finish(piece, total)
+        sent = as_sent(self._add_tops(piece), piece)
+        self.mail.send(sent, piece, self._others)
+        self._finish(piece, as_got(sent, piece))
 
     def _down(self, piece: SumPiece) -> None:
-        self._finish(piece, came(piece.total) if piece.total is not None else self._add_tops(piece))
+        if piece.total is None:
+            self._finish(piece, self._add_tops(piece))
+        else:
+            total = came(piece.total)
+            self._finish(piece, as_got(total, piece) if self._crosses else total)
 
     def _add_tops(self, piece: SumPiece) -> torch.Tensor:
-        parts = list(map(came, piece.from_tops))
+        parts = [as_got(came(one), piece) for one in piece.from_tops]
         into = parts[0]
         place = self._branch.tops.index(self._rank)
         return added([*parts[:place], piece.mine, *parts[place:]], into=into)
@@ -292,12 +314,12 @@ class TreeSums:
         self._branch, self._rank, self._send, self._receive = branch, rank, send, receive
         self._streams: dict[int, SumStream] = {}
 
-    def start(self, tensor: torch.Tensor) -> TreeSum:
+    def start(self, tensor: torch.Tensor, form: Format | None = None) -> TreeSum:
         lane = lane_here()
         if lane not in self._streams:
             mail = PieceMail(self._send, self._receive, lane)
             self._streams[lane] = SumStream(self._branch, self._rank, mail)
-        return self._streams[lane].start(tensor)
+        return self._streams[lane].start(tensor, form)
 
     def round_is_over(self) -> None:
         if (stream := self._streams.get(lane_here())) is not None:

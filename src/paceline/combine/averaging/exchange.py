@@ -15,11 +15,12 @@ from paceline.combine.flats import Flats
 from paceline.combine.gradients.exchange import broken_off
 from paceline.combine.gradients.statistics import RunningStatistics
 from paceline.combine.header import Layout
-from paceline.combine.wire import Format, start_sum, wait_for_sums
+from paceline.combine.wire import start_sum, wait_for_sums
 from paceline.errors import GenerationOver
 from paceline.loop.context import LoopContext
 from paceline.loop.step_recording import measured
 from paceline.transport.base import Pending
+from paceline.transport.formats import Format
 
 Written = TypeVar("Written")
 

@@ -15,9 +15,10 @@ import torch
 
 from paceline.combine.gradients.accumulation import Accumulation
 from paceline.combine.header import Header
-from paceline.combine.wire import Format, start_sum, wait_for_sums
+from paceline.combine.wire import start_sum, wait_for_sums
 from paceline.errors import GenerationOver
 from paceline.transport import Collective, Pending
+from paceline.transport.formats import Format
 
 
 @dataclass

@@ -20,8 +20,8 @@ from paceline.combine.gradients.mean import MeanGradient
 from paceline.combine.gradients.scaling import is_active, next_state
 from paceline.combine.gradients.varying import VaryingCount
 from paceline.combine.header import Header, Layout, layout_of
-from paceline.combine.wire import Format
 from paceline.transport import Collective
+from paceline.transport.formats import Format
 
 
 class Gradients:
