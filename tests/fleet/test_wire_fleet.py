@@ -59,10 +59,11 @@ def test_rounds_with_a_deadline_too_with_a_loss_scale_and_clipping(tmp_path: Pat
     assert 1e-6 < off < 2 * PRECISION["bf16"]
 
 
-@pytest.mark.parametrize("point", ["in round", "after round"])
-def test_the_leader_may_die_in_a_round_that_is_handed_over_or_run_again(point: str, tmp_path: Path) -> None:
-    args = {"die": {"0": [[point, 7]]}}
-    with Flock("elastic_cases.py:train", 4, tmp_path, args=args, env=over("bf16")) as flock:
+@pytest.mark.parametrize(("point", "sites"), [("in round", "aaaa"), ("after round", "aaaa"), ("in round", "abab")])
+def test_the_leader_may_die_in_a_round_that_is_handed_over_or_run_again(point: str, sites: str, tmp_path: Path) -> None:
+    """Between two sites the leader is one of those who cross."""
+    args, own = {"die": {"0": [[point, 7]]}}, {slot: {"PACELINE_SITE": site} for slot, site in enumerate(sites)}
+    with Flock("elastic_cases.py:train", 4, tmp_path, args=args, env=over("bf16"), own=own) as flock:
         outcomes = flock.wait()
     _, values = sound(tmp_path, outcomes, ended={1, 2, 3}, epochs=4, length=elastic_cases.LENGTH)
     off = error(values[0]["weights"], torch.tensor(elastic_cases.replay(tmp_path)), flat(elastic_cases.network()))
