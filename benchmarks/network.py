@@ -5,6 +5,7 @@ Each worker is a real process on a computer of its own, a network namespace on a
 gradients in float32 and bf16, parameters averaged by the clock in float32 and int8, and torch DDP with its bfloat16
 hook, in turns and in the same processes. Ratios are of samples a second, without the time of evaluations, and larger is
 better for what stands first; the time to 90 % test accuracy and the bytes of a round stand beside them.
+Two computers of several workers each, against DDP's rounds: `_network_sites`.
 
     python benchmarks/network.py
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import torch
 from _computers import is_worker, leave_result, run_on
+from _network_sites import figures as two_sites
 from _smoke import goes_without, smoke, smoking
 from _wire_training import Job, ddp, model_bytes, ours
 
@@ -89,7 +91,8 @@ def main() -> None:
         return
     if goes_without("computers of their own", here=not missing()):
         return
-    print(json.dumps({name: round(value, 3) if math.isfinite(value) else None for name, value in one_site().items()}))
+    wires = {name: round(value, 3) if math.isfinite(value) else None for name, value in one_site().items()}
+    print(json.dumps({**wires, **two_sites()}))
 
 
 if __name__ == "__main__":
