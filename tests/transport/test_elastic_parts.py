@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from paceline.errors import GenerationOver
 from paceline.roster import Generation
 from paceline.roster.calls import CALLS, ROUNDS
+from paceline.transport.elastic import reform
 from paceline.transport.elastic.changes import MembershipChange
 from paceline.transport.elastic.transport import Elastic
 from paceline.transport.group import Already, Group
@@ -153,3 +156,31 @@ def test_what_a_round_gave_to_others_is_taken_from_its_own_copy_whatever_was_wri
     assert transport.given(fresh, aside=True)
     assert fresh[0].equal(torch.arange(3.0))
     assert not transport.given(fresh, aside=True)
+
+
+def test_where_workers_that_are_all_there_cannot_meet_they_try_again_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport, now, begun = bare(), [0.0], list[float]()
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(reform, "time", clock)
+    numbers = iter(range(5, 100))
+
+    def next_generation(**_: Any) -> Generation:
+        begun.append(now[0])
+        members = generation(next(numbers), 4, 6)
+        return replace(members, facts={4: {}, 6: {}})
+
+    def form(members: Generation) -> None:
+        transport.reform.now = members
+        if len(begun) < 12:
+            raise GenerationOver("refused", generation=members.number)
+
+    monkeypatch.setattr(transport.reform.client, "next_generation", next_generation, raising=False)
+    monkeypatch.setattr(transport.reform, "_form", form)
+    monkeypatch.setattr(transport.reform, "_settle", lambda **_: None)
+    transport.reform.re_form(4, orderly=False)
+    pauses = [later - sooner for sooner, later in pairwise(begun)]
+    assert pauses[0] == 0.0, "one may be bad luck"
+    assert pauses[1:6] == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2], abs=0.06)
+    assert max(pauses) < 5.1

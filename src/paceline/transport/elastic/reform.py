@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("paceline")
 
+LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 5.0
+"""Between generations that did not come about though all were there, twice as long each time."""
 IN_VAIN_S = 3.0
 """How long a worker that was asked to leave waits for a roster that is away, in the middle of a step."""
 
@@ -61,6 +64,8 @@ class Reform:
         self._gone: dict[int, Gone] = {}
         """Those who left since then."""
         self._closing: threading.Thread | None = None
+        self._in_vain = 0
+        """Generations in turn for which all were there, and which did not come about."""
         self.connector = Connector(device, check=self.check, gloo_only=gloo_only)
         self.client = join(on_over=self._on_over)
         self.client.network = self._network
@@ -128,7 +133,8 @@ class Reform:
             if self.number > number and not self.is_over:
                 return  # another thread has been here
             while not self._try(orderly=orderly):
-                pass
+                self._pause()
+            self._in_vain = 0
 
     def _try(self, *, orderly: bool) -> bool:
         """Whether the next generation came about."""
@@ -161,6 +167,13 @@ class Reform:
             return False
         return True
 
+    def _pause(self) -> None:
+        """What keeps those apart who are all there, a firewall or a variable, lasts."""
+        pause_s = min(MOST_PAUSE_S, LEAST_PAUSE_S * 2**self._in_vain) if self._in_vain > 1 else 0.0
+        until = time.monotonic() + pause_s
+        while time.monotonic() < until and not self._transport.leaving:
+            time.sleep(LEAST_PAUSE_S)
+
     def _leave_if_asked(self, waited_s: float) -> None:
         """Without a roster a step cannot go on; a worker that was asked to leave does not wait: its part is dealt
         again."""
@@ -171,6 +184,7 @@ class Reform:
         if self.is_over:  # the roster said so: somebody was lost
             logger.info("generation %d did not come about: %s", self.number, error)
             return
+        self._in_vain += 1
         names = ", ".join(str(self.now.facts[worker].get("name")) for worker in self.now.workers) if self.now else ""
         text = "generation %d did not come about though all are there (%s): can they all reach one another? %s"
         logger.warning(text, self.number, names, error)
