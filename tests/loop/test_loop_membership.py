@@ -36,7 +36,7 @@ class FakeElastic(Alone):
         super().__init__()
         self.workers, self.rank, self.size, self.outside = workers, rank, len(workers), outside
         self.did: list[str] = []
-        self.reform = SimpleNamespace(wants_change=False)
+        self.reform = SimpleNamespace(must_change=False, may_change=False)
         self.lanes = SimpleNamespace(rounds=0)
         self.loop = SimpleNamespace(number=0, told=None, of_fleet=lambda: self.loop_of_fleet, begin=self._begin_loop)
         self.loop_of_fleet = 1
@@ -236,7 +236,7 @@ def test_a_change_of_a_generation_that_is_over_is_asked_about_and_not_made(worke
 def test_who_was_asked_to_leave_goes_after_the_round_in_which_it_said_so(worker: MakeWorker) -> None:
     with worker((4, 5), rank=1) as one:
         assert one.members.intentions() == {"leaves": 0.0, "changes": 0.0}
-        one.transport.leaving = one.transport.reform.wants_change = True
+        one.transport.leaving = one.transport.reform.may_change = True
         assert one.members.leaving
         assert one.members.intentions() == {"leaves": 1.0, "changes": 1.0}
         one.hear(leaves=[0, 1])

@@ -233,7 +233,7 @@ def test_batches_of_a_worker_that_is_killed_are_dealt_again_and_it_comes_back_in
         if step.epoch == 1 and not step.ends_epoch and not back.exists():  # it is started again, and waited for
             (folder / "waiting").touch()
             until = time.monotonic() + 60
-            while fleet.size < 3 and not fleet._context.transport.reform.wants_change and time.monotonic() < until:
+            while fleet.size < 3 and not fleet._context.transport.reform.may_change and time.monotonic() < until:
                 time.sleep(0.01)
             back.touch()
 

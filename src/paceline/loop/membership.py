@@ -7,6 +7,7 @@ a peer's whole state: models, everything tracked, feed, history and pace.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch
 
 from paceline.checkpoint import content as checkpoint
 from paceline.errors import FleetError
+from paceline.loop.entries import Entries
 from paceline.loop.training_state import changes
 from paceline.signals import Leave
 from paceline.transport.elastic.changes import MembershipChange
@@ -53,7 +55,7 @@ class Membership:
         has said that it leaves."""
         self.all_leave = False
         """Of the last round: whether everybody has said so."""
-        self._led = transport.rank == 0
+        self._led, self._entries = transport.rank == 0, Entries()
         transport.listener, transport.intact = self, steps.gradients.mean_gradient.intact
         transport.loop.begin(steps.place.loop + 1, passes.call_results.to_json())
         self._loop = transport.loop.number
@@ -67,11 +69,13 @@ class Membership:
 
     def intentions(self) -> dict[str, float]:
         """What this worker's header says of the boundary after the step."""
-        anew = self._transport.reform.wants_change
+        reform = self._transport.reform
+        anew = reform.must_change or (reform.may_change and self._entries.may_open(time.monotonic()))
         return {"leaves": float(self._transport.leaving), "changes": float(anew)}
 
     def heard(self, header: Header, *, workers: Sequence[int], generation: int) -> None:
         """What the header of a round of all these workers says of the boundary after it."""
+        self._entries.round_over(time.monotonic())
         leaves = bool(header.column("leaves")[workers.index(self._transport.id)])
         self._due = (generation, changes(header), leaves)
         self.all_leave = bool(header.column("leaves").all())
@@ -91,6 +95,7 @@ class Membership:
             return
         if mine:
             self._leave(agreed=True)
+        self._entries.opened(time.monotonic())
         try:
             self._transport.re_form()
         except Leave:
@@ -98,6 +103,7 @@ class Membership:
         self._transport.deliver_members_changed()
 
     def _enter(self) -> None:
+        self._entries.opened(time.monotonic())
         if not self._transport.take_over_later():
             self._transport.doing("waiting to enter")
             self._transport.re_form()

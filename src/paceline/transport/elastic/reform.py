@@ -76,10 +76,15 @@ class Reform:
         return self.now.number if self.now is not None else 0
 
     @property
-    def wants_change(self) -> bool:
-        """Whether to re-form the group at the next boundary: somebody waits to enter, the roster asks for it, or the
-        present members are so few that they may only finish their step."""
-        return self.client.news or (self.now is not None and self.now.wanting > 0)
+    def must_change(self) -> bool:
+        """Whether to re-form the group at the next boundary: the members are so few that they may only finish their
+        step."""
+        return self.now is not None and self.now.wanting > 0
+
+    @property
+    def may_change(self) -> bool:
+        """Whether somebody waits to enter, or the roster asks for it."""
+        return self.client.news
 
     # -- the group's watch -----------------------------------------------------------------------------------------
 
