@@ -5,7 +5,8 @@ Each worker is a real process on a computer of its own, a network namespace on a
 gradients in float32 and bf16, parameters averaged by the clock in float32 and int8, and torch DDP with its bfloat16
 hook, in turns and in the same processes. Ratios are of samples a second, without the time of evaluations, and larger is
 better for what stands first; the time to 90 % test accuracy and the bytes of a round stand beside them.
-Two computers of several workers each, against DDP's rounds: `_network_sites`.
+Two computers of several workers each, against DDP's rounds: `_network_sites`. What ``paceline plan`` foretells of
+three fleets, against what they do: `_network_plan`.
 
     python benchmarks/network.py
 """
@@ -22,6 +23,8 @@ from pathlib import Path
 
 import torch
 from _computers import is_worker, leave_result, run_on
+from _network_plan import FLEETS, foretell
+from _network_plan import figures as plans
 from _network_sites import figures as two_sites
 from _smoke import goes_without, smoke, smoking
 from _wire_training import Job, ddp, model_bytes, ours
@@ -85,14 +88,15 @@ def one_site() -> dict[str, float]:
 
 def main() -> None:
     if is_worker():
-        leave_result(measure())
+        fleet = FLEETS.get(sys.argv[-1])
+        leave_result(foretell(fleet) if fleet else measure())
         if not smoking():  # a process that used a hook of DDP's is sometimes aborted when it ends in good order
             os._exit(0)
         return
     if goes_without("computers of their own", here=not missing()):
         return
     wires = {name: round(value, 3) if math.isfinite(value) else None for name, value in one_site().items()}
-    print(json.dumps({**wires, **two_sites()}))
+    print(json.dumps({**wires, **two_sites(), **plans()}))
 
 
 if __name__ == "__main__":

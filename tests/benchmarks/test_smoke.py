@@ -31,7 +31,7 @@ KEYS = {
     "make_forecaster": "held_out bytes recipe sha256 clusters",
     "many_join": "pause_s slowed join_s entries step_s donor_states donors state_mb timed_out joiners cores",
     "network": "wire_over_float32 average_int8_over_average bf16_over_ddp_bf16_hook float32_over_ddp bf16_target_s "
-    "two_sites_over_ddp",
+    "two_sites_over_ddp plan_error",
     "overhead": "convnet_over_ddp mlp_over_ddp alone_over_plain convnet_over_ddp_interval",
     "pages": "report_s report_cpu_s report_mb viewers_cpu_4 viewers_cpu_100 step_to_viewer_s_4 step_to_viewer_s_100",
     "papers/p0": "epoch_over_best epoch_over_equal shares levels",
