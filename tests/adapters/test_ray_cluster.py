@@ -9,8 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -117,8 +119,15 @@ class Driver:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    place = Place(tmp_path_factory.mktemp("ray"))
+def cluster() -> Iterator[Place]:
+    """In a folder with a short name: Ray's sockets are in it, whose names have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder, _cluster(Path(folder)) as one:
+        yield one
+
+
+@contextmanager
+def _cluster(folder: Path) -> Iterator[Place]:
+    place = Place(folder)
     with place.raylets as nodes:
         nodes.start(HEAD, cpus=1)
         nodes.await_head()
