@@ -34,7 +34,7 @@ from paceline.simulate.sites import Sites
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 from switch import Switch, missing
 
-SAMPLE_S, BATCH, MICRO, STEPS, HIDDEN = 0.008, 48, 2, 45, 512
+SAMPLE_S, BATCH, MICRO, STEPS, HIDDEN = 0.016, 48, 2, 32, 512
 globals().update(smoke(SAMPLE_S=0.0005, STEPS=24, HIDDEN=32))
 
 
