@@ -21,8 +21,8 @@ $(DEMO): pyproject.toml constraints.txt
 	@touch $(DEMO)
 
 $(STAMP): $(DEMO)
-	@echo "Installing the tools of the tests, Ray among them, into $(VENV) ..."
-	@$(PIP) -e '.[dev,ray]'
+	@echo "Installing the tools of the tests, Ray and Transformers among them, into $(VENV) ..."
+	@$(PIP) -e '.[dev,ray,transformers]'
 	@touch $(STAMP)
 
 demo: $(DEMO)

@@ -1,0 +1,100 @@
+"""The fleet's steps as the Trainer's loader: a step of the fleet is a batch, and epochs end where the fleet's do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from paceline.errors import MisuseError
+from paceline.fleet import Fleet
+from paceline.loop.step import Step
+from paceline.loop.steps import Steps
+
+MORE = 1000
+"""Steps an epoch may have beyond its number: one for each worker that is lost in its last step."""
+
+
+class FleetEpochs:
+    """Iterate it once an epoch for the fleet's steps. It has a length, so nobody fetches ahead."""
+
+    def __init__(self, steps: Steps, loader: DataLoader[Any], epochs: int) -> None:
+        self.steps, self.dataset, self.epochs = steps, loader.dataset, epochs
+        self.each = len(steps) // epochs
+        """Steps an epoch, as far as no worker is lost."""
+        self.last: Step | None = None
+        """The step that the Trainer is in, or was in."""
+        self.extra = 0
+        """Steps beyond those so far: samples that lost workers had are done once more, after the epoch's last step."""
+        self.in_epoch = 0
+        """Steps of this epoch that are done."""
+        self._iterator: Iterator[Step] | None = None
+
+    def __len__(self) -> int:
+        return self.each
+
+    def __iter__(self) -> Iterator[Step]:
+        if self._iterator is None:
+            self._iterator = iter(self.steps)
+        elif self.last is not None and not self.last.ends_epoch:
+            raise MisuseError(
+                "an epoch was left before its end (should_epoch_stop), and a fleet deals every sample of an epoch: set "
+                "control.should_training_stop, or train on a shorter dataset"
+            )
+        return self._epoch(self._iterator)
+
+    def _epoch(self, iterator: Iterator[Step]) -> Iterator[Step]:
+        for step in iterator:
+            self.last = step
+            yield step
+            if step.ends_epoch:
+                return
+
+    def committed(self, step: Step) -> None:
+        """Count the step where it is one more than its epoch should have."""
+        self.in_epoch += 1
+        if step.ends_epoch:
+            self.in_epoch = 0
+        elif self.in_epoch >= self.each:
+            self.extra += 1
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done, as the Trainer counts: the steps of this one over those that an epoch has."""
+        if self.last is None:
+            return 0.0
+        done = 1.0 if self.last.ends_epoch else min(self.in_epoch / self.each, 1.0)
+        return self.last.epoch - self.steps.place.first_epoch + done
+
+    def close(self) -> None:
+        """The Trainer makes no further step."""
+        iterator, self._iterator = self._iterator, iter(())
+        if iterator is None or not hasattr(iterator, "close"):
+            return
+        if self.steps.finished:
+            next(iterator, None)
+        iterator.close()
+
+
+def make_epochs(fleet: Fleet, loader: DataLoader[Any], args: Any) -> FleetEpochs:
+    """The steps of a training as these arguments ask for it."""
+    draws = len(loader.batch_sampler.sampler)  # type: ignore[union-attr]
+    whole = (math.floor if args.dataloader_drop_last else math.ceil)(draws / args.global_batch)
+    if whole < 1:
+        raise ValueError(
+            f"{draws} samples are less than a step of global_batch={args.global_batch}, and dataloader_drop_last "
+            "leaves the rest out: nothing is left to train on"
+        )
+    epochs = math.ceil(args.max_steps / whole if args.max_steps > 0 else args.num_train_epochs)
+    if epochs < 1:
+        raise ValueError(f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps} make no step")
+    steps = fleet.steps(
+        loader,
+        global_batch=args.global_batch,
+        micro_batch="auto" if args.micro_batch == "auto" else None,
+        epochs=epochs,
+        whole=True if args.torch_compile else None,
+    )
+    return FleetEpochs(steps, loader, epochs)

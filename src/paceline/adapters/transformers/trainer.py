@@ -1,0 +1,335 @@
+"""`PacelineTrainer`: Transformers' Trainer, whose step is a step of the fleet."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+
+from paceline.adapters.transformers.arguments import PacelineArguments, as_if_alone
+from paceline.adapters.transformers.callback import CHECKPOINT, FleetCallback
+from paceline.adapters.transformers.carried import CarriedState
+from paceline.adapters.transformers.epochs import MORE, FleetEpochs, make_epochs
+from paceline.adapters.transformers.evaluation import EvaluationBatches, flattened, losses, nested, predictions
+from paceline.adapters.transformers.refusals import check_dataset
+from paceline.adapters.transformers.weights import LossCheck, label_tokens
+from paceline.errors import MisuseError
+from paceline.fleet import Fleet, join
+from paceline.loop.step import Step
+
+
+class PacelineTrainer(Trainer):
+    """Transformers' Trainer on a fleet of unlike machines, with `PacelineArguments`.
+
+    The loss of a step is the mean over all label tokens of its ``global_batch`` samples, whoever did how many of them,
+    and so is its gradient: the update is the one that a single process would make with the whole batch. Schedules
+    and logs count steps of the fleet. Evaluations and predictions are dealt over the fleet, each sample once. Callbacks
+    run on every worker, once a step; only the leader logs and writes.
+
+    Args:
+        model: the model; ``model_init`` is refused.
+        args: `PacelineArguments`.
+        fleet: one that the script has joined; it leaves it too. Unless given, the trainer joins with the pace of its
+            arguments, and leaves when training fails, in `end`, or when the process ends.
+
+    The other arguments are the Trainer's.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: PacelineArguments | None = None,
+        *others: Any,
+        fleet: Fleet | None = None,
+        **more: Any,
+    ) -> None:
+        if not isinstance(args, PacelineArguments):
+            raise ValueError(
+                f"PacelineTrainer needs args=PacelineArguments(..., global_batch=...), got {type(args).__name__}: "
+                "others would make Accelerate set up a group of its own"
+            )
+        if model is None or more.get("model_init") is not None:
+            raise ValueError("PacelineTrainer needs the model itself: write model=model_init() in place of model_init")
+        self._owns = fleet is None
+        self.fleet: Fleet = _joined(args) if fleet is None else _checked(fleet, args)
+        object.__setattr__(args, "fleet", self.fleet)
+        self.epochs: FleetEpochs
+        self.before = 0
+        """Steps of the fleet before this training's first."""
+        self._tr_loss = torch.zeros((), device=args.device)
+        self._globalstep_last_logged = 0
+        self._trainings, self._left = 0, False
+        self._resume: Path | None = None
+        if self._owns:
+            atexit.register(self._at_exit)
+        try:
+            with as_if_alone():
+                super().__init__(model, args, *others, **more)
+            self.fleet.model(self.model)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        self._carried, self._loss_check = CarriedState(self), LossCheck(self)
+        self._fleet_callback = FleetCallback(self)
+        self.callback_handler.callbacks.insert(0, self._fleet_callback)
+
+    # -- the fleet -------------------------------------------------------------------------------------------------
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self._owns and not self._left:
+            self._left = True
+            atexit.unregister(self._at_exit)
+            self.fleet.leave(error)
+
+    def _at_exit(self) -> None:
+        self._leave(getattr(sys, "last_value", None))
+
+    def end(self) -> None:
+        """Leave the fleet, if the trainer joined it, and finish the trackers."""
+        self._leave(None)
+        super().end()
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this worker leads the fleet."""
+        return self.fleet.is_leader
+
+    def is_local_process_zero(self) -> bool:
+        """As `is_world_process_zero`: one worker of the whole fleet speaks."""
+        return self.fleet.is_leader
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train; all workers call it.
+
+        ``resume_from_checkpoint``: the folder of a checkpoint, or True for the newest in ``output_dir``. Only the
+        leader needs to reach it, and the number of workers may be another.
+        """
+        if trial is not None:
+            raise ValueError("PacelineTrainer makes no hyper-parameter search: start one run for each trial")
+        check_dataset(self.train_dataset)
+        self._resume = self._checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
+        try:
+            output = super().train(ignore_keys_for_eval=ignore_keys_for_eval)
+            self.epochs.close()
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return output
+
+    def hyperparameter_search(self, *args: Any, **more: Any) -> Any:
+        """Refused: a fleet trains one model."""
+        raise ValueError("PacelineTrainer makes no hyper-parameter search: start one run for each trial")
+
+    def get_train_dataloader(self) -> FleetEpochs:
+        """The fleet's steps over the Trainer's own loader, whose dataset, order and collator are used."""
+        loader = super().get_train_dataloader()
+        self.epochs = make_epochs(self.fleet, loader, self.args)
+        self.before = self.epochs.steps.index
+        return self.epochs
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        """The Trainer's, but that an epoch may have more steps: where it ends is the fleet's to say."""
+        epochs, each, *others = super().set_initial_training_values(args, dataloader)
+        return epochs, each + MORE, *others
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples a step, over the whole fleet."""
+        return int(self.args.global_batch)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The Trainer's; from here on the fleet saves and hands over it, the optimiser and the Trainer's state."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        self._trainings += 1
+        name = "scheduler" if self._trainings == 1 else f"scheduler_{self._trainings}"
+        self.fleet.track(optimizer=self.optimizer, trainer=self._carried, **{name: scheduler})
+        if self._resume is not None:
+            self._load(self._resume)
+        return scheduler
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
+        """The next step of the fleet; its tokens are counted micro-batch by micro-batch."""
+        steps = [step for step in [next(epoch_iterator, None)] if step is not None]
+        for step in steps:
+            self.state.global_step = step.index - self.before if isinstance(step, Step) else 0
+            self._fleet_callback.follow_leader(self.args, self.state, self.control)
+        return steps, None
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """This worker's share of a step, and the round: the fleet's mean gradient is then in ``p.grad``, to be clipped
+        and applied by the Trainer as ever."""
+        if not isinstance(inputs, Step):
+            raise MisuseError(
+                "PacelineTrainer was given batches of another loader than the fleet's: do not override "
+                "get_train_dataloader; give a train_dataset and a data_collator, or override _get_train_sampler"
+            )
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        for batch in inputs:
+            self._micro_batch(model, inputs, self._prepare_inputs(batch))
+        inputs.combine()
+        if not inputs.applied:
+            model.zero_grad(set_to_none=True)  # optimisers pass over what has no gradient
+        return torch.tensor(inputs.loss, device=self.args.device)
+
+    def _micro_batch(self, model: Any, step: Step, batch: Any) -> None:
+        items = self._get_num_items_in_batch([batch], self.args.device)
+        weight = self.loss_weight(batch, items)
+        self._loss_check(model, batch)
+        step.add(flops=self.floating_point_ops(batch), input_tokens=self._input_tokens(batch))
+        step.backward(self.mean_loss(model, batch, items), weight=weight)
+
+    def mean_loss(self, model: Any, batch: Any, num_items: Any) -> torch.Tensor:
+        """The loss of a micro-batch, the mean over its own items."""
+        if isinstance(num_items, torch.Tensor):
+            num_items = num_items.clamp(min=1)  # without a label the sum is 0, and so is the weight
+        with self.compute_loss_context_manager():
+            return self.compute_loss(model, batch, num_items_in_batch=num_items)  # type: ignore[no-any-return]
+
+    def loss_weight(self, batch: Any, num_items: Any = None) -> Any:
+        """How much a micro-batch's mean loss counts in the step: the label tokens that the Trainer counts, else those
+        of ``batch["labels"]`` that are not -100; None, for labels that are no class numbers: its samples.
+
+        Override it for a loss that is a mean over something else, and return how many there are of it.
+        """
+        return num_items if num_items is not None else label_tokens(batch, shifted=self._loss_shifts_labels)
+
+    def _input_tokens(self, batch: Any) -> int:
+        """Of a micro-batch, by the Trainer's own rule; not counted yet."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(batch)
+        counted = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before
+        return int(counted)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        self.state.num_input_tokens_seen += int(inputs.sums.get("input_tokens", 0))
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of a batch; of a step, over the whole fleet."""
+        return int(inputs.sums.get("flops", 0) if isinstance(inputs, Step) else super().floating_point_ops(inputs))
+
+    # -- evaluating ------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The Trainer's, with its batches dealt over the fleet; all workers call it, and all get the whole result."""
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if len(self.accelerator._models) == 0:
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()
+        self.model.eval()
+        batches = EvaluationBatches(dataloader)
+        self.callback_handler.eval_dataloader = dataloader
+
+        def predict(inputs: Any) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+            return self._predict(inputs, loss_only, ignore_keys)
+
+        workers, parts = self.args.dataloader_num_workers, dict[str, Any]()
+        all_losses: Any
+        if loss_only:
+            all_losses = losses(self.fleet, batches, workers, predict)
+        else:
+            all_losses, parts = predictions(self.fleet, batches, workers, predict)
+        logits, labels = nested("logits", parts), nested("labels", parts)
+        metrics: dict[str, Any] = {}
+        if self.compute_metrics is not None and logits is not None and labels is not None:
+            asked = self.args.include_for_metrics
+            more = {"losses": all_losses if "loss" in asked else None, "inputs": nested("inputs", parts)}
+            metrics = denumpify_detensorize(
+                self.compute_metrics(EvalPrediction(predictions=logits, label_ids=labels, **more))
+            )
+        if all_losses is not None:
+            metrics[f"{metric_key_prefix}_loss"] = float(sum(all_losses) / len(all_losses))
+        named = {
+            name if name.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{name}": value
+            for name, value in metrics.items()
+        }
+        samples = sum(map(len, batches.indices))
+        return EvalLoopOutput(predictions=logits, label_ids=labels, metrics=named, num_samples=samples)
+
+    def _predict(
+        self, inputs: Any, loss_only: bool, ignore_keys: list[str] | None
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        loss, logits, labels = self.prediction_step(self.model, inputs, loss_only, ignore_keys=ignore_keys)
+        if logits is not None and self.preprocess_logits_for_metrics is not None:
+            logits = self.preprocess_logits_for_metrics(logits, labels)
+        shown = None
+        if "inputs" in self.args.include_for_metrics and not loss_only:
+            shown = inputs[getattr(self.model, "main_input_name", "input_ids")]
+        self.callback_handler.on_prediction_step(self.args, self.state, self.control)  # it changes the control itself
+        return loss, {**flattened("logits", logits), **flattened("labels", labels), **flattened("inputs", shown)}
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)
+
+    def _checkpoint(self, asked: str | bool) -> Path:
+        """The fleet's file of a checkpoint. Where a worker does not find it, the leader's counts."""
+        if asked is not True:
+            return Path(str(asked)) / CHECKPOINT
+        folder = Path(self.args.output_dir)
+        found = [file for file in folder.glob(f"checkpoint-*/{CHECKPOINT}") if file.parent.name[11:].isdigit()]
+        return max(found, key=lambda file: int(file.parent.name[11:]), default=folder / CHECKPOINT)
+
+    def _load(self, file: Path) -> None:
+        try:
+            self.fleet.load(file)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; {CHECKPOINT} lies beside the Trainer's files in a checkpoint of PacelineTrainer, unless "
+                "save_only_model left it out: of another take the weights, by from_pretrained, and train anew"
+            ) from None
+
+    def _load_best_model(self) -> None:
+        """Every worker gets the best weights from the leader's checkpoint."""
+        self.epochs.close()
+        with self._carried.kept():
+            self.fleet.load(Path(self.state.best_model_checkpoint) / CHECKPOINT)
+
+
+def _joined(args: PacelineArguments) -> Fleet:
+    fleet = join(
+        args.pace,
+        device=args.device,
+        seed=args.seed,
+        nonfinite=args.nonfinite,
+        wire=args.wire,
+        name=args.run_name,
+        quiet=args.quiet,
+    )
+    return _checked(fleet, args)
+
+
+def _checked(fleet: Fleet, args: PacelineArguments) -> Fleet:
+    """A fleet that combines gradients, on the device of the arguments."""
+    if fleet.combine != "gradients":
+        raise ValueError(
+            f"PacelineTrainer combines gradients, and the fleet was joined with combine={fleet.combine!r}: its workers "
+            "make unlike numbers of steps; write the loop over fleet.steps"
+        )
+    if torch.device(fleet.device) != torch.device(args.device):
+        raise ValueError(
+            f"the fleet computes on {fleet.device}, PacelineArguments on {args.device}: give use_cpu alike"
+        )
+    return fleet

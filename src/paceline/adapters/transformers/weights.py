@@ -1,0 +1,83 @@
+"""How much a micro-batch's mean loss counts, and whether the loss is a mean over what is counted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from paceline.adapters.transformers.trainer import PacelineTrainer
+
+IGNORED = -100
+logger = logging.getLogger("paceline")
+
+
+def label_tokens(batch: Mapping[str, Any], *, shifted: bool) -> torch.Tensor | None:
+    """Labels that count: class numbers that are not -100; the first of each row has no prediction where the loss shifts
+    them. None where there are no such labels.
+
+    >>> label_tokens({"labels": torch.tensor([[5, 6, -100], [7, -100, -100]])}, shifted=True)
+    tensor(1)
+    >>> label_tokens({"labels": torch.tensor([0.5, 0.25])}, shifted=False) is None
+    True
+    """
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+        return None
+    if shifted and labels.dim() > 1:
+        labels = labels[..., 1:]
+    return labels.ne(IGNORED).sum()
+
+
+class LossCheck:
+    """Looks once, at the leader's first micro-batch of two samples or more: weighted by `loss_weight`, the losses of
+    its halves must add up to that of the whole. Else the update would depend on how shares are cut, unseen."""
+
+    def __init__(self, trainer: PacelineTrainer) -> None:
+        self._trainer = trainer
+        self._done = False
+
+    def __call__(self, model: Any, batch: Any) -> None:
+        rows = _rows(batch)
+        if self._done or not self._trainer.fleet.is_leader or rows is None or rows < 2:
+            return
+        self._done = True
+        parts = [{k: v[cut] if torch.is_tensor(v) else v for k, v in batch.items()} for cut in _halves(rows)]
+        devices = [self._trainer.args.device] if self._trainer.args.device.type == "cuda" else []
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            whole, halves = self._weighted(model, dict(batch)), sum(self._weighted(model, part) for part in parts)
+        model.train()
+        if abs(whole - halves) > (0.05 if self._trainer.args.bf16 else 1e-3) * abs(whole):
+            name = type(self._trainer.model).__name__
+            logger.warning(
+                "the loss of %s is no mean over its label tokens: weighted by loss_weight, the losses of two halves of "
+                "a micro-batch add up to %.6g, and the whole has %.6g. The update depends on how shares are cut; "
+                "override PacelineTrainer.loss_weight(batch, num_items) to count what the loss is a mean over",
+                name,
+                halves,
+                whole,
+            )
+
+    def _weighted(self, model: Any, batch: dict[str, Any]) -> float:
+        trainer = self._trainer
+        items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+        weight = trainer.loss_weight(batch, items)
+        count = _rows(batch) if weight is None else float(weight)
+        return float(trainer.mean_loss(model, batch, items)) * float(count or 0) if count else 0.0
+
+
+def _halves(rows: int) -> tuple[slice, slice]:
+    return slice(0, rows // 2), slice(rows // 2, rows)
+
+
+def _rows(batch: Any) -> int | None:
+    """Samples, where all tensors have one row for each."""
+    if not isinstance(batch, Mapping):
+        return None
+    sizes = {len(part) for part in batch.values() if torch.is_tensor(part) and part.dim()}
+    whole = all(part.dim() for part in batch.values() if torch.is_tensor(part))
+    return sizes.pop() if len(sizes) == 1 and whole else None
