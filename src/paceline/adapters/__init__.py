@@ -1,2 +1,1 @@
-"""Other engines: those that start the workers of a fleet, and those whose loops it runs; each is imported only when it is
-asked for."""
+"""Other engines: some start a fleet's workers, some bring the loop. Each is imported only when it is asked for."""

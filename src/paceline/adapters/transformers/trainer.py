@@ -55,6 +55,9 @@ class PacelineTrainer(Trainer):
             )
         if model is None or more.get("model_init") is not None:
             raise ValueError("PacelineTrainer needs the model itself: write model=model_init() in place of model_init")
+        dataset = others[1] if len(others) > 1 else more.get("train_dataset")
+        if dataset is not None:
+            check_dataset(dataset)
         self._owns = fleet is None
         self.fleet: Fleet = _joined(args) if fleet is None else _checked(fleet, args)
         object.__setattr__(args, "fleet", self.fleet)
