@@ -94,3 +94,14 @@ def test_a_killed_worker_comes_back_to_the_right_step(tmp_path: Path) -> None:
     assert 8 < back["steps"][0] < 120, "it came back in the middle"
     leaders = [slot for slot in (1, 2) if outcomes[slot].out.count("'loss'")]
     assert len(leaders) == 1, "whoever leads speaks"
+
+
+def test_what_is_lost_in_an_epochs_last_step_is_made_up_for(tmp_path: Path) -> None:
+    """The last step of the first epoch has the index 2, that of the whole training 5: one more follows it."""
+    args = {"folder": str(tmp_path / "out"), "epochs": 2, "die": {"2": 2, "1": 5}}
+    with Flock("transformers_cases.py:elastic", 3, tmp_path, args=args) as flock:
+        outcomes = flock.wait()
+    _, (value,) = sound(tmp_path, outcomes, ended={0}, epochs=2, length=SAMPLES)
+    assert value["steps"] == list(range(1, 8))
+    assert (value["step"], value["max_steps"], value["epoch"]) == (7, 7, 2.0)
+    assert value["epochs"] == 2, "on_epoch_end"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -128,9 +129,14 @@ def classifier(args: dict[str, Any]) -> list[float]:
 
 
 class Slow(TrainerCallback):
-    """Steps take time, until there is a file *hurry*."""
+    """Steps take time, until there is a file *hurry*; a worker may be told a step in which it dies."""
+
+    def __init__(self, die: dict[str, int]) -> None:
+        self._last = die.get(os.environ["PACELINE_WORKER"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._last:
+            os.kill(os.getpid(), signal.SIGKILL)
         if not Path(os.environ["PACELINE_RUN_DIR"]).with_name("hurry").exists():
             time.sleep(0.05)
 
@@ -138,6 +144,10 @@ class Slow(TrainerCallback):
 class Counting(TrainerCallback):
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.epochs = 0
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.epochs += 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps.append(state.global_step)
@@ -164,12 +174,12 @@ def elastic(args: dict[str, Any]) -> dict[str, Any]:
         ),
         train_dataset=texts(),
         eval_dataset=texts(6, seed=9),
-        callbacks=[Slow(), counting, patience],
+        callbacks=[Slow(args.get("die", {})), counting, patience],
     )
     trainer.train()
     state = trainer.state
     result = {"weights": flat(trainer.model), "step": state.global_step, "epoch": state.epoch, "steps": counting.steps}
     result |= {"max_steps": state.max_steps, "log": rates(trainer), "rate": trainer.lr_scheduler.get_last_lr()}
-    result["worse"] = patience.early_stopping_patience_counter
+    result["epochs"], result["worse"] = counting.epochs, patience.early_stopping_patience_counter
     trainer.end()
     return result

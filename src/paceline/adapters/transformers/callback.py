@@ -22,19 +22,16 @@ class FleetCallback(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The update is made: the step is over."""
-        epochs = self._trainer.epochs
-        assert epochs.last is not None
-        extra = epochs.extra
-        epochs.last.commit()
-        epochs.committed(epochs.last)
-        if args.max_steps <= 0:
-            state.max_steps += epochs.extra - extra
+        self._trainer.epochs.commit()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The Trainer has counted for itself; a worker that joined would have begun at 0."""
         epochs = self._trainer.epochs
         assert epochs.last is not None
         state.epoch = epochs.epoch
+        if args.max_steps <= 0 and epochs.epochs == args.num_train_epochs:  # what lost workers had may need a step more
+            over = epochs.steps.finished
+            state.max_steps = state.global_step if over else max(state.max_steps, state.global_step + 1)
         control.should_epoch_stop = control.should_epoch_stop or epochs.last.ends_epoch
         self.follow_leader(args, state, control)
 

@@ -37,7 +37,7 @@ class CarriedState:
         trainer = self._trainer
         state = {name: getattr(trainer.state, name) for name in FIELDS}
         callbacks = [[type(callback).__name__, callback.state()] for callback in self._callbacks()]
-        place = {"before": trainer.before, "extra": trainer.epochs.extra, "in_epoch": trainer.epochs.in_epoch}
+        place = {"before": trainer.before, "in_epoch": trainer.epochs.in_epoch}
         loss = {"loss": float(trainer._tr_loss), "logged": trainer._globalstep_last_logged}
         return {"json": json.dumps({"state": state, "callbacks": callbacks, **place, **loss})}
 
@@ -53,9 +53,7 @@ class CarriedState:
             if type(callback).__name__ == kind:
                 for name, value in state["attributes"].items():
                     setattr(callback, name, value)
-        trainer.before = content["before"]
-        trainer.state.max_steps += content["extra"] - trainer.epochs.extra if trainer.args.max_steps <= 0 else 0
-        trainer.epochs.extra, trainer.epochs.in_epoch = content["extra"], content["in_epoch"]
+        trainer.before, trainer.epochs.in_epoch = content["before"], content["in_epoch"]
         if jumps:
             self._enter(content["loss"], content["logged"])
 

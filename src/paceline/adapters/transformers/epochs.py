@@ -14,7 +14,7 @@ from paceline.loop.step import Step
 from paceline.loop.steps import Steps
 
 MORE = 1000
-"""Steps an epoch may have beyond its number: one for each worker that is lost in its last step."""
+"""Steps an epoch may have beyond its number: some for workers that are lost in its last step."""
 
 
 class FleetEpochs:
@@ -26,8 +26,6 @@ class FleetEpochs:
         """Steps an epoch, as far as no worker is lost."""
         self.last: Step | None = None
         """The step that the Trainer is in, or was in."""
-        self.extra = 0
-        """Steps beyond those so far: samples that lost workers had are done once more, after the epoch's last step."""
         self.in_epoch = 0
         """Steps of this epoch that are done."""
         self._iterator: Iterator[Step] | None = None
@@ -52,13 +50,11 @@ class FleetEpochs:
             if step.ends_epoch:
                 return
 
-    def committed(self, step: Step) -> None:
-        """Count the step where it is one more than its epoch should have."""
-        self.in_epoch += 1
-        if step.ends_epoch:
-            self.in_epoch = 0
-        elif self.in_epoch >= self.each:
-            self.extra += 1
+    def commit(self) -> None:
+        """The update is made: the step is over."""
+        assert self.last is not None
+        self.last.commit()
+        self.in_epoch = 0 if self.last.ends_epoch else self.in_epoch + 1
 
     @property
     def epoch(self) -> float:
