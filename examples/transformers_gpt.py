@@ -95,6 +95,7 @@ def main() -> None:
         start = torch.tensor([[*b"Return "]], device=args.device)
         ids = trainer.model.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=60)[0]
         print(bytes(ids.tolist()).decode(errors="replace").strip("\0"), flush=True)
+    trainer.end()
 
 
 if __name__ == "__main__":

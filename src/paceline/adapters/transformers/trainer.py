@@ -68,8 +68,6 @@ class PacelineTrainer(Trainer):
         self._globalstep_last_logged = 0
         self._trainings, self._left = 0, False
         self._resume: Path | None = None
-        if self._owns:
-            atexit.register(self._at_exit)
         try:
             with as_if_alone():
                 super().__init__(model, args, *others, **more)
@@ -77,6 +75,7 @@ class PacelineTrainer(Trainer):
         except BaseException as error:
             self._leave(error)
             raise
+        self._leave_at_exit()
         self._carried, self._loss_check = CarriedState(self), LossCheck(self)
         self._fleet_callback = FleetCallback(self)
         self.callback_handler.callbacks.insert(0, self._fleet_callback)
@@ -88,6 +87,12 @@ class PacelineTrainer(Trainer):
             self._left = True
             atexit.unregister(self._at_exit)
             self.fleet.leave(error)
+
+    def _leave_at_exit(self) -> None:
+        """Before whatever has been set up since: a worker that came to lead has a log to be closed then."""
+        if self._owns and not self._left:
+            atexit.unregister(self._at_exit)
+            atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
         self._leave(getattr(sys, "last_value", None))
@@ -125,6 +130,7 @@ class PacelineTrainer(Trainer):
         try:
             output = super().train(ignore_keys_for_eval=ignore_keys_for_eval)
             self.epochs.close()
+            self._leave_at_exit()
         except BaseException as error:
             self._leave(error)
             raise
@@ -267,6 +273,7 @@ class PacelineTrainer(Trainer):
             for name, value in metrics.items()
         }
         samples = sum(map(len, batches.indices))
+        self._leave_at_exit()
         return EvalLoopOutput(predictions=logits, label_ids=labels, metrics=named, num_samples=samples)
 
     def _predict(
