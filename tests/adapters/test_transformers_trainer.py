@@ -228,6 +228,50 @@ def test_a_loss_that_is_no_mean_over_what_is_counted_is_told_of(
         assert "override PacelineTrainer.loss_weight" in caplog.text
 
 
+EXAMPLE = """
+from torch.utils.data import Dataset
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+import torch
+
+class Toy(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        ids = torch.tensor([index % 7 + 1, index % 3 + 1, 5, 6])
+        return {"input_ids": ids, "attention_mask": torch.ones(4, dtype=torch.long), "label": index % 2}
+
+torch.manual_seed(1)
+model = BertForSequenceClassification(BertConfig(
+    vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=2,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+args = TrainingArguments(
+    output_dir=folder, num_train_epochs=2, per_device_train_batch_size=8, eval_strategy="epoch", report_to="none",
+    save_strategy="no", use_cpu=True, disable_tqdm=True)
+trainer = Trainer(
+    model=model, args=args, train_dataset=Toy(), eval_dataset=Toy(),
+    compute_metrics=lambda p: {"accuracy": (p.predictions.argmax(1) == p.label_ids).mean()})
+trainer.train()
+figures = trainer.evaluate()
+"""
+"""As Transformers' pages begin, with a model made here and not downloaded."""
+
+
+def test_a_script_for_the_trainer_runs_unchanged_but_for_the_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ours = EXAMPLE.replace("Trainer, TrainingArguments", "Trainer").replace("= Trainer(", "= PacelineTrainer(")
+    ours = ours.replace("TrainingArguments(", "PacelineArguments(global_batch=8, quiet=True, ")
+    theirs: dict[str, Any] = {"folder": str(tmp_path)}
+    mine = theirs | {"PacelineTrainer": PacelineTrainer, "PacelineArguments": PacelineArguments}
+    exec(EXAMPLE, theirs)
+    exec(ours, mine)
+    mine["trainer"].end()
+    assert apart(mine["model"], theirs["model"]) < 1e-6
+    for name in ("eval_accuracy", "eval_loss", "epoch"):
+        assert mine["figures"][name] == pytest.approx(theirs["figures"][name], rel=1e-5)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

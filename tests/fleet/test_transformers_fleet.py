@@ -11,6 +11,9 @@ import pytest
 from crew import Crew, Outcome, nursery
 from flock import Flock, sound
 
+from paceline.observe import read_log
+from paceline.observe.analysis.audit import audit
+
 if find_spec("transformers") is None:
     pytest.skip("needs pip install 'paceline[transformers]'", allow_module_level=True)
 
@@ -60,6 +63,19 @@ def test_a_mean_over_samples_equals_one_process_too(tmp_path: Path) -> None:
     (alone,), both = crew("classifier", 1, tmp_path / "1"), crew("classifier", 2, tmp_path / "2")
     assert both[0].value == both[1].value
     assert np.abs(np.array(both[0].value) - np.array(alone.value)).max() < 1e-6
+
+
+def test_a_worker_that_stalls_under_deadlines_catches_up(tmp_path: Path) -> None:
+    args = {"folder": str(tmp_path / "out"), "pace": "joint", "epochs": 12, "stall_s": 1.5}
+    with Crew("transformers_cases.py:stalling", 2, tmp_path, args=args, env={"QUICK_EXIT": "1"}) as workers:
+        first, second = workers.wait()
+    assert (first.code, second.code) == (0, 0), first.err[-3000:] + second.err[-3000:]
+    assert first.value == second.value, "weights, steps, and those of the schedule"
+    assert first.value["step"] == first.value["rate_step"] > 20
+    assert first.value["epoch"] == 12.0
+    run = read_log(tmp_path / "run")
+    assert all(epoch.sound and epoch.counted == SAMPLES for epoch in audit(run))
+    assert any(record.deadline_s is not None for record in run.records)
 
 
 def test_two_workers_checkpoint_is_gone_on_from_by_one(two: tuple[Path, list[Outcome]], tmp_path: Path) -> None:

@@ -183,3 +183,26 @@ def elastic(args: dict[str, Any]) -> dict[str, Any]:
     result["epochs"], result["worse"] = counting.epochs, patience.early_stopping_patience_counter
     trainer.end()
     return result
+
+
+class Stalling(TrainerCallback):
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        time.sleep(self._seconds if state.global_step == 20 and os.environ["RANK"] == "1" else 0.02)
+
+
+def stalling(args: dict[str, Any]) -> dict[str, Any]:
+    """One worker does nothing for a while."""
+    trainer = PacelineTrainer(
+        gpt(),
+        arguments(Path(args["folder"]), pace=args["pace"], num_train_epochs=args["epochs"]),
+        train_dataset=texts(),
+        callbacks=[Stalling(args["stall_s"])],
+    )
+    trainer.train()
+    state = trainer.state
+    result = {"weights": flat(trainer.model), "step": state.global_step, "epoch": state.epoch}
+    trainer.end()
+    return result | {"rate_step": trainer.lr_scheduler.last_epoch}

@@ -12,6 +12,7 @@ from paceline.errors import MisuseError
 from paceline.fleet import Fleet
 from paceline.loop.step import Step
 from paceline.loop.steps import Steps
+from paceline.pace import deadlines_needed
 
 MORE = 1000
 """Steps an epoch may have beyond its number: some for workers that are lost in its last step."""
@@ -86,6 +87,8 @@ def make_epochs(fleet: Fleet, loader: DataLoader[Any], args: Any) -> FleetEpochs
     epochs = math.ceil(args.max_steps / whole if args.max_steps > 0 else args.num_train_epochs)
     if epochs < 1:
         raise ValueError(f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps} make no step")
+    if args.max_steps > 0 and deadlines_needed(fleet.pacer):
+        epochs = 2 * epochs + 1  # steps with a deadline may count more samples, and epochs have fewer steps
     steps = fleet.steps(
         loader,
         global_batch=args.global_batch,

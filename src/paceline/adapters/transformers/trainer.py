@@ -150,7 +150,7 @@ class PacelineTrainer(Trainer):
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         """The Trainer's, but that an epoch may have more steps: where it ends is the fleet's to say."""
         epochs, each, *others = super().set_initial_training_values(args, dataloader)
-        return epochs, each + MORE, *others
+        return max(epochs, self.epochs.epochs), each + MORE, *others
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples a step, over the whole fleet."""
