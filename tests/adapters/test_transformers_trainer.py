@@ -62,7 +62,7 @@ def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None)
         {"lr_scheduler_type": "linear", "max_grad_norm": 0.0, "optim": "sgd", "max_steps": 4},
         {"label_smoothing_factor": 0.1, "dataloader_drop_last": True, "num_train_epochs": 1.5},
         {"compute_loss_func": smoothed, "num_train_epochs": 1},
-        {"train_sampling_strategy": "sequential", "gradient_checkpointing": True, "num_train_epochs": 1},
+        {"train_sampling_strategy": "sequential", "gradient_checkpointing": True, "dataloader_num_workers": 1},
     ],
     ids=["evaluated", "max_steps", "label smoothing", "a loss of one's own", "in order"],
 )

@@ -17,7 +17,8 @@ from paceline.adapters.transformers.refusals import check_environment, check_set
 from paceline.fleet import Fleet
 from paceline.settings import whole_number
 
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *_MPI)
 """Variables by which Accelerate would find other processes, and make a group of its own."""
 USUAL_MICRO_BATCH: int = TrainingArguments.per_device_train_batch_size
 
@@ -112,7 +113,9 @@ class PacelineArguments(TrainingArguments):
         device = devices.choose("cpu" if self.use_cpu else None)
         with as_if_alone(ACCELERATE_TORCH_DEVICE=str(device)):
             super()._setup_devices  # noqa: B018
-        self._n_gpu = int(device.type == "cuda")
+        self._n_gpu = int(device.type == "cuda")  # more would mean DataParallel
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         return device
 
     @property

@@ -328,7 +328,11 @@ def _joined(args: PacelineArguments) -> Fleet:
         name=args.run_name,
         quiet=args.quiet,
     )
-    return _checked(fleet, args)
+    try:
+        return _checked(fleet, args)
+    except ValueError as error:
+        fleet.leave(error)
+        raise
 
 
 def _checked(fleet: Fleet, args: PacelineArguments) -> Fleet:

@@ -41,8 +41,10 @@ class LossCheck:
         self._done = False
 
     def __call__(self, model: Any, batch: Any) -> None:
+        if self._done or not self._trainer.fleet.is_leader or self._trainer.args.torch_compile:
+            return  # a compiled model would be compiled for each size
         rows = _rows(batch)
-        if self._done or not self._trainer.fleet.is_leader or rows is None or rows < 2:
+        if rows is None or rows < 2:
             return
         self._done = True
         parts = [{k: v[cut] if torch.is_tensor(v) else v for k, v in batch.items()} for cut in _halves(rows)]
