@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import DataLoader, Sampler
 
 from paceline.errors import MisuseError
 from paceline.fleet import Fleet
@@ -75,9 +76,31 @@ class FleetEpochs:
         iterator.close()
 
 
+class SeededOrder(Sampler[int]):
+    """Accelerate's random sampler, which draws by its seed and the epoch. It lies in a slot: a sampler is looked at for
+    changes in every epoch, attribute by attribute, and this one holds the whole dataset."""
+
+    __slots__ = ("_drawn",)
+
+    def __init__(self, drawn: SeedableRandomSampler) -> None:
+        self._drawn = drawn
+
+    def set_epoch(self, epoch: int) -> None:
+        self._drawn.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._drawn)
+
+    def __len__(self) -> int:
+        return len(self._drawn)
+
+
 def make_epochs(fleet: Fleet, loader: DataLoader[Any], args: Any) -> FleetEpochs:
     """The steps of a training as these arguments ask for it."""
-    draws = len(loader.batch_sampler.sampler)  # type: ignore[union-attr]
+    batches: Any = loader.batch_sampler
+    if isinstance(batches.sampler, SeedableRandomSampler):
+        batches.sampler = SeededOrder(batches.sampler)
+    draws = len(batches.sampler)
     whole = (math.floor if args.dataloader_drop_last else math.ceil)(draws / args.global_batch)
     if whole < 1:
         raise ValueError(
