@@ -190,6 +190,67 @@ def test_bf16_trains(tmp_path: Path, fleet: paceline.Fleet) -> None:
     assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"train_sampling_strategy": "group_by_length", "neftune_noise_alpha": 5.0},
+        {"micro_batch": "auto", "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
+        {"save_strategy": "best", "metric_for_best_model": "loss", "eval_strategy": "epoch", "save_total_limit": 1},
+    ],
+    ids=["by length, with noise", "sizes that are found, a plateau", "the best is saved"],
+)
+def test_each_sample_is_trained_on_once_an_epoch(
+    tmp_path: Path, fleet: paceline.Fleet, options: dict[str, Any]
+) -> None:
+    seen: list[int] = []
+
+    def noting(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        seen.extend(int(row["input_ids"][0]) for row in rows)
+        return torch.utils.data.default_collate(rows)
+
+    rows = [{name: part.clone() for name, part in row.items()} for row in texts(20)]
+    for number, row in enumerate(rows):
+        row["input_ids"][0] = number
+    args = arguments(tmp_path / "out", global_batch=8, **options)
+    trainer = PacelineTrainer(gpt(), args, fleet=fleet, train_dataset=rows, data_collator=noting, eval_dataset=texts(3))
+    trainer.train()
+    trained = seen if args.eval_strategy == "no" else seen[:20]
+    assert sorted(trained) == sorted([*range(20)] * (len(trained) // 20))
+    assert trainer.state.global_step == 6
+    assert all(torch.tensor(flat(trainer.model)).isfinite())
+
+
+def test_an_optimiser_and_a_schedule_of_ones_own_are_tracked(tmp_path: Path, fleet: paceline.Fleet) -> None:
+    def own(model: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    one, other = Classifier(), Classifier()
+    theirs = Trainer(one, plain_arguments(tmp_path / "plain"), train_dataset=points(), optimizers=own(one))
+    ours = PacelineTrainer(
+        other, arguments(tmp_path / "ours"), fleet=fleet, train_dataset=points(), optimizers=own(other)
+    )
+    theirs.train()
+    ours.train()
+    assert apart(one, other) < 1e-6
+    fleet.save(tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert state["tracked"].keys() == {"optimizer", "scheduler", "trainer"}
+    assert state["tracked"]["optimizer"]["state"], "its momentum"
+    assert state["tracked"]["scheduler"]["last_epoch"] == 6
+    assert not state["untracked"]
+
+
+def test_an_epoch_is_not_left_in_the_middle(tmp_path: Path, fleet: paceline.Fleet) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_epoch_stop = True
+
+    trainer = PacelineTrainer(gpt(), arguments(tmp_path), fleet=fleet, train_dataset=texts(), callbacks=[Stop()])
+    with pytest.raises(MisuseError, match=r"set control\.should_training_stop"):
+        trainer.train()
+
+
 def test_a_compiled_model_gets_whole_micro_batches(tmp_path: Path, fleet: paceline.Fleet) -> None:
     theirs = Trainer(Classifier(), plain_arguments(tmp_path / "plain"), train_dataset=points(48))
     args = arguments(tmp_path / "ours", micro_batch=4, torch_compile=True, torch_compile_backend="eager")

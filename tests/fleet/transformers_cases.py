@@ -166,6 +166,7 @@ def elastic(args: dict[str, Any]) -> dict[str, Any]:
             num_train_epochs=args["epochs"],
             eval_strategy="steps",
             eval_steps=7,
+            eval_on_start=True,
             save_strategy="steps",
             save_steps=14,
             save_total_limit=1,

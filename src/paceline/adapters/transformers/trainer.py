@@ -98,9 +98,10 @@ class PacelineTrainer(Trainer):
         self._leave(getattr(sys, "last_value", None))
 
     def end(self) -> None:
-        """Leave the fleet, if the trainer joined it, and finish the trackers."""
-        self._leave(None)
-        super().end()
+        """Leave the fleet and finish the trackers, if the trainer joined it; else that is the script's."""
+        if self._owns:
+            self._leave(None)
+            super().end()
 
     def is_world_process_zero(self) -> bool:
         """Whether this worker leads the fleet."""
