@@ -18,7 +18,7 @@ from paceline.adapters.transformers.epochs import MORE, FleetEpochs, make_epochs
 from paceline.adapters.transformers.evaluation import EvaluationBatches, flattened, losses, nested, predictions
 from paceline.adapters.transformers.refusals import check_dataset
 from paceline.adapters.transformers.weights import LossCheck, label_tokens
-from paceline.errors import MisuseError
+from paceline.errors import FleetError, MisuseError
 from paceline.fleet import Fleet, join
 from paceline.loop.step import Step
 
@@ -255,10 +255,14 @@ class PacelineTrainer(Trainer):
 
         workers, parts = self.args.dataloader_num_workers, dict[str, Any]()
         all_losses: Any
-        if loss_only:
-            all_losses = losses(self.fleet, batches, workers, predict)
-        else:
-            all_losses, parts = predictions(self.fleet, batches, workers, predict)
+        try:
+            if loss_only:
+                all_losses = losses(self.fleet, batches, workers, predict)
+            else:
+                all_losses, parts = predictions(self.fleet, batches, workers, predict)
+        except FleetError as error:
+            self._leave(error)
+            raise
         logits, labels = nested("logits", parts), nested("labels", parts)
         metrics: dict[str, Any] = {}
         if self.compute_metrics is not None and logits is not None and labels is not None:
