@@ -30,6 +30,9 @@ from paceline.machines import from_env
 MACHINES, SAMPLE_MS, GLOBAL_BATCH, STEPS, SKIPPED = "1,1,2,4", 20.0, 128, 12, 4
 ALONE_BATCH, PAIRS, WIDTH, LENGTH = 16, 40, 256, 64
 globals().update(smoke(SAMPLE_MS=0.2, GLOBAL_BATCH=16, STEPS=4, SKIPPED=2, PAIRS=3, WIDTH=16, LENGTH=16))
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "8000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_ARENA_MAX": "1"}
+"""For both sides, which run on two threads of one process: the page faults of getting large blocks again are larger
+than the difference that is measured."""
 USUAL: dict[str, Any] = {"use_cpu": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
 USUAL |= {"logging_strategy": "no", "learning_rate": 1e-4}
 
@@ -137,7 +140,7 @@ def start(part: str, workers: int) -> dict[str, float]:
     folder = {"PACELINE_RUN_DIR": f"{tempfile.mkdtemp()}/run"}
     if smoking():
         return dict(forked(PARTS[part], workers, **emulated, **folder)[0])
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **emulated, **folder}
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **KEEP_MEMORY, **emulated, **folder}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = []
     for rank in range(workers):
