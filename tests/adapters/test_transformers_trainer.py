@@ -34,7 +34,7 @@ import paceline
 from lone import join
 from paceline.adapters.transformers import PacelineArguments, PacelineTrainer
 from paceline.adapters.transformers.arguments import as_if_alone
-from paceline.adapters.transformers.versions import check_version
+from paceline.adapters.transformers.versions import check_hooks, check_version
 from paceline.errors import MisuseError
 
 
@@ -412,6 +412,14 @@ def test_accelerate_launch_with_an_engine_of_its_own_is_refused(
 def test_another_version_of_transformers_is_refused(version: str) -> None:
     with pytest.raises(ImportError, match=f"is for Transformers 5, and {version} is installed"):
         check_version(version)
+
+
+def test_a_trainer_without_a_method_that_is_needed_is_refused() -> None:
+    class Older:
+        create_scheduler = get_batch_samples = set_initial_training_values = None
+
+    with pytest.raises(ImportError, match="has no _get_num_items_in_batch, which PacelineTrainer needs"):
+        check_hooks(Older)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -17,10 +17,13 @@ from paceline.adapters.transformers.carried import CarriedState
 from paceline.adapters.transformers.epochs import MORE, FleetEpochs, make_epochs
 from paceline.adapters.transformers.evaluation import EvaluationBatches, flattened, losses, nested, predictions
 from paceline.adapters.transformers.refusals import check_dataset
+from paceline.adapters.transformers.versions import check_hooks
 from paceline.adapters.transformers.weights import LossCheck, label_tokens
 from paceline.errors import FleetError, MisuseError
 from paceline.fleet import Fleet, join
 from paceline.loop.step import Step
+
+check_hooks(Trainer)
 
 
 class PacelineTrainer(Trainer):
@@ -213,7 +216,11 @@ class PacelineTrainer(Trainer):
 
         Override it for a loss that is a mean over something else, and return how many there are of it.
         """
-        return num_items if num_items is not None else label_tokens(batch, shifted=self._loss_shifts_labels)
+        return (
+            num_items
+            if num_items is not None
+            else label_tokens(batch, shifted=getattr(self, "_loss_shifts_labels", False))
+        )
 
     def _input_tokens(self, batch: Any) -> int:
         """Of a micro-batch, by the Trainer's own rule; not counted yet."""
