@@ -21,8 +21,8 @@ $(DEMO): pyproject.toml constraints.txt
 	@touch $(DEMO)
 
 $(STAMP): $(DEMO)
-	@echo "Installing the tools of the tests, Ray and Transformers among them, into $(VENV) ..."
-	@$(PIP) -e '.[dev,ray,transformers]'
+	@echo "Installing the tools of the tests, Ray, Lightning and Transformers among them, into $(VENV) ..."
+	@$(PIP) -e '.[dev,ray,lightning,transformers]'
 	@touch $(STAMP)
 
 demo: $(DEMO)

@@ -88,6 +88,11 @@ class Step:
         self._part: Work | None = None
         """The micro-batch, when some models have had their backward and others may have theirs."""
 
+    @property
+    def rows(self) -> int:
+        """Samples in the micro-batch that the loop has now; 0 between two."""
+        return self._open.rows if self._open is not None else 0
+
     def __repr__(self) -> str:
         return f"<Step {self.index} of epoch {self.epoch}: {self.share} {self._loop.dealing.unit} here>"
 

@@ -1,0 +1,345 @@
+"""The strategy: Lightning believes that it is alone, and one of its batches is one step of the fleet.
+
+``training_step`` runs the module's own on each of this worker's micro-batches and then the round, which leaves the
+fleet's mean gradient in ``p.grad``. From there on everything is Lightning's: hooks, clipping, schedules, callbacks.
+``optimizer_step`` commits.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch.optim.swa_utils import AveragedModel
+
+from paceline.adapters.lightning.checks import check_fit, check_optimizers, check_trainer
+from paceline.adapters.lightning.evaluation import EvaluationData
+from paceline.adapters.lightning.logs import FleetResults, give_sums, sums_of
+from paceline.adapters.lightning.metrics import FleetMetrics
+from paceline.adapters.lightning.place import Place
+from paceline.adapters.lightning.training_data import TrainingData
+from paceline.combine.averaging.settings import Averaging, ElasticAverage
+from paceline.errors import MisuseError
+from paceline.fleet import Fleet
+from paceline.loop.step import Step
+from paceline.loop.user_code import refuse_closures
+from paceline.pace import Pacer
+from paceline.training.join import join_training
+
+HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Variables of the launcher. Once the fleet is joined they would only make Lightning believe that it is not alone."""
+
+
+class PacelineStrategy(SingleDeviceStrategy):
+    """Trains a LightningModule on a fleet of unlike workers, at the sum of their speeds.
+
+    Module and DataLoader stay as they are; start the script with ``paceline run``, torchrun, or alone. It joins the
+    fleet here, and leaves it when the script ends or `close` is called.
+
+    Args:
+        global_batch: samples of one update, over the whole fleet (batches, with a DataLoader that has a
+            ``batch_sampler``).
+        micro_batch: samples that go through ``training_step`` at once; "auto" finds a size on each worker. Unless
+            given, the DataLoader's batch size.
+        pace: who does how many samples, as `paceline.join` takes it.
+        combine: "gradients"; averages of parameters need a loop of your own.
+        device: of this worker; a GPU of its own where there is one, unless given.
+        seed: of the shuffle and of everything random in a micro-batch; the same on every worker.
+        weight: ``weight(batch)`` says how much a micro-batch's mean loss counts: the number of samples unless given
+            (for a loss that is a mean over tokens, the number of tokens).
+        whole: micro-batches of one size alone; on by itself for compiled modules.
+        varying_count: how the learning rate follows a step that counted more or fewer samples, as `Fleet.steps` has it.
+        nonfinite: "stop" or "skip" the update when gradients are NaN or infinite.
+        name: of the run, for its folder and log.
+        run_dir: the run's folder.
+        quiet: no live view and no closing verdict.
+
+    Example:
+        ```python
+        trainer = Trainer(strategy=PacelineStrategy(global_batch=256, micro_batch=16), max_epochs=8)
+        trainer.fit(module, DataLoader(train, batch_size=16, shuffle=True), DataLoader(test, batch_size=64))
+        ```
+    """
+
+    strategy_name = "paceline"
+
+    def __init__(
+        self,
+        global_batch: int,
+        micro_batch: int | str | Sequence[int] | None = None,
+        *,
+        pace: str | Pacer = "auto",
+        combine: str | Averaging | ElasticAverage = "gradients",
+        device: str | torch.device | None = None,
+        seed: int = 0,
+        weight: Callable[[Any], Any] | None = None,
+        whole: bool | None = None,
+        varying_count: str = "none",
+        nonfinite: str = "stop",
+        name: str | None = None,
+        run_dir: str | Path | None = None,
+        quiet: bool = False,
+    ) -> None:
+        merge = os.environ.get("PACELINE_COMBINE") or combine
+        if merge != "gradients":
+            raise ValueError(
+                f"PacelineStrategy(combine={merge!r}): with averages of parameters the workers' weights differ between "
+                'rounds, which callbacks and validation would see; use "gradients", or a loop with paceline.join()'
+            )
+        self._context = join_training(
+            pace, merge, device=device, seed=seed, nonfinite=nonfinite, name=name, run_dir=run_dir, quiet=quiet
+        )
+        self.fleet = Fleet(self._context)
+        """The fleet that this worker is in: its size, history, `Fleet.gather`."""
+        for variable in HIDDEN:
+            os.environ.pop(variable, None)
+        super().__init__(device=self.fleet.device)
+        self._asked = {
+            "global_batch": global_batch,
+            "micro_batch": micro_batch,
+            "whole": whole,
+            "varying_count": varying_count,
+        }
+        self._weight = weight
+        self._data: TrainingData | None = None
+        self._step: Step | None = None
+        self._fitted = self._closed = self._sets_up = False
+        self._trainer: Trainer | None = None
+        self.metrics = FleetMetrics(torch.nn.Module())
+        self._note_rank()
+        _before_threads_end(self.close)
+
+    def close(self) -> None:
+        """Leave the fleet; it is done when the script ends, too."""
+        if not self._closed:
+            self._closed = True
+            self.fleet.leave()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """The others hear why this worker fails."""
+        if not self._closed:
+            self._closed = True
+            self.fleet.leave(exception)
+
+    # -- who is here -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker logs and saves: the leader of the moment does."""
+        return self.fleet.is_leader
+
+    def _note_rank(self) -> None:
+        """Loggers and messages ask a variable of Lightning's own; in an elastic fleet the leader may change."""
+        self.global_rank = self.fleet.rank
+        rank_zero_only.rank = 0 if self.fleet.is_leader else max(1, self.fleet.rank)
+
+    def _everybody(self, label: str, value: Any) -> list[Any]:
+        context = self._context
+        if self._closed or context.outside:  # a worker that waits to enter decides for itself
+            return [value]
+        with context.meet(label):
+            return context.transport.gather(label, value)
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Everybody comes here."""
+        self._sets_up = str(name).endswith("dataloader()")
+        if name == "run-stage":
+            self._keep_sigterm()
+        self._everybody(f"Lightning's barrier {name or ''}".strip(), None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The leader's, on every worker."""
+        try:
+            return self._everybody("Lightning's broadcast", obj)[0]
+        except TypeError:
+            raise MisuseError(
+                f"strategy.broadcast of a {type(obj).__name__}: PacelineStrategy hands round plain values alone"
+            ) from None
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all workers say so, or any."""
+        said = self._everybody("Lightning's decision", bool(decision))
+        return said.count(True) == len(said) if all else True in said
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of Lightning's own questions when it sets up data, each worker's answer is the whole already."""
+        if self._sets_up:
+            return tensor
+        raise MisuseError(
+            "strategy.reduce inside a PacelineStrategy: workers go through unequal numbers of batches; self.log(...) "
+            "gives the fleet's mean or sum"
+        )
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        raise MisuseError(
+            "self.all_gather inside a PacelineStrategy: workers go through unequal numbers of batches; use self.log, a "
+            "torchmetrics metric in validation_step, or strategy.fleet.gather(predict, dataset)"
+        )
+
+    def _keep_sigterm(self) -> None:
+        """Asked to leave, a worker of an elastic fleet does so at the next step's boundary; Lightning would end."""
+        assert self._trainer is not None
+        handlers: dict[Any, Any] = self._trainer._signal_connector._original_handlers
+        main = threading.current_thread() is threading.main_thread()
+        if self._context.elastic is not None and main and handlers.get(signal.SIGTERM):
+            signal.signal(signal.SIGTERM, handlers[signal.SIGTERM])
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        self._trainer = trainer = model.trainer
+        if self._closed:
+            raise MisuseError("this PacelineStrategy has left the fleet: a script joins once")
+        check_trainer(trainer, self.fleet.device)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_fit(trainer, model)
+            if self._fitted:
+                raise MisuseError(
+                    "a second fit with one PacelineStrategy: train longer with max_epochs, or start the script again "
+                    "with ckpt_path"
+                )
+        loops: list[Any] = [trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
+        for loop in (*loops, trainer.validate_loop, trainer.test_loop):
+            if not isinstance(loop._results, FleetResults):
+                loop._results = FleetResults(loop._results.training)
+
+    def model_to_device(self) -> None:
+        """The leader's weights, on every worker."""
+        model = self.lightning_module
+        assert model is not None
+        known = any(model is one for one in self._context.models)
+        if not known and self._context.steps is None:
+            self.fleet.model(model)
+        super().model_to_device()
+        self.metrics = FleetMetrics(model)
+        self.metrics.guard(lambda: self.fleet.size > 1 or self._context.elastic is not None)
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._fitted = True
+        check_optimizers(self.optimizers)
+        refuse_closures(self.optimizers[0])
+        schedules = {f"scheduler{n}": one.scheduler for n, one in enumerate(self.lr_scheduler_configs)}
+        averages = [
+            part
+            for callback in trainer.callbacks
+            for part in vars(callback).values()
+            if isinstance(part, AveragedModel)
+        ]
+        self.fleet.track(
+            optimizer=self.optimizers[0],
+            **schedules,
+            **{f"average{n}": one for n, one in enumerate(averages)},
+            lightning=Place(trainer),
+        )
+        module: Any = self.lightning_module
+        transfer = module._on_before_batch_transfer
+        # Lightning would zero the mean gradient after the round, and hand a whole step to hooks for batches.
+        module.optimizer_zero_grad = lambda *args, **kwargs: None
+        module._on_before_batch_transfer = lambda batch, *args, **kwargs: (
+            batch if isinstance(batch, Step) else transfer(batch, *args, **kwargs)
+        )
+
+    def teardown(self) -> None:
+        module: Any = self.lightning_module
+        for name in ("optimizer_zero_grad", "_on_before_batch_transfer"):
+            module.__dict__.pop(name, None)
+        if self._data is not None:
+            self._data.close()
+        super().teardown()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """In place of each DataLoader: the fleet's steps, or a pass through the fleet."""
+        trainer = self._trainer
+        assert trainer is not None
+        stage = trainer.state.stage
+        if stage == RunningStage.PREDICTING:
+            return dataloader
+        if stage != RunningStage.TRAINING:
+            return EvaluationData(self, self._context, trainer, dataloader)
+        if self._data is not None and self._data.loader is not dataloader:
+            raise ValueError(
+                "several training DataLoaders beside PacelineStrategy: give one, over "
+                "torch.utils.data.StackDataset or ConcatDataset (docs/data.md)"
+            )
+        if getattr(self.lightning_module, "_compiler_ctx", None) is not None and self._asked["whole"] is None:
+            self._asked["whole"] = True
+        self._data = TrainingData(self.fleet, self._context, trainer, dataloader, asked=self._asked)
+        return self._data
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._note_rank()
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        return batch if isinstance(batch, Step) else super().batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, step: Step, *args: Any) -> torch.Tensor:
+        """The module's own, on each of this worker's micro-batches, and the round."""
+        assert self._trainer is not None
+        self._step, self._sets_up = step, False
+        results: Any = self._trainer.fit_loop.epoch_loop._results
+        self.metrics.forget()
+        try:
+            for micro in step:
+                self._micro_batch(step, micro, results, *args)
+        finally:
+            results.parts = results.rows = None
+        step.combine()
+        if not step.applied:
+            self.lightning_module.zero_grad(set_to_none=True)
+        results.batch, results.batch_size = None, None
+        give_sums(results, step.sums)
+        return torch.tensor(step.loss, device=self.root_device)
+
+    def _micro_batch(self, step: Step, micro: Any, results: FleetResults, *args: Any) -> None:
+        plugin, module = self.precision_plugin, self.lightning_module
+        batch = module._on_before_batch_transfer(plugin.convert_input(micro))
+        batch = super().batch_to_device(batch)
+        results.parts, results.rows = {}, step.rows
+        results.batch, results.batch_size = batch, None
+        out = super().training_step(batch, *args)
+        loss = out["loss"] if isinstance(out, dict) else out
+        step.add(**dict(sums_of(results, results.parts)))
+        if loss is None:
+            step.skip()
+        else:
+            step.backward(loss, weight=None if self._weight is None else self._weight(batch))
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """It is behind us: the hooks see the fleet's loss, and its mean gradient."""
+        module = self.lightning_module
+        loss = self.precision_plugin.pre_backward(closure_loss, module)
+        done: torch.Tensor = self.precision_plugin.post_backward(loss, module)
+        return done
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """The micro-batches and the round (``closure``), hooks and clipping, and the update."""
+        loss = closure()
+        self.precision_plugin._after_closure(model or self.lightning_module, optimizer)
+        assert self._step is not None
+        assert self._data is not None
+        self._step.commit(optimizer)
+        self._data.follow(self._step)
+        return loss
+
+
+def _before_threads_end(close: Callable[[], None]) -> None:
+    """Call ``close`` when the script has ended: before the interpreter waits for threads, after which it starts none,
+    and a fleet that is left may need one."""
+    threading._register_atexit(close)  # type: ignore[attr-defined]

@@ -1,0 +1,131 @@
+"""Lightning trainings of a worker of a fleet, and the same without Paceline."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from elastic_cases import beside, pause
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.adapters.lightning import PacelineStrategy
+
+LENGTH, BATCH = 150, 32
+warnings.filterwarnings("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def data(length: int = LENGTH) -> TensorDataset:
+    x = torch.randn(length, 6, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+class Module(pl.LightningModule):
+    """Knows nothing of Paceline."""
+
+    def __init__(self, *, pause_s: float = 0.0, optimiser: str = "sgd", schedule: str = "step") -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+        self.auc = torchmetrics.classification.BinaryAUROC()
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(2, average="micro")
+        self.pause_s, self.optimiser, self.schedule = pause_s, optimiser, schedule
+        self.seen = self.validated = 0
+        self.epoch_losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.pause_s:
+            pause(self.pause_s)
+        x, y = batch
+        self.seen += len(x)
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("positive", y.float().sum(), reduce_fx="sum", on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.epoch_losses.append(float(self.trainer.callback_metrics["loss_epoch"]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.validated += 0 if self.trainer.sanity_checking else len(x)
+        out = self.net(x)
+        self.log("val", nn.functional.cross_entropy(out, y))
+        self.log("largest", x.max(), reduce_fx="max")
+        self.auc(out.softmax(1)[:, 1], y)
+        self.accuracy(out, y)
+        self.log("auc", self.auc)
+        self.log("accuracy", self.accuracy)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        if self.optimiser == "adamw":
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if self.schedule == "plateau":
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
+        total: Any = self.trainer.estimated_stepping_batches
+        made: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=int(total))
+        if self.schedule == "epoch":
+            made = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": self.schedule}}
+
+
+def flat(module: nn.Module) -> list[float]:
+    return [float(value) for parameter in module.parameters() for value in parameter.detach().flatten()]
+
+
+def trained(strategy: Any, folder: Path, args: dict[str, Any]) -> dict[str, Any]:
+    """Fit and test a `Module`, with everything a Trainer is asked for; what came of it."""
+    torch.manual_seed(args.get("weights", 0))
+    module = Module(**args.get("module", {}))
+    saved = ModelCheckpoint(folder / "saved", monitor="val", save_top_k=2, save_last=True)
+    stop, average = EarlyStopping("val", patience=50), EMAWeightAveraging(decay=0.9)
+    callbacks: list[Any] = [saved, stop, LearningRateMonitor("step")]
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        callbacks=[*callbacks, average] if args.get("average") else callbacks,
+        logger=CSVLogger(folder / "logs"),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 3, "log_every_n_steps": 1, **args.get("trainer", {})},
+    )
+    loader = DataLoader(data(), batch_size=args.get("loader", BATCH), shuffle=False)
+    trainer.fit(module, loader, DataLoader(data(70), batch_size=16), ckpt_path=args.get("ckpt_path"))
+    found = trainer.test(module, DataLoader(data(50), batch_size=16), verbose=False)
+    return {
+        "weights": flat(module),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "test": found,
+        "epoch_losses": module.epoch_losses,
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "rate": trainer.optimizers[0].param_groups[0]["lr"],
+        "seen": module.seen,
+        "validated": module.validated,
+        "best": Path(saved.best_model_path).name,
+        "scores": sorted(float(score) for score in saved.best_k_models.values()),
+        "stop": stop.state_dict()["wait_count"],
+        "leader": trainer.is_global_zero,
+        "size": strategy.fleet.size if isinstance(strategy, PacelineStrategy) else 1,
+    }
+
+
+def fit(args: dict[str, Any]) -> dict[str, Any]:
+    """A worker's training."""
+    strategy = PacelineStrategy(BATCH, 4, pace=args.get("pace", "adaptive"), quiet=True)
+    assert "RANK" not in os.environ
+    made = trained(strategy, beside("lightning"), args)
+    strategy.close()
+    return made
