@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,30 @@ def data(length: int = LENGTH) -> TensorDataset:
 class Module(pl.LightningModule):
     """Knows nothing of Paceline."""
 
-    def __init__(self, *, pause_s: float = 0.0, optimiser: str = "sgd", schedule: str = "step") -> None:
+    def __init__(
+        self, *, pause_s: float = 0.0, optimiser: str = "sgd", schedule: str = "step", die: dict[str, Any] | None = None
+    ) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
         self.auc = torchmetrics.classification.BinaryAUROC()
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(2, average="micro")
         self.pause_s, self.optimiser, self.schedule = pause_s, optimiser, schedule
         self.seen = self.validated = 0
+        self.die = die or {}
+        self.counted: list[int] = []
         self.epoch_losses: list[float] = []
+
+    def _may_die(self, where: str) -> None:
+        """Kill this very process in that epoch, if it is told to."""
+        worker, epoch = self.die.get(where, (None, None))
+        if os.environ.get("PACELINE_WORKER") == worker and self.current_epoch == epoch:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.pause_s:
             pause(self.pause_s)
+        if batch_idx == 4:
+            self._may_die("last step")
         x, y = batch
         self.seen += len(x)
         loss = nn.functional.cross_entropy(self.net(x), y)
@@ -56,16 +69,23 @@ class Module(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
-        self.validated += 0 if self.trainer.sanity_checking else len(x)
+        if not self.trainer.sanity_checking:
+            self.validated += len(x)
+            self._may_die("validation")
         out = self.net(x)
         self.log("val", nn.functional.cross_entropy(out, y))
         self.log("largest", x.max(), reduce_fx="max")
+        self.log("counted", float(len(x)), reduce_fx="sum")
         self.auc(out.softmax(1)[:, 1], y)
         self.accuracy(out, y)
         self.log("auc", self.auc)
         self.log("accuracy", self.accuracy)
 
     test_step = validation_step
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.counted.append(int(self.trainer.callback_metrics["counted"]))
 
     def configure_optimizers(self) -> Any:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -92,6 +112,7 @@ def trained(strategy: Any, folder: Path, args: dict[str, Any]) -> dict[str, Any]
     saved = ModelCheckpoint(folder / "saved", monitor="val", save_top_k=2, save_last=True)
     stop, average = EarlyStopping("val", patience=50), EMAWeightAveraging(decay=0.9)
     callbacks: list[Any] = [saved, stop, LearningRateMonitor("step")]
+    callbacks += [ModelCheckpoint(folder / "every", every_n_train_steps=every)] if (every := args.get("every")) else []
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -114,6 +135,7 @@ def trained(strategy: Any, folder: Path, args: dict[str, Any]) -> dict[str, Any]
         "rate": trainer.optimizers[0].param_groups[0]["lr"],
         "seen": module.seen,
         "validated": module.validated,
+        "counted": module.counted,
         "best": Path(saved.best_model_path).name,
         "scores": sorted(float(score) for score in saved.best_k_models.values()),
         "stop": stop.state_dict()["wait_count"],

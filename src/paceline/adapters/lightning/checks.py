@@ -45,26 +45,26 @@ def check_fit(trainer: Trainer, module: LightningModule) -> None:
         raise ValueError(text)
 
 
-def check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
-    """Raise ValueError unless there is one optimiser."""
-    if len(optimizers) != 1 or not optimizers[0].param_groups:
-        raise ValueError(
-            f"configure_optimizers gives {len(optimizers)} optimisers, and a step of PacelineStrategy has one: give "
-            "one with several parameter groups; for several models with a loss each see docs/several-models.md"
-        )
+def several_optimizers() -> str:
+    """What to say of them; Lightning's own advice, manual optimisation, would not do."""
+    return (
+        "configure_optimizers gives several optimisers, and a step of PacelineStrategy has one: give one with several "
+        "parameter groups, or write the loop with paceline.join() (docs/several-models.md)"
+    )
 
 
 def _devices(trainer: Trainer, device: torch.device) -> Iterator[str]:
     connector, accelerator = trainer._accelerator_connector, trainer.accelerator
-    if trainer.num_nodes > 1:
+    nodes, devices = connector._num_nodes_flag, len(connector._parallel_devices)
+    if nodes > 1:
         yield (
-            f"Trainer(num_nodes={trainer.num_nodes}) beside PacelineStrategy: leave num_nodes out, the launcher says "
+            f"Trainer(num_nodes={nodes}) beside PacelineStrategy: leave num_nodes out, the launcher says "
             "how many workers there are (paceline run, torchrun)"
         )
-    if trainer.num_devices not in (1, accelerator.auto_device_count()):  # "auto" is all GPUs there are
+    if devices not in (1, accelerator.auto_device_count()):  # "auto" is all GPUs there are
         yield (
-            f"Trainer(devices={trainer.num_devices}) beside PacelineStrategy: write devices=1, each worker is a "
-            f"process with one device (paceline run -n {trainer.num_devices} starts {trainer.num_devices})"
+            f"Trainer(devices={devices}) beside PacelineStrategy: write devices=1, each worker is a process with one "
+            f"device (paceline run -n {devices} starts {devices})"
         )
     if accelerator.name() != device.type:
         said = "cpu" if device.type == "cpu" else "gpu"

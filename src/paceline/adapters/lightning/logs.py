@@ -63,6 +63,8 @@ class FleetResults(_ResultCollection):
         self.parts: dict[str, Logged] | None = None
         self.rows: int | None = None
         """Samples in the micro-batch: what a value counts by unless ``self.log(batch_size=...)`` says so."""
+        self.dtype = torch.float32
+        """Of what is logged, whatever it was summed in."""
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
         """As Lightning's, but values are never summed over processes once more."""
@@ -98,7 +100,7 @@ class FleetResults(_ResultCollection):
 
     def give(self, key: str, value: Any, weight: float) -> None:
         """Log the fleet's value, once."""
-        told = torch.as_tensor(value, dtype=torch.get_default_dtype(), device=self[key].value.device)
+        told = torch.as_tensor(value, dtype=self.dtype, device=self[key].value.device)
         super().update_metrics(key, told, int(weight) if float(weight).is_integer() else weight)
 
     def register(self, key: str, meta: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer import call
 from paceline.adapters.lightning.logs import FleetResults, meta_of, name_of
 
 
-class Place:
+class TrainerPlace:
     """A Trainer's progress."""
 
     def __init__(self, trainer: Trainer) -> None:

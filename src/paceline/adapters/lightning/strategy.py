@@ -21,11 +21,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.optim.swa_utils import AveragedModel
 
-from paceline.adapters.lightning.checks import check_fit, check_optimizers, check_trainer
+from paceline.adapters.lightning.checks import check_fit, check_trainer, several_optimizers
 from paceline.adapters.lightning.evaluation import EvaluationData
 from paceline.adapters.lightning.logs import FleetResults, give_sums, sums_of
 from paceline.adapters.lightning.metrics import FleetMetrics
-from paceline.adapters.lightning.place import Place
+from paceline.adapters.lightning.place import TrainerPlace
 from paceline.adapters.lightning.training_data import TrainingData
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
 from paceline.errors import MisuseError
@@ -212,6 +212,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         for loop in (*loops, trainer.validate_loop, trainer.test_loop):
             if not isinstance(loop._results, FleetResults):
                 loop._results = FleetResults(loop._results.training)
+            loop._results.dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
 
     def model_to_device(self) -> None:
         """The leader's weights, on every worker."""
@@ -224,12 +225,19 @@ class PacelineStrategy(SingleDeviceStrategy):
         self.metrics = FleetMetrics(model)
         self.metrics.guard(lambda: self.fleet.size > 1 or self._context.elastic is not None)
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            raise ValueError(several_optimizers()) from None
+
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._fitted = True
-        check_optimizers(self.optimizers)
         refuse_closures(self.optimizers[0])
         schedules = {f"scheduler{n}": one.scheduler for n, one in enumerate(self.lr_scheduler_configs)}
         averages = [
@@ -242,7 +250,7 @@ class PacelineStrategy(SingleDeviceStrategy):
             optimizer=self.optimizers[0],
             **schedules,
             **{f"average{n}": one for n, one in enumerate(averages)},
-            lightning=Place(trainer),
+            lightning=TrainerPlace(trainer),
         )
         module: Any = self.lightning_module
         transfer = module._on_before_batch_transfer

@@ -87,6 +87,8 @@ class TrainingData:
     def _continue(self, steps: Steps, saved: Mapping[str, Any]) -> None:
         steps.load_state_dict(saved["steps"])
         steps.gradients.statistics_were_set()
+        if steps.training.epoch_step and not self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+            steps.training.next_epoch()  # the epoch was left, by max_steps, and Lightning begins another
         if saved["pace"]["name"] == self._context.pacer.name:
             self._context.pacer.load_state_dict(saved["pace"]["state"])
 

@@ -1,0 +1,115 @@
+"""Lightning on real fleets: unequal shares, workers that are killed, leave and come back, launchers, other sizes."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning", reason="Lightning is not installed: pip install 'paceline[lightning]'")
+
+from crew import nursery, run
+from flock import Flock, sound
+from lightning_cases import LENGTH, trained
+from test_examples_digits import PACELINE, TORCHRUN, start
+
+from paceline.adapters.lightning import PacelineStrategy
+
+pytestmark = pytest.mark.fleet
+
+CASE = "lightning_cases.py:fit"
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "lightning_digits.py")
+THE_FLEETS = ("global_step", "epoch", "rate", "best", "stop")
+"""What every worker has, to the last bit."""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> None:
+    """Workers of this module's fleets start with Lightning imported."""
+    nursery().load("lightning.pytorch")
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Of two trainings: the weights, what was logged, saved and found, to 1e-6."""
+    assert ours["weights"] == pytest.approx(theirs["weights"], abs=1e-6)
+    assert ours["metrics"] == pytest.approx(theirs["metrics"], abs=1e-6)
+    assert ours["test"] == [pytest.approx(one, abs=1e-6) for one in theirs["test"]]
+    assert ours["epoch_losses"] == pytest.approx(theirs["epoch_losses"], abs=1e-6)
+    assert ours["scores"] == pytest.approx(theirs["scores"], abs=1e-6)
+    assert {name: ours[name] for name in THE_FLEETS} == {name: theirs[name] for name in THE_FLEETS}
+
+
+@pytest.mark.usefixtures("loaded")
+def test_shares_of_one_to_three_train_validate_and_save_as_one_process_and_one_goes_on(tmp_path: Path) -> None:
+    args: dict[str, Any] = {"module": {"schedule": "epoch"}, "trainer": {"gradient_clip_val": 0.2}, "average": True}
+    plain = trained("auto", tmp_path / "plain", args)
+    workers = run(CASE, 2, tmp_path / "two", args={**args, "pace": "fixed:1,3", "every": 7})
+    for one in workers:
+        close(one, plain)
+    assert workers[0]["weights"] == workers[1]["weights"]
+    assert [one["leader"] for one in workers] == [True, False]
+    assert sum(one["seen"] for one in workers) == 3 * LENGTH
+    assert workers[1]["seen"] > 2.5 * workers[0]["seen"]
+    assert sum(one["validated"] for one in workers) == 3 * 70 + 50
+    assert len(list((tmp_path / "two").rglob("metrics.csv"))) == 1, "one worker logs"
+
+    saved = next((tmp_path / "two" / "lightning" / "every").glob("*step=14.ckpt"))  # in the middle of the last epoch
+    strategy = PacelineStrategy(32, 8, quiet=True, run_dir=tmp_path / "alone")
+    rest = trained(strategy, tmp_path / "rest", {**args, "ckpt_path": str(saved), "weights": 9})
+    strategy.close()
+    assert rest["weights"] == pytest.approx(plain["weights"], abs=1e-6)
+    assert (rest["global_step"], rest["seen"]) == (15, LENGTH - 4 * 32)
+
+
+@pytest.mark.usefixtures("loaded")
+def test_workers_are_killed_come_back_and_leave_with_equal_replicas_and_the_right_step(tmp_path: Path) -> None:
+    args = {"module": {"pause_s": 0.05}, "average": True, "trainer": {"max_epochs": 8}}
+    with Flock(CASE, 3, tmp_path, args=args) as flock:
+        flock.wait_for_step(8)
+        flock.kill(1)
+        flock.wait_for_workers(2)
+        flock.start(1)
+        flock.wait_for_workers(3)
+        flock.send(0, signal.SIGTERM)
+        flock.wait_for_workers(2)
+        outcomes = flock.hurry()
+    assert outcomes[0].code == 143, outcomes[0].err[-3000:]
+    log, values = sound(tmp_path, outcomes, ended={1, 2}, epochs=8, length=LENGTH)
+    assert [len(change.workers) for change in log.changes] == [2, 3, 2]
+    newcomer, other = values
+    assert newcomer["global_step"] == other["global_step"] == len(log.records)
+    for name in (*THE_FLEETS, "metrics", "scores"):
+        assert newcomer[name] == other[name], name
+    seen = len(newcomer["epoch_losses"])
+    assert newcomer["epoch_losses"] == other["epoch_losses"][-seen:], "the epoch that it entered in as well"
+    assert 2 <= seen < 8
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_worker_lost_in_an_epochs_last_step_or_in_validation_changes_no_figure(tmp_path: Path) -> None:
+    die = {"last step": ("1", 1), "validation": ("2", 2)}
+    args: dict[str, Any] = {"module": {"schedule": "epoch", "pause_s": 0.01}, "trainer": {"max_epochs": 4}}
+    lossy = {**args, "module": {**args["module"], "die": die}}
+    with Flock(CASE, 3, tmp_path, args=lossy, env={"PACELINE_PACE": "equal"}) as flock:
+        outcomes = flock.wait()
+    log, (left,) = sound(tmp_path, outcomes, ended={0}, epochs=4, length=LENGTH)
+    assert [len(change.workers) for change in log.changes] == [2, 1]
+    steps = Counter(record.epoch for record in log.records)
+    assert [steps[epoch] for epoch in range(4)] == [5, 6, 4, 5], "what was lost with the last step made one more"
+    assert (left["global_step"], left["epoch"], left["size"]) == (len(log.records), 4, 1)
+    assert left["counted"] == [70] * 4, "once each epoch, each sample once"
+    means = [sum(one.loss * one.weight for one in log.records if one.epoch == n) / LENGTH for n in range(4)]
+    assert left["epoch_losses"] == pytest.approx(means, abs=1e-6)
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, (*PACELINE, "--pace", "adaptive")], ids=["torchrun", "paceline run"])
+def test_the_example_learns_under_every_launcher(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    epochs, _ = start(tmp_path, *launcher, EXAMPLE, "--epochs", "3")
+    assert len(epochs) == 3, "one worker prints"
+    assert epochs[-1][1] > 85
+    tables = list((tmp_path / "lightning").rglob("metrics.csv"))
+    assert len(tables) == 1
+    assert "lr-AdamW" in tables[0].read_text().splitlines()[0]
