@@ -17,6 +17,8 @@ from lightning_cases import LENGTH, trained
 from test_examples_digits import PACELINE, TORCHRUN, start
 
 from paceline.adapters.lightning import PacelineStrategy
+from paceline.observe import read_log
+from paceline.observe.analysis.audit import audit
 
 pytestmark = pytest.mark.fleet
 
@@ -103,6 +105,20 @@ def test_a_worker_lost_in_an_epochs_last_step_or_in_validation_changes_no_figure
     assert left["counted"] == [70] * 4, "once each epoch, each sample once"
     means = [sum(one.loss * one.weight for one in log.records if one.epoch == n) / LENGTH for n in range(4)]
     assert left["epoch_losses"] == pytest.approx(means, abs=1e-6)
+
+
+@pytest.mark.usefixtures("loaded")
+def test_with_deadlines_an_epoch_is_as_long_as_it_takes_and_everybody_counts_the_same(tmp_path: Path) -> None:
+    args = {"pace": "joint", "average": True, "module": {"schedule": "epoch"}, "trainer": {"max_epochs": 8}}
+    emulated = {"PACELINE_EMULATE": "1,1,1~1.2", "PACELINE_SAMPLE_MS": "2"}
+    workers = run(CASE, 3, tmp_path, args=args, env=emulated)
+    log = read_log(tmp_path / "run")
+    assert all(entry.sound and entry.whole for entry in audit(log))
+    assert any(record.deadline_s is not None for record in log.records)
+    for name in (*THE_FLEETS, "weights", "metrics", "epoch_losses", "scores", "counted"):
+        assert workers[0][name] == workers[1][name] == workers[2][name], name
+    assert workers[0]["global_step"] == len(log.records)
+    assert workers[0]["counted"] == [70] * 8
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, (*PACELINE, "--pace", "adaptive")], ids=["torchrun", "paceline run"])

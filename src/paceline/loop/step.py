@@ -264,10 +264,13 @@ class Step:
 
     # -- round and commit ------------------------------------------------------------------------------------------
 
-    def combine(self) -> None:
+    def combine(self, *, whole: bool = True) -> None:
         """Run the round now and leave the fleet's mean gradient in ``p.grad`` for code of your own; commit then only
-        updates. When ``step.applied`` is False there is nothing to apply (an overflow, nothing done)."""
-        self._loop.own_updates = True
+        updates. When ``step.applied`` is False there is nothing to apply (an overflow, nothing done).
+
+        ``whole=False``: that code takes a mean over any number of samples, so pace="auto" may set deadlines.
+        """
+        self._loop.own_updates |= whole
         self._combine(clip_norm=None, own=True)
 
     def commit(self, *optimizers: torch.optim.Optimizer, clip_norm: float | None = None) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
-from paceline.adapters.lightning.logs import FleetResults, Logged, meta_of, name_of
+from paceline.adapters.lightning.logs import FleetResults, LoggedValue, meta_of, name_of
 from paceline.feed import Source
 from paceline.pace.shares import proportional
 from paceline.settings import must_agree
@@ -142,18 +142,18 @@ def _told(results: FleetResults) -> list[list[Any]]:
     ]
 
 
-def _figures(logged: Logged) -> tuple[float, float]:
+def _figures(logged: LoggedValue) -> tuple[float, float]:
     return float(torch.as_tensor(logged.total).item()), logged.weight
 
 
 def _give(results: FleetResults, told: list[list[list[Any]]]) -> None:
     """Put everybody's figures together, in the order of the first who had them, and log them once."""
-    whole: dict[str, Logged] = {}
+    whole: dict[str, LoggedValue] = {}
     for key, fx, dataloader, name, total, weight in (one for part in told for one in part):
         meta = meta_of(name)
         assert meta is not None
         results.register(key, {"fx": fx, "dataloader_idx": dataloader, **meta})
-        whole.setdefault(key, Logged(meta["reduce_fx"])).merge(total, weight)
+        whole.setdefault(key, LoggedValue(meta["reduce_fx"])).merge(total, weight)
     for key, logged in whole.items():
         if logged.weight:
             results.give(key, logged.value, logged.weight)

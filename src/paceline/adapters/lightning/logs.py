@@ -26,7 +26,7 @@ _FLAGS = {"s": "on_step", "e": "on_epoch", "p": "prog_bar", "l": "logger"}
 
 
 @dataclass
-class Logged:
+class LoggedValue:
     """Values of one name, put together by its rule: ``mean`` is ``sum(value * weight) / sum(weight)``."""
 
     rule: str
@@ -60,7 +60,7 @@ class FleetResults(_ResultCollection):
 
     def __init__(self, training: bool) -> None:
         super().__init__(training)
-        self.parts: dict[str, Logged] | None = None
+        self.parts: dict[str, LoggedValue] | None = None
         self.rows: int | None = None
         """Samples in the micro-batch: what a value counts by unless ``self.log(batch_size=...)`` says so."""
         self.dtype = torch.float32
@@ -96,7 +96,7 @@ class FleetResults(_ResultCollection):
                 f"self.log({self[key].meta.name!r}, reduce_fx={rule!r}) in training_step: a step sums over the fleet; "
                 "log a mean or a sum there, or the extreme in validation_step"
             )
-        self.parts.setdefault(key, Logged(rule)).add(value.detach().to(torch.float64), float(batch_size))
+        self.parts.setdefault(key, LoggedValue(rule)).add(value.detach().to(torch.float64), float(batch_size))
 
     def give(self, key: str, value: Any, weight: float) -> None:
         """Log the fleet's value, once."""
@@ -139,7 +139,7 @@ def weight_name(name: str) -> str:
     return name.replace("[mean]", "[mean, samples]")
 
 
-def sums_of(results: FleetResults, parts: Mapping[str, Logged]) -> Iterator[tuple[str, Any]]:
+def sums_of(results: FleetResults, parts: Mapping[str, LoggedValue]) -> Iterator[tuple[str, Any]]:
     """What one micro-batch logged, for ``step.add``."""
     for key, logged in parts.items():
         name = name_of(results[key].meta)

@@ -59,6 +59,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         whole: micro-batches of one size alone; on by itself for compiled modules.
         varying_count: how the learning rate follows a step that counted more or fewer samples, as `Fleet.steps` has it.
         nonfinite: "stop" or "skip" the update when gradients are NaN or infinite.
+        wire: how gradients cross the network: "float32", "bf16" or "fp16".
         name: of the run, for its folder and log.
         run_dir: the run's folder.
         quiet: no live view and no closing verdict.
@@ -85,6 +86,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         whole: bool | None = None,
         varying_count: str = "none",
         nonfinite: str = "stop",
+        wire: str = "float32",
         name: str | None = None,
         run_dir: str | Path | None = None,
         quiet: bool = False,
@@ -95,9 +97,8 @@ class PacelineStrategy(SingleDeviceStrategy):
                 f"PacelineStrategy(combine={merge!r}): with averages of parameters the workers' weights differ between "
                 'rounds, which callbacks and validation would see; use "gradients", or a loop with paceline.join()'
             )
-        self._context = join_training(
-            pace, merge, device=device, seed=seed, nonfinite=nonfinite, name=name, run_dir=run_dir, quiet=quiet
-        )
+        told: dict[str, Any] = {"name": name, "run_dir": run_dir, "quiet": quiet}
+        self._context = join_training(pace, merge, device=device, seed=seed, nonfinite=nonfinite, wire=wire, **told)
         self.fleet = Fleet(self._context)
         """The fleet that this worker is in: its size, history, `Fleet.gather`."""
         for variable in HIDDEN:
@@ -306,7 +307,7 @@ class PacelineStrategy(SingleDeviceStrategy):
                 self._micro_batch(step, micro, results, *args)
         finally:
             results.parts = results.rows = None
-        step.combine()
+        step.combine(whole=False)
         if not step.applied:
             self.lightning_module.zero_grad(set_to_none=True)
         results.batch, results.batch_size = None, None
