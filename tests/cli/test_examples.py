@@ -36,6 +36,7 @@ def test_each_example_is_listed_with_what_it_is_for(shell: Shell) -> None:
     for path in (ROOT / "examples").glob("*.py"):
         assert any(line.split()[:1] == [path.stem] and len(line.split()) > 3 for line in done.stdout.splitlines())
     assert "pip install 'paceline[demo]'" in done.stdout
+    assert "fabric_digits, lightning_digits need Lightning: pip install 'paceline[lightning]'" in done.stdout
 
 
 def test_a_copy_comes_with_the_examples_that_it_imports(folder: Path) -> None:
@@ -63,7 +64,7 @@ def test_copying_twice_is_no_error(folder: Path) -> None:
 def test_an_unknown_example_is_refused_with_those_there_are(folder: Path) -> None:
     done = examples("resnet")
     assert done.exit_code == 2
-    assert "no example 'resnet', but digits, gan, plain_ddp" in done.stderr
+    assert "no example 'resnet', but digits, fabric_digits, gan, lightning_digits, plain_ddp" in done.stderr
 
 
 def test_all_are_chosen_once_each_after_what_they_import() -> None:

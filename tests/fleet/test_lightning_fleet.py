@@ -14,7 +14,7 @@ pytest.importorskip("lightning", reason="Lightning is not installed: pip install
 from crew import nursery, run
 from flock import Flock, sound
 from lightning_cases import LENGTH, trained
-from test_examples_digits import PACELINE, TORCHRUN, start
+from test_examples_digits import EXAMPLES, PACELINE, TORCHRUN, start
 
 from paceline.adapters.lightning import PacelineStrategy
 from paceline.observe import read_log
@@ -23,7 +23,6 @@ from paceline.observe.analysis.audit import audit
 pytestmark = pytest.mark.fleet
 
 CASE = "lightning_cases.py:fit"
-EXAMPLE = str(Path(__file__).parents[2] / "examples" / "lightning_digits.py")
 THE_FLEETS = ("global_step", "epoch", "rate", "best", "stop")
 """What every worker has, to the last bit."""
 
@@ -121,11 +120,20 @@ def test_with_deadlines_an_epoch_is_as_long_as_it_takes_and_everybody_counts_the
     assert workers[0]["counted"] == [70] * 8
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, (*PACELINE, "--pace", "adaptive")], ids=["torchrun", "paceline run"])
-def test_the_example_learns_under_every_launcher(tmp_path: Path, launcher: tuple[str, ...]) -> None:
-    epochs, _ = start(tmp_path, *launcher, EXAMPLE, "--epochs", "3")
+@pytest.mark.parametrize(
+    ("launcher", "example", "logged"),
+    [
+        (TORCHRUN, "lightning", "lr-AdamW"),
+        ((*PACELINE, "--pace", "adaptive"), "lightning", "lr-AdamW"),
+        (TORCHRUN, "fabric", "loss"),
+    ],
+    ids=["torchrun", "paceline run", "Fabric"],
+)
+def test_the_examples_learn_under_every_launcher(
+    tmp_path: Path, launcher: tuple[str, ...], example: str, logged: str
+) -> None:
+    epochs, _ = start(tmp_path, *launcher, str(EXAMPLES / f"{example}_digits.py"), "--epochs", "3")
     assert len(epochs) == 3, "one worker prints"
     assert epochs[-1][1] > 85
-    tables = list((tmp_path / "lightning").rglob("metrics.csv"))
-    assert len(tables) == 1
-    assert "lr-AdamW" in tables[0].read_text().splitlines()[0]
+    (table,) = (tmp_path / example).rglob("metrics.csv")
+    assert logged in table.read_text().splitlines()[0]

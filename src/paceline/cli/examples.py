@@ -17,6 +17,9 @@ from paceline.cli.errors import refuse
 SHARED = ("share", "paceline", "examples")
 """Where a wheel puts them, below the environment's folder."""
 
+EXTRAS = {"sklearn": ("scikit-learn", "demo"), "lightning": ("Lightning", "lightning")}
+"""Packages by the names that they are imported by: what they are called, and the extra that brings them."""
+
 Names = Annotated[
     list[str] | None, typer.Argument(metavar="NAME", help="Copy these into the current folder; all: every one.")
 ]
@@ -31,8 +34,8 @@ class Example:
     """The first sentence of its docstring."""
     beside: tuple[str, ...]
     """Names of the other examples that it imports."""
-    needs_demo: bool
-    """Whether it needs scikit-learn, which the extra ``demo`` brings."""
+    needs: tuple[str, ...]
+    """The packages of `EXTRAS` that it imports."""
 
     @property
     def name(self) -> str:
@@ -97,9 +100,12 @@ def told(wanted: Iterable[Example], written: Iterable[Path]) -> list[str]:
 
 
 def _needs(found: Iterable[Example]) -> list[str]:
-    names = [example.name for example in found if example.needs_demo]
-    verb = "needs" if len(names) == 1 else "need"
-    return [f"{', '.join(names)} {verb} scikit-learn: pip install 'paceline[demo]'"] if names else []
+    lines, examples = [], list(found)
+    for package, (called, extra) in EXTRAS.items():
+        names = [example.name for example in examples if package in example.needs]
+        verb = "needs" if len(names) == 1 else "need"
+        lines += [f"{', '.join(names)} {verb} {called}: pip install 'paceline[{extra}]'"] if names else []
+    return lines
 
 
 # -- where they are, and what each is for ------------------------------------------------------------------------
@@ -138,7 +144,7 @@ def _read(path: Path, names: set[str]) -> Example:
         path=path,
         purpose=first_sentence(ast.get_docstring(tree) or ""),
         beside=tuple(sorted(imported & names)),
-        needs_demo="sklearn" in imported,
+        needs=tuple(sorted(imported & set(EXTRAS))),
     )
 
 

@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.optim.swa_utils import AveragedModel
 
 from paceline.adapters.lightning.checks import check_fit, check_trainer, several_optimizers
+from paceline.adapters.lightning.environment import hide_launcher
 from paceline.adapters.lightning.evaluation import EvaluationData
 from paceline.adapters.lightning.logs import FleetResults, give_sums, sums_of
 from paceline.adapters.lightning.metrics import FleetMetrics
@@ -34,9 +35,6 @@ from paceline.loop.step import Step
 from paceline.loop.user_code import refuse_closures
 from paceline.pace import Pacer
 from paceline.training.join import join_training
-
-HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""Variables of the launcher. Once the fleet is joined they would only make Lightning believe that it is not alone."""
 
 
 class PacelineStrategy(SingleDeviceStrategy):
@@ -101,8 +99,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         self._context = join_training(pace, merge, device=device, seed=seed, nonfinite=nonfinite, wire=wire, **told)
         self.fleet = Fleet(self._context)
         """The fleet that this worker is in: its size, history, `Fleet.gather`."""
-        for variable in HIDDEN:
-            os.environ.pop(variable, None)
+        hide_launcher()
         super().__init__(device=self.fleet.device)
         self._asked = {
             "global_batch": global_batch,
