@@ -1,0 +1,84 @@
+"""A framework that owns the loop, with Paceline and with its own DDP, on unlike machines; and with Paceline alone.
+
+Machines are emulated: 1, 1, 2 and 4 times slower than a reference, so that equal shares reach 36 % of the sum of the
+speeds. The framework's DDP and its training with Paceline (pace "adaptive") run one after another in the same
+processes; speeds are samples over wall seconds between updates, everything included, after warm-up:
+*lightning_over_ddp*.
+
+Alone, one process without emulation trains in turn with the framework as it is and with Paceline, in blocks of steps
+with one micro-batch each: *lightning_alone_over_plain* is the ratio of the medians of a step's seconds, the median over
+pairs of neighbouring blocks.
+
+    python benchmarks/frameworks.py [lightning]
+
+Each framework is a module beside this file, ``_frameworks_NAME``, with a function ``commits(way, *, global_batch,
+micro_batch, steps)``: seconds on the clock after each update, where ``way`` is "ddp", "paceline" or "plain".
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from _smoke import goes_without, smoke
+from common import emulate, is_worker, leave_result, limit, run_workers, speed
+
+FRAMEWORKS = {"lightning": "lightning"}
+"""By the name of their figures: the package that they need."""
+BATCH, MICRO, WARM_UP, STEPS = 256, 16, 4, 26
+MACHINES, SAMPLE_MS = "1,1,2,4", 2.2
+BLOCKS, BLOCK = 12, 40
+globals().update(smoke(BATCH=16, MICRO=4, WARM_UP=1, STEPS=3, MACHINES="1,2", SAMPLE_MS=0.1, BLOCKS=2, BLOCK=3))
+
+
+def framework(name: str) -> Any:
+    return importlib.import_module(f"_frameworks_{name}")
+
+
+def on_machines(name: str) -> dict[str, float]:
+    """Samples a second of both ways to train."""
+    emulate(MACHINES, SAMPLE_MS)
+    commits = framework(name).commits
+    ddp = commits("ddp", global_batch=BATCH, micro_batch=MICRO, steps=WARM_UP + 4)
+    ours = commits("paceline", global_batch=BATCH, micro_batch=MICRO, steps=WARM_UP + STEPS)
+    return {way: speed(found, global_batch=BATCH, skip=WARM_UP) for way, found in (("ddp", ddp), ("paceline", ours))}
+
+
+def alone(name: str) -> dict[str, float]:
+    """A step's time with Paceline over one without."""
+    ratios, commits = [], framework(name).commits
+    for block in range(BLOCKS):
+        order = ("plain", "paceline") if block % 2 else ("paceline", "plain")
+        found = {way: commits(way, global_batch=BATCH, micro_batch=BATCH, steps=BLOCK) for way in order}
+        times = {way: median(b - a for a, b in pairwise(stamps)) for way, stamps in found.items()}
+        ratios.append(times["paceline"] / times["plain"])
+    return {"ratio": median(ratios)}
+
+
+def main() -> None:
+    names = [name for name in FRAMEWORKS if name in sys.argv] or list(FRAMEWORKS)
+    if is_worker():
+        leave_result(alone(names[0]) if "alone" in sys.argv else on_machines(names[0]))
+        return
+    figures: dict[str, float] = {}
+    for name in names:
+        if goes_without(FRAMEWORKS[name], here=importlib.util.find_spec(FRAMEWORKS[name]) is not None):
+            return
+        speeds = run_workers(__file__, len(MACHINES.split(",")), name)
+        top = limit(MACHINES, SAMPLE_MS)
+        print(f"{name} on machines {MACHINES}, {SAMPLE_MS} ms a sample, {BATCH} samples a step:")
+        for way, value in {**speeds, "limit": top}.items():
+            print(f"  {way:<9} {value:>7,.0f} samples/s  {value / top:6.1%} of the limit")
+        ratio = run_workers(__file__, 1, name, "alone")["ratio"]
+        print(f"  alone: {ratio:.3f} of the time without Paceline")
+        figures |= {f"{name}_over_ddp": speeds["paceline"] / speeds["ddp"], f"{name}_alone_over_plain": ratio}
+    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()
