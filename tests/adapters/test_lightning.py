@@ -17,9 +17,17 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_cases import BATCH, Module, data, flat, trained
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from torchmetrics.classification import MulticlassAccuracy
 
 from paceline.adapters.lightning import PacelineStrategy
@@ -79,14 +87,16 @@ def logged(folder: Path) -> list[dict[str, float]]:
         {"trainer": {"precision": "bf16-mixed"}, "module": {"schedule": "plateau", "optimiser": "adamw"}},
         {"trainer": {"max_epochs": -1, "max_steps": 8, "val_check_interval": 2, "limit_val_batches": 3}},
         {"trainer": {"precision": "64-true", "val_check_interval": 0.5}},
+        {"trainer": {"precision": "bf16-true", "max_epochs": 9}, "stop": {"patience": 0, "min_delta": 10.0}},
     ],
-    ids=["clipping by norm, EMA", "clipping by value, epochs", "bf16, plateau", "max_steps", "double"],
+    ids=["clipping by norm, EMA", "clipping by value, epochs", "bf16, plateau", "max_steps", "double", "early stop"],
 )
 def test_alone_it_trains_bit_for_bit_as_lightning_does(
     tmp_path: Path, strategy: Strategies, args: dict[str, Any]
 ) -> None:
     plain, ours = trained("auto", tmp_path / "plain", args), trained(strategy(), tmp_path / "ours", args)
     means = {name: (ours.pop(name), plain.pop(name)) for name in ("metrics", "test", "epoch_losses", "scores")}
+    assert ours["epoch"] == (2 if "stop" in args else plain["epoch"])
     assert ours == plain, "weights, rates, counters and what was saved are the same to the last bit"
     for mine, theirs in means.values():  # summed in double precision here
         assert mine == approximately(theirs)
@@ -175,6 +185,30 @@ def test_a_fast_dev_run_makes_one_step(strategy: Strategies) -> None:
     one = trainer(strategy(), fast_dev_run=True)
     one.fit(Module(), loader(), loader())
     assert one.global_step == 1
+
+
+class Sorted(BatchSampler):
+    """Batches of one's own."""
+
+
+@pytest.mark.parametrize(
+    ("options", "global_batch", "steps"),
+    [
+        ({"drop_last": True}, 32, 4),
+        ({"sampler": WeightedRandomSampler([1.0] * 150, 70)}, 32, 3),
+        ({"sampler": DistributedSampler(data(), num_replicas=2, rank=0)}, 32, 5),
+        ({"batch_sampler": Sorted(SequentialSampler(data()), 10, drop_last=False), "batch_size": 1}, 4, 4),
+    ],
+    ids=["drop_last", "drawn", "DistributedSampler", "batches"],
+)
+def test_an_epoch_has_as_many_steps_as_lightning_was_told(
+    strategy: Strategies, options: dict[str, Any], global_batch: int, steps: int
+) -> None:
+    one = trainer(strategy(global_batch, None), max_epochs=2)
+    one.fit(module := Module(), loader(**options), loader())
+    assert (one.num_training_batches, one.global_step, len(module.counted)) == (steps, 2 * steps, 2)
+    schedule: Any = module.lr_schedulers()
+    assert schedule.last_epoch == schedule.total_steps == 2 * steps
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------
@@ -315,6 +349,10 @@ class Stream(IterableDataset[Any]):
         yield from data()
 
 
+class Part(DistributedSampler[Any]):
+    """A sampler of one's own for one worker's part."""
+
+
 @pytest.mark.parametrize(
     ("options", "module", "said"),
     [
@@ -323,6 +361,7 @@ class Stream(IterableDataset[Any]):
         ({"num_nodes": 2}, Module, "leave num_nodes out"),
         ({"sync_batchnorm": True}, Module, "leave it out, batch norm's running statistics are the fleet's"),
         ({"precision": "16-true"}, Module, 'use precision="bf16-mixed"'),
+        ({"plugins": [MixedPrecision("16-mixed", "cuda")]}, Module, 'use precision="bf16-mixed"'),
         ({"overfit_batches": 2}, Module, r"torch.utils.data.Subset\(dataset, range\(n\)\) instead"),
         ({"limit_train_batches": 3}, Module, "an epoch deals every sample once"),
         ({"reload_dataloaders_every_n_epochs": 1}, Module, "a run deals one dataset"),
@@ -351,8 +390,9 @@ def test_what_contradicts_a_fleet_is_refused_with_what_to_write(
         (DataLoader(Stream(), batch_size=4), "for a stream write the loop with paceline.join"),
         ([loader(), loader()], "several training DataLoaders"),
         (loader(batch_size=None), "batch_size=None gives whole batches"),
+        (loader(sampler=Part(data(), num_replicas=2, rank=0)), "draws one worker's part, and Paceline deals the parts"),
     ],
-    ids=["a stream", "several", "whole batches"],
+    ids=["a stream", "several", "whole batches", "a sampler of a part"],
 )
 def test_data_that_cannot_be_dealt_is_refused(strategy: Strategies, train: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):

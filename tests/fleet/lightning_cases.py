@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import runpy
 import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline.adapters.lightning import PacelineStrategy
 
 LENGTH, BATCH = 150, 32
+EXAMPLES = Path(__file__).parents[2] / "examples"
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -110,7 +113,7 @@ def trained(strategy: Any, folder: Path, args: dict[str, Any]) -> dict[str, Any]
     torch.manual_seed(args.get("weights", 0))
     module = Module(**args.get("module", {}))
     saved = ModelCheckpoint(folder / "saved", monitor="val", save_top_k=2, save_last=True)
-    stop, average = EarlyStopping("val", patience=50), EMAWeightAveraging(decay=0.9)
+    stop, average = EarlyStopping("val", **{"patience": 50, **args.get("stop", {})}), EMAWeightAveraging(decay=0.9)
     callbacks: list[Any] = [saved, stop, LearningRateMonitor("step")]
     callbacks += [ModelCheckpoint(folder / "every", every_n_train_steps=every)] if (every := args.get("every")) else []
     trainer = pl.Trainer(
@@ -151,3 +154,38 @@ def fit(args: dict[str, Any]) -> dict[str, Any]:
     made = trained(strategy, beside("lightning"), args)
     strategy.close()
     return made
+
+
+class Collects(Module):
+    """As many do: outputs are kept, and made one figure when the epoch ends."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.kept.append(batch[0].sum())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("twice", 2 * self.trainer.callback_metrics.get("counted", torch.tensor(0.0)))
+        self.log("sum", torch.stack(self.kept).sum())
+
+
+def example(args: dict[str, Any]) -> None:
+    """One of the examples, in a folder of its own."""
+    folder = beside("example")
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv = [args["name"], "--epochs", "3"]
+    runpy.run_path(str(EXAMPLES / args["name"]), run_name="__main__")
+
+
+def collects(args: dict[str, Any]) -> str:
+    strategy = PacelineStrategy(BATCH, 4, pace="equal", quiet=True)
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", logger=False, max_epochs=1, enable_progress_bar=False)
+    try:
+        trainer.fit(Collects(), DataLoader(data(), batch_size=4), DataLoader(data(70), batch_size=16))
+    except ValueError as error:
+        return str(error)
+    return ""

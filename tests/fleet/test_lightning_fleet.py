@@ -14,7 +14,7 @@ pytest.importorskip("lightning", reason="Lightning is not installed: pip install
 from crew import nursery, run
 from flock import Flock, sound
 from lightning_cases import LENGTH, trained
-from test_examples_digits import EXAMPLES, PACELINE, TORCHRUN, start
+from test_examples_digits import EPOCH, EXAMPLES, PACELINE, TORCHRUN, start
 
 from paceline.adapters.lightning import PacelineStrategy
 from paceline.observe import read_log
@@ -107,6 +107,13 @@ def test_a_worker_lost_in_an_epochs_last_step_or_in_validation_changes_no_figure
 
 
 @pytest.mark.usefixtures("loaded")
+def test_what_a_module_collects_of_its_own_part_is_refused_where_it_logs_it(tmp_path: Path) -> None:
+    for said in run("lightning_cases.py:collects", 2, tmp_path):
+        assert "self.log('sum') in on_validation_epoch_end: the workers' values differ" in said
+        assert "log in the step itself, or use a torchmetrics metric" in said
+
+
+@pytest.mark.usefixtures("loaded")
 def test_with_deadlines_an_epoch_is_as_long_as_it_takes_and_everybody_counts_the_same(tmp_path: Path) -> None:
     args = {"pace": "joint", "average": True, "module": {"schedule": "epoch"}, "trainer": {"max_epochs": 8}}
     emulated = {"PACELINE_EMULATE": "1,1,1~1.2", "PACELINE_SAMPLE_MS": "2"}
@@ -120,20 +127,22 @@ def test_with_deadlines_an_epoch_is_as_long_as_it_takes_and_everybody_counts_the
     assert workers[0]["counted"] == [70] * 8
 
 
-@pytest.mark.parametrize(
-    ("launcher", "example", "logged"),
-    [
-        (TORCHRUN, "lightning", "lr-AdamW"),
-        ((*PACELINE, "--pace", "adaptive"), "lightning", "lr-AdamW"),
-        (TORCHRUN, "fabric", "loss"),
-    ],
-    ids=["torchrun", "paceline run", "Fabric"],
-)
-def test_the_examples_learn_under_every_launcher(
-    tmp_path: Path, launcher: tuple[str, ...], example: str, logged: str
-) -> None:
-    epochs, _ = start(tmp_path, *launcher, str(EXAMPLES / f"{example}_digits.py"), "--epochs", "3")
+@pytest.mark.parametrize("launcher", [TORCHRUN, (*PACELINE, "--pace", "adaptive")], ids=["torchrun", "paceline run"])
+def test_the_example_learns_under_every_launcher(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    epochs, _ = start(tmp_path, *launcher, str(EXAMPLES / "lightning_digits.py"), "--epochs", "3")
+    must_have_learned(epochs, tmp_path / "lightning", "lr-AdamW")
+
+
+@pytest.mark.usefixtures("loaded")
+def test_the_example_with_fabric_learns(tmp_path: Path) -> None:
+    run("lightning_cases.py:example", 2, tmp_path, args={"name": "fabric_digits.py"})
+    said = "".join((tmp_path / f"out.{rank}").read_text() for rank in range(2))
+    epochs = [(float(loss), float(accuracy)) for _, loss, accuracy in EPOCH.findall(said)]
+    must_have_learned(epochs, tmp_path / "example" / "fabric", "loss")
+
+
+def must_have_learned(epochs: list[tuple[float, float]], folder: Path, logged: str) -> None:
     assert len(epochs) == 3, "one worker prints"
     assert epochs[-1][1] > 85
-    (table,) = (tmp_path / example).rglob("metrics.csv")
+    (table,) = folder.rglob("metrics.csv")
     assert logged in table.read_text().splitlines()[0]

@@ -8,10 +8,11 @@ that had no micro-batch, or a newcomer, can log it as well.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
@@ -22,6 +23,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from torchmetrics import Metric
 
 _NAME = re.compile(r"(?P<name>.*) \[(?P<rule>mean|sum|min|max)(?P<of>, samples)?\](?P<flags>\w*)", re.DOTALL)
+AT_THE_END = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
+"""Hooks in which modules log what they have collected."""
 _FLAGS = {"s": "on_step", "e": "on_epoch", "p": "prog_bar", "l": "logger"}
 
 
@@ -65,6 +68,8 @@ class FleetResults(_ResultCollection):
         """Samples in the micro-batch: what a value counts by unless ``self.log(batch_size=...)`` says so."""
         self.dtype = torch.float32
         """Of what is logged, whatever it was summed in."""
+        self.everybody: Callable[[str, float], list[float]] = lambda label, value: [value]
+        """Every worker's value, at a place where all are."""
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
         """As Lightning's, but values are never summed over processes once more."""
@@ -75,11 +80,23 @@ class FleetResults(_ResultCollection):
                 f"samples alone; log its value for the batch, self.log({name!r}, metric(...)), whose mean over the "
                 "fleet is logged"
             )
+        if fx in AT_THE_END and isinstance(value, torch.Tensor) and not options.get("rank_zero_only"):
+            self._must_agree(fx, name, float(value))
         ours = {"sync_dist": True, "sync_dist_fn": _Sync.no_op, "sync_dist_group": None, "rank_zero_only": False}
         super().log(fx, name, value, *args, **{**options, **ours})
         if self.parts is not None and not isinstance(value, Metric):
             for key in set(self) - new:
                 self[key].has_reset = True  # it has no value yet
+
+    def _must_agree(self, fx: str, name: str, value: float) -> None:
+        """Of what a module has collected itself, each worker knows its own part."""
+        values = self.everybody(f"self.log({name!r}) in {fx}", value)
+        if not np.allclose(values, values[0], rtol=1e-5, equal_nan=True):
+            said = ", ".join(f"{one:.6g}" for one in values)
+            raise ValueError(
+                f"self.log({name!r}) in {fx}: the workers' values differ ({said}), because each has gone through its "
+                "own part of the data; log in the step itself, or use a torchmetrics metric in validation_step"
+            )
 
     def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
         if batch_size is None and self.rows is not None:

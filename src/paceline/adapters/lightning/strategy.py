@@ -28,6 +28,7 @@ from paceline.adapters.lightning.logs import FleetResults, give_sums, sums_of
 from paceline.adapters.lightning.metrics import FleetMetrics
 from paceline.adapters.lightning.place import TrainerPlace
 from paceline.adapters.lightning.training_data import TrainingData
+from paceline.checkpoint.content import plain
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
 from paceline.errors import MisuseError
 from paceline.fleet import Fleet
@@ -147,6 +148,10 @@ class PacelineStrategy(SingleDeviceStrategy):
         with context.meet(label):
             return context.transport.gather(label, value)
 
+    def _unless_sanity_checking(self, label: str, value: float) -> list[float]:
+        assert self._trainer is not None
+        return [value] if self._trainer.sanity_checking else self._everybody(label, value)
+
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Everybody comes here."""
         self._sets_up = str(name).endswith("dataloader()")
@@ -210,6 +215,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         for loop in (*loops, trainer.validate_loop, trainer.test_loop):
             if not isinstance(loop._results, FleetResults):
                 loop._results = FleetResults(loop._results.training)
+            loop._results.everybody = self._unless_sanity_checking
             loop._results.dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
 
     def model_to_device(self) -> None:
@@ -244,11 +250,14 @@ class PacelineStrategy(SingleDeviceStrategy):
             for part in vars(callback).values()
             if isinstance(part, AveragedModel)
         ]
+        place = TrainerPlace(trainer)
+        if self._context.elastic is not None:
+            plain(place.state_dict(), "the Trainer's state")  # better now than when a worker joins
         self.fleet.track(
             optimizer=self.optimizers[0],
             **schedules,
             **{f"average{n}": one for n, one in enumerate(averages)},
-            lightning=TrainerPlace(trainer),
+            lightning=place,
         )
         module: Any = self.lightning_module
         transfer = module._on_before_batch_transfer
