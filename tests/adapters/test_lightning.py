@@ -344,6 +344,14 @@ class Reduces(Module):
         return super().training_step(batch, batch_idx)
 
 
+class EverySecond(Module):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        else:
+            optimizer_closure()
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from data()
@@ -374,6 +382,7 @@ class Part(DistributedSampler[Any]):
         ({}, LogsMetric, r"log its value for the batch, self.log\('accuracy', metric\(...\)\)"),
         ({}, LogsExtreme, "log a mean or a sum there"),
         ({}, Gathers, "use self.log, a torchmetrics metric in validation_step, or strategy.fleet.gather"),
+        ({}, EverySecond, "step 0 had no update: optimizer_step must call optimizer.step"),
         ({}, Reduces, r"self.log\(...\) gives the fleet's mean or sum"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 
+from paceline.errors import MisuseError
 from paceline.feed.loader_settings import read_settings
 from paceline.fleet import Fleet
 from paceline.loop.step import Step
@@ -46,6 +47,11 @@ class TrainingData:
             self._iterator = iter(self._steps)
         for step in self._iterator:
             yield step
+            if not step.committed:
+                raise MisuseError(
+                    f"step {step.index} had no update: optimizer_step must call optimizer.step(closure=...) for every "
+                    "batch, and on_train_batch_start must not return -1; for a larger batch use global_batch"
+                )
             if step.ends_epoch:
                 return
         self._trainer.should_stop = True  # the fleet has no more steps: it is further than this worker thought
