@@ -5,9 +5,9 @@ speeds. The framework's DDP and its training with Paceline (pace "adaptive") run
 processes; speeds are samples over wall seconds between updates, everything included, after warm-up:
 *lightning_over_ddp*.
 
-Alone, one process without emulation trains in turn with the framework as it is and with Paceline, in blocks of steps
-with one micro-batch each: *lightning_alone_over_plain* is the ratio of a step's seconds, of each the tenth quantile,
-because what else the computer does makes steps longer and never shorter.
+Alone, one process without launcher or emulation trains in turn with the framework as it is and with Paceline, in
+blocks of steps with one micro-batch each: *lightning_alone_over_plain* is the ratio of a step's seconds, of each the
+tenth quantile, because what else the computer does makes steps longer and never shorter.
 
     python benchmarks/frameworks.py [lightning]
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import sys
 from itertools import pairwise
 from typing import Any
@@ -64,7 +65,13 @@ def alone(name: str) -> dict[str, float]:
 def main() -> None:
     names = [name for name in FRAMEWORKS if name in sys.argv] or list(FRAMEWORKS)
     if is_worker():
-        leave_result(alone(names[0]) if "alone" in sys.argv else on_machines(names[0]))
+        if "alone" in sys.argv:
+            launched = {variable: os.environ.pop(variable) for variable in ("RANK", "WORLD_SIZE")}
+            found = alone(names[0])
+            os.environ.update(launched)
+        else:
+            found = on_machines(names[0])
+        leave_result(found)
         return
     figures: dict[str, float] = {}
     for name in names:
