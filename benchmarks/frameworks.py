@@ -9,10 +9,11 @@ Alone, one process without launcher or emulation trains in turn with the framewo
 blocks of steps with one micro-batch each: *lightning_alone_over_plain* is the ratio of a step's seconds, of each the
 tenth quantile, because what else the computer does makes steps longer and never shorter.
 
-    python benchmarks/frameworks.py [lightning]
+    python benchmarks/frameworks.py
 
-Each framework is a module beside this file, ``_frameworks_NAME``, with a function ``commits(way, *, global_batch,
-micro_batch, steps)``: seconds on the clock after each update, where ``way`` is "ddp", "paceline" or "plain".
+Lightning is in ``_frameworks_lightning``, with a function ``commits(way, *, global_batch, micro_batch, steps)``: the
+clock after each update, where ``way`` is "ddp", "paceline" or "plain". Transformers' Trainer is measured in its own
+way, for *trainer_over_ddp* and *trainer_alone_over_plain*: ``_frameworks_trainer``.
 """
 
 from __future__ import annotations
@@ -85,6 +86,10 @@ def main() -> None:
         ratio = run_workers(__file__, 1, name, "alone")["ratio"]
         print(f"  alone: {ratio:.3f} of the time without Paceline")
         figures |= {f"{name}_over_ddp": speeds["paceline"] / speeds["ddp"], f"{name}_alone_over_plain": ratio}
+    if importlib.util.find_spec("transformers") is not None:
+        from _frameworks_trainer import trainer_figures
+
+        figures |= trainer_figures()
     print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
 
 

@@ -21,7 +21,7 @@ KEYS = {
     "dynamic_weighting": "recovered_c loss_points_a loss_points_b recovered_c_each dataset seeds steps failures",
     "elastic_overhead": "elastic_over_fixed elastic_over_fixed_interval membership_ms",
     "feed_scale": "open_ms state_bytes indices_per_s",
-    "frameworks": "lightning_over_ddp lightning_alone_over_plain",
+    "frameworks": "lightning_over_ddp lightning_alone_over_plain trainer_over_ddp trainer_alone_over_plain",
     "gpu_alone": "gpt124_over_plain gpt124_compiled_over_plain gpt4_over_plain gpt4_compiled_over_plain",
     "gpu_beside_cpu": "large_fleet_over_gpu large_cpu_samples large_ddp_over_gpu small_fleet_over_gpu",
     "gpu_unlike": "adaptive_over_limit adaptive_over_ddp conv_ddp_over_limit gpt_joint_over_limit gpt_auto_over_ddp",
