@@ -48,6 +48,7 @@ class Module(pl.LightningModule):
         self.die = die or {}
         self.counted: list[int] = []
         self.epoch_losses: list[float] = []
+        self.epochs: list[int] = []
 
     def _may_die(self, where: str) -> None:
         """Kill this very process in that epoch, if it is told to."""
@@ -60,6 +61,8 @@ class Module(pl.LightningModule):
             pause(self.pause_s)
         if batch_idx == 4:
             self._may_die("last step")
+        if batch_idx == 1:
+            _may_freeze()
         x, y = batch
         self.seen += len(x)
         loss = nn.functional.cross_entropy(self.net(x), y)
@@ -69,6 +72,7 @@ class Module(pl.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.epoch_losses.append(float(self.trainer.callback_metrics["loss_epoch"]))
+        self.epochs.append(self.current_epoch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
@@ -104,6 +108,14 @@ class Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": self.schedule}}
 
 
+def _may_freeze() -> None:
+    """Worker 0 stops in the middle of a step, once, when there is a file *freeze*."""
+    if os.environ.get("PACELINE_WORKER") != "0" or not beside("freeze").exists() or beside("frozen").exists():
+        return
+    beside("frozen").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def flat(module: nn.Module) -> list[float]:
     return [float(value) for parameter in module.parameters() for value in parameter.detach().flatten()]
 
@@ -133,6 +145,7 @@ def trained(strategy: Any, folder: Path, args: dict[str, Any]) -> dict[str, Any]
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "test": found,
         "epoch_losses": module.epoch_losses,
+        "epochs": module.epochs,
         "global_step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "rate": trainer.optimizers[0].param_groups[0]["lr"],

@@ -66,27 +66,33 @@ def test_shares_of_one_to_three_train_validate_and_save_as_one_process_and_one_g
 
 
 @pytest.mark.usefixtures("loaded")
-def test_workers_are_killed_come_back_and_leave_with_equal_replicas_and_the_right_step(tmp_path: Path) -> None:
-    args = {"module": {"pause_s": 0.05}, "average": True, "trainer": {"max_epochs": 8}}
+def test_workers_are_killed_freeze_come_back_and_leave_with_equal_replicas_and_the_right_step(tmp_path: Path) -> None:
+    args = {"module": {"pause_s": 0.05}, "average": True, "trainer": {"max_epochs": 24}}
     with Flock(CASE, 3, tmp_path, args=args) as flock:
         flock.wait_for_step(8)
         flock.kill(1)
         flock.wait_for_workers(2)
         flock.start(1)
         flock.wait_for_workers(3)
+        (tmp_path / "freeze").touch()
+        flock.wait_for("frozen")
+        flock.wait_for_workers(2)
+        flock.send(0, signal.SIGCONT)
+        flock.wait_for_workers(3)
         flock.send(0, signal.SIGTERM)
         flock.wait_for_workers(2)
         outcomes = flock.hurry()
     assert outcomes[0].code == 143, outcomes[0].err[-3000:]
-    log, values = sound(tmp_path, outcomes, ended={1, 2}, epochs=8, length=LENGTH)
-    assert [len(change.workers) for change in log.changes] == [2, 3, 2]
+    log, values = sound(tmp_path, outcomes, ended={1, 2}, epochs=24, length=LENGTH)
+    assert [len(change.workers) for change in log.changes] == [2, 3, 2, 3, 2]
     newcomer, other = values
     assert newcomer["global_step"] == other["global_step"] == len(log.records)
     for name in (*THE_FLEETS, "metrics", "scores"):
         assert newcomer[name] == other[name], name
-    seen = len(newcomer["epoch_losses"])
-    assert newcomer["epoch_losses"] == other["epoch_losses"][-seen:], "the epoch that it entered in as well"
-    assert 2 <= seen < 8
+    its, theirs = (dict(zip(one["epochs"], one["epoch_losses"], strict=True)) for one in values)
+    assert list(theirs) == list(range(24))
+    assert its == {epoch: theirs[epoch] for epoch in its}, "those that it entered in as well"
+    assert 2 <= len(its) < 24
 
 
 @pytest.mark.usefixtures("loaded")

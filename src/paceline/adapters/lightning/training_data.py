@@ -14,6 +14,7 @@ from paceline.errors import MisuseError
 from paceline.feed.loader_settings import read_settings
 from paceline.fleet import Fleet
 from paceline.loop.step import Step
+from paceline.loop.step_state import RoundPhase
 from paceline.loop.steps import Steps
 from paceline.training.context import TrainingContext
 
@@ -119,11 +120,13 @@ class TrainingData:
 
     def follow(self, step: Step) -> None:
         """After a commit: when workers were lost in an epoch's last steps it has one more than usual, and Lightning
-        must neither stop before it nor wait for one that does not come."""
+        must neither stop before it nor wait for one that does not come. A step that the fleet made without this worker
+        ends nothing: the next one brings the fleet's place."""
         fit = self._trainer.fit_loop
         if self._trainer.fast_dev_run:
             return
-        ready, ends = fit.epoch_loop.batch_progress.current.ready, step.ends_epoch
+        ready, void = fit.epoch_loop.batch_progress.current.ready, step.step_state.round_phase is RoundPhase.VOID
+        ends = step.ends_epoch and not void
         batches = ready if ends else max(self._length, ready + 1)
         fit.epoch_loop.batch_progress.is_last_batch = ends
         fetcher: Any = fit._data_fetcher
