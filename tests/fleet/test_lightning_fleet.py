@@ -120,6 +120,15 @@ def test_what_a_module_collects_of_its_own_part_is_refused_where_it_logs_it(tmp_
 
 
 @pytest.mark.usefixtures("loaded")
+def test_a_worker_that_has_no_batch_knows_every_figure_too(tmp_path: Path) -> None:
+    args = {"pace": "fixed:0,1", "trainer": {"max_epochs": 2}}
+    idle, busy = run(CASE, 2, tmp_path, args=args)
+    assert {"accuracy", "auc"} <= {*busy["metrics"]}
+    for name in ("metrics", "test", "epoch_losses", "weights"):
+        assert idle[name] == busy[name], name
+
+
+@pytest.mark.usefixtures("loaded")
 def test_with_deadlines_an_epoch_is_as_long_as_it_takes_and_everybody_counts_the_same(tmp_path: Path) -> None:
     args = {"pace": "joint", "average": True, "module": {"schedule": "epoch"}, "trainer": {"max_epochs": 8}}
     emulated = {"PACELINE_EMULATE": "1,1,1~1.2", "PACELINE_SAMPLE_MS": "2"}

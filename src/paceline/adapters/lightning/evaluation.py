@@ -74,13 +74,16 @@ class EvaluationData:
                 metrics.restart()
                 try:
                     self._go_through(loop, source, self._own(count), number)
-                    return {"logged": _told(results), "metrics": metrics.part()}
+                    return {"logged": _told(results), "metrics": metrics.part(), "objects": results.objects()}
                 finally:
                     results.parts = None
 
             told = [mine()] if context.outside else context.transport.gather("what validation found", mine)
         metrics.end([one["metrics"] for one in told])
         _give(results, [one["logged"] for one in told])
+        for key, fx, dataloader, name, metric in (row for one in told for row in one["objects"]):
+            meta = {"fx": fx, "dataloader_idx": dataloader, "metric_attribute": metric, **(meta_of(name) or {})}
+            results.give_object(key, meta, metrics.named(metric))
 
     def _own(self, count: int) -> range:
         """This worker's batches: each takes a stretch by its speed."""

@@ -128,6 +128,21 @@ class FleetResults(_ResultCollection):
             self[key] = _ResultMetric(made, True)
             self[key].has_reset = True
 
+    def objects(self) -> list[list[Any]]:
+        """The metrics that this worker logged as objects, as JSON: the key, how it was logged, and the metric's name in
+        the module."""
+        metas = [(key, one.meta) for key, one in self.items() if not one.is_tensor and not one.has_reset]
+        return [[key, meta.fx, meta.dataloader_idx, name_of(meta), meta.metric_attribute] for key, meta in metas]
+
+    def give_object(self, key: str, meta: dict[str, Any], metric: Metric) -> None:
+        """Log a metric as an object on a worker that has not, because it had no batch."""
+        if key not in self:
+            made = _Metadata(**meta)
+            made.sync = _Sync(fn=_Sync.no_op, _should=True)
+            self[key] = _ResultMetric(made, False)
+        one = self[key]
+        one.value, one._computed, one._update_count, one.has_reset = metric, None, max(1, one._update_count), False
+
 
 # -- by the name of a sum ----------------------------------------------------------------------------------------------
 

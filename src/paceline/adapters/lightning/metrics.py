@@ -23,6 +23,9 @@ class FleetMetrics:
         self._before: dict[str, tuple[dict[str, Any], int]] = {}
         self._whole: set[str] = set()
 
+    def named(self, name: str) -> Metric:
+        return self._metrics[name]
+
     def guard(self, shared: Any) -> None:
         """``shared()``: whether there are other workers."""
         for name, metric in self._metrics.items():
