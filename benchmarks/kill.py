@@ -29,16 +29,15 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from _kill_herds import WORKERS, Herd, Launched, Torchft, Torchrun, missing_torchft
 from _kill_stamps import Process, Watch, entry, is_whole, latest, longest_gap_s, odd_sizes, recovered_at, step_gaps_s
 from _smoke import smoke, smoking
+from _waiting import show, wait_for
 
 CALM_STEPS = 10
 """Steps with everybody before each fault."""
@@ -51,7 +50,6 @@ KILLS_S, QUICK_KILLS_S = 110.0, 32.0
 """On a busy computer a process takes long to start again: after so many seconds there are no further kills, and the
 figures say how many there were."""
 globals().update(smoke(CALM_STEPS=3, QUICK_KILLS=1, QUICK_FREEZES=1))
-T = TypeVar("T")
 
 
 @dataclass
@@ -134,13 +132,13 @@ class Hunt:
             fresh = [process for process in latest(commits).values() if process not in before]
             return recovered_at(commits, fresh, since=at, workers=WORKERS) if len(fresh) == WORKERS else None
 
-        return wait_for(moment, f"the next step after a fault under {self._herd.name}") - at
+        return wait_for(moment, f"the next step after a fault under {self._herd.name}", within_s=LIMIT_S) - at
 
     def _await_all(self, *, since: float) -> None:
         def whole() -> bool | None:
             return is_whole(self._watch.look(), workers=WORKERS, steps=CALM_STEPS, since=since) or None
 
-        wait_for(whole, f"all workers to train under {self._herd.name}")
+        wait_for(whole, f"all workers to train under {self._herd.name}", within_s=LIMIT_S)
 
     def _note_entry(self, before: list[Process], target: Process, at: float) -> None:
         commits, others = self._watch.look(), [process for process in before if process != target]
@@ -148,19 +146,6 @@ class Hunt:
         assert back is not None
         self.found.stalls.append(longest_gap_s(commits, others, steps=(back.step - 2, back.step + 5)))
         self.found.left_out += odd_sizes(commits, others, since=at, allowed=(WORKERS - 1, WORKERS))
-
-
-def wait_for(what: Callable[[], T | None], name: str) -> T:
-    until = time.monotonic() + LIMIT_S
-    while time.monotonic() < until:
-        if (value := what()) is not None:
-            return value
-        time.sleep(0.02)
-    raise SystemExit(f"{name} did not come within {LIMIT_S:.0f} s")
-
-
-def show(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def hunt_paceline(folder: Path, *, quick: bool) -> Found:

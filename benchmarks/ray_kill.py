@@ -24,9 +24,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 import numpy as np
@@ -34,6 +34,7 @@ import raylets
 from _kill_job import SAMPLE_MS, STAMPS
 from _ray_kill_job import WORKERS as WORKERS_NAME
 from _smoke import goes_without, smoke, smoking
+from _waiting import show, wait_for
 from raylets import HEAD, Raylets
 
 from paceline.observe import read_log
@@ -44,7 +45,6 @@ globals().update(smoke(WORKERS=2, KILLS=1))
 CALM_STEPS = 5
 LIMIT_S = 120.0
 JOB = Path(__file__).with_name("_ray_kill_job.py")
-T = TypeVar("T")
 
 
 class Commit(NamedTuple):
@@ -95,13 +95,17 @@ class Hunt:
     def run(self, kills: int) -> None:
         since = 0.0
         for number in range(kills):
-            before = wait_for(lambda since=since: self._stamps.whole(since), "all workers to train")
+            before = wait_for(lambda since=since: self._stamps.whole(since), "all workers to train", within_s=LIMIT_S)
             node = sorted(before)[-1]
             at = time.monotonic()
             self._nodes.kill(node)
             show(f"node {node} is killed")
-            self.survivors.append(wait_for(lambda at=at, node=node: self._went_on(at, node), "the next step") - at)
-            self.back.append(wait_for(lambda at=at, node=node: self._all(at, node), "the return") - at)
+            self.survivors.append(
+                wait_for(lambda at=at, node=node: self._went_on(at, node), "the next step", within_s=LIMIT_S) - at
+            )
+            self.back.append(
+                wait_for(lambda at=at, node=node: self._all(at, node), "the return", within_s=LIMIT_S) - at
+            )
             show(f"went on after {self.survivors[-1]:.2f} s, all there after {self.back[-1]:.2f} s")
             since = time.monotonic()
             if number + 1 < kills:  # the spare one of the next kill
@@ -167,19 +171,6 @@ def has_ray_train() -> bool:
         show("Ray Train is not installed (pip install 'ray[train]'); it is left out")
         return False
     return True
-
-
-def wait_for(what: Callable[[], T | None], name: str) -> T:
-    until = time.monotonic() + LIMIT_S
-    while time.monotonic() < until:
-        if (value := what()) is not None:
-            return value
-        time.sleep(0.02)
-    raise SystemExit(f"{name} did not come within {LIMIT_S:.0f} s")
-
-
-def show(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def median(values: Sequence[float]) -> float:

@@ -120,12 +120,12 @@ class FleetResults(_ResultCollection):
         told = torch.as_tensor(value, dtype=self.dtype, device=self[key].value.device)
         super().update_metrics(key, told, int(weight) if float(weight).is_integer() else weight)
 
-    def register(self, key: str, meta: dict[str, Any]) -> None:
+    def register(self, key: str, meta: dict[str, Any], *, is_tensor: bool = True) -> None:
         """Make the key known on a worker that has not logged it itself."""
         if key not in self:
             made = _Metadata(**meta)
             made.sync = _Sync(fn=_Sync.no_op, _should=True)
-            self[key] = _ResultMetric(made, True)
+            self[key] = _ResultMetric(made, is_tensor)
             self[key].has_reset = True
 
     def objects(self) -> list[list[Any]]:
@@ -136,10 +136,7 @@ class FleetResults(_ResultCollection):
 
     def give_object(self, key: str, meta: dict[str, Any], metric: Metric) -> None:
         """Log a metric as an object on a worker that has not, because it had no batch."""
-        if key not in self:
-            made = _Metadata(**meta)
-            made.sync = _Sync(fn=_Sync.no_op, _should=True)
-            self[key] = _ResultMetric(made, False)
+        self.register(key, meta, is_tensor=False)
         one = self[key]
         one.value, one._computed, one._update_count, one.has_reset = metric, None, max(1, one._update_count), False
 
