@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,9 @@ from paceline.training.loading import Loading
 from paceline.training.replica import Model, Replica
 from paceline.training.saving import Saving
 from paceline.training.untracked import UntrackedChecks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def join(
@@ -205,13 +208,18 @@ class Fleet:
 
     # -- what is trained -------------------------------------------------------------------------------------------
 
-    def model(self, module: Model, *, overlap: bool = True) -> Model:
+    def model(self, module: Model, *, overlap: bool = True, shard: bool = False) -> Model:
         """Your own module back: on ``fleet.device``, with the leader's weights on every worker.
 
-        ``overlap=False`` starts the sums only when backward is over (for models whose parameters get their gradient
-        in several parts, such as re-entrant checkpoints over shared layers).
+        ``overlap=False`` starts the sums only when backward is over (for parameters that get their gradient in several
+        parts: re-entrant checkpoints). ``shard=True`` divides it over this worker's processes (``run --group``).
         """
-        return self._replica.add_model(module, overlap=overlap)
+        return self._replica.add_model(module, overlap=overlap, shard=shard)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The processes of this worker (``paceline run --group``), for a `fully_shard` of your own."""
+        return self._context.mesh
 
     def track(self, **objects: Any) -> None:
         """Name what has state (optimizer, scheduler, scaler, your own): it is saved, loaded and sent along.

@@ -43,7 +43,8 @@ class RunRecorder:
         self._closed = False
         name = os.environ.get("PACELINE_NAME") or name or Path(sys.argv[0]).stem or "run"
         # Where workers come and go, anybody may have to go on with the log.
-        folder, problem = _make_folder(run_dir, name) if self._leads or transport.elastic else (None, None)
+        first = transport.shard == 0
+        folder, problem = _make_folder(run_dir, name) if first and (self._leads or transport.elastic) else (None, None)
         self._lock: FolderLock | None = None
         if self._leads and folder is not None:
             try:
@@ -57,6 +58,7 @@ class RunRecorder:
             "pid": os.getpid(),
             "device": str(device),
             "emulated": emulated,
+            **({"processes": transport.shards} if transport.shards > 1 else {}),
             "folder": str(folder),
             "problem": problem,
         }
@@ -64,11 +66,12 @@ class RunRecorder:
         if everybody[0]["problem"]:
             raise ValueError(everybody[0]["problem"])
         self.run_dir = folder if transport.elastic and folder is not None else Path(everybody[0]["folder"])
+        self.run_dir = transport.once("the run's folder, as it is", lambda: self.run_dir)
         self.run_id = self.run_dir.name
         self._quiet, self._under_launcher = quiet, bool(os.environ.get("PACELINE_LAUNCHER"))
         self._view = make_view(quiet=quiet or not self._leads or self._under_launcher)
         self._logs_warnings = quiet and not self._under_launcher
-        keys = ("rank", "id", "host", "pid", "device", "emulated")
+        keys = ("rank", "id", "host", "pid", "device", "emulated", "processes")
         self._run = {
             "run_id": self.run_id,
             "name": name,
@@ -87,7 +90,8 @@ class RunRecorder:
 
     @property
     def _leads(self) -> bool:
-        return self._transport.rank == 0 and not getattr(self._transport, "outside", False)
+        first = self._transport.rank == 0 and self._transport.shard == 0
+        return first and not getattr(self._transport, "outside", False)
 
     @property
     def _prints_verdict(self) -> bool:
@@ -124,7 +128,7 @@ class RunRecorder:
             self._view.show(self._log.write(event, **fields))
             if warning and self._logs_warnings:
                 logger.warning("%s", fields["text"])
-        elif warning and not fields.get("everywhere"):
+        elif warning and not fields.get("everywhere") and self._transport.shard == 0:
             logger.warning("%s", fields["text"])
 
     def close(self, error: BaseException | None) -> None:

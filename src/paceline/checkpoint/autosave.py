@@ -76,6 +76,8 @@ class Autosaver:
         folder: for the checkpoints; made when it is not there.
         keep: how many of them to keep.
         leads: whether this worker writes; asked each time, since that may change.
+        writes: whether this process of it does: the first, where it has several.
+        agreed: the first process's answer, on all of them.
         content: the state between two steps, plain values and tensors, as it is to be saved while the context lasts.
         observe: hears of what was saved and of trouble, on the training thread.
         clock: seconds.
@@ -91,9 +93,12 @@ class Autosaver:
         content: Callable[[], AbstractContextManager[Mapping[str, Any]]],
         observe: Callable[[str, Mapping[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
+        writes: bool = True,
+        agreed: Callable[[bool], bool] = bool,
     ) -> None:
         self._folder, self._schedule, self._keep = folder, schedule, whole_number("keep", keep)
         self._leads, self._content, self._observe, self._clock = leads, content, observe, clock
+        self._writes, self._agreed = writes, agreed
         self._since: LastSave | None = None
         self._thread: threading.Thread | None = None
         self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -112,12 +117,14 @@ class Autosaver:
         if self._since is None:
             self._begin(LastSave(step, now))
         assert self._since is not None
-        if not (self._schedule.due(step, now, since=self._since) or (last and step > self._since.step)):
+        leads, due = self._leads(), self._schedule.due(step, now, since=self._since)
+        due = due or (last and step > self._since.step)
+        if not (self._agreed(due) if leads else due):
             return
-        if self._leads():
+        if leads:
             if last:
                 self._finish()
-            if self._busy:
+            if self._agreed(self._busy):
                 return  # it stays due
             self._save(step)
         self._since = LastSave(step, now)
@@ -137,6 +144,8 @@ class Autosaver:
                 taken = Snapshot(content)
         except Exception as error:  # the user's own extra, or no memory for a copy
             self._warn(f"state: {type(error).__name__}", f"the state could not be copied: {_words(error)}")
+            return
+        if not self._writes:
             return
         args = (taken, step)
         self._thread = threading.Thread(target=self._write, args=args, name="paceline-autosave", daemon=True)

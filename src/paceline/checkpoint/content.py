@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.checkpoint import shards
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype)
 
 
@@ -115,7 +117,7 @@ def restore(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any], mo
     """Load everything that `must_match` let pass, or raise ValueError and leave everything as it was."""
     restore_tracked(path, saved["tracked"], tracked)
     for model, state in zip(models, saved["models"], strict=True):
-        model.load_state_dict(state)
+        model.load_state_dict(shards.model_state(state, model) if shards.any_sharded(model.parameters()) else state)
 
 
 def restore_tracked(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any]) -> None:
@@ -133,6 +135,8 @@ def restore_tracked(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, 
 
 
 def load_into(thing: Any, state: Any) -> None:
+    if isinstance(thing, torch.optim.Optimizer) and shards.any_sharded(shards.parameters_of(thing)):
+        state = shards.optimizer_state(state, thing)
     if state or not isinstance(thing, torch.amp.GradScaler):  # a disabled scaler saves nothing and takes nothing
         thing.load_state_dict(state)
 

@@ -95,6 +95,20 @@ def check_combine(combine: Choice, pacer: Pacer, workers: int, *, elastic: bool 
         )
 
 
+def check_groups(combine: Choice, pacer: Pacer) -> None:
+    """Raise ValueError when workers of several processes cannot combine so, or at this pace."""
+    if kind_of(combine).local:
+        raise ValueError(
+            f"combine {name_of(combine)!r} averages whole models, and workers started with --group may divide theirs: "
+            "use combine 'gradients'"
+        )
+    if deadlines_needed(pacer):
+        raise ValueError(
+            f"pace {pacer.name!r} sets deadlines, and the processes of a worker started with --group go through the "
+            "model together: use pace 'auto' or 'adaptive'"
+        )
+
+
 def check_wire(wire: str, combine: Choice) -> None:
     """Raise ValueError when this wire is not known, or makes no sense with the combine."""
     form = format_of(wire)

@@ -34,9 +34,11 @@ class BatchDealing(SampleDealing):
     def take(self, largest: int | None = None) -> MicroBatch | None:
         if not self._pieces:
             return None
-        ranges, indices = self._pieces.popleft()
-        batch = self._source.take(self._pieces_epoch, ranges, indices)
-        return MicroBatch(batch, 1, self._pieces_epoch, ranges[0][0], last=not self._pieces, given=len(indices))
+        piece = self._pieces.popleft()
+        mine, own = self._own(piece)
+        batch = self._source.take(self._pieces_epoch, *mine)
+        first, given = mine[0][0][0], len(piece[1])
+        return MicroBatch(batch, 1, self._pieces_epoch, first, last=not self._pieces, given=given, own=own)
 
     @property
     def left(self) -> int:

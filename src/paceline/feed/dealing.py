@@ -115,10 +115,17 @@ def make_dealing(
     ahead: Sequence[int],
     identity: int | None = None,
     epoch: int = 0,
+    part: tuple[int, int] = (0, 1),
 ) -> Dealing:
     """The dealing for this kind of data. ``ahead``: samples that each worker's loader likes to hold; ``identity``: this
-    worker's number for good (None: its rank); ``epoch``: the first."""
+    worker's number for good (None: its rank); ``epoch``: the first; ``part``: which of how many processes of its worker
+    this is."""
     if source.length is None:
+        if part[1] > 1:
+            raise ValueError(
+                f"{source.name} is an IterableDataset, and a worker of several processes deals rows of a dataset with "
+                "a length to them: give one with __len__ and __getitem__"
+            )
         if order is not None:
             raise ValueError("order= needs a dataset with a length: an iterable dataset has its own order")
         own = rank if identity is None else identity
@@ -138,4 +145,4 @@ def make_dealing(
             f"{feed.length} an epoch: write how many of them make a step, over the whole fleet"
         )
     kind = SampleDealing if feed.batches is None else BatchDealing
-    return kind(feed, source, rank=rank, micro_batch=settings.micro_batch, ahead=ahead)
+    return kind(feed, source, rank=rank, micro_batch=settings.micro_batch, ahead=ahead, part=part)

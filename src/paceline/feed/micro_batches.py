@@ -28,11 +28,14 @@ class MicroBatch(NamedTuple):
     """No more micro-batches come in this step."""
     given: int = 0
     """Samples in a batch that a batch sampler gave, which counts as one; 0: the micro-batch counts its samples."""
+    own: int | None = None
+    """Of them, those that are this process's, in a worker of several: 0 where the batch is only there to go through the
+    model beside the others'. None: all."""
 
     @property
     def rows(self) -> int:
-        """Samples in the micro-batch, however it counts."""
-        return self.given or self.samples
+        """Samples in the micro-batch, however it counts; in a worker of several processes, this one's."""
+        return (self.given or self.samples) if self.own is None else self.own
 
 
 def pieces_of(ranges: Iterable[Range], largest: int) -> list[tuple[Range, ...]]:
@@ -49,6 +52,25 @@ def pieces_of(ranges: Iterable[Range], largest: int) -> list[tuple[Range, ...]]:
     count = -(-rest.total // largest)
     first = [rest.take_front(largest) for _ in range(count - 2)]
     return first + [rest.take_front(-(-rest.total // left)) for left in range(min(count, 2), 0, -1)]
+
+
+def own_rows(piece: Piece, shard: int, shards: int) -> tuple[Piece, int]:
+    """The part of a micro-batch that one of a worker's processes takes, and how many of its rows count: as equal parts
+    as can be. One that gets nothing takes the first row, which does not count: all processes go through the model
+    together.
+
+    >>> [own_rows((((3, 8),), np.arange(5)), shard, 2)[0][0] for shard in (0, 1)]
+    [((3, 5),), ((5, 8),)]
+    >>> own_rows((((3, 4),), np.arange(1)), 0, 2)
+    ((((3, 4),), array([0])), 0)
+    """
+    ranges, indices = piece
+    start, end = (len(indices) * at // shards for at in (shard, shard + 1))
+    if start == end:
+        return (Ranges(ranges).take_front(1), indices[:1]), 0
+    rest = Ranges(ranges)
+    rest.take_front(start)
+    return (rest.take_front(end - start), indices[start:end]), end - start
 
 
 def front_of(batch: Any, *, samples: int, keep: int) -> Any:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.feed.feed import Feed
 from paceline.feed.loading import Source
-from paceline.feed.micro_batches import MicroBatch, Piece, front_of, pieces_of
+from paceline.feed.micro_batches import MicroBatch, Piece, front_of, own_rows, pieces_of
 from paceline.feed.ranges import Ranges, total
 from paceline.records import Range, StepRecord
 
@@ -23,8 +23,19 @@ class SampleDealing:
     ended = False
     unit = "samples"
 
-    def __init__(self, feed: Feed, source: Source, *, rank: int, micro_batch: int, ahead: Sequence[int]) -> None:
-        self.micro_batch = micro_batch
+    def __init__(
+        self,
+        feed: Feed,
+        source: Source,
+        *,
+        rank: int,
+        micro_batch: int,
+        ahead: Sequence[int],
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        """``part``: which of how many processes of its worker this one is; each takes its rows of every
+        micro-batch."""
+        self.micro_batch, self._part = micro_batch, part
         self.smallest = 1
         """Where a micro-batch is cut in two, each part has at least so many samples."""
         self._feed, self._source, self._rank = feed, source, rank
@@ -85,7 +96,11 @@ class SampleDealing:
         pieces = list(self._pieces)
         while share and queue.total and len(pieces) < len(self._pieces) + self._source.ahead:
             pieces += self._cut(queue.take_front(share))
-        self._source.expect(self._feed.epoch, pieces)
+        self._source.expect(self._feed.epoch, [self._own(piece)[0] for piece in pieces])
+
+    def _own(self, piece: Piece) -> tuple[Piece, int | None]:
+        """What of a micro-batch is this process's, and how many rows of it count; None: all."""
+        return (piece, None) if self._part[1] == 1 else own_rows(piece, *self._part)
 
     def _cut(self, ranges: Sequence[Range]) -> list[Piece]:
         """Micro-batches with their dataset indices, all looked up in one call."""
@@ -104,14 +119,15 @@ class SampleDealing:
         keep = samples if largest is None else self._largest_cut(samples, largest)
         if keep < samples and not self._source.ahead:
             piece = self._cut_front(piece, keep)
-        batch = self._source.take(self._pieces_epoch, *piece)
+        mine, own = self._own(piece)
+        batch = self._source.take(self._pieces_epoch, *mine)
         if keep < samples and self._source.ahead:  # the batch was loaded whole by another process, and is cut here
             shorter = front_of(batch, samples=samples, keep=keep)
             if shorter is not None:
                 batch, piece = shorter, self._cut_front(piece, keep)
+                mine = piece
         self._taken = piece
-        ranges, indices = piece
-        return MicroBatch(batch, len(indices), self._pieces_epoch, ranges[0][0], last=not self._pieces)
+        return MicroBatch(batch, len(piece[1]), self._pieces_epoch, mine[0][0][0], last=not self._pieces, own=own)
 
     def _largest_cut(self, samples: int, largest: int) -> int:
         """How many of a piece's samples to take so that neither part is too small; all where there is no such cut."""
@@ -135,7 +151,7 @@ class SampleDealing:
             ranges = [part for ranges, _ in undone for part in ranges]
             self._pieces = deque(self._in_pieces(ranges, np.concatenate([indices for _, indices in undone])))
             if self._source.ahead:
-                self._source.expect(self._pieces_epoch, list(self._pieces))
+                self._source.expect(self._pieces_epoch, [self._own(piece)[0] for piece in self._pieces])
 
     def shrink(self, size: int, *, again: bool) -> bool:
         if size < 1:

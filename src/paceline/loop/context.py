@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ class LoopContext:
     snapshot: Callable[[], dict[str, Any]]
     restore: Callable[[Mapping[str, Any]], None]
     """This worker's models and everything tracked: their state, and setting it."""
+    models: Sequence[torch.nn.Module] = ()
     whole: bool = False
     """Micro-batches are not cut."""
     alike: bool = True
@@ -133,8 +134,9 @@ class LoopContext:
 
     @property
     def leaving(self) -> bool:
-        """This worker was asked to leave: it takes no further micro-batch, and what it has left is dealt to others."""
-        return self.membership is not None and self.membership.leaving
+        """This worker was asked to leave: it takes no further micro-batch, and what it has left is dealt to others. One
+        of several processes, of which only the first was asked, does its share."""
+        return self.membership is not None and self.membership.leaving and self.transport.shards == 1
 
     def warn_all(self, text: str) -> None:
         """A warning that every worker has: the leader's is enough."""

@@ -180,7 +180,8 @@ class Membership:
     def take_over(self, data: torch.Tensor, change: MembershipChange) -> bool:
         """A newcomer takes over a peer's state. False: the fleet went on to a later loop while this worker waited, and
         its script has to come there first."""
-        state = checkpoint.unpack(data, device=self._steps.loop.device)
+        device = self._steps.loop.device if self._transport.shards == 1 else torch.device("cpu")
+        state = checkpoint.unpack(data, device=device)
         if state["loop"] > self._loop:
             return False
         if state["loop"] != self._loop:

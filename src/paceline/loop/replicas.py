@@ -11,24 +11,36 @@ import torch
 
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint import load
+from paceline.checkpoint.shards import any_sharded, gathered, is_sharded, local, own_part
 from paceline.errors import FleetError
 from paceline.settings import must_agree
-from paceline.transport import Transport
+from paceline.transport import Collective, Transport
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def fingerprint(tensors: Iterable[torch.Tensor]) -> float:
+def fingerprint(tensors: Iterable[torch.Tensor], inside: Collective | None = None) -> float:
     """A number that two sets of tensors share when they are equal bit for bit: sums of their bits, tensor by tensor.
 
-    Whole numbers below 2**52, so it travels exactly in a float64. Within a tensor it does not see the order.
+    Whole numbers below 2**52, so it travels exactly in a float64. Within a tensor it does not see the order, so the
+    parts that the processes of a worker hold add up to it (``inside``: all of them call; the first one knows).
     """
+    sums = [int(_bits(local(tensor)).sum(dtype=torch.int64)) for tensor in tensors]
+    parts = inside.collect("comparing replicas", sums) if inside is not None else [sums]
     total = 0
-    for tensor in tensors:
-        bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.uint8))
-        total = (total * 1_000_003 + int(bits.sum(dtype=torch.int64))) % (1 << 52)
+    for own in zip(*parts, strict=True):
+        total = (total * 1_000_003 + _wrapped(sum(own))) % (1 << 52)
     return float(total)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.uint8))
+
+
+def _wrapped(number: int) -> int:
+    """As a sum of 64 bits would have it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def shape_of(model: torch.nn.Module) -> list[list[Any]]:
@@ -51,8 +63,16 @@ def check_same_shape(transport: Transport, model: torch.nn.Module) -> None:
 def spread(transport: Transport, models: Sequence[torch.nn.Module]) -> None:
     """Give every worker the leader's parameters and buffers, and check that they arrived."""
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
-    transport.broadcast([t.detach() for t in tensors if t.numel()])
-    must_agree(transport, "the leader's weights", {"fingerprint": fingerprint(tensors)})
+    if any_sharded(tensors):
+        for tensor in tensors:
+            whole = gathered(tensor.detach(), keep=True)
+            transport.broadcast([whole])
+            local(tensor).copy_(own_part(whole, tensor) if is_sharded(tensor) else whole)
+        own = fingerprint(tensors, transport)
+    else:
+        transport.broadcast([t.detach() for t in tensors if t.numel()])
+        own = fingerprint(tensors)
+    must_agree(transport, "the leader's weights", {"fingerprint": own})
 
 
 @dataclass(frozen=True)
@@ -95,9 +115,10 @@ def distance(models: Sequence[torch.nn.Module], states: Sequence[Mapping[str, to
     largest, size = 0.0, 0.0
     for model, state in zip(models, states, strict=True):
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            theirs = state[name].to(parameter)
+            whole, ours = state[name], local(parameter)
+            theirs = (own_part(whole, parameter) if is_sharded(parameter) else whole).to(ours)
             if theirs.numel():
-                apart = (parameter - theirs).abs().max().nan_to_num(nan=torch.inf)
+                apart = (ours - theirs).abs().max().nan_to_num(nan=torch.inf)
                 largest, size = max(largest, float(apart)), max(size, float(theirs.abs().max()))
     return largest / size if size else largest
 

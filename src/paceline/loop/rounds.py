@@ -15,6 +15,7 @@ import torch
 from paceline.combine import Header
 from paceline.combine.gradients.accumulation import Aside
 from paceline.combine.gradients.buckets import Among
+from paceline.combine.gradients.sharded import before_micro_batch
 from paceline.errors import GenerationOver, MisuseError
 from paceline.feed.micro_batches import MicroBatch
 from paceline.loop.context import LoopContext
@@ -94,7 +95,10 @@ class InlineRound:
 
     def take(self, opened: float) -> tuple[MicroBatch | None, float]:
         self._clock.begin()
-        return self._loop.source.take(), opened
+        micro = self._loop.source.take()
+        if micro is not None and self._loop.transport.grouped:
+            before_micro_batch(self._loop.models, last=micro.last)
+        return micro, opened
 
     def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
         if among is not None and self._gradients.whole:  # the part before may be for nothing
@@ -146,18 +150,30 @@ class InlineRound:
             self._loop.membership.keep_up()
         finite = self.finish()
         entered = time.perf_counter()
+        label, transport = f"the round of step {step_state.index}", self._loop.transport
+        if not transport.grouped:
+            header = self._exchange(label, finite)
+        else:
+            for work in transport.collect(label, step_state.work.sums())[1:]:
+                step_state.work.add(work)
+            vector = transport.once(label, lambda: self._exchange(label, self._gradients.start()).vector)
+            header = Header(self._gradients.layout)
+            header.vector[:] = vector
+        waited = time.perf_counter() - entered
+        self._round_s = max(0.0, waited - float(header.column("seconds").max() - step_state.work.seconds))
+        step_state.header = header
+        return True
+
+    def _exchange(self, label: str, finite: bool) -> Header:
+        """Sum with the others, as often as it takes."""
         while True:
             try:
                 header = self._write_header(finite)
             except GenerationOver as over:  # the store that names figures is away
                 self._gradients.exchange.re_form(over)
                 continue
-            if self._gradients.exchange.run(header, step_state.work.samples, f"the round of step {step_state.index}"):
-                break
-        waited = time.perf_counter() - entered
-        self._round_s = max(0.0, waited - float(header.column("seconds").max() - step_state.work.seconds))
-        step_state.header = header
-        return True
+            if self._gradients.exchange.run(header, self._step_state.work.samples, label):
+                return header
 
     def _write_header(self, finite: bool) -> Header:
         members = self._loop.membership
@@ -209,7 +225,7 @@ class ReplicaComparison:
         early = self._loop.alike and step_state.index in COMPARE_EARLY
         regular = step_state.index % COMPARE_EVERY == 0 or early
         due = self._loop.transport.size > 1 and (regular or step_state.compare)
-        return 1.0 + fingerprint(self._loop.gradients.everything) if due else 0.0
+        return 1.0 + fingerprint(self._loop.gradients.everything, self._loop.transport) if due else 0.0
 
     def compare(self, step: int, header: Header) -> None:
         """All workers' fingerprints are in the header of a round that all have waited for."""

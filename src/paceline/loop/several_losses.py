@@ -124,3 +124,18 @@ class Parts:
                 f"in step {self._index} other workers trained models that this one left out of step.backward(models="
                 "...): choose by step.index, which is the same on every worker, not by a count of micro-batches"
             )
+
+
+def check_together(loss: torch.Tensor, weight: Any, models: Any) -> None:
+    """Of one ``step.backward`` in a worker of several processes: raise MisuseError where it cannot go backward through
+    the whole model, as each of them must."""
+    if models is not None:
+        raise MisuseError(
+            "step.backward(models=...) in a worker of several processes: each loss goes backward through all of a "
+            "sharded model; add the losses up and call step.backward once"
+        )
+    if not isinstance(weight, torch.Tensor) and weight == 0 and not bool(loss.detach().isfinite()):
+        raise MisuseError(
+            "a micro-batch of weight 0 has a loss that is not finite (a mean over nothing?), and in a worker of "
+            "several processes it goes backward all the same: give a finite loss, such as total / max(count, 1)"
+        )

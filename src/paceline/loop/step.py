@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from paceline.combine.gradients import second_order
@@ -19,8 +18,9 @@ from paceline.errors import MisuseError
 from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
 from paceline.feed.micro_batches import MicroBatch
 from paceline.loop.hyperparameters import changed_rate, scaled_rates
+from paceline.loop.loss_weights import check_loss, check_weight, weighted
 from paceline.loop.memory import OutOfMemory, shrink
-from paceline.loop.several_losses import ADVICE, Parts
+from paceline.loop.several_losses import ADVICE, Parts, check_together
 from paceline.loop.step_state import StepState, Work
 from paceline.loop.user_code import check_optimizers
 from paceline.records import StepRecord
@@ -77,7 +77,8 @@ class Step:
         self._opened = 0.0
         self._pending: dict[str, Any] = {}
         self._void = False
-        """Whether the present micro-batch comes again, so that figures added with it do not count."""
+        """Whether the present micro-batch does not count, or comes again, so that figures added with it do not
+        count."""
         self._pays_cost = True  # an emulated machine's constant cost of a step
         self.began = began
         self._work_began = 0.0
@@ -107,7 +108,7 @@ class Step:
         rates: list[Any] | None = None
         while (taken := self._take()) is not None:
             seed_micro_batch(self._loop.seed, taken.epoch, taken.position, self._loop.device)
-            self._open = taken
+            self._open, self._void = taken, taken.own == 0
             yield taken.batch
             rates = self._loop.tracking.rates() if rates is None else rates
         if rates is not None:
@@ -173,17 +174,20 @@ class Step:
         later one of them goes through the same graph.
         """
         micro = self._require_open("step.backward(loss)")
-        weight = float(micro.rows) if weight is None else _check_weight(weight)
-        _check_loss(loss)
+        weight = float(micro.rows) if weight is None or micro.own == 0 else check_weight(weight)
+        check_loss(loss)
+        together = self._loop.transport.shards > 1
+        if together:
+            check_together(loss, weight, models)
         among: Among = None
         if models is not None or self._part is not None:
             among = self._parts.choose(models, self._gradients.everything, weight, used=self._part is not None)
         done = self._part or Work(samples=micro.samples, micro_batches=1)
-        if isinstance(weight, torch.Tensor) or weight > 0:
+        if together or isinstance(weight, torch.Tensor) or weight > 0:
             if not self._try_backward(loss, weight, micro, among=among, retain_graph=retain_graph):
                 return
             done.weight = weight
-            done.loss_sum = done.loss_sum + _weighted(loss, weight)
+            done.loss_sum = done.loss_sum + weighted(loss, weight)
         self._part = done
         if among is None:
             self._end_parts()
@@ -222,6 +226,11 @@ class Step:
     def skip(self) -> None:
         """Leave this micro-batch out: its samples count as done, without a gradient."""
         micro = self._require_open("step.skip()")
+        if self._loop.transport.shards > 1:
+            raise MisuseError(
+                "step.skip() in a worker of several processes, which go through the model together: call "
+                "step.backward(loss, weight=0) for a micro-batch that is not to count"
+            )
         if self._part is not None:
             raise MisuseError(f"step.skip() after step.backward in one micro-batch of step {self.index}: it is in use")
         self._done(micro, Work(samples=micro.samples, micro_batches=1))
@@ -365,34 +374,3 @@ class Step:
         if self.record is None:
             raise MisuseError(f"step {self.index} has no result yet: call step.commit first")
         return self.record
-
-
-def _check_weight(weight: Any) -> Any:
-    if isinstance(weight, torch.Tensor):
-        if weight.numel() != 1:
-            raise ValueError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}")
-        weight = weight.detach().reshape(())
-        if weight.device.type != "cpu":
-            return weight.to(torch.float64)  # looking at it would make the device wait
-        weight = weight.item()
-    if not isinstance(weight, (int, float, np.number)) or not 0 <= weight < float("inf"):
-        raise ValueError(f"weight must be a finite number, zero or more, got {weight!r}")
-    return float(weight)
-
-
-def _weighted(loss: torch.Tensor, weight: Any) -> torch.Tensor | float:
-    """``loss * weight`` in double precision: a number, where looking at it makes no device wait. A weight of 0, which
-    only the device may know, drops even a loss that is NaN."""
-    if loss.is_cpu and not isinstance(weight, torch.Tensor):
-        return float(loss.item()) * float(weight)
-    loss = loss.detach().to(torch.float64)
-    if isinstance(weight, torch.Tensor):
-        loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
-    product: torch.Tensor = loss * weight
-    return product
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"the loss must be a scalar tensor, the mean over the micro-batch; got {shape}")

@@ -82,6 +82,11 @@ class Work:
         for name, value in done.added.items():
             self.added[name] = self.added.get(name, 0.0) + value
 
+    def sums(self) -> Work:
+        """What a further process of a worker adds to its first one's: losses and figures; the samples are the same."""
+        added = {name: float(value) for name, value in self.added.items()}
+        return Work(weight=float(self.weight), loss_sum=float(self.loss_sum), added=added)
+
 
 @dataclass
 class StepState:

@@ -17,7 +17,6 @@ from paceline.pace.shares import proportional
 from paceline.settings import must_agree, whole_number
 from paceline.training import evaluate as evaluating
 from paceline.training import gather as gathering
-from paceline.transport import Alone
 
 if TYPE_CHECKING:
     from paceline.training.context import TrainingContext
@@ -90,7 +89,8 @@ class CollectiveCalls:
             def mine() -> dict[str, Any]:
                 """This worker's part among those who are there; once more when some are lost meanwhile."""
                 with self._evaluation_mode():
-                    return evaluating.own_sums(score, self._own_batches(source, size), tables=tables)
+                    own = evaluating.own_sums(score, self._own_batches(source, size), tables=tables)
+                return evaluating.of_worker(transport.collect("the sums of fleet.evaluate()", own), tables=tables)
 
             sums = transport.gather("the sums of fleet.evaluate()", mine)
         result = evaluating.total(sums[:1] if context.outside else sums, tables=tables)
@@ -106,7 +106,7 @@ class CollectiveCalls:
                     return gathering.own_part(predict, self._own_batches(source, size))
 
             length = evaluating.length_of(source)
-            whole = gathering.gathered(Alone() if context.outside else transport, mine, length)
+            whole = gathering.gathered(transport, mine, length, outside=context.outside)
         return whole if to == "all" or context.is_leader else None
 
     @contextmanager
@@ -131,7 +131,9 @@ class CollectiveCalls:
         """Those of this worker: each of those who are there takes a part of the whole by its speed."""
         speeds = (0, 1) if self._context.outside else self._speeds()
         shares = proportional(np.asarray(speeds, dtype=float), evaluating.length_of(source)).tolist()
-        return evaluating.each_batch(source, shares=shares, rank=self._context.transport.rank, batch_size=size)
+        transport = self._context.transport
+        part = (transport.shard, transport.shards)
+        return evaluating.each_batch(source, shares=shares, rank=transport.rank, batch_size=size, part=part)
 
     def _speeds(self) -> tuple[int, ...]:
         """In proportion to which work is dealt outside the steps: the last full shares, or equal parts."""

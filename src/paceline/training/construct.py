@@ -127,6 +127,7 @@ class StepsConstructor:
             ahead=plan.ahead,
             identity=context.identity,
             epoch=place.first_epoch,
+            part=(transport.shard, transport.shards),
         )
         loop = self._loop_context(plan, gradients, dealing)
         parts = CombineParts(
@@ -177,6 +178,7 @@ class StepsConstructor:
             repair=self._replica.make_equal,
             snapshot=self._replica.state,
             restore=partial(self._replica.restore, Path("a peer's state")),
+            models=models,
             whole=unit > 1,
             sizing=self._sizing(plan, dealing, whole=unit > 1),
             own_device=plan.own_device,
@@ -230,6 +232,7 @@ class StepsConstructor:
             "pace": context.pacer.name,
             "combine": repr(context.combine),
             "wire": context.wire,
+            "started with --group": context.transport.grouped,
             "the models' shapes": self._replica.shapes_digest(),
         }
         steps.loop.membership = Membership(

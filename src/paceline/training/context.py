@@ -20,6 +20,8 @@ from paceline.training.resume import Resume
 from paceline.transport import Elastic, Transport
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from paceline.loop.steps import Steps
     from paceline.run_recorder import RunRecorder
 
@@ -68,12 +70,28 @@ class TrainingContext:
 
     @property
     def is_leader(self) -> bool:
+        return self.leads and self.transport.shard == 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker leads, whichever of its processes this is."""
         return self.transport.rank == 0 and not self.outside
+
+    @property
+    def state_device(self) -> torch.device:
+        """Where whole states are put: they may not fit where the parts of a worker of several processes do."""
+        return torch.device("cpu") if self.transport.shards > 1 else self.device
 
     @property
     def identity(self) -> int:
         """This worker's number for good; in a fleet of fixed size its rank."""
         return self.transport.id
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Of this worker's processes."""
+        mesh: DeviceMesh = self.transport.mesh()
+        return mesh
 
     # -- where the script is -----------------------------------------------------------------------------------------
 

@@ -11,24 +11,50 @@ import torch
 
 from paceline.feed import Feed, Order, Source, split
 from paceline.feed import total as total_of
+from paceline.feed.ranges import Ranges
 from paceline.records import Range
 
 PlacedBatches = Iterable[tuple[tuple[Range, ...], Any]]
 """With their positions: of the dataset, or among the draws of a sampler."""
 
 
-def each_batch(source: Source, *, shares: Sequence[int], rank: int, batch_size: int) -> PlacedBatches:
-    """This worker's part of the data, which is one stretch of it."""
+def each_batch(
+    source: Source, *, shares: Sequence[int], rank: int, batch_size: int, part: tuple[int, int] = (0, 1)
+) -> PlacedBatches:
+    """This worker's part of the data, which is one stretch of it. ``part``: which of how many processes of the worker
+    this is; where it has no row of a batch, it goes through the model with one at no position."""
     assert source.length is not None
     draws = source.once
     order: Order | None = None if isinstance(draws, int) else lambda epoch: draws
     feed = Feed(source.length, workers=len(shares), shuffle=False, order=order)
     feed.deal(shares)
-    pieces = [(piece, feed.indices(piece)) for piece in split(feed.queue(rank), batch_size)]
+    own, counted = _own_pieces(feed.queue(rank), batch_size, *part)
+    pieces = [(piece, feed.indices(piece)) for piece in own]
     if source.ahead:
         source.expect(0, pieces)
-    for piece, indices in pieces:
-        yield piece, source.take(0, piece, indices)
+    for number, (piece, indices) in enumerate(pieces):
+        yield piece if number < counted else (), source.take(0, piece, indices)
+
+
+def _own_pieces(
+    queue: Sequence[Range], batch_size: int, shard: int, shards: int
+) -> tuple[list[tuple[Range, ...]], int]:
+    """The batches of one of a worker's processes, a stretch of the worker's, and how many of them count: all have as
+    many, for they go through the model together.
+
+    >>> _own_pieces([(0, 5)], 2, 0, 2), _own_pieces([(0, 5)], 2, 1, 2)
+    (([((0, 1),), ((1, 2),), ((0, 1),)], 2), ([((2, 3),), ((3, 4),), ((4, 5),)], 3))
+    """
+    if shards == 1:
+        whole = list(split(queue, batch_size))
+        return whole, len(whole)
+    length, size, rest = total_of(queue), max(1, batch_size // shards), Ranges(queue)
+    rest.take_front(length * shard // shards)
+    mine = list(split(rest.take_front(length * (shard + 1) // shards - length * shard // shards), size))
+    longest = -(-length // shards)
+    most = -(-longest // size)
+    filler = [Ranges(queue).take_front(1)] * (most - len(mine))
+    return mine + filler, len(mine)
 
 
 def length_of(source: Source) -> int:
@@ -58,12 +84,22 @@ def own_sums(score: Callable[..., Any], batches: PlacedBatches, *, tables: Seque
     count = 0
     for piece, batch in batches:
         figures = {name: _sum(name, value, name in tables) for name, value in _named(called(score, batch)).items()}
+        if not piece:
+            continue
         if count:
             _same_names(sums, figures, "for one batch and not for another")
         for name, value in figures.items():
             sums[name] = _added(name, sums[name], value) if name in sums else value
         count += total_of(piece)
     return {name: value.tolist() for name, value in sums.items()} | {"count": count}
+
+
+def of_worker(parts: Sequence[Mapping[str, Any]], *, tables: Sequence[str] = ()) -> dict[str, Any]:
+    """The sums of a worker's processes as one worker's; of one process as they are."""
+    if len(parts) < 2 or not any(part["count"] for part in parts):
+        return dict(parts[0]) if parts else {"count": 0}
+    sums = total(parts, tables=tables)
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in sums.items()}
 
 
 def total(parts: Sequence[Mapping[str, Any]], *, tables: Sequence[str] = ()) -> dict[str, Any]:

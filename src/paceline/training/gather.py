@@ -80,6 +80,8 @@ def own_part(predict: Callable[..., Any], batches: PlacedBatches) -> Part:
     part, rows = Part(), list[list[torch.Tensor]]()
     for piece, batch in batches:
         predicted = called(predict, batch)
+        if not piece:  # beside the other processes of the worker
+            continue
         try:
             form, leaves = read(predicted, samples=total(piece))
             part.form = form if part.form is None else same(part.form, form, "for another batch")
@@ -192,20 +194,32 @@ def unpacked(form: Form, buffer: torch.Tensor, length: int) -> Any:
     return form.build(leaves)
 
 
-def gathered(transport: Transport, mine: Callable[[], Part], length: int) -> Any:
-    """Every worker's rows, on every worker. ``mine`` is asked again when members changed."""
+def gathered(transport: Transport, mine: Callable[[], Part], length: int, *, outside: bool = False) -> Any:
+    """Every worker's rows, on every worker. ``mine`` is asked again when members changed. ``outside``: this worker is
+    not in the fleet yet, and has all the rows."""
     part = Part()
 
     def described() -> list[Any]:
         nonlocal part
         part = mine()
-        return part.to_json()
+        return _of_worker(transport.collect(LABEL, part.to_json()))
 
     for _ in range(ATTEMPTS):
         form = agreed_form(transport.gather(LABEL, described))
-        sums = summed(transport, LABEL, [packed(form, part, length)])
-        whole = None if sums is None else unpacked(form, sums[0], length)
+        own = transport.collect(LABEL, packed(form, part, length))
+        sums = transport.once(LABEL, lambda own=own: own if outside else summed(transport, LABEL, [_added(own)]))  # type: ignore[misc]
+        whole = None if sums is None else unpacked(form, _added(sums), length)
         if whole is not None:
             transport.gather("the predictions of fleet.gather()", None)  # nobody may still have to be given them
             return whole
     raise FleetError(f"{LABEL}: workers were lost again and again while predictions were gathered")
+
+
+def _of_worker(said: Sequence[list[Any]]) -> list[Any]:
+    """What the processes of a worker said, as one worker's: the first problem, or a form that one of them has."""
+    problems, formed = [one for one in said if one[0]], [one for one in said if one[1] is not None]
+    return [*problems, *formed, [None, None]][0]
+
+
+def _added(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    return buffers[0] if len(buffers) == 1 else torch.stack(list(buffers)).sum(0)

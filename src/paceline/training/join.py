@@ -16,6 +16,7 @@ from paceline.combine.choose import (
     Choice,
     check_backend,
     check_combine,
+    check_groups,
     check_wire,
     failures_from_env,
     kind_of,
@@ -31,6 +32,7 @@ from paceline.settings import must_agree
 from paceline.signals import leave_on_sigterm
 from paceline.training.context import TrainingContext
 from paceline.transport import Alone, Elastic, FixedTransport, Transport, joins_roster, launched
+from paceline.transport.inside.meet import Place, leave_group, meet, place_from_env
 
 
 def join_training(
@@ -56,10 +58,12 @@ def join_training(
     with _said_in_one_line():
         machine = machines.from_env(_slot(), around=joins_roster())
         emulated = machine.describe() if machine else None
-        transport = _make_transport(pacer, merge, here, emulated)
+        at_the_end = ExitStack()
+        transport = _make_transport(pacer, merge, here, emulated, at_the_end)
         try:
             failures = failures_from_env(int(seed))
-            at_the_end, settings = _agree(transport, pacer, merge, seed=int(seed), nonfinite=nonfinite, wire=wire)
+            asked: dict[str, Any] = {"seed": int(seed), "nonfinite": nonfinite, "wire": wire}
+            settings = _agree(transport, pacer, merge, at_the_end, **asked)
             recorder = RunRecorder(
                 transport, name=name, run_dir=run_dir, quiet=quiet, settings=settings, device=here, emulated=emulated
             )
@@ -80,19 +84,21 @@ def join_training(
     return context
 
 
-def _agree(transport: Transport, pacer: Pacer, combine: Choice, **asked: Any) -> tuple[ExitStack, dict[str, Any]]:
-    """Check what was asked for, by itself and against the others'. Returns what is to be closed when the fleet is left,
-    and the settings for the run's log."""
+def _agree(transport: Transport, pacer: Pacer, combine: Choice, at_the_end: ExitStack, **asked: Any) -> dict[str, Any]:
+    """Check what was asked for, by itself and against the others'. Returns the settings for the run's log; what is to
+    be undone when the fleet is left goes to ``at_the_end``."""
+    if transport.grouped:
+        check_groups(combine, pacer)
     if not transport.elastic:
         pacer.check(transport.size)
     check_combine(combine, pacer, transport.size, elastic=transport.elastic)
     check_backend(asked["wire"], transport.backend)
-    at_the_end = ExitStack()
-    if transport.elastic:
+    if transport.elastic and transport.shard == 0:
         at_the_end.enter_context(leave_on_sigterm(transport))
     settings = {"pace": pacer.name, "combine": name_of(combine), **asked}
-    must_agree(transport, "paceline.join()", {**settings, "combine": repr(combine)})
-    return at_the_end, settings
+    facts = {**settings, "combine": repr(combine), "started with --group": transport.grouped}
+    must_agree(transport, "paceline.join()", facts)
+    return settings
 
 
 @contextmanager
@@ -105,13 +111,25 @@ def _said_in_one_line() -> Iterator[None]:
         raise
 
 
-def _make_transport(pacer: Pacer, combine: Choice, device: torch.device, emulated: str | None) -> Transport:
+def _make_transport(
+    pacer: Pacer, combine: Choice, device: torch.device, emulated: str | None, at_the_end: ExitStack
+) -> Transport:
+    if (place := place_from_env(at_the_end)) is not None:
+        at_the_end.callback(leave_group)
+        return meet(place, device, elastic=joins_roster(), join=lambda: _join_as_group(place, device, emulated))
     # Rounds beside the user's kernels: over NCCL those with a deadline held in fixed fleets alone.
     overlaps = isinstance(combine, Averaging) and combine.overlap
     backend = "gloo" if overlaps or (deadlines_needed(pacer) and joins_roster()) else None
     if joins_roster():
         return Elastic(device, emulated=emulated, backend=backend)
     return FixedTransport(device, backend=backend) if launched() else Alone()
+
+
+def _join_as_group(place: Place, device: torch.device, emulated: str | None) -> Transport:
+    """The parts of a group come together in the computer's own memory, so Gloo sums them."""
+    if joins_roster():
+        return Elastic(device, emulated=emulated, backend="gloo")
+    return FixedTransport(device, backend="gloo", ranked=place.ranked) if launched() else Alone()
 
 
 def _slot() -> int:

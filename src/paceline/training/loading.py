@@ -49,7 +49,8 @@ class Loading:
         if over is not None:
             over.meet("fleet.load()")
         context.tracking.must_agree(context.transport, "fleet.load()")
-        found = fetch(context.transport, Path(path), device=context.device, missing_ok=missing_ok, warn=context.warn)
+        device = context.state_device
+        found = fetch(context.transport, Path(path), device=device, missing_ok=missing_ok, warn=context.warn)
         if found is None:
             return None
         self._untracked.after_fetch(path, found)
@@ -61,7 +62,7 @@ class Loading:
             found = fetch(
                 Alone(),
                 path,
-                device=self._context.device,
+                device=self._context.state_device,
                 missing_ok=True,
                 warn=lambda text: logger.warning("%s", text),
             )
@@ -83,7 +84,7 @@ class Loading:
             resume.must_be_in(steps.place.loop, steps.dataset_length)
         self._take_seed(path, content["seed"])
         if resume is not None:
-            state = self._replica.state()
+            state = self._replica.state(everywhere=True)
             resume.before = deepcopy({key: state[key] for key in ("tracked", "state")})
         self._restore_replica(path, content, later=loops == "all" and resume is not None and resume.passing)
         if content["pace"]["name"] == context.pacer.name:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,9 +12,11 @@ from typing import Any, TypeVar
 import torch
 
 from paceline.checkpoint import content as checkpoint
+from paceline.checkpoint.shards import gathered, reshard
 from paceline.errors import MisuseError
 from paceline.loop.replicas import Repair, check_same_shape, distance, hand_round, shape_of, spread
 from paceline.settings import is_compiled, must_agree
+from paceline.training import sharding
 from paceline.training.context import TrainingContext
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -31,8 +34,9 @@ class Replica:
         self.overlap = True
         """Whether sums may start while backward runs."""
 
-    def add_model(self, module: Model, *, overlap: bool) -> Model:
-        """Take a model in: on this worker's device, with the leader's weights."""
+    def add_model(self, module: Model, *, overlap: bool, shard: bool = False) -> Model:
+        """Take a model in: on this worker's device, with the leader's weights; ``shard``: divided over the worker's
+        processes."""
         context = self._context
         if not isinstance(module, torch.nn.Module):
             raise ValueError(f"fleet.model takes a torch.nn.Module, got {type(module).__name__}")
@@ -45,9 +49,15 @@ class Replica:
             )
         if context.steps is not None:
             raise MisuseError("fleet.model after fleet.steps: bring every model before the first step")
-        module = module.to(context.device)
+        sharding.check(context.transport, module, shard=shard)
+        if not shard or context.transport.shards == 1:  # else layer by layer, when they are divided
+            module = module.to(context.device)
         check_same_shape(context.transport, module)
         self._spread([module])
+        if shard and context.transport.shards > 1:
+            sharding.divide(module, context.transport.mesh())
+        if context.transport.grouped:
+            sharding.prepare(context.transport, module)
         context.models.append(module)
         self._known += module.parameters()
         if not is_compiled(module):
@@ -56,12 +66,14 @@ class Replica:
         return module
 
     def _spread(self, models: Sequence[torch.nn.Module]) -> None:
-        if self._context.transport.size > 1 and not self._context.outside:
+        transport = self._context.transport
+        if transport.shards > 1 or (transport.size > 1 and not self._context.outside):
             spread(self._context.transport, models)
 
     def spread_new_parameters(self) -> None:
         """Layers may have been replaced or added since the last loop: every worker gets the leader's weights there."""
         context = self._context
+        reshard(context.models)
         parameters = [parameter for model in context.models for parameter in model.parameters()]
         known = {id(parameter) for parameter in self._known}
         new = sum(id(parameter) not in known for parameter in parameters)
@@ -80,13 +92,16 @@ class Replica:
         shapes = [shape_of(model) for model in self._context.models]
         return blake2b(repr(shapes).encode(), digest_size=16).hexdigest()
 
-    def state(self) -> dict[str, Any]:
-        """The models, everything tracked, and ``fleet.state``: plain values and tensors."""
-        tracking = self._context.tracking
+    def state(self, *, everywhere: bool = False) -> dict[str, Any]:
+        """The models, everything tracked, and ``fleet.state``: plain values and tensors. In a worker of several
+        processes the first alone has the tensors, whole, unless they are wanted ``everywhere``."""
+        context, tracking = self._context, self._context.tracking
+        reshard(context.models)
+        whole = partial(gathered, keep=everywhere or context.transport.shard == 0)
         return {
-            "models": [checkpoint.plain(model.state_dict(), "the model's state") for model in self._context.models],
+            "models": [checkpoint.plain(whole(model.state_dict()), "the model's state") for model in context.models],
             "tracked": {
-                name: checkpoint.plain(thing.state_dict(), f"the state of {name}")
+                name: checkpoint.plain(whole(thing.state_dict()), f"the state of {name}")
                 for name, thing in tracking.things.items()
             },
             "state": tracking.state.state_dict(),
@@ -96,6 +111,7 @@ class Replica:
         """Take over a `state`. ``source``: where it is from, for an error's text. ``guard``: warn of values that the
         script overwrites unseen."""
         tracking = self._context.tracking
+        reshard(self._context.models)
         content = {**content, "tracked": deepcopy(content["tracked"])}  # some keep what they are given
         checkpoint.restore(source, content, tracking.things, self._context.models)
         tracking.state.load_state_dict(content.get("state", {}), guard=guard)
@@ -103,7 +119,7 @@ class Replica:
     def make_equal(self) -> Repair:
         """Every worker takes over the leader's models and everything tracked."""
         context = self._context
-        state = hand_round(context.transport, self.state(), device=context.device)
+        state = hand_round(context.transport, self.state(), device=context.state_device)
         mine = {"device": context.device.type, "distance": distance(context.models, state["models"])}
         self.restore(Path("the leader's state"), state)
         found = context.transport.gather("how far replicas were apart", mine)

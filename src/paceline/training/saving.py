@@ -40,10 +40,13 @@ class Saving:
 
     def _write(self, path: Path, extra: Any) -> list[str] | None:
         """The leader writes the checkpoint; returns what went wrong."""
-        if not self._context.is_leader:  # neither is one that waits to enter
+        if not self._context.leads:  # nor does one that waits to enter
             return None
         try:
-            checkpoint_file.write(path, self._content(extra))
+            content = self._content(extra)
+            if not self._context.is_leader:  # a further process of the leading worker
+                return None
+            checkpoint_file.write(path, content)
         except OSError as error:
             return ["OSError", f"cannot write {path}: {error.strerror or error}"]
         except ValueError as error:
@@ -59,7 +62,9 @@ class Saving:
             folder,
             schedule=schedule,
             keep=keep,
-            leads=lambda: self._context.is_leader,
+            leads=lambda: self._context.leads,
+            writes=self._context.transport.shard == 0,
+            agreed=lambda due: self._context.transport.once("automatic saving", lambda: due),
             content=lambda: self._shown_content(extra),
             observe=self._context.recorder.event,
         )
@@ -73,7 +78,7 @@ class Saving:
 
     def before_leaving(self, steps: Steps) -> None:
         """This worker leaves: where automatic saving is on and it leads, the others may all be gone soon too."""
-        if self._autosaver is not None and self._context.is_leader:
+        if self._autosaver is not None and self._context.leads:
             self._autosaver.boundary(steps.index, last=True)
             if steps.membership is None or steps.membership.all_leave:  # nobody waits, and nobody else will tell of it
                 self._autosaver.close()

@@ -7,14 +7,16 @@ the same on every worker, so that a worker that is somewhere else in the program
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from paceline.errors import GenerationOver
+from paceline.errors import GenerationOver, MisuseError
 from paceline.transport.formats import Format
+
+T = TypeVar("T")
 
 
 class Pending(Protocol):
@@ -34,8 +36,41 @@ class Collective(Protocol):
     """Nobody else can ever be there."""
     elastic: bool = False
     """Workers come and go: calls may end by `GenerationOver` and be made again among others."""
+    grouped: bool = False
+    """Workers were started as groups of processes, of one or more each."""
+    shard: int = 0
+    shards: int = 1
+    """Which of the processes that are this worker, and of how many. The first is the fleet's member; the others, which
+    make the same calls, hear from it what they gave."""
     rank: int
     size: int
+
+    def once(self, label: str, call: Callable[[], T]) -> T:
+        """What ``call`` gives or raises on the worker's first process, on all of them."""
+        return call()
+
+    def collect(self, label: str, value: T) -> list[T]:
+        """On the worker's first process, all processes' values, by shard; on the others nothing."""
+        return [value]
+
+    def tell(self, kind: str, content: Any = None) -> None:
+        """On the first process, in the middle of `once`: have the others do what they have said `on` this kind."""
+        return
+
+    def on(self, kind: str, do: Callable[[Any], None]) -> None:
+        """What to do when the first process tells so."""
+        return
+
+    def shared(self, label: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of zeros in memory that this worker's processes share."""
+        return torch.zeros(size, dtype=dtype)
+
+    def mesh(self) -> Any:
+        """The worker's processes as torch.distributed knows them."""
+        raise MisuseError(
+            "this worker is one process, with nothing to shard a model over: start the run with `paceline run --group "
+            "2`, or leave shard=True out"
+        )
 
     def round(
         self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()

@@ -52,10 +52,14 @@ class FixedTransport(Distributed):
 
     name = "fixed"
 
-    def __init__(self, device: torch.device, *, backend: str | None = None) -> None:
-        """``backend``: what the fleet needs, whatever else could be had."""
+    def __init__(
+        self, device: torch.device, *, backend: str | None = None, ranked: tuple[int, int] | None = None
+    ) -> None:
+        """``backend``: what the fleet needs, whatever else could be had. ``ranked``: this worker's rank and the fleet's
+        size, where those of the launcher are of processes."""
         super().__init__(device, CallSequences(CALLS, ROUNDS, GROUP))
-        store, self.rank, self.size, self._meeting = _rendezvous()
+        store, *launched_as, self._meeting = _rendezvous()
+        self.rank, self.size = ranked or launched_as
         self.workers = tuple(range(self.size))
         self._holds_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -242,6 +246,11 @@ class FixedTransport(Distributed):
         if not self._noticed.wait(UNBLOCK_S):
             print(f"paceline: {self._heartbeat.failure}", file=sys.stderr, flush=True)
             os._exit(FLEET_FAILED)
+
+
+def meeting_store() -> Store:
+    """Where the processes that a launcher ranked meet."""
+    return _rendezvous()[0]
 
 
 def _rendezvous() -> tuple[Store, int, int, tuple[str, int]]:

@@ -7,8 +7,8 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,22 @@ def gloo_device(host: str, port: int) -> tuple[object, str]:
 
 Sockets = frozenset[tuple[int, str]]
 """Sockets of this process: descriptors, and what the system calls them, for a descriptor may be given out again."""
+
+
+@contextmanager
+def loopback_only() -> Iterator[None]:
+    """Gloo groups formed in the block stay on this computer."""
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    own = next((name for name, address in interfaces().items() if address.startswith("127.")), None)
+    if own is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = own
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = before
+        else:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
 def open_sockets() -> Sockets:

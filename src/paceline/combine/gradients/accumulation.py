@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.shards import any_sharded
 from paceline.combine.gradients.buckets import REACHED_NO_MODEL, Among, Buckets
 from paceline.combine.gradients.scaling import is_active, scale_in
 from paceline.combine.gradients.scaling import scaled as scale_loss
+from paceline.combine.gradients.sharded import ShardedBuckets
 from paceline.combine.gradients.statistics import Look, RunningStatistics
 from paceline.errors import MisuseError
 from paceline.transport import Collective
@@ -66,6 +68,8 @@ class Accumulation:
 
     def _make_buckets(self) -> Buckets:
         parameters = [p for p, trained in zip(self.everything, self.trained, strict=True) if trained]
+        if self._start is not None and any_sharded(parameters):
+            return ShardedBuckets(parameters, self._start, keeps=self._transport.elastic, worker=self._transport)
         return Buckets(parameters, self._start, keeps=self._transport.elastic)
 
     # -- which parameters are trained ------------------------------------------------------------------------------

@@ -40,16 +40,19 @@ class Bucket:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, flats: int = 1) -> None:
         first = parameters[0]
         size = sum(p.numel() for p in parameters)
-        self._flats = [torch.zeros(size, dtype=first.dtype, device=first.device) for _ in range(flats)]
+        self._flats = [self._new_flat(size, first) for _ in range(flats)]
         self._homes = [_homes(flat, parameters) for flat in self._flats]
         self.flat = self._flats[0]
         self.slots = [Slot(p, self, home) for p, home in zip(parameters, self._homes[0], strict=True)]
         self.awaited = len(self.slots)
         self.started = False
 
+    def _new_flat(self, size: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(size, dtype=like.dtype, device=like.device)
+
     def renew(self) -> None:
         """A flat tensor of its own, for something may still write into this one."""
-        self._flats[0] = torch.zeros_like(self.flat)
+        self._flats[0] = self._new_flat(self.flat.numel(), self.flat)
         self._homes[0] = _homes(self._flats[0], [slot.parameter for slot in self.slots])
         self._use_first()
 

@@ -53,7 +53,7 @@ class Buckets:
     ) -> None:
         self.parameters = list(parameters)
         self._start, self._keeps = start, keeps
-        self.buckets = [Bucket(one, flats=2 if keeps else 1) for one in group(self.parameters)] if start else []
+        self.buckets = [self._make_bucket(one) for one in group(self.parameters)] if start else []
         homes = {id(slot.parameter): slot for bucket in self.buckets for slot in bucket.slots}
         self.slots = [homes.get(id(p)) or Slot(p, None, None) for p in self.parameters]
         self._callbacks = Callbacks(self.parameters, self._came)
@@ -73,6 +73,9 @@ class Buckets:
         self._overlap = False  # until one whole step has shown that every gradient comes once a pass
         self._twice = False
         self._started = 0
+
+    def _make_bucket(self, parameters: Sequence[torch.nn.Parameter]) -> Bucket:
+        return Bucket(parameters, flats=2 if self._keeps else 1)
 
     def detach(self) -> None:
         """Give the parameters back: no hooks, no views."""
@@ -285,11 +288,20 @@ class Buckets:
         while self._started < len(self.buckets):
             self._start_next()
 
+    def start(self) -> None:
+        """All parts are there, of a worker of several processes: start the sums."""
+        return
+
     def restart(self) -> None:
         """Start all sums once more, from this worker's own gradients."""
         assert self._keeps
         self._started = 0
         self.finish()
+
+    def renew(self) -> None:
+        """Sums under way may still write into the flat tensors: use others."""
+        for bucket in self.buckets:
+            bucket.renew()
 
     def _complete(self, buckets: Sequence[Bucket]) -> None:
         """Every place in these flat tensors holds this worker's gradient, or zero."""
@@ -318,6 +330,10 @@ class Buckets:
             if slot.home is not None:
                 slot.grad = None if not anybody else slot.home.clone() if copies else slot.home
             slot.parameter.grad = slot.grad
+
+    def take_mean(self, used: Sequence[float]) -> None:
+        """The mean was made where all share it: leave this process's part in ``p.grad``."""
+        return
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that hold all gradients: the flat buckets, or a lone worker's own gradients."""

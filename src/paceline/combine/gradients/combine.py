@@ -41,7 +41,7 @@ class GradientCombine:
         """Steps that are open, or over and not taken over yet."""
         self._agreed_epoch = -1
         self._replicas = ReplicaComparison(loop)
-        others = loop.transport.size > 1 or loop.transport.elastic
+        others = (loop.transport.size > 1 or loop.transport.elastic) and not loop.transport.grouped
         self._deadlines = self._make_deadlines() if others and may_set_deadlines(loop.training.pacer) else None
 
     def _make_deadlines(self) -> Deadlines | None:

@@ -122,8 +122,7 @@ class GradientExchange:
         buckets = self._work.buckets
         if not broken_off(transport, over, self._sums):
             parts = [torch.empty_like(part) for part in parts]
-            for bucket in buckets.buckets:
-                bucket.renew()
+            buckets.renew()
         transport.re_form_after(over)
         self.is_mean = transport.given([*buckets.tensors(), *parts, self.norm])
         self.release()

@@ -117,6 +117,13 @@ class Gradients:
         """After `finish`: whether this worker's gradients are finite. Waits for its device."""
         return self.mean_gradient.finite_alone() if self._transport.solitary else self.exchange.finite()
 
+    def start(self) -> bool:
+        """On the first of a worker's processes, when all have done their share: start the sums. Whether the worker's
+        gradients are finite."""
+        self.buckets.start()
+        self.exchange.look()
+        return self.exchange.finite()
+
     # -- round -----------------------------------------------------------------------------------------------------
 
     def close(self, samples: int) -> Sum:

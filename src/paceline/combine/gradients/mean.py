@@ -19,7 +19,7 @@ class MeanGradient:
     """Makes the mean of what the round summed, and knows its norm."""
 
     def __init__(self, transport: Collective, work: Accumulation, exchange: GradientExchange) -> None:
-        self._alone, self._elastic = transport.solitary, transport.elastic
+        self._alone, self._elastic, self._inside = transport.solitary, transport.elastic, transport
         self._work, self._exchange = work, exchange
         self.weight_per_sample = 1.0
         """In the last round: steps a planned count into a planned weight."""
@@ -54,16 +54,22 @@ class MeanGradient:
         self._work.buckets.expose(used)
         total = header.total("weight")
         learner = varying if varying is not None and varying.wants_norms else None
-        if self._exchange.is_mean:
-            norm = float(self._exchange.norm)
-            self.known_norm = None if math.isnan(norm) else norm
-        else:
-            self._divide(total, clip_norm, measure=self._norm_wanted or learner is not None)
+        measure = self._norm_wanted or learner is not None
+        self.known_norm = self._inside.once("the mean gradient", lambda: self._mean(total, clip_norm, measure=measure))
         if learner is not None and self.known_norm is not None:
             _learn(learner, header, total, self.known_norm)
         self._note(header, total)
         if copies:
             self._work.buckets.expose(used, copies=True)
+        self._work.buckets.take_mean(used)
+
+    def _mean(self, total: float, clip_norm: float | None, *, measure: bool) -> float | None:
+        """Make it of the sum, unless it was handed over; its norm before clipping, where that is known."""
+        if self._exchange.is_mean:
+            norm = float(self._exchange.norm)
+            return None if math.isnan(norm) else norm
+        self._divide(total, clip_norm, measure=measure)
+        return self.known_norm
 
     def _divide(self, total: float, clip_norm: float | None, *, measure: bool) -> None:
         """By the true count, and by what clipping asks."""

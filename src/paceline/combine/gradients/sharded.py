@@ -1,0 +1,142 @@
+"""The gradients of a worker whose processes divide a model among them (`fully_shard`).
+
+Inside the worker torch sums the processes' gradients, once a step, and leaves each its part. The parts come together,
+whole, in flat tensors that the processes share: there the worker's first process sums with the other workers, as any
+worker does, whatever their number of processes, and makes the mean; each process then takes its part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.shards import dimension, divided, local, part_of
+from paceline.combine.gradients.bucket import Bucket, Slot
+from paceline.combine.gradients.buckets import Buckets
+from paceline.errors import MisuseError
+from paceline.transport import Collective
+
+
+def set_up(models: Sequence[torch.nn.Module]) -> None:
+    """Have torch add up the gradients of a worker's processes, and divide by nothing: the step divides by its count."""
+    for module in _sharded_modules(models):
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+
+
+def before_micro_batch(models: Sequence[torch.nn.Module], *, last: bool) -> None:
+    """Gradients are summed inside the worker, and parameters divided again, in the step's last micro-batch alone."""
+    for module in _sharded_modules(models):
+        module.set_requires_gradient_sync(last, recurse=False)
+        module.set_reshard_after_backward(last, recurse=False)
+
+
+def _sharded_modules(models: Sequence[torch.nn.Module]) -> list[Any]:
+    return [part for model in models for part in model.modules() if hasattr(part, "set_requires_gradient_sync")]
+
+
+class ShardedBucket(Bucket):
+    """One whose flat tensors the worker's processes share, each writing its parts."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], worker: Collective, *, flats: int) -> None:
+        self._worker = worker
+        super().__init__(parameters, flats=flats)
+
+    def _new_flat(self, size: int, like: torch.Tensor) -> torch.Tensor:
+        return self._worker.shared("gradients", size, like.dtype)
+
+    def own(self, slot: Slot) -> torch.Tensor:
+        """This process's part of a parameter's place."""
+        assert slot.home is not None
+        return part_of(slot.home, self._worker.shard, self._worker.shards, dimension(slot.parameter))
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        for slot in self.slots:
+            if slot.grad is None:
+                self.own(slot).zero_()
+            else:
+                self.own(slot).copy_(local(slot.grad))
+
+
+class ShardedBuckets(Buckets):
+    """The gradients of all trained parameters, divided over a worker's processes. ``keeps``: the fleet's outlast the
+    next round."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        start: Callable[[torch.Tensor], None],
+        *,
+        keeps: bool,
+        worker: Collective,
+    ) -> None:
+        self._worker, self._flats = worker, 2 if keeps else 1
+        super().__init__(parameters, start, keeps=True)
+        worker.on("fill", lambda _: self._fill())
+        worker.on("renew", lambda number: self.buckets[number].renew())
+
+    def _make_bucket(self, parameters: Sequence[torch.nn.Parameter]) -> Bucket:
+        return ShardedBucket(parameters, self._worker, flats=self._flats)
+
+    def _forget_strange_gradients(self) -> None:
+        if any(parameter.grad is not None for parameter in self.parameters):
+            raise MisuseError(
+                "parameters of the fleet's model have gradients before the step's first step.backward(loss), from a "
+                "loss.backward() of your own: use step.backward(loss), or clear them with optimizer.zero_grad()"
+            )
+
+    def _fill(self) -> None:
+        for bucket in self.buckets:
+            bucket.fill()
+        self._worker.collect("gradients", None)
+
+    def finish(self) -> None:
+        self._fill()
+
+    def _start_ready(self) -> None:
+        return  # parts of the other processes may lack
+
+    def start(self) -> None:
+        while self._started < len(self.buckets):
+            self._start_next()
+
+    def _start_next(self) -> None:
+        assert self._start is not None
+        bucket = self.buckets[self._started]
+        bucket.started = True
+        self._started += 1
+        self._start(bucket.flat)
+
+    def restart(self) -> None:
+        self._started = 0
+        self._worker.tell("fill")
+        self._fill()
+        self.start()
+
+    def renew(self) -> None:
+        for number, bucket in enumerate(self.buckets):
+            self._worker.tell("renew", number)
+            bucket.renew()
+
+    def expose(self, used: Sequence[float], *, copies: bool = False) -> None:
+        return  # the mean is not made yet: `take_mean`
+
+    @torch.no_grad()
+    def take_mean(self, used: Sequence[float]) -> None:
+        for slot, anybody in zip(self.slots, used, strict=True):
+            if not anybody:
+                slot.grad = None
+            elif slot.grad is None:
+                assert slot.home is not None
+                slot.grad = divided(slot.home, slot.parameter)
+            else:
+                assert isinstance(slot.bucket, ShardedBucket)
+                local(slot.grad).copy_(slot.bucket.own(slot))
+            slot.parameter.grad = slot.grad
+
+    def check_untouched(self) -> None:
+        """Between two micro-batches torch holds the gradients, undivided, where no script looks for them."""
+        return

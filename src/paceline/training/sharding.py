@@ -1,0 +1,70 @@
+"""A model divided over the processes of a worker, with torch's `fully_shard`: which modules, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from paceline.checkpoint import shards
+from paceline.combine.gradients.sharded import set_up
+from paceline.settings import has_batch_norm
+from paceline.transport import Transport
+
+
+def check(transport: Transport, module: nn.Module, *, shard: bool) -> None:
+    """Raise ValueError when a model does not fit a worker of so many processes."""
+    parameters = list(module.parameters())
+    already = shards.any_sharded(parameters)
+    if shard:
+        if not transport.grouped:
+            transport.mesh()
+        if already:
+            raise ValueError("the model is sharded already: leave shard=True out")
+    elif transport.shards > 1 and not already:
+        raise ValueError(
+            f"this worker is {transport.shards} processes, and the model is whole: fleet.model(net, shard=True) "
+            "divides it over them; or call fully_shard(..., mesh=fleet.mesh) yourself first"
+        )
+    elif already and not transport.grouped:
+        transport.mesh()
+    if transport.shards > 1 and has_batch_norm(module):
+        raise ValueError(
+            "batch norm in a worker of several processes would see each process's rows alone, and keep other "
+            "statistics in each: use GroupNorm or LayerNorm"
+        )
+
+
+def divide(module: nn.Module, mesh: Any) -> None:
+    """Divide a model: the layers of every list or sequence by themselves, so that no more than one of them is whole at
+    a time, and then the rest."""
+    from torch.distributed.fsdp import fully_shard  # takes a while to import, and few need it
+
+    for part in layers_of(module):
+        fully_shard(part, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The modules that stand in a list or sequence and in no other of these, where they have parameters.
+
+    >>> blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)])
+    >>> [type(part).__name__ for part in layers_of(nn.ModuleDict({"blocks": blocks, "head": nn.Linear(2, 2)}))]
+    ['Sequential', 'Sequential']
+    """
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            found += [child] if next(child.parameters(), None) is not None else []
+        else:
+            found += layers_of(child)
+    return found
+
+
+def prepare(transport: Transport, module: nn.Module) -> None:
+    """A model has been divided, here or by the script: see that all of it is, and have its gradients added up."""
+    if not shards.any_sharded(module.parameters()):
+        return
+    for name, parameter in module.named_parameters():
+        shards.check(name, parameter, transport.shards)
+    set_up([module])

@@ -1,0 +1,140 @@
+"""How the processes of a worker find each other, and the process group in which they shard a model.
+
+``paceline run --group`` says in variables which process of which worker this is. Under torchrun, PACELINE_GROUP alone
+says how many consecutive ranks make a worker.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from paceline.errors import FleetError
+from paceline.transport.base import Transport
+from paceline.transport.fixed import meeting_store
+from paceline.transport.inside.follower import Follower
+from paceline.transport.inside.head import Head
+from paceline.transport.inside.links import MEET_S, RETRY_S, Links, accept, connect
+from paceline.transport.network import dist, loopback_only
+
+MESH = "shard"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of one process: the ``shard``-th of ``shards`` that are a worker, which meet in ``folder``."""
+
+    shard: int
+    shards: int
+    folder: Path
+    ranked: tuple[int, int] | None = None
+    """Under torchrun: the worker's rank, and how many workers there are."""
+
+
+def place_from_env(at_the_end: ExitStack) -> Place | None:
+    """None: a worker is one process. What is made for the worker is undone ``at_the_end``."""
+    if (text := os.environ.get("PACELINE_GROUP")) is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"PACELINE_GROUP is {text!r}; it is the number of processes of a worker, such as 2")
+    shards = int(text)
+    if "PACELINE_SHARD" in os.environ and "PACELINE_GROUP_DIR" in os.environ:
+        return Place(int(os.environ["PACELINE_SHARD"]), shards, Path(os.environ["PACELINE_GROUP_DIR"]))
+    return _by_rank(shards, at_the_end)
+
+
+def _by_rank(shards: int, at_the_end: ExitStack) -> Place:
+    """Consecutive ranks of a launcher that knows nothing of groups are one worker."""
+    if "RANK" not in os.environ:
+        raise ValueError("PACELINE_GROUP is set by hand: start with `paceline run --group N`, or with torchrun")
+    rank, world = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % shards or here % shards:
+        raise ValueError(
+            f"PACELINE_GROUP={shards}: the {here} processes of this computer do not make whole groups of {shards}; "
+            f"start a multiple of {shards} on each computer"
+        )
+    worker, shard = divmod(rank, shards)
+    store, key = meeting_store(), f"paceline/inside/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{worker}"
+    if shard == 0:
+        folder = at_the_end.enter_context(tempfile.TemporaryDirectory(prefix="paceline-group-"))
+        store.set(key, folder)
+    else:
+        folder = store.get(key).decode()
+    return Place(shard, shards, Path(folder), (worker, world // shards))
+
+
+def meet(place: Place, device: torch.device, *, elastic: bool, join: Callable[[], Transport]) -> Transport:
+    """This process's transport: the head joins the fleet, followers follow it."""
+    patience = _Patience()
+    links = (
+        Links(accept(place.folder, place.shards - 1), shard=0)
+        if place.shard == 0
+        else Links([connect(place.folder, place.shard, wait=patience)], shard=place.shard)
+    )
+    _form(place, device)
+    how: Any = {"shards": place.shards, "mesh": lambda: _mesh(device, place.shards)}
+    if place.shard == 0:
+        head = Head(join(), links, **how)
+        head.once("joining", lambda: None)
+        return cast(Transport, head)
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):  # the head decides, and its followers end with it
+            signal.signal(number, signal.SIG_IGN)
+    follower = Follower(links, shard=place.shard, elastic=elastic, **how)
+    follower.once("joining", lambda: None)
+    return follower
+
+
+class _Patience:
+    """Waits for the head to be there, but not for ever."""
+
+    def __init__(self) -> None:
+        self._until = time.monotonic() + MEET_S
+
+    def __call__(self) -> None:
+        if time.monotonic() > self._until:
+            raise FleetError("the first process of this worker did not come to paceline.join()")
+        time.sleep(RETRY_S)
+
+
+def _form(place: Place, device: torch.device) -> None:
+    """torch.distributed's default group in a worker is the worker: what `fully_shard` speaks through."""
+    if dist.is_initialized():
+        raise ValueError(
+            "torch.distributed's default group is initialised already, and in a worker of several processes it is the "
+            "worker's own: leave init_process_group out"
+        )
+    store = dist.FileStore(str(place.folder / "store"), place.shards)
+    with loopback_only():
+        dist.init_process_group(_backend(device, place.shards), store=store, rank=place.shard, world_size=place.shards)
+
+
+def _backend(device: torch.device, shards: int) -> str:
+    """NCCL between GPUs, unless PACELINE_BACKEND says otherwise or processes share a GPU, which it refuses."""
+    wanted = os.environ.get("PACELINE_BACKEND", "").lower()
+    alone = torch.cuda.device_count() >= shards
+    nccl = device.type == "cuda" and dist.is_nccl_available() and wanted != "gloo" and alone
+    return "cpu:gloo,cuda:nccl" if nccl else "gloo"
+
+
+def _mesh(device: torch.device, shards: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh  # takes a while to import, and few need it
+
+    return init_device_mesh(device.type, (shards,), mesh_dim_names=(MESH,))
+
+
+def leave_group() -> None:
+    """The worker ends: so does its process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
