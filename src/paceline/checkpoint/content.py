@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import shards
+from paceline.transport import Collective
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype)
 
@@ -113,30 +114,40 @@ def check_length(path: Path | str, steps: Mapping[str, Any] | None, length: int 
         )
 
 
-def restore(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any], models: Sequence[nn.Module]) -> None:
-    """Load everything that `must_match` let pass, or raise ValueError and leave everything as it was."""
-    restore_tracked(path, saved["tracked"], tracked)
+def restore(
+    path: Path,
+    saved: Mapping[str, Any],
+    tracked: Mapping[str, Any],
+    models: Sequence[nn.Module],
+    *,
+    inside: Collective | None = None,
+) -> None:
+    """Load everything that `must_match` let pass, or raise ValueError and leave everything as it was. ``inside``: of
+    a worker of several processes, whose first alone has the large tensors."""
+    restore_tracked(path, saved["tracked"], tracked, inside=inside)
     for model, state in zip(models, saved["models"], strict=True):
-        model.load_state_dict(shards.model_state(state, model) if shards.any_sharded(model.parameters()) else state)
+        load_into(model, state, inside)
 
 
-def restore_tracked(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any]) -> None:
+def restore_tracked(
+    path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any], *, inside: Collective | None = None
+) -> None:
     """The part of `restore` that is not the models'; things that ``saved`` does not know stay as they are."""
     before = {name: copy.deepcopy(thing.state_dict()) for name, thing in tracked.items()}
     for name, thing in tracked.items():
         if name not in saved:
             continue
         try:
-            load_into(thing, saved[name])
+            load_into(thing, saved[name], inside)
         except Exception as error:
             for other, state in before.items():
                 load_into(tracked[other], state)
             raise ValueError(f"{path}: the state of {name} does not fit: {str(error).splitlines()[0]}") from None
 
 
-def load_into(thing: Any, state: Any) -> None:
-    if isinstance(thing, torch.optim.Optimizer) and shards.any_sharded(shards.parameters_of(thing)):
-        state = shards.optimizer_state(state, thing)
+def load_into(thing: Any, state: Any, inside: Collective | None = None) -> None:
+    if inside is not None:
+        state = shards.handed_out(state, shards.parts_of(thing), inside)
     if state or not isinstance(thing, torch.amp.GradScaler):  # a disabled scaler saves nothing and takes nothing
         thing.load_state_dict(state)
 

@@ -9,6 +9,7 @@ checksum guards against accidents, not against forgery.
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import re
 from collections.abc import Mapping
@@ -87,6 +88,13 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         _flush_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def bytes_of(content: Mapping[str, Any]) -> torch.Tensor:
+    """What the file of a checkpoint with this content would hold."""
+    buffer = io.BytesIO()
+    _save({"paceline_checkpoint": VERSION, **content}, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def _save(content: Mapping[str, Any], file: IO[bytes]) -> None:

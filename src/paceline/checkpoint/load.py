@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.checkpoint import divided_folder
 from paceline.checkpoint import file as checkpoint_file
 from paceline.checkpoint import folder as checkpoint_folder
+from paceline.checkpoint.shards import outline
 from paceline.transport import Transport
 
 _PARTS: dict[str, type] = {"models": list, "tracked": dict, "pace": dict, "seed": int}
@@ -46,7 +48,8 @@ def fetch(
 
         def mine() -> list[Any]:
             nonlocal lookup
-            lookup = look_up(path, device=device, missing_ok=missing_ok) if transport.rank == 0 else Lookup()
+            reads = transport.rank == 0 and transport.shard == 0
+            lookup = look_up(path, device=device, missing_ok=missing_ok) if reads else Lookup()
             return [str(lookup.found.path) if lookup.found else None, len(lookup.data), lookup.problem, lookup.warnings]
 
         where, size, problem, warnings = transport.gather("fleet.load()", mine)[0]
@@ -56,7 +59,10 @@ def fetch(
             raise ValueError(problem)
         if where is None:
             return None
-        found = _receive(transport, lookup, Path(where), size, device)
+        found = _receive(transport, lookup, Path(where), size if transport.shard == 0 else 0, device)
+        if transport.shards > 1:
+            told = transport.said("the checkpoint", found and Found(found.path, outline(found.content)))
+            found = found if transport.shard == 0 else told
         if all(transport.gather("the checkpoint that was read", found is not None)):
             return found
     raise ValueError(f"{path} did not reach every worker: the workers that read it were lost, one after another")
@@ -65,7 +71,9 @@ def fetch(
 def _receive(transport: Transport, lookup: Lookup, path: Path, size: int, device: torch.device) -> Found | None:
     """The leader's bytes; None when the leader was lost on the way."""
     data = lookup.data if lookup.found else torch.zeros(size, dtype=torch.uint8)
-    transport.broadcast([data])
+    transport.broadcast([data], inside=False)
+    if transport.shard:
+        return None
     try:
         return lookup.found or Found(path, parse(checkpoint_file.view(data), path=path, device=device))
     except ValueError:  # the leader has read it, so these are other bytes
@@ -74,6 +82,8 @@ def _receive(transport: Transport, lookup: Lookup, path: Path, size: int, device
 
 def look_up(path: Path, *, device: torch.device, missing_ok: bool) -> Lookup:
     """Read the file, or the newest whole one of a folder's automatic checkpoints."""
+    if divided_folder.is_one(path):
+        return _look_into(path)
     if path.is_dir():
         return _newest_whole(path, device=device, missing_ok=missing_ok)
     if missing_ok and not path.exists():
@@ -82,6 +92,19 @@ def look_up(path: Path, *, device: torch.device, missing_ok: bool) -> Lookup:
         return _open(path, device)
     except ValueError as error:
         return Lookup(problem=str(error))
+
+
+def _look_into(folder: Path) -> Lookup:
+    """A checkpoint that several processes wrote; for others it becomes the bytes of one file."""
+
+    def rest(path: Path) -> dict[str, Any]:
+        return parse(checkpoint_file.view(checkpoint_file.read(path)), path=path, device=torch.device("cpu"))
+
+    try:
+        content = divided_folder.read(folder, rest)
+    except (OSError, ValueError) as error:
+        return Lookup(problem=str(error))
+    return Lookup(Found(folder, content), checkpoint_file.bytes_of(content))
 
 
 def _open(path: Path, device: torch.device) -> Lookup:

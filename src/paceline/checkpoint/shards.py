@@ -6,10 +6,12 @@ A state that is saved or handed to a peer holds whole tensors, so that it fits a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+
+from paceline.transport import Collective
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -64,14 +66,62 @@ def own_part(whole: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def divided(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """A whole tensor, divided as ``like`` is; nothing is sent, every process has all of it."""
-    if is_sharded(whole) or not is_sharded(like) or whole.shape != like.shape:
-        return whole
-    part = own_part(whole, like).to(like.to_local().device, copy=True).contiguous()
+    """A whole tensor that every process has, divided as ``like`` is."""
+    return _as_part(own_part(whole, like).to(local(like).device, copy=True), whole, like)
+
+
+def _as_part(part: torch.Tensor, whole: torch.Tensor, like: Any) -> torch.Tensor:
+    stride = torch.empty(whole.shape, device="meta").stride()
     made: torch.Tensor = type(like).from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        part.contiguous(), like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=stride
     )
     return made
+
+
+LARGE = 1 << 12
+"""Tensors of a state with more elements than these reach a worker's further processes part by part."""
+
+
+def outline(value: Any) -> Any:
+    """A state without what its large tensors hold: for the processes that get parts of them."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value, device="meta") if value.numel() > LARGE else value
+    return mapped(lambda item, _: outline(item), value)
+
+
+def handed_out(value: Any, like: Any, inside: Collective) -> Any:
+    """A state of which the first process of a worker has the whole tensors and the others an `outline`, on all: divided
+    where ``like``, a parameter or the same structure, is."""
+    if not isinstance(value, torch.Tensor):
+        return mapped(lambda item, key: handed_out(item, _item(like, key), inside), value)
+    if value.numel() <= LARGE and not (is_sharded(like) and like.shape == value.shape):
+        return value.clone()
+    if is_sharded(like) and like.shape == value.shape:
+        part = torch.empty(local(like).shape, dtype=value.dtype, device=local(like).device)
+        dim = dimension(like)
+        if value.numel() > LARGE:
+            inside.part("a state", lambda shard: part_of(value, shard, inside.shards, dim), part)
+        else:
+            part.copy_(own_part(value, like))
+        return _as_part(part, value, like)
+    whole = torch.empty(value.shape, dtype=value.dtype)
+    inside.part("a state", lambda shard: value, whole)
+    return whole
+
+
+def _item(like: Any, key: Any) -> Any:
+    """The part of a structure under this key; a parameter is that of its own moments."""
+    return like if isinstance(like, torch.Tensor) else like.get(key) if isinstance(like, Mapping) else None
+
+
+def mapped(function: Callable[[Any, Any], Any], value: Any) -> Any:
+    """The same structure, of what ``function`` makes of its items and their keys."""
+    if isinstance(value, Mapping):
+        items = {key: function(item, key) for key, item in value.items()}
+        return OrderedDict(items) if isinstance(value, OrderedDict) else items
+    if type(value) in (list, tuple):
+        return type(value)(function(item, number) for number, item in enumerate(value))
+    return value
 
 
 def gathered(value: Any, *, keep: bool) -> Any:
@@ -80,33 +130,15 @@ def gathered(value: Any, *, keep: bool) -> Any:
     if is_sharded(value):
         whole = value.detach().full_tensor()
         return whole.cpu() if keep else torch.empty(0)
-    if isinstance(value, Mapping):
-        items = {key: gathered(item, keep=keep) for key, item in value.items()}
-        return OrderedDict(items) if isinstance(value, OrderedDict) else items
-    if type(value) in (list, tuple):
-        return type(value)(gathered(item, keep=keep) for item in value)
-    return value
+    return mapped(lambda item, _: gathered(item, keep=keep), value)
 
 
-def model_state(state: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """A model's whole state, divided as the model is."""
-    ours = model.state_dict()
-    return {name: divided(value, ours.get(name)) for name, value in state.items()}
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimiser's whole state, divided as its parameters are: moments have their shapes."""
-    parameters = parameters_of(optimizer)
-    moments = {
-        number: {name: divided(value, parameters[number]) if isinstance(value, torch.Tensor) else value
-                 for name, value in own.items()}
-        for number, own in state["state"].items()
-    }  # fmt: skip
-    return {**state, "state": moments}
+def parts_of(thing: Any) -> Any:
+    """Which tensors of a thing's state are divided, and how: in the structure of its state."""
+    if isinstance(thing, torch.optim.Optimizer):
+        parameters = [parameter for group in thing.param_groups for parameter in group["params"]]
+        return {"state": dict(enumerate(parameters))}
+    return thing.state_dict() if isinstance(thing, torch.nn.Module) else None
 
 
 def reshard(models: Iterable[torch.nn.Module]) -> None:

@@ -17,6 +17,7 @@ import torch
 from paceline.checkpoint import content as checkpoint
 from paceline.errors import FleetError
 from paceline.loop.entries import Entries
+from paceline.loop.replicas import handed_in
 from paceline.loop.training_state import changes
 from paceline.signals import Leave
 from paceline.transport.elastic.changes import MembershipChange
@@ -180,8 +181,7 @@ class Membership:
     def take_over(self, data: torch.Tensor, change: MembershipChange) -> bool:
         """A newcomer takes over a peer's state. False: the fleet went on to a later loop while this worker waited, and
         its script has to come there first."""
-        device = self._steps.loop.device if self._transport.shards == 1 else torch.device("cpu")
-        state = checkpoint.unpack(data, device=device)
+        state = handed_in(self._transport, data, device=self._steps.loop.device)
         if state["loop"] > self._loop:
             return False
         if state["loop"] != self._loop:

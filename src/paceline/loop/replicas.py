@@ -11,7 +11,7 @@ import torch
 
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint import load
-from paceline.checkpoint.shards import any_sharded, gathered, is_sharded, local, own_part
+from paceline.checkpoint.shards import any_sharded, gathered, is_sharded, local, outline, own_part
 from paceline.errors import FleetError
 from paceline.settings import must_agree
 from paceline.transport import Collective, Transport
@@ -116,6 +116,8 @@ def distance(models: Sequence[torch.nn.Module], states: Sequence[Mapping[str, to
     for model, state in zip(models, states, strict=True):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             whole, ours = state[name], local(parameter)
+            if whole.is_meta:
+                continue
             theirs = (own_part(whole, parameter) if is_sharded(parameter) else whole).to(ours)
             if theirs.numel():
                 apart = (ours - theirs).abs().max().nan_to_num(nan=torch.inf)
@@ -123,14 +125,25 @@ def distance(models: Sequence[torch.nn.Module], states: Sequence[Mapping[str, to
     return largest / size if size else largest
 
 
+def handed_in(inside: Collective, data: torch.Tensor, *, device: torch.device) -> dict[str, Any]:
+    """A state that came as bytes. In a worker of several processes it came to the first: it holds the tensors, on the
+    CPU, and the others an outline of them."""
+    if inside.shards == 1:
+        return checkpoint.unpack(data, device=device)
+    state = checkpoint.unpack(data, device=torch.device("cpu")) if inside.shard == 0 else {}
+    told = inside.said("a state", outline(state))
+    return state if inside.shard == 0 else told
+
+
 def hand_round(transport: Transport, content: Mapping[str, Any], *, device: torch.device) -> dict[str, Any]:
     """The leader's ``content`` (plain values and tensors) on every worker."""
     for _ in range(load.ATTEMPTS):
-        data = checkpoint.pack(content) if transport.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        packs = transport.rank == 0 and transport.shard == 0
+        data = checkpoint.pack(content) if packs else torch.empty(0, dtype=torch.uint8)
         size = transport.gather("the leader's state", len(data))[0]
-        data = data if len(data) == size else torch.zeros(size, dtype=torch.uint8)
-        transport.broadcast([data])
+        data = data if len(data) == size or transport.shard else torch.zeros(size, dtype=torch.uint8)
+        transport.broadcast([data], inside=False)
         digest = blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
         if len(set(transport.gather("the leader's state that came", digest))) == 1:
-            return checkpoint.unpack(data, device=device)
+            return handed_in(transport, data, device=device)
     raise FleetError("the leader's state did not reach every worker: leaders were lost, one after another")

@@ -67,6 +67,11 @@ class LoopBuilder:
             raise MisuseError("fleet.steps before fleet.model: bring the model first")
         if context.elastic is not None and isinstance(micro_batch, Sequence) and not isinstance(micro_batch, str):
             raise ValueError('micro_batch is a list, and workers come and go: give one number, or "auto"')
+        if context.transport.grouped and micro_batch == "auto":
+            raise ValueError(
+                'micro_batch="auto" lets each worker measure sizes of its own, and the processes of a worker started '
+                "with --group go through the model together: give a number"
+            )
         source = self._source(data, context.seed, split)
         try:
             self._check_split(source, split)

@@ -98,6 +98,11 @@ class StepsConstructor:
         )
         gradients.next_scaler = context.tracking.scaler
         optimizers = context.tracking.optimizers.values()
+        if context.transport.grouped and any(needs_graph(optimizer) for optimizer in optimizers):
+            raise ValueError(
+                "an optimiser that needs second derivatives (AdaHessian) sees no graph of a sharded model: use another "
+                "with workers started with --group"
+            )
         gradients.keep_graph = transport.size == 1 and any(needs_graph(optimizer) for optimizer in optimizers)
         gradients.whole = auto
         return gradients

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint import content as checkpoint
-from paceline.checkpoint.load import fetch
+from paceline.checkpoint.load import Found, fetch
+from paceline.checkpoint.shards import outline
 from paceline.errors import MisuseError
 from paceline.loop.sizing import keep_saved
 from paceline.training.resume import LOOPS, Resume
@@ -59,17 +60,25 @@ class Loading:
     def _load_outside(self, path: Path, loops: str | None) -> Any:
         """A worker that waits to enter gets a peer's state: of the file it needs what is the script's own, if that."""
         try:
-            found = fetch(
-                Alone(),
-                path,
-                device=self._context.state_device,
-                missing_ok=True,
-                warn=lambda text: logger.warning("%s", text),
-            )
+            found = self._fetch_alone(path)
             return None if found is None else self._restore_all(*found, loops=loops)
         except ValueError as error:
             logger.warning("%s: a peer's state comes instead", error)
             return None
+
+    def _fetch_alone(self, path: Path) -> Found | None:
+        """For this worker; the first of its processes reads."""
+        transport, device = self._context.transport, self._context.state_device
+        warn = partial(logger.warning, "%s")
+        found: Found | None = None
+
+        def read() -> Found | None:
+            nonlocal found
+            found = fetch(Alone(), path, device=device, missing_ok=True, warn=warn)
+            return found and Found(found.path, outline(found.content))
+
+        told = transport.once("the checkpoint", read)
+        return found if transport.shard == 0 else told
 
     # -- restoring ---------------------------------------------------------------------------------------------------
 
@@ -84,8 +93,7 @@ class Loading:
             resume.must_be_in(steps.place.loop, steps.dataset_length)
         self._take_seed(path, content["seed"])
         if resume is not None:
-            state = self._replica.state(everywhere=True)
-            resume.before = deepcopy({key: state[key] for key in ("tracked", "state")})
+            resume.before = self._replica.own_state()
         self._restore_replica(path, content, later=loops == "all" and resume is not None and resume.passing)
         if content["pace"]["name"] == context.pacer.name:
             context.pacer.load_state_dict(content["pace"]["state"])

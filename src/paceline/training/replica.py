@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from paceline.checkpoint import content as checkpoint
+from paceline.checkpoint.divided_folder import TakenOut
 from paceline.checkpoint.shards import gathered, reshard
 from paceline.errors import MisuseError
 from paceline.loop.replicas import Repair, check_same_shape, distance, hand_round, shape_of, spread
@@ -92,28 +92,43 @@ class Replica:
         shapes = [shape_of(model) for model in self._context.models]
         return blake2b(repr(shapes).encode(), digest_size=16).hexdigest()
 
-    def state(self, *, everywhere: bool = False) -> dict[str, Any]:
+    def state(self, take_out: TakenOut | None = None) -> dict[str, Any]:
         """The models, everything tracked, and ``fleet.state``: plain values and tensors. In a worker of several
-        processes the first alone has the tensors, whole, unless they are wanted ``everywhere``."""
+        processes the first alone has those that are divided, whole; or they are taken out."""
         context, tracking = self._context, self._context.tracking
         reshard(context.models)
-        whole = partial(gathered, keep=everywhere or context.transport.shard == 0)
+
+        def read(thing: Any, name: str, said: str) -> Any:
+            state = thing.state_dict()
+            whole = take_out(state, name) if take_out else gathered(state, keep=context.transport.shard == 0)
+            return checkpoint.plain(whole, said)
+
         return {
-            "models": [checkpoint.plain(whole(model.state_dict()), "the model's state") for model in context.models],
+            "models": [
+                read(model, f"models.{number}", "the model's state") for number, model in enumerate(context.models)
+            ],
             "tracked": {
-                name: checkpoint.plain(whole(thing.state_dict()), f"the state of {name}")
-                for name, thing in tracking.things.items()
+                name: read(thing, f"tracked.{name}", f"the state of {name}") for name, thing in tracking.things.items()
             },
             "state": tracking.state.state_dict(),
         }
+
+    def own_state(self) -> dict[str, Any]:
+        """A copy of everything tracked, and of ``fleet.state``, as this process has it."""
+        tracking = self._context.tracking
+        things = {name: deepcopy(thing.state_dict()) for name, thing in tracking.things.items()}
+        return {"tracked": things, "state": deepcopy(tracking.state.state_dict())}
 
     def restore(self, source: Path, content: Mapping[str, Any], *, guard: bool = False) -> None:
         """Take over a `state`. ``source``: where it is from, for an error's text. ``guard``: warn of values that the
         script overwrites unseen."""
         tracking = self._context.tracking
         reshard(self._context.models)
-        content = {**content, "tracked": deepcopy(content["tracked"])}  # some keep what they are given
-        checkpoint.restore(source, content, tracking.things, self._context.models)
+        transport = self._context.transport
+        inside = transport if transport.shards > 1 else None
+        if inside is None:
+            content = {**content, "tracked": deepcopy(content["tracked"])}  # some keep what they are given
+        checkpoint.restore(source, content, tracking.things, self._context.models, inside=inside)
         tracking.state.load_state_dict(content.get("state", {}), guard=guard)
 
     def make_equal(self) -> Repair:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint import content as checkpoint
+from paceline.checkpoint import divided_folder
 from paceline.checkpoint import file as checkpoint_file
 from paceline.checkpoint.autosave import Autosaver, Schedule
+from paceline.checkpoint.divided_folder import TakenOut
 from paceline.loop.sizing import saved_sizes
 from paceline.settings import must_agree
 
@@ -42,11 +44,13 @@ class Saving:
         """The leader writes the checkpoint; returns what went wrong."""
         if not self._context.leads:  # nor does one that waits to enter
             return None
+        transport = self._context.transport
         try:
-            content = self._content(extra)
-            if not self._context.is_leader:  # a further process of the leading worker
-                return None
-            checkpoint_file.write(path, content)
+            if transport.shards > 1:
+                taken = TakenOut()
+                divided_folder.write(path, self._content(extra, taken), taken.tensors, transport)
+            else:
+                checkpoint_file.write(path, self._content(extra))
         except OSError as error:
             return ["OSError", f"cannot write {path}: {error.strerror or error}"]
         except ValueError as error:
@@ -96,9 +100,9 @@ class Saving:
         with steps.combine.shown() if steps is not None else nullcontext():
             yield self._content(extra() if callable(extra) else extra)
 
-    def _content(self, extra: Any) -> dict[str, Any]:
+    def _content(self, extra: Any, take_out: TakenOut | None = None) -> dict[str, Any]:
         return {
-            **self._replica.state(),
+            **self._replica.state(take_out),
             "steps": self._steps_state(),
             "pace": {"name": self._context.pacer.name, "state": self._pace_state()},
             "seed": self._context.seed,

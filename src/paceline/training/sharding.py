@@ -17,7 +17,7 @@ def check(transport: Transport, module: nn.Module, *, shard: bool) -> None:
     parameters = list(module.parameters())
     already = shards.any_sharded(parameters)
     if shard:
-        if not transport.grouped:
+        if not transport.grouped and not transport.solitary:
             transport.mesh()
         if already:
             raise ValueError("the model is sharded already: leave shard=True out")

@@ -35,7 +35,7 @@ class Alone(Transport):
     def sum(self, tensor: torch.Tensor) -> Already:
         return Already()
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
         return
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:

@@ -53,6 +53,14 @@ class Collective(Protocol):
         """On the worker's first process, all processes' values, by shard; on the others nothing."""
         return [value]
 
+    def said(self, label: str, value: T) -> T:
+        """The first process's value, on all of them."""
+        return value
+
+    def part(self, label: str, parts: Callable[[int], torch.Tensor], into: torch.Tensor) -> None:
+        """Fill ``into`` with what is this process's of what the first one has: ``parts(shard)`` there."""
+        into.copy_(parts(0))
+
     def tell(self, kind: str, content: Any = None) -> None:
         """On the first process, in the middle of `once`: have the others do what they have said `on` this kind."""
         return
@@ -152,8 +160,9 @@ class Transport(Collective, Protocol):
         computer."""
         return None
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite ``tensors`` with the leader's."""
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
+        """Overwrite ``tensors`` with the leader's; ``inside``: on all processes of a worker, and not on the first
+        alone."""
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         """Send a CPU tensor to one worker, which receives it under the same tag; from any thread."""

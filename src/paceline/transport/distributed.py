@@ -107,7 +107,7 @@ class Distributed(Transport, ABC):
         known = len(topology.computers) > 1 and len(topology.order) == len(workers)
         return topology.facts(workers) if known else None
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
         with self.round("the leader's broadcast", keeps=tensors):
             if self.group.size > 1:
                 self._broadcast(tensors)

@@ -215,7 +215,7 @@ class Elastic(Distributed):
                 return list(lane.result or [])
             self.deliver_members_changed()
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
         while not self.outside:
             try:
                 super().broadcast(tensors)

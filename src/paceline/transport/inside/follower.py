@@ -86,13 +86,11 @@ class Follower(Transport):
         self.workers, self.generation = generation.workers, generation.number
         self.rank, self.size = self.workers.index(self._id), len(self.workers)
 
-    def _take_over(self, own: int, change: MembershipChange, size: int) -> None:
+    def _take_over(self, own: int, change: MembershipChange) -> None:
         self._id = own
-        data = torch.empty(size, dtype=torch.uint8)
-        self._links.receive_tensor(data)
         self._show(change.generation)
         assert self.listener is not None
-        self.listener.take_over(data, change)
+        self.listener.take_over(torch.empty(0, dtype=torch.uint8), change)  # what is in it, the head says
 
     def mesh(self) -> Any:
         return self._mesh()
@@ -104,9 +102,15 @@ class Follower(Transport):
         self._links.send(self._label or label, VALUE, value)
         return []
 
+    def said(self, label: str, value: T) -> T:
+        ((_, theirs),) = self._links.receive(self._label or label)
+        return cast(T, theirs)
+
+    def part(self, label: str, parts: Callable[[int], torch.Tensor], into: torch.Tensor) -> None:
+        self._links.receive_tensor(into)
+
     def shared(self, label: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-        ((_, path),) = self._links.receive(self._label or label)
-        tensor = opened(path, size, dtype)
+        tensor = opened(self.said(label, ""), size, dtype)
         self.collect(label, None)
         return tensor
 
@@ -123,9 +127,9 @@ class Follower(Transport):
     def gather(self, label: str, value: Any) -> list[Any]:
         return list(self._follow(label, value=value if callable(value) else None))
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
         self._follow("the leader's broadcast")
-        for tensor in tensors:
+        for tensor in tensors if inside else ():
             self._links.receive_tensor(tensor)
 
     def slot_name(self, slot: int) -> str:

@@ -83,9 +83,18 @@ class Head:
     def collect(self, label: str, value: T) -> list[T]:
         return [value, *(content for _, content in self._links.receive(self._label or label))]
 
+    def said(self, label: str, value: T) -> T:
+        self._links.send(self._label or label, VALUE, value)
+        return value
+
+    def part(self, label: str, parts: Callable[[int], torch.Tensor], into: torch.Tensor) -> None:
+        for shard in range(1, self.shards):
+            self._links.send_tensor(parts(shard), to=shard)
+        into.copy_(parts(0))
+
     def shared(self, label: str, size: int, dtype: torch.dtype) -> torch.Tensor:
         made = SharedTensor(size, dtype)
-        self._links.send(self._label or label, VALUE, made.path)
+        self.said(label, made.path)
         self.collect(label, None)
         made.all_have_it()
         return made.tensor
@@ -99,9 +108,9 @@ class Head:
 
         return self.once(label, lambda: list(self._real.gather(label, asked if callable(value) else value)))
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
         self.once("the leader's broadcast", lambda: self._real.broadcast(tensors))
-        for tensor in tensors:
+        for tensor in tensors if inside else ():
             self._links.send_tensor(tensor)
 
     def slot_name(self, slot: int) -> str:
@@ -131,12 +140,6 @@ class Head:
                 self._real.close(failure=failure)
         finally:
             self._links.close()
-
-    # -- what followers are handed -----------------------------------------------------------------------------------
-
-    def pass_on(self, tensor: torch.Tensor) -> None:
-        """To the followers, which wait for it in this call."""
-        self._links.send_tensor(tensor)
 
 
 class ToldLoop:
@@ -177,6 +180,5 @@ class Told:
         return self._listener.give_state()
 
     def take_over(self, data: torch.Tensor, change: MembershipChange) -> bool:
-        self._head.tell("take_over", (self._head.id, change, data.numel()))
-        self._head.pass_on(data)
+        self._head.tell("take_over", (self._head.id, change))
         return self._listener.take_over(data, change)

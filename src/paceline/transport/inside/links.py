@@ -73,12 +73,13 @@ class Links:
             )
         return str(kind), content
 
-    def send_tensor(self, tensor: torch.Tensor) -> None:
-        """By every connection, whatever its size."""
+    def send_tensor(self, tensor: torch.Tensor, *, to: int | None = None) -> None:
+        """By every connection, or to one follower; whatever its size."""
+        links = self._links if to is None else [self._links[to - 1]]
         array: Any = bytes_of(tensor).numpy()
         data = memoryview(array)
         for at in range(0, len(data), PIECE):
-            for link in self._links:
+            for link in links:
                 self._guarded(lambda link=link, at=at: link.send_bytes(data[at : at + PIECE]))  # type: ignore[misc]
 
     def receive_tensor(self, tensor: torch.Tensor) -> None:

@@ -1,0 +1,116 @@
+"""A checkpoint in a folder, written by all processes of a worker that divides its model: each writes its parts.
+
+The folder is one of torch.distributed.checkpoint, which holds the divided tensors by name, and beside its files there
+is one of ours (`REST`) with everything else: it says which tensor belongs where, and how long each file is. It loads
+on any grouping of processes, and on a worker of one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint import file as checkpoint_file
+from paceline.checkpoint.shards import is_sharded, mapped
+from paceline.transport import Collective
+
+REST, META = "paceline.pt", ".metadata"
+NAME, SHAPE, DTYPE = "paceline_divided", "shape", "dtype"
+"""In place of a divided tensor: its name in the folder, its shape and type."""
+
+
+class TakenOut:
+    """Takes divided tensors out of a state, by name."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def __call__(self, value: Any, name: str) -> Any:
+        """``value`` with a note in place of every divided tensor."""
+        if is_sharded(value):
+            self.tensors[name] = value.detach()
+            return {NAME: name, SHAPE: list(value.shape), DTYPE: str(value.dtype)}
+        return mapped(lambda item, key: self(item, f"{name}.{key}"), value)
+
+
+def is_one(path: Path) -> bool:
+    return (path / REST).is_file() and (path / META).is_file()
+
+
+def write(path: Path, content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], inside: Collective) -> None:
+    """All processes of the worker: write the tensors' parts, and the first one the rest; OSError says what failed."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    if inside.shard == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+    inside.collect("saving parts", None)
+    inside.said("saving parts", None)
+    try:
+        _save(tensors, temporary)
+        if inside.shard == 0:
+            sizes = {file.name: file.stat().st_size for file in temporary.iterdir()}
+            checkpoint_file.write(temporary / REST, {**content, "files": sizes})
+            _put_in_place(temporary, path)
+    finally:
+        if inside.shard == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _save(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        _torch().save(dict(tensors), checkpoint_id=str(folder))
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise first if isinstance(first, OSError) else OSError(str(first).splitlines()[0]) from None
+
+
+def _torch() -> Any:
+    """torch.distributed.checkpoint: takes a while to import, and few need it."""
+    return importlib.import_module("torch.distributed.checkpoint")
+
+
+def _put_in_place(temporary: Path, path: Path) -> None:
+    """In one move, or in two where something is there."""
+    before = path.with_name(f".{path.name}.old")
+    if path.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        os.replace(path, before)
+    os.replace(temporary, path)
+    shutil.rmtree(before) if before.is_dir() else before.unlink(missing_ok=True)
+
+
+def read(path: Path, parse: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """The content with whole tensors, on the CPU; ValueError says what is wrong. ``parse`` reads the file of the
+    rest."""
+    content = parse(path / REST)
+    for name, size in content.pop("files").items():
+        if not (path / name).is_file() or (path / name).stat().st_size != size:
+            raise ValueError(f"{path} is not a whole checkpoint: its file {name} is missing or cut off")
+    wanted: dict[str, torch.Tensor] = {}
+    filled = _put_back(content, wanted)
+    if wanted:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that this process reads alone
+                _torch().load(wanted, checkpoint_id=str(path), no_dist=True)
+        except Exception as error:  # whatever damage makes the reader do
+            raise ValueError(f"{path} is not a whole checkpoint: it cannot be read ({type(error).__name__})") from None
+    return dict(filled)
+
+
+def _put_back(value: Any, wanted: dict[str, torch.Tensor]) -> Any:
+    """Empty tensors, to be read by name, where `TakenOut` left notes."""
+    if isinstance(value, Mapping) and set(value) == {NAME, SHAPE, DTYPE}:
+        dtype = getattr(torch, str(value[DTYPE]).removeprefix("torch."))
+        tensor = wanted[value[NAME]] = torch.empty(value[SHAPE], dtype=dtype)
+        return tensor
+    return mapped(lambda item, _: _put_back(item, wanted), value)
