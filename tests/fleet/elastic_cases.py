@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from exact_cases import many_cores
+from exact_cases import many_cores, whole
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -34,8 +35,9 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def flat(model: nn.Module) -> list[float]:
-    return [float(value) for parameter in model.parameters() for value in parameter.detach().flatten()]
+def flat(tensors: Iterable[torch.Tensor]) -> list[float]:
+    """Their numbers, whole where processes hold parts."""
+    return [float(value) for tensor in tensors for value in whole(tensor.detach()).flatten()]
 
 
 def beside(name: str) -> Path:
@@ -77,7 +79,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
         many_cores()
     ghost, steps_seen = Ghost(args), []
     with paceline.join(args.get("pace", "adaptive"), combine=args.get("combine", "gradients")) as fleet:
-        model = fleet.model(network())
+        model = fleet.model(network(), shard=bool(args.get("shard")))
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
         scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
         steps = fleet.steps(data(), global_batch=BATCH, micro_batch=4, epochs=args.get("epochs", EPOCHS))
@@ -104,9 +106,10 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
                 fleet.save(Path(os.environ["PACELINE_RUN_DIR"]) / "last.paceline")
         ghost.at("after the loop", 0)
         size = fleet.size
+        weights, momentum = flat(model.parameters()), flat(s["momentum_buffer"] for s in optimizer.state.values())
     return {
-        "weights": flat(model),
-        "momentum": [float(v) for s in optimizer.state.values() for v in s["momentum_buffer"].flatten()],
+        "weights": weights,
+        "momentum": momentum,
         "schedule": scheduler.state_dict()["last_epoch"],
         "steps": steps_seen,
         "size": size,
@@ -160,4 +163,4 @@ def replay(folder: Path) -> list[float]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    return flat(model)
+    return flat(model.parameters())

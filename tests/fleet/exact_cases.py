@@ -99,12 +99,18 @@ def micro_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, n: torch.Tens
     return (losses * n).sum() / n.sum() if weighted else losses.mean()
 
 
+def whole(tensor: Any) -> torch.Tensor:
+    """All of it, where processes hold parts."""
+    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """One training in the fleet: final parameters, losses, and which samples each step had."""
     dtype = getattr(torch, case["dtype"])
     data = Tokens(dtype, case["length"])
     with paceline.join(Scripted(case["seed"]), seed=case["seed"], quiet=True) as fleet:
-        model = fleet.model(build(dtype))
+        model = fleet.model(build(dtype), shard=bool(case.get("shard")))
         optimizer = make_optimizer(case["optimizer"], model)
         losses = []
         steps = fleet.steps(data, global_batch=case["global_batch"], micro_batch=case["micro_batch"], epochs=99)
@@ -118,7 +124,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             losses.append(step.loss)
             if step.index == 9:
                 break
-        parameters = torch.cat([p.detach().flatten().double() for p in model.parameters()])
+        parameters = torch.cat([whole(p.detach()).flatten().double() for p in model.parameters()])
         assert all(p.grad is None for p in model.parameters())
         return {
             "parameters": parameters.tolist(),

@@ -64,9 +64,11 @@ class Flock:
 
     def start(self, slot: int, *, expected: bool = False, **env: str) -> None:
         """Start a worker, or start it again."""
+        self.workers[slot] = start(self.folder, slot, self.case, self.args, {**self._variables(slot), **env})
+
+    def _variables(self, slot: int) -> dict[str, str]:
         told = elastic_variables(slot, run_dir=self.folder / "run", address=self.server.address, token=TOKEN)
-        variables = {**told, "QUICK_EXIT": "1", **self.env, **self.own.get(slot, {}), **env}
-        self.workers[slot] = start(self.folder, slot, self.case, self.args, variables)
+        return {**told, "QUICK_EXIT": "1", **self.env, **self.own.get(slot, {})}
 
     def __enter__(self) -> Flock:
         return self

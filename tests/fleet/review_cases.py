@@ -147,7 +147,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
     return {
         "cut": lines.cut() if lines is not None else 0,
         "deaf": lines.deaf() if lines is not None else 0,
-        "weights": flat(model) + [float(v) for buffer in model.buffers() for v in buffer.flatten()],
+        "weights": flat(model.parameters()) + [float(v) for buffer in model.buffers() for v in buffer.flatten()],
         "scale": [thing.state_dict() for name, thing in fleet._context.tracking.things.items() if name == "scaler"],
         "evaluations": evaluations,
         "threads": len(os.listdir("/proc/self/task")),

@@ -82,11 +82,16 @@ LARGE = 1 << 12
 """Tensors of a state with more elements than these reach a worker's further processes part by part."""
 
 
-def outline(value: Any) -> Any:
-    """A state without what its large tensors hold: for the processes that get parts of them."""
+def outline(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A training's state without what the large tensors of models and tracked things hold: for the processes that get
+    parts of them."""
+    return {key: _outlined(part) if key in ("models", "tracked") else part for key, part in content.items()}
+
+
+def _outlined(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.empty_like(value, device="meta") if value.numel() > LARGE else value
-    return mapped(lambda item, _: outline(item), value)
+    return mapped(lambda item, _: _outlined(item), value)
 
 
 def handed_out(value: Any, like: Any, inside: Collective) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from paceline.checkpoint.content import plain
+from paceline.checkpoint.shards import reshard
 from paceline.errors import MisuseError
 from paceline.feed import Source
 from paceline.loop.call_results import CallResults
@@ -123,9 +124,12 @@ class CollectiveCalls:
         finally:
             source.close()
 
-    def _evaluation_mode(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
         tracked = [thing for thing in self._context.tracking.things.values() if isinstance(thing, torch.nn.Module)]
-        return evaluating.evaluation_mode([*self._context.models, *tracked])
+        with evaluating.evaluation_mode([*self._context.models, *tracked]):
+            yield
+        reshard(self._context.models)
 
     def _own_batches(self, source: Source, size: int) -> evaluating.PlacedBatches:
         """Those of this worker: each of those who are there takes a part of the whole by its speed."""

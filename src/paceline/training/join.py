@@ -59,7 +59,9 @@ def join_training(
         machine = machines.from_env(_slot(), around=joins_roster())
         emulated = machine.describe() if machine else None
         at_the_end = ExitStack()
-        transport = _make_transport(pacer, merge, here, emulated, at_the_end)
+        with at_the_end:  # undone where joining fails
+            transport = _make_transport(pacer, merge, here, emulated, at_the_end)
+            at_the_end = at_the_end.pop_all()
         try:
             failures = failures_from_env(int(seed))
             asked: dict[str, Any] = {"seed": int(seed), "nonfinite": nonfinite, "wire": wire}
@@ -80,6 +82,7 @@ def join_training(
                 context.inform(f"wire is {other_wire!r} as PACELINE_WIRE says")
         except BaseException as error:
             transport.close(failure=error)
+            at_the_end.close()
             raise
     return context
 

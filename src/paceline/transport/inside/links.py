@@ -19,7 +19,6 @@ import torch
 
 from paceline.errors import CallMismatch, FleetError, PacelineError
 
-SOCKET = "head"
 PIECE = 1 << 24
 """Bytes of a tensor that are sent at a time."""
 RETRY_S = 0.02
@@ -27,21 +26,21 @@ MEET_S = 120.0
 """How long the processes of a worker may be apart in starting."""
 
 
-def accept(folder: Path, followers: int) -> list[Connection]:
-    """The head waits for its followers; their connections, by shard."""
+def accept(socket: Path, followers: int) -> list[Connection]:
+    """The head waits for its followers at this path; their connections, by shard."""
     links: dict[int, Connection] = {}
-    with Listener(str(folder / SOCKET), family="AF_UNIX", backlog=max(1, followers)) as listener:
+    with Listener(str(socket), family="AF_UNIX", backlog=max(1, followers)) as listener:
         while len(links) < followers:
             link = listener.accept()
             links[link.recv()] = link
     return [links[shard] for shard in sorted(links)]
 
 
-def connect(folder: Path, shard: int, *, wait: Callable[[], None]) -> Connection:
+def connect(socket: Path, shard: int, *, wait: Callable[[], None]) -> Connection:
     """A follower finds its head; ``wait`` waits a moment, and raises when that has lasted too long."""
     while True:
         try:
-            link = Client(str(folder / SOCKET), family="AF_UNIX")
+            link = Client(str(socket), family="AF_UNIX")
         except (FileNotFoundError, ConnectionRefusedError):
             wait()
             continue

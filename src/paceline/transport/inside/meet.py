@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,8 @@ from paceline.transport.inside.links import MEET_S, RETRY_S, Links, accept, conn
 from paceline.transport.network import dist, loopback_only
 
 MESH = "shard"
+_JOINS = count()
+"""A script may join several times: each time the processes of a worker meet elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,13 @@ def _by_rank(shards: int, at_the_end: ExitStack) -> Place:
 
 def meet(place: Place, device: torch.device, *, elastic: bool, join: Callable[[], Transport]) -> Transport:
     """This process's transport: the head joins the fleet, followers follow it."""
-    patience = _Patience()
-    links = (
-        Links(accept(place.folder, place.shards - 1), shard=0)
-        if place.shard == 0
-        else Links([connect(place.folder, place.shard, wait=patience)], shard=place.shard)
-    )
-    _form(place, device)
+    number = next(_JOINS)
+    socket = place.folder / f"head{number}"
+    if place.shard == 0:
+        links = Links(accept(socket, place.shards - 1), shard=0)
+    else:
+        links = Links([connect(socket, place.shard, wait=_Patience())], shard=place.shard)
+    _form(place, device, number)
     how: Any = {"shards": place.shards, "mesh": lambda: _mesh(device, place.shards)}
     if place.shard == 0:
         head = Head(join(), links, **how)
@@ -108,14 +111,14 @@ class _Patience:
         time.sleep(RETRY_S)
 
 
-def _form(place: Place, device: torch.device) -> None:
+def _form(place: Place, device: torch.device, number: int) -> None:
     """torch.distributed's default group in a worker is the worker: what `fully_shard` speaks through."""
     if dist.is_initialized():
         raise ValueError(
             "torch.distributed's default group is initialised already, and in a worker of several processes it is the "
             "worker's own: leave init_process_group out"
         )
-    store = dist.FileStore(str(place.folder / "store"), place.shards)
+    store = dist.FileStore(str(place.folder / f"store{number}"), place.shards)
     with loopback_only():
         dist.init_process_group(_backend(device, place.shards), store=store, rank=place.shard, world_size=place.shards)
 
