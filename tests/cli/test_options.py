@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.options import Size, read_faults, read_size
+from paceline.cli.options import Size, read_faults, read_groups, read_size
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,79 @@ def test_wrong_bounds_say_what_to_write(n: str, part: str) -> None:
 def test_a_joining_launcher_takes_one_number() -> None:
     with pytest.raises(ValueError, match="with --join give one number"):
         read_size("2:4", devices=[], emulate=None, sample_ms=2.0, joining=True)
+
+
+def test_a_group_is_a_number_of_processes_or_a_list_with_one_for_each_worker() -> None:
+    assert (read_groups(None), read_groups("2"), read_groups("1, 2,4")) == ((), (2,), (1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("0", "entry 1 is '0'; write how many processes"),
+        ("x", "entry 1 is 'x'; write how many processes"),
+        ("2,", "entry 2 is ''; write how many processes"),
+        ("1,-2", "entry 2 is '-2'"),
+        ("1.5", "entry 1 is '1.5'"),
+        ("", "entry 1 is ''"),
+    ],
+)
+def test_wrong_groups_say_what_to_write(text: str, part: str) -> None:
+    with pytest.raises(ValueError, match=f"--group {part}"):
+        read_groups(text)
+
+
+def test_groups_on_ray_are_refused_for_now() -> None:
+    assert read_groups(None, on_ray=True) == ()
+    with pytest.raises(ValueError, match="--group does not work with --ray yet"):
+        read_groups("2", on_ray=True)
+
+
+@pytest.mark.parametrize(
+    ("n", "groups", "devices", "emulate", "joining", "wanted"),
+    [
+        (None, (2,), 0, None, False, Size(1)),
+        (None, (1, 2), 0, None, False, Size(2)),
+        ("3", (1, 2), 4, None, False, Size(3)),
+        (None, (1, 2), 4, None, False, Size(3)),
+        (None, (2,), 6, None, False, Size(3)),
+        (None, (2,), 4, "1,2", False, Size(2)),
+        (None, (2,), 0, "1,2,4", False, Size(3)),
+        ("2:4", (2,), 0, None, False, Size(4, (2, 4))),
+        ("2:4", (1, 2), 0, None, False, Size(4, (2, 4))),
+        ("1:4", (2,), 4, None, False, Size(2, (1, 4))),
+        ("1:2", (1, 2), 4, None, False, Size(2, (1, 2))),
+        (None, (2,), 0, None, True, Size(1)),
+        (None, (1, 2), 0, None, True, Size(2)),
+        (None, (2,), 4, None, True, Size(2)),
+        ("1", (1, 2), 0, None, True, Size(1)),
+        ("3", (2,), 2, None, True, Size(3)),
+    ],
+)
+def test_devices_are_for_the_processes_of_groups(
+    n: str | None, groups: tuple[int, ...], devices: int, emulate: str | None, joining: bool, wanted: Size
+) -> None:
+    given = {"devices": ["cpu"] * devices, "emulate": emulate, "sample_ms": 2.0, "joining": joining}
+    assert read_size(n, groups=groups, **given) == wanted  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("n", "groups", "devices", "part"),
+    [
+        ("2", (2,), 2, "-n asks for 2 workers of 4 processes, --devices names 2 devices: give one for each process"),
+        ("2", (1, 2), 2, "-n asks for 2 workers of 3 processes, --devices names 2"),
+        (None, (2,), 3, "--devices names 3 devices, and workers of --group 2 have 2 or 4 processes"),
+        (None, (2,), 1, "--devices names 1 devices, and workers of --group 2 have 2 processes"),
+        ("1:4", (1, 2), 2, "--devices names 2 devices, and workers of --group 1,2 have 1 or 3 processes"),
+        ("2", (1, 2, 1), 0, "--group has 3 entries, for 2 workers"),
+        (None, (1, 2), 1, "--group has 2 entries, for 1 workers"),
+    ],
+)
+def test_groups_that_do_not_come_out_say_what_to_give(
+    n: str | None, groups: tuple[int, ...], devices: int, part: str
+) -> None:
+    with pytest.raises(ValueError, match=part):
+        read_size(n, devices=["cpu"] * devices, emulate=None, sample_ms=2.0, groups=groups)
 
 
 def test_the_engine_plays_chances_and_the_launcher_events() -> None:

@@ -6,11 +6,13 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.errors import about
+from paceline.launcher.group import processes
 
 if TYPE_CHECKING:
     from paceline.launcher.faults import Faults
@@ -57,40 +59,86 @@ def read_devices(text: str | None) -> list[str]:
     return names
 
 
+def read_groups(text: str | None, *, on_ray: bool = False) -> tuple[int, ...]:
+    """How many processes each worker has, as in ``2`` or ``1,2``; empty without the option."""
+    if text is None:
+        return ()
+    if on_ray:
+        raise ValueError("--group does not work with --ray yet: leave one of the two out")
+    sizes = [size.strip() for size in text.split(",")]
+    for position, size in enumerate(sizes, start=1):
+        if not re.fullmatch(r"[0-9]{1,4}", size, re.ASCII) or int(size) < 1:
+            raise ValueError(f"--group entry {position} is {size!r}; write how many processes a worker has, from 1 on")
+    return tuple(map(int, sizes))
+
+
 def read_size(
-    n: str | None, *, devices: list[str], emulate: str | None, sample_ms: float, joining: bool = False
+    n: str | None,
+    *,
+    devices: list[str],
+    emulate: str | None,
+    sample_ms: float,
+    joining: bool = False,
+    groups: Sequence[int] = (),
 ) -> Size:
     """How many workers to start: as many as asked for, as devices, or as emulated machines.
 
     With one number these must agree. With MIN:MAX, or when joining a fleet elsewhere, a list says how many to start
-    and begins again for those that come later; without one, MAX are started (one, when joining).
+    and begins again for those that come later; without one, MAX are started (one, when joining). With ``groups``, the
+    processes of each worker, devices are for processes.
     """
     bounds = _bounds(n) if n is not None and ":" in n else None
     if bounds and joining:
         raise ValueError(f"-n {n}: the fleet's bounds are set where it was started; with --join give one number")
     asked = None if n is None or bounds else _count(n)
     if not bounds and not joining:
-        return Size(_agreed(asked, devices, emulate, sample_ms))
-    listed = _listed(devices, emulate, sample_ms)
+        return Size(_agreed(asked, devices, emulate, sample_ms, groups))
+    listed = _listed(devices, emulate, sample_ms, groups) or (None if bounds else len(groups) or None)
     most = bounds[1] if bounds else asked
     start = asked or min(listed or most or 1, most or listed or 1)
     return Size(start, bounds)
 
 
-def _agreed(asked: int | None, devices: list[str], emulate: str | None, sample_ms: float) -> int:
-    if asked and devices and asked != len(devices):
-        raise ValueError(f"-n asks for {asked} workers, --devices names {len(devices)} devices: give one for each")
+def _agreed(asked: int | None, devices: list[str], emulate: str | None, sample_ms: float, groups: Sequence[int]) -> int:
+    if asked and devices:
+        _check_devices(f"-n asks for {asked} workers", asked, devices, groups)
+    workers = asked or _workers_on(devices, groups)
     if emulate is not None:
-        return _machines(emulate, sample_ms, workers=asked or len(devices) or None)
-    return asked or len(devices) or 1
+        workers = _machines(emulate, sample_ms, workers=workers)
+    workers = workers or len(groups) or 1
+    if len(groups) > workers:
+        raise ValueError(f"--group has {len(groups)} entries, for {workers} workers: give no more than one for each")
+    return workers
 
 
-def _listed(devices: list[str], emulate: str | None, sample_ms: float) -> int | None:
+def _listed(devices: list[str], emulate: str | None, sample_ms: float, groups: Sequence[int]) -> int | None:
     """How many workers the lists are for; None without one."""
     machines = None if emulate is None else _machines(emulate, sample_ms, workers=None)
-    if machines and devices and machines != len(devices):
-        raise ValueError(f"--emulate has {machines} machines, --devices {len(devices)} devices: give one for each")
-    return machines or len(devices) or None
+    if machines and devices:
+        _check_devices(f"--emulate has {machines} machines", machines, devices, groups)
+    return machines or _workers_on(devices, groups)
+
+
+def _check_devices(asked: str, workers: int, devices: list[str], groups: Sequence[int]) -> None:
+    """Whether there is one for each worker or, in groups, for each of their processes."""
+    wanted = processes(groups or (1,), workers)
+    if wanted != len(devices):
+        asked, each = (f"{asked} of {wanted} processes", "each process") if groups else (asked, "each")
+        raise ValueError(f"{asked}, --devices names {len(devices)} devices: give one for {each}")
+
+
+def _workers_on(devices: list[str], groups: Sequence[int]) -> int | None:
+    """How many workers these devices are for; None without devices."""
+    sizes, workers = groups or (1,), 0
+    while processes(sizes, workers) < len(devices):
+        workers += 1
+    if processes(sizes, workers) == len(devices):
+        return workers or None
+    fewer, more = processes(sizes, workers - 1), processes(sizes, workers)
+    raise ValueError(
+        f"--devices names {len(devices)} devices, and workers of --group {','.join(map(str, groups))} have "
+        f"{f'{fewer} or ' if fewer else ''}{more} processes: give one for each process"
+    )
 
 
 def _machines(emulate: str, sample_ms: float, *, workers: int | None) -> int:

@@ -10,7 +10,16 @@ import typer
 
 from paceline.cli.errors import about, leave_with, refuse
 from paceline.cli.host import TOKEN_HELP
-from paceline.cli.options import Size, check_names, check_network, check_script, read_devices, read_faults, read_size
+from paceline.cli.options import (
+    Size,
+    check_names,
+    check_network,
+    check_script,
+    read_devices,
+    read_faults,
+    read_groups,
+    read_size,
+)
 from paceline.cli.ray_options import Labels, PerWorker, Ray, RuntimeEnv, check_ray_script, ray_count, read_ray
 from paceline.launcher.tokens import own_token
 from paceline.observe import new_run_dir
@@ -38,7 +47,18 @@ Count = Annotated[
     ),
 ]
 Devices = Annotated[
-    str | None, typer.Option(metavar="LIST", help="A device for each worker, such as cuda:0,cuda:1,cpu.")
+    str | None,
+    typer.Option(
+        metavar="LIST", help="A device for each worker, with --group for each process, such as cuda:0,cuda:1,cpu."
+    ),
+]
+Group = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|LIST",
+        help="Each worker is a group of so many processes, which shard the model. A list, such as 1,2, has an entry "
+        "for each worker, and begins again for those that come later.",
+    ),
 ]
 Emulate = Annotated[
     str | None,
@@ -132,6 +152,7 @@ def run(
     args: Arguments = None,
     n: Count = None,
     devices: Devices = None,
+    group: Group = None,
     emulate: Emulate = None,
     sample_ms: SampleMs = 2.0,
     pace: Pace = None,
@@ -162,7 +183,10 @@ def run(
     try:
         device_list = read_devices(devices)
         n = ray_count(ray, n)
-        size = read_size(n, devices=device_list, emulate=emulate, sample_ms=sample_ms, joining=join is not None)
+        groups = read_groups(group, on_ray=ray is not None)
+        size = read_size(
+            n, devices=device_list, emulate=emulate, sample_ms=sample_ms, joining=join is not None, groups=groups
+        )
         elsewhere = {"devices": devices, "join": join, "host": host, "port": port}
         on_ray = read_ray(ray, size, per_worker=per_worker, labels=labels, runtime_env=runtime_env, **elsewhere)
         check_ray_script(on_ray, script, module) if on_ray else check_script(script, module)
@@ -195,7 +219,7 @@ def run(
         seed=seed,
     )
     command = called if on_ray else (sys.executable, "-u", *called)
-    order = Order(command, size.start, settings, run_dir, tuple(device_list), quiet=quiet)
+    order = Order(command, size.start, settings, run_dir, tuple(device_list), quiet=quiet, groups=groups)
     if on_ray is not None:
         code = _on_ray(on_ray, order, faults, secret)
     elif roster is None:

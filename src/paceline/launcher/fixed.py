@@ -23,7 +23,7 @@ EXPLAIN_S = 0.5
 
 def launch_fixed(order: Order) -> int:
     """Run the workers to their end and return the exit code: 0 when all ended with 0."""
-    return supervise(order, FixedPolicy(order.workers))
+    return supervise(order, FixedPolicy(order.workers, order.processes))
 
 
 class FixedPolicy:
@@ -33,8 +33,8 @@ class FixedPolicy:
     foreign: tuple[str, ...] = ELASTIC_VARIABLES
     loopback = True
 
-    def __init__(self, size: int) -> None:
-        self._size, self._store, self.failing = size, RendezvousStore(), False
+    def __init__(self, size: int, processes: int) -> None:
+        self._processes, self._size, self._store, self.failing = processes, size, RendezvousStore(), False
         self._workers: list[LaunchedWorker] = []
         self._failures: list[WorkerFailure] = []
         self._cause: WorkerFailure | None = None
@@ -45,7 +45,7 @@ class FixedPolicy:
         self._store.start()
 
     def environment(self, number: int) -> Mapping[str, str]:
-        return self._store.environment(number, self._size)
+        return {**self._store.environment(number, self._size), "LOCAL_WORLD_SIZE": str(self._processes)}
 
     def ended(self, worker: LaunchedWorker, now: float) -> None:
         if worker.code == 0 or self._pool.stopped_by or worker.signalled:

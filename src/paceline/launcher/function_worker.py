@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from paceline.errors import FLEET_FAILED, FleetError
+from paceline.launcher.group import GROUP_VARIABLES
 from paceline.launcher.processes import end_with_parent
 from paceline.launcher.rendezvous import ELASTIC_VARIABLES, loopback
 
@@ -43,7 +44,7 @@ def work(
         signal.set_wakeup_fd(-1)  # a notebook's loop would get this process's signals
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for own in (*ELASTIC_VARIABLES, "PACELINE_LAUNCHER"):
+    for own in (*ELASTIC_VARIABLES, *GROUP_VARIABLES, "PACELINE_LAUNCHER"):
         os.environ.pop(own, None)
     os.environ.update(environment)
     if (name := loopback()) is not None:

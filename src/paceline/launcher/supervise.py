@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.launcher.failures import WorkerFailure, checkpoint_hint
+from paceline.launcher.group import GROUP_VARIABLES, WRAPPER, processes
 from paceline.launcher.pool import Start, WorkerPool
 from paceline.launcher.processes import LaunchedWorker
 from paceline.launcher.rendezvous import loopback
@@ -36,8 +37,25 @@ class Order:
     """Environment variables that are the same for all workers."""
     run_dir: Path
     devices: tuple[str, ...] = ()
-    """One for each worker; workers that come later begin the list again. Or none."""
+    """One for each worker, or with ``groups`` for each process; those that come later begin the list again. Or none."""
     quiet: bool = False
+    groups: tuple[int, ...] = ()
+    """How many processes each worker has; workers that come later begin the list again. None: the command is one."""
+
+    @property
+    def processes(self) -> int:
+        """Of all workers, where each is the same from beginning to end."""
+        return processes(self.groups or (1,), self.workers)
+
+    def place(self, number: int) -> dict[str, str]:
+        """Variables that say where worker ``number`` computes, and in how many processes."""
+        if not self.groups:
+            return {"PACELINE_DEVICE": self.devices[number % len(self.devices)]} if self.devices else {}
+        return {
+            "PACELINE_GROUP": str(self.groups[number % len(self.groups)]),
+            "PACELINE_GROUP_FIRST": str(processes(self.groups, number)),
+            **({"PACELINE_GROUP_DEVICES": ",".join(self.devices)} if self.devices else {}),
+        }
 
 
 class Policy(Protocol):
@@ -80,8 +98,9 @@ class Policy(Protocol):
 def supervise(order: Order, policy: Policy, start: Start | None = None) -> int:
     """Run the workers to their end and return the exit code. ``start`` starts one, unless it is a process of this
     computer."""
+    command = (*WRAPPER, *order.command) if order.groups else order.command
     with Signals() as signals, closing(policy), Screen(order.run_dir, quiet=order.quiet) as screen:
-        pool = WorkerPool(order.command, signals=signals, screen=screen, leave_s=policy.leave_s, start=start)
+        pool = WorkerPool(command, signals=signals, screen=screen, leave_s=policy.leave_s, start=start)
         try:
             return Supervisor(order, policy, pool, screen, signals.wake).run()
         finally:
@@ -104,13 +123,14 @@ class Supervisor:
 
     def start(self, number: int) -> LaunchedWorker:
         """Start a worker; the policy overrides the order's variables, and the order those of this process."""
-        devices, here = self.order.devices, loopback() if self._policy.loopback else None
+        here = loopback() if self._policy.loopback else None
+        foreign = (*self._policy.foreign, *GROUP_VARIABLES)
         environment = {
             "OMP_NUM_THREADS": "1",
             **({"GLOO_SOCKET_IFNAME": here} if here else {}),
-            **{name: value for name, value in os.environ.items() if name not in self._policy.foreign},
+            **{name: value for name, value in os.environ.items() if name not in foreign},
             **self.order.settings,
-            **({"PACELINE_DEVICE": devices[number % len(devices)]} if devices else {}),
+            **self.order.place(number),
             **self._policy.environment(number),
             "PACELINE_LAUNCHER": "1",
         }

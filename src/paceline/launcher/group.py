@@ -1,0 +1,188 @@
+"""A worker that is a group of processes: ``python -m paceline.launcher.group COMMAND...`` starts them, and ends as they
+do.
+
+The launcher sees this one process, and has it in a session of its own: the group's processes stay in it, so that a
+signal to all of it reaches them too. The first of them is the head, which alone is the fleet's member.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
+
+from paceline.errors import FLEET_FAILED
+from paceline.launcher.processes import end_with_parent, exit_code
+from paceline.launcher.signals import Signals
+
+GROUP_VARIABLES = (
+    *("PACELINE_GROUP", "PACELINE_GROUP_FIRST", "PACELINE_GROUP_DEVICES"),
+    *("PACELINE_SHARD", "PACELINE_GROUP_DIR"),
+)
+"""Those by which the launcher tells this process, and this process its group: not meant for workers of other launches.
+"""
+WRAPPER = (sys.executable, "-P", "-u", "-m", "paceline.launcher.group")
+"""Before a worker's command, makes it a group. -P: a file of the user's folder is not taken for one of Python's."""
+
+FAIL_S = 1.0
+"""After a failure the others have so long to end by themselves and to say why."""
+FOLLOW_S = 5.0
+"""So long when the head has ended well."""
+
+REMOVER = """
+import shutil, sys, time
+sys.stdin.read()
+for _ in range(50):
+    try:
+        shutil.rmtree(sys.argv[1])
+    except FileNotFoundError:
+        break
+    except OSError:  # a process that is being killed still writes
+        time.sleep(0.1)
+"""
+"""Removes the group's folder when stdin ends, because this process has: killed, it cannot do it itself."""
+
+
+def processes(sizes: Sequence[int], workers: int) -> int:
+    """How many processes the first ``workers`` workers have, whose ``sizes`` begin again after the last one.
+
+    >>> [processes((1, 2), workers) for workers in range(5)]
+    [0, 1, 3, 4, 6]
+    """
+    rounds, rest = divmod(workers, len(sizes))
+    return rounds * sum(sizes) + sum(sizes[:rest])
+
+
+def shard_environment(shard: int, folder: str, given: Mapping[str, str]) -> dict[str, str]:
+    """The variables of one process of the group, from those that the launcher has ``given`` to this one."""
+    place = int(given["PACELINE_GROUP_FIRST"]) + shard
+    devices = given["PACELINE_GROUP_DEVICES"].split(",") if "PACELINE_GROUP_DEVICES" in given else []
+    return {
+        **{name: value for name, value in given.items() if name not in GROUP_VARIABLES},
+        "PACELINE_GROUP": given["PACELINE_GROUP"],
+        "PACELINE_SHARD": str(shard),
+        "PACELINE_GROUP_DIR": folder,
+        "LOCAL_RANK": str(place),
+        **({"PACELINE_DEVICE": devices[place % len(devices)]} if devices else {}),
+    }
+
+
+def outcome(ended: Sequence[tuple[int, int]]) -> int:
+    """How the group ended, by the (shard, code) of those that ended by themselves, the first one first.
+
+    The head's way counts, unless a follower died by a signal before it, and a failure that another one has caused
+    (`FLEET_FAILED`) only if there is no other. What followers do after the head has ended well does not count.
+
+    >>> outcome([(1, 1), (0, 3)]), outcome([(1, -9), (0, 3)]), outcome([(1, 1), (0, 75)]), outcome([(0, 0), (1, 1)])
+    (3, -9, 1, 0)
+    """
+    codes = dict(ended)
+    until = list(codes).index(0) if 0 in codes else len(ended)
+    before = [code for _, code in ended[:until] if code]
+    after = [code for _, code in ended[until:] if code and codes[0]]
+    signalled = [code for code in before if code < 0]
+    return min([*signalled, *after[:1], *before, *after], key=lambda code: code == FLEET_FAILED, default=0)
+
+
+class ProcessGroup:
+    """The processes of one worker, by shard."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ended: dict[int, int] = {}
+        """How they ended by themselves, in this order."""
+        self._until = float("inf")
+        """When those that still run are killed, by `time.monotonic`."""
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        parent = os.getpid()
+        self._processes.append(
+            subprocess.Popen(command, env=dict(environment), preexec_fn=lambda: end_with_parent(parent))
+        )
+
+    def wait(self, signals: Signals) -> int:
+        """Until all have ended or their time is over; stop signals go to the head. Returns the `outcome`."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(signals.waker, selectors.EVENT_READ)
+            while self._reap(time.monotonic()):
+                for number in signals.take():
+                    self._processes[0].send_signal(number)
+                left = self._until - time.monotonic()
+                selector.select(None if left == float("inf") else max(0.0, left))
+                signals.drain()
+        return outcome([*self._ended.items()])
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+    def _reap(self, now: float) -> bool:
+        """Note who has ended; whether somebody runs on and may."""
+        for shard, process in enumerate(self._processes):
+            if shard not in self._ended and (code := process.poll()) is not None:
+                self._ended[shard] = code
+                self._until = min(self._until, now + self._patience(shard, code))
+        return len(self._ended) < len(self._processes) and now < self._until
+
+    def _patience(self, shard: int, code: int) -> float:
+        """How long the others may run on after this end. Nothing explains a SIGKILL: nobody is waited for."""
+        if self._ended.get(0) == 0:
+            return FOLLOW_S
+        return float("inf") if code == 0 else 0.0 if code == -signal.SIGKILL else FAIL_S
+
+
+def run_group(command: Sequence[str], given: Mapping[str, str]) -> int:
+    """Run the group that the variables tell of to its end; how it ended, as `subprocess` says it."""
+    group = ProcessGroup()
+    with Signals() as signals, _private_folder() as folder:
+        try:
+            for shard in range(int(given["PACELINE_GROUP"])):
+                group.start(command, shard_environment(shard, folder, given))
+            return group.wait(signals)
+        finally:
+            group.kill()
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[str]:
+    """A folder for this user alone, there until this process ends, whatever it ends of."""
+    folder = tempfile.mkdtemp(prefix="paceline-group-")
+    remover = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", REMOVER, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        remover.communicate()
+
+
+def _end_as(code: int) -> NoReturn:
+    """End as a process with this code did: by the same signal, where it was one, and without another core dump."""
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(exit_code(code))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or not {"PACELINE_GROUP", "PACELINE_GROUP_FIRST"} <= set(os.environ):
+        sys.exit("paceline: groups are started by paceline run --group, such as paceline run -n 2 --group 2 train.py")
+    _end_as(run_group(sys.argv[1:], os.environ))
