@@ -47,6 +47,10 @@ def test_a_copy_comes_with_the_examples_that_it_imports(folder: Path) -> None:
     assert "Try: paceline run -n 2 plain_ddp.py" in done.stdout
 
 
+def test_an_example_for_workers_of_several_processes_says_how_to_start_them(folder: Path) -> None:
+    assert "Try: paceline run -n 2 --group 2 sharded.py" in examples("sharded").stdout
+
+
 def test_a_changed_copy_is_never_overwritten_and_nothing_else_is_written(folder: Path) -> None:
     mine = folder / "digits.py"
     mine.write_text("mine")

@@ -36,6 +36,8 @@ class Example:
     """Names of the other examples that it imports."""
     needs: tuple[str, ...]
     """The packages of `EXTRAS` that it imports."""
+    start: str
+    """Options of ``paceline run`` to try it with."""
 
     @property
     def name(self) -> str:
@@ -96,7 +98,7 @@ def told(wanted: Iterable[Example], written: Iterable[Path]) -> list[str]:
     """What was written, and how to run it."""
     found = list(wanted)
     lines = [f"wrote {path.name}" for path in written]
-    return [*lines, f"Try: paceline run -n 2 {found[-1].path.name}", *_needs(found)]
+    return [*lines, f"Try: paceline run {found[-1].start} {found[-1].path.name}", *_needs(found)]
 
 
 def _needs(found: Iterable[Example]) -> list[str]:
@@ -139,12 +141,13 @@ def read_examples(folder: Path) -> dict[str, Example]:
 
 def _read(path: Path, names: set[str]) -> Example:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    imported = _imported(tree)
+    imported, purpose = _imported(tree), ast.get_docstring(tree) or ""
     return Example(
         path=path,
-        purpose=first_sentence(ast.get_docstring(tree) or ""),
+        purpose=first_sentence(purpose),
         beside=tuple(sorted(imported & names)),
         needs=tuple(sorted(imported & set(EXTRAS))),
+        start="-n 2 --group 2" if "--group" in purpose else "-n 2",
     )
 
 
