@@ -20,8 +20,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 EMULATED = ("-m", "paceline.cli", "run", "-n", "2", "--emulate", "1,2", "--sample-ms", "3")
 
-FORKED, FORKED_ALONE = ("forked", "2"), ("forked", "1")
-"""Two workers with torchrun's variables, and no torchrun; and one by itself."""
+FORKED, FORKED_ALONE, FORKED_FOUR = ("forked", "2"), ("forked", "1"), ("forked", "4")
+"""Two processes with torchrun's variables, and no torchrun; one by itself; and four."""
 
 
 class Script:
@@ -34,7 +34,7 @@ class Script:
         env = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | env
         self._out, self._err = (folder / "out").open("wb"), (folder / "err").open("wb")
         self._workers: Sequence[Worker] = ()
-        if launcher in (FORKED, FORKED_ALONE):
+        if launcher[:1] == ("forked",):
             self._workers = _forked(EXAMPLES / name, folder, args, env, size=int(launcher[1]))
             return
         self._process = subprocess.Popen(

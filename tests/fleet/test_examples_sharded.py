@@ -8,21 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts import EXAMPLES, Script, run
+from crew import nursery
+from scripts import EXAMPLES, FORKED_FOUR, Script, run
 
 pytestmark = pytest.mark.fleet
 
 SMALL = ("--samples", 300, "--epochs", 1, "--global-batch", 32, "--width", 32)
 
 
-def in_groups(group: str) -> tuple[str, ...]:
-    return ("-m", "paceline.cli", "run", "-n", "2", "--group", group, "--pace", "equal")
+UNLIKE = ("-m", "paceline.cli", "run", "-n", "2", "--group", "1,2", "--pace", "equal")
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Script:
     """Two workers of two processes."""
-    return run("sharded.py", *SMALL, folder=tmp_path_factory.mktemp("two"), launcher=in_groups("2"))
+    nursery().load("torch.distributed.fsdp")
+    how = {"launcher": FORKED_FOUR, "PACELINE_GROUP": "2", "PACELINE_PACE": "equal"}
+    return run("sharded.py", *SMALL, folder=tmp_path_factory.mktemp("two"), **how)
 
 
 def losses(script: Script) -> list[float]:
@@ -57,6 +59,6 @@ def test_a_plain_model_takes_the_checkpoint(two: Script) -> None:
 
 
 def test_one_process_beside_two_comes_to_the_same(two: Script, tmp_path: Path) -> None:
-    unlike = run("sharded.py", *SMALL, folder=tmp_path, launcher=in_groups("1,2"))
+    unlike = run("sharded.py", *SMALL, folder=tmp_path, launcher=UNLIKE)
     assert parts(unlike) == [1.0], "the leader holds it whole"
     assert losses(unlike) == pytest.approx(losses(two), abs=1e-3)
