@@ -96,7 +96,7 @@ def main() -> None:
                 print(f"step {step.index}: loss {step.loss:.3f}", flush=True)
 
         figures = fleet.evaluate(lambda rows: {"loss": loss_of(rows, "sum")}, held_out, batch_size=32)
-        fleet.save("sharded.pt")  # whole tensors: it loads on any grouping
+        fleet.save("sharded")  # it loads on any grouping
         mine, whole = memory(optimizer)
         parts: list[int] = [0] * fleet.mesh.size()
         distributed.all_gather_object(parts, mine)  # torch's default group is the worker
