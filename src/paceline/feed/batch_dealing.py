@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from paceline.feed.batches import Batches
-from paceline.feed.micro_batches import MicroBatch, Piece
+from paceline.feed.micro_batches import MicroBatch, Piece, own_rows
 from paceline.feed.ranges import Ranges, total
 from paceline.feed.sample_dealing import SampleDealing
 from paceline.records import Range, StepRecord
@@ -35,7 +35,7 @@ class BatchDealing(SampleDealing):
         if not self._pieces:
             return None
         piece = self._pieces.popleft()
-        mine, own = self._own(piece)
+        mine, own = own_rows(piece, *self._part)
         batch = self._source.take(self._pieces_epoch, *mine)
         first, given = mine[0][0][0], len(piece[1])
         return MicroBatch(batch, 1, self._pieces_epoch, first, last=not self._pieces, given=given, own=own)

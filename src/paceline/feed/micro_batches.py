@@ -54,16 +54,18 @@ def pieces_of(ranges: Iterable[Range], largest: int) -> list[tuple[Range, ...]]:
     return first + [rest.take_front(-(-rest.total // left)) for left in range(min(count, 2), 0, -1)]
 
 
-def own_rows(piece: Piece, shard: int, shards: int) -> tuple[Piece, int]:
-    """The part of a micro-batch that one of a worker's processes takes, and how many of its rows count: as equal parts
-    as can be. One that gets nothing takes the first row, which does not count: all processes go through the model
-    together.
+def own_rows(piece: Piece, shard: int, shards: int) -> tuple[Piece, int | None]:
+    """The part of a micro-batch that one of a worker's processes takes, and how many of its rows count (None: all,
+    where it is the only one): as equal parts as can be. One that gets nothing takes the first row, which does not
+    count, for all processes go through the model together.
 
     >>> [own_rows((((3, 8),), np.arange(5)), shard, 2)[0][0] for shard in (0, 1)]
     [((3, 5),), ((5, 8),)]
     >>> own_rows((((3, 4),), np.arange(1)), 0, 2)
     ((((3, 4),), array([0])), 0)
     """
+    if shards == 1:
+        return piece, None
     ranges, indices = piece
     start, end = (len(indices) * at // shards for at in (shard, shard + 1))
     if start == end:

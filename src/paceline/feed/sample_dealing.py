@@ -96,11 +96,7 @@ class SampleDealing:
         pieces = list(self._pieces)
         while share and queue.total and len(pieces) < len(self._pieces) + self._source.ahead:
             pieces += self._cut(queue.take_front(share))
-        self._source.expect(self._feed.epoch, [self._own(piece)[0] for piece in pieces])
-
-    def _own(self, piece: Piece) -> tuple[Piece, int | None]:
-        """What of a micro-batch is this process's, and how many rows of it count; None: all."""
-        return (piece, None) if self._part[1] == 1 else own_rows(piece, *self._part)
+        self._source.expect(self._feed.epoch, [own_rows(piece, *self._part)[0] for piece in pieces])
 
     def _cut(self, ranges: Sequence[Range]) -> list[Piece]:
         """Micro-batches with their dataset indices, all looked up in one call."""
@@ -119,7 +115,7 @@ class SampleDealing:
         keep = samples if largest is None else self._largest_cut(samples, largest)
         if keep < samples and not self._source.ahead:
             piece = self._cut_front(piece, keep)
-        mine, own = self._own(piece)
+        mine, own = own_rows(piece, *self._part)
         batch = self._source.take(self._pieces_epoch, *mine)
         if keep < samples and self._source.ahead:  # the batch was loaded whole by another process, and is cut here
             shorter = front_of(batch, samples=samples, keep=keep)
@@ -151,7 +147,7 @@ class SampleDealing:
             ranges = [part for ranges, _ in undone for part in ranges]
             self._pieces = deque(self._in_pieces(ranges, np.concatenate([indices for _, indices in undone])))
             if self._source.ahead:
-                self._source.expect(self._pieces_epoch, [self._own(piece)[0] for piece in self._pieces])
+                self._source.expect(self._pieces_epoch, [own_rows(piece, *self._part)[0] for piece in self._pieces])
 
     def shrink(self, size: int, *, again: bool) -> bool:
         if size < 1:

@@ -32,7 +32,7 @@ from paceline.settings import must_agree
 from paceline.signals import leave_on_sigterm
 from paceline.training.context import TrainingContext
 from paceline.transport import Alone, Elastic, FixedTransport, Transport, joins_roster, launched
-from paceline.transport.inside.meet import Place, leave_group, meet, place_from_env
+from paceline.transport.inside.meet import GroupPlace, leave_group, meet, place_from_env
 
 
 def join_training(
@@ -128,7 +128,7 @@ def _make_transport(
     return FixedTransport(device, backend=backend) if launched() else Alone()
 
 
-def _join_as_group(place: Place, device: torch.device, emulated: str | None) -> Transport:
+def _join_as_group(place: GroupPlace, device: torch.device, emulated: str | None) -> Transport:
     """The parts of a group come together in the computer's own memory, so Gloo sums them."""
     if joins_roster():
         return Elastic(device, emulated=emulated, backend="gloo")

@@ -18,6 +18,7 @@ micro-batches during which sums start. In the others one parameter does, to noti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter, is_
 
 import torch
@@ -50,10 +51,12 @@ class Buckets:
         start: Callable[[torch.Tensor], None] | None = None,
         *,
         keeps: bool = False,
+        make: Callable[[Sequence[torch.nn.Parameter]], Bucket] | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self._start, self._keeps = start, keeps
-        self.buckets = [self._make_bucket(one) for one in group(self.parameters)] if start else []
+        make = make or partial(Bucket, flats=2 if keeps else 1)
+        self.buckets = [make(one) for one in group(self.parameters)] if start else []
         homes = {id(slot.parameter): slot for bucket in self.buckets for slot in bucket.slots}
         self.slots = [homes.get(id(p)) or Slot(p, None, None) for p in self.parameters]
         self._callbacks = Callbacks(self.parameters, self._came)
@@ -73,9 +76,6 @@ class Buckets:
         self._overlap = False  # until one whole step has shown that every gradient comes once a pass
         self._twice = False
         self._started = 0
-
-    def _make_bucket(self, parameters: Sequence[torch.nn.Parameter]) -> Bucket:
-        return Bucket(parameters, flats=2 if self._keeps else 1)
 
     def detach(self) -> None:
         """Give the parameters back: no hooks, no views."""
@@ -297,11 +297,6 @@ class Buckets:
         assert self._keeps
         self._started = 0
         self.finish()
-
-    def renew(self) -> None:
-        """Sums under way may still write into the flat tensors: use others."""
-        for bucket in self.buckets:
-            bucket.renew()
 
     def _complete(self, buckets: Sequence[Bucket]) -> None:
         """Every place in these flat tensors holds this worker's gradient, or zero."""

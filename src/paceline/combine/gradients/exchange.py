@@ -122,7 +122,8 @@ class GradientExchange:
         buckets = self._work.buckets
         if not broken_off(transport, over, self._sums):
             parts = [torch.empty_like(part) for part in parts]
-            buckets.renew()
+            for bucket in buckets.buckets:
+                bucket.renew()
         transport.re_form_after(over)
         self.is_mean = transport.given([*buckets.tensors(), *parts, self.norm])
         self.release()

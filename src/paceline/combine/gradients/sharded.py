@@ -8,6 +8,7 @@ worker does, whatever their number of processes, and makes the mean; each proces
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -40,12 +41,19 @@ def _sharded_modules(models: Sequence[torch.nn.Module]) -> list[Any]:
 class ShardedBucket(Bucket):
     """One whose flat tensors the worker's processes share, each writing its parts."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], worker: Collective, *, flats: int) -> None:
-        self._worker = worker
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], *, worker: Collective, number: int, flats: int
+    ) -> None:
+        """``number``: by which the worker's processes know it."""
+        self._worker, self._number = worker, number
         super().__init__(parameters, flats=flats)
 
     def _new_flat(self, size: int, like: torch.Tensor) -> torch.Tensor:
         return self._worker.shared("gradients", size, like.dtype)
+
+    def renew(self) -> None:
+        self._worker.tell("renew", self._number)
+        super().renew()
 
     def own(self, slot: Slot) -> torch.Tensor:
         """This process's part of a parameter's place."""
@@ -73,13 +81,16 @@ class ShardedBuckets(Buckets):
         keeps: bool,
         worker: Collective,
     ) -> None:
-        self._worker, self._flats = worker, 2 if keeps else 1
-        super().__init__(parameters, start, keeps=True)
+        self._worker = worker
+        numbers = count()
+        super().__init__(
+            parameters,
+            start,
+            keeps=True,
+            make=lambda one: ShardedBucket(one, worker=worker, number=next(numbers), flats=2 if keeps else 1),
+        )
         worker.on("fill", lambda _: self._fill())
         worker.on("renew", lambda number: self.buckets[number].renew())
-
-    def _make_bucket(self, parameters: Sequence[torch.nn.Parameter]) -> Bucket:
-        return ShardedBucket(parameters, self._worker, flats=self._flats)
 
     def _forget_strange_gradients(self) -> None:
         if any(parameter.grad is not None for parameter in self.parameters):
@@ -115,11 +126,6 @@ class ShardedBuckets(Buckets):
         self._worker.tell("fill")
         self._fill()
         self.start()
-
-    def renew(self) -> None:
-        for number, bucket in enumerate(self.buckets):
-            self._worker.tell("renew", number)
-            bucket.renew()
 
     def expose(self, used: Sequence[float], *, copies: bool = False) -> None:
         return  # the mean is not made yet: `take_mean`

@@ -13,7 +13,7 @@ import torch
 from paceline.errors import FleetError
 from paceline.roster import Generation
 from paceline.transport.base import Pending, Transport
-from paceline.transport.elastic.changes import MembershipChange, MembershipListener
+from paceline.transport.elastic.changes import MembershipListener
 from paceline.transport.inside.head import ANSWER, ERROR, STATE, VALUE
 from paceline.transport.inside.links import Links, opened, rebuilt
 
@@ -78,19 +78,15 @@ class Follower(Transport):
         elif kind == "give_state" and self.listener is not None:
             self.listener.give_state()
         elif kind == "take_over" and self.listener is not None:
-            self._take_over(*content)
+            self._id, change = content
+            self._show(change.generation)
+            self.listener.take_over(torch.empty(0, dtype=torch.uint8), change)  # what is in it, the head says
         else:
             raise FleetError(f"a process of this worker heard {kind!r}, which is not for it")
 
     def _show(self, generation: Generation) -> None:
         self.workers, self.generation = generation.workers, generation.number
         self.rank, self.size = self.workers.index(self._id), len(self.workers)
-
-    def _take_over(self, own: int, change: MembershipChange) -> None:
-        self._id = own
-        self._show(change.generation)
-        assert self.listener is not None
-        self.listener.take_over(torch.empty(0, dtype=torch.uint8), change)  # what is in it, the head says
 
     def mesh(self) -> Any:
         return self._mesh()

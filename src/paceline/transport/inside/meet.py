@@ -34,7 +34,7 @@ _JOINS = count()
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupPlace:
     """Of one process: the ``shard``-th of ``shards`` that are a worker, which meet in ``folder``."""
 
     shard: int
@@ -44,7 +44,7 @@ class Place:
     """Under torchrun: the worker's rank, and how many workers there are."""
 
 
-def place_from_env(at_the_end: ExitStack) -> Place | None:
+def place_from_env(at_the_end: ExitStack) -> GroupPlace | None:
     """None: a worker is one process. What is made for the worker is undone ``at_the_end``."""
     if (text := os.environ.get("PACELINE_GROUP")) is None:
         return None
@@ -52,11 +52,11 @@ def place_from_env(at_the_end: ExitStack) -> Place | None:
         raise ValueError(f"PACELINE_GROUP is {text!r}; it is the number of processes of a worker, such as 2")
     shards = int(text)
     if "PACELINE_SHARD" in os.environ and "PACELINE_GROUP_DIR" in os.environ:
-        return Place(int(os.environ["PACELINE_SHARD"]), shards, Path(os.environ["PACELINE_GROUP_DIR"]))
+        return GroupPlace(int(os.environ["PACELINE_SHARD"]), shards, Path(os.environ["PACELINE_GROUP_DIR"]))
     return _by_rank(shards, at_the_end)
 
 
-def _by_rank(shards: int, at_the_end: ExitStack) -> Place:
+def _by_rank(shards: int, at_the_end: ExitStack) -> GroupPlace:
     """Consecutive ranks of a launcher that knows nothing of groups are one worker."""
     if "RANK" not in os.environ:
         raise ValueError("PACELINE_GROUP is set by hand: start with `paceline run --group N`, or with torchrun")
@@ -74,10 +74,10 @@ def _by_rank(shards: int, at_the_end: ExitStack) -> Place:
         store.set(key, folder)
     else:
         folder = store.get(key).decode()
-    return Place(shard, shards, Path(folder), (worker, world // shards))
+    return GroupPlace(shard, shards, Path(folder), (worker, world // shards))
 
 
-def meet(place: Place, device: torch.device, *, elastic: bool, join: Callable[[], Transport]) -> Transport:
+def meet(place: GroupPlace, device: torch.device, *, elastic: bool, join: Callable[[], Transport]) -> Transport:
     """This process's transport: the head joins the fleet, followers follow it."""
     number = next(_JOINS)
     socket = place.folder / f"head{number}"
@@ -111,7 +111,7 @@ class _Patience:
         time.sleep(RETRY_S)
 
 
-def _form(place: Place, device: torch.device, number: int) -> None:
+def _form(place: GroupPlace, device: torch.device, number: int) -> None:
     """torch.distributed's default group in a worker is the worker: what `fully_shard` speaks through."""
     if dist.is_initialized():
         raise ValueError(
