@@ -7,6 +7,7 @@ from typing import Any
 
 import exact_cases
 import failure_cases
+import group_cases
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -94,6 +95,13 @@ def share_one_gpu(slot: str) -> dict[str, str]:
 def exact_over_nccl(args: list[dict[str, Any]]) -> list[dict[str, Any]]:
     os.environ.update(share_one_gpu(os.environ["RANK"]))
     return exact(args)
+
+
+def divided(args: dict[str, Any]) -> dict[str, Any]:
+    """A model that the processes of a worker divide, those on the one GPU over NCCL."""
+    if os.environ["PACELINE_DEVICE"].startswith("cuda"):
+        os.environ.update(share_one_gpu(os.environ["PACELINE_SHARD"]))
+    return group_cases.train(args)
 
 
 def forever_over_nccl(args: dict[str, Any]) -> None:

@@ -15,14 +15,18 @@ from ports import own_port
 
 
 def variables(folder: str, shard: int, shards: int) -> dict[str, str]:
-    return {"PACELINE_GROUP": str(shards), "PACELINE_SHARD": str(shard), "PACELINE_GROUP_DIR": folder}
+    place = {"PACELINE_GROUP": str(shards), "PACELINE_SHARD": str(shard), "PACELINE_GROUP_DIR": folder}
+    return {**place, "PACELINE_DEVICE": "cpu"}
 
 
 class Groups(Crew):
     """A fleet of fixed size; ``sizes``: how many processes each worker has. Outcomes are those of the processes, worker
     by worker."""
 
-    def __init__(self, case: str, sizes: Sequence[int], folder: Path, *, args: Any = None) -> None:
+    def __init__(
+        self, case: str, sizes: Sequence[int], folder: Path, *, args: Any = None, devices: Sequence[str] = ()
+    ) -> None:
+        """``devices``: of all processes, one after another."""
         self.folder, self.size, port = folder, len(sizes), own_port()
         folder.mkdir(parents=True, exist_ok=True)
         self.workers: list[Worker] = []
@@ -32,7 +36,9 @@ class Groups(Crew):
             fleet = {key: str(value) for key, value in place.items()} if len(sizes) > 1 else {}
             for shard in range(shards):
                 own = {"PACELINE_RUN_DIR": str(folder / "run"), "QUICK_EXIT": "1"}
-                env = {**fleet, **own, **variables(meeting.name, shard, shards)}
+                if devices:
+                    own["PACELINE_DEVICE"] = devices[len(self.workers)]
+                env = {**fleet, **variables(meeting.name, shard, shards), **own}
                 self.workers.append(start(folder, len(self.workers), case, args, env))
 
     def __exit__(self, *_: object) -> None:
@@ -41,9 +47,11 @@ class Groups(Crew):
             folder.cleanup()
 
 
-def run_groups(case: str, sizes: Sequence[int], folder: Path, *, args: Any = None) -> list[Any]:
+def run_groups(
+    case: str, sizes: Sequence[int], folder: Path, *, args: Any = None, devices: Sequence[str] = ()
+) -> list[Any]:
     """Run a case to its end and return every process's value; any failure fails the test with its text."""
-    with Groups(case, sizes, folder, args=args) as groups:
+    with Groups(case, sizes, folder, args=args, devices=devices) as groups:
         outcomes = groups.wait()
     for number, outcome in enumerate(outcomes):
         assert outcome.code == 0, f"process {number} ended with {outcome.code}:\n{outcome.err[-4000:]}"

@@ -14,8 +14,10 @@ from crew import Crew, Outcome, run
 from elastic_cases import replay
 from flock import Flock
 from gpu_cases import share_one_gpu
+from groups import run_groups
 from test_deadlines import CASE, one_machine, positions
 from test_exactness import random_cases
+from test_groups import alone
 
 from paceline.observe import read_log
 from paceline.observe.analysis.audit import audit
@@ -39,6 +41,17 @@ def test_a_fleet_with_gpus_equals_one_machine(tmp_path: Path, case: str, workers
         for worker in told:
             error = (torch.tensor(worker[number]["parameters"], dtype=torch.float64) - parameters).abs().max()
             assert error < 1e-11, (one, float(error))
+
+
+@pytest.mark.parametrize("sizes", [(2,), (1, 2)], ids=["alone", "beside one on the CPU"])
+def test_two_processes_of_a_worker_divide_a_model_on_the_gpu(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    devices = ["cpu"] * (len(sizes) - 1) + ["cuda:0"] * 2
+    pace = "adaptive" if len(sizes) == 1 else "fixed:1,3"
+    told = run_groups("gpu_cases.py:divided", sizes, tmp_path, args={"pace": pace}, devices=devices)
+    for value in told:
+        for name in ("parameters", "losses", "norms", "predicted"):
+            ours, theirs = torch.tensor(value[name]), torch.tensor(alone()[name])
+            assert (ours - theirs).abs().max() < 1e-11, name
 
 
 def test_an_overflow_on_the_gpu_skips_the_update_everywhere(tmp_path: Path) -> None:

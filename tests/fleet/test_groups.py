@@ -148,12 +148,15 @@ def test_what_is_saved_by_itself_loads_on_another_grouping(tmp_path: Path) -> No
     assert all(close(value["parameters"], alone()["parameters"]) for value in told)
 
 
+BY_RANK = {"PACELINE_GROUP": "2", "PACELINE_DEVICE": "cpu"}
+
+
 def test_ranks_of_a_launcher_that_knows_no_groups_are_workers_in_turn(tmp_path: Path) -> None:
-    with Crew(CASE, 4, tmp_path, env={"PACELINE_GROUP": "2", "QUICK_EXIT": "1"}) as crew:
+    with Crew(CASE, 4, tmp_path, env={**BY_RANK, "QUICK_EXIT": "1"}) as crew:
         outcomes = crew.wait()
     assert all(outcome.code == 0 for outcome in outcomes), outcomes
     must_equal_one_machine([outcome.value for outcome in outcomes])
-    with Crew(CASE, 3, tmp_path / "odd", env={"PACELINE_GROUP": "2"}) as crew:
+    with Crew(CASE, 3, tmp_path / "odd", env=BY_RANK) as crew:
         assert all("do not make whole groups of 2" in outcome.err for outcome in crew.wait())
 
 

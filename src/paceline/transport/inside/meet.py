@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
@@ -28,7 +28,7 @@ from paceline.transport.inside.head import Head
 from paceline.transport.inside.links import MEET_S, RETRY_S, Links, accept, connect
 from paceline.transport.network import dist, loopback_only
 
-MESH = "shard"
+MESH, JOINING = "shard", "joining"
 _JOINS = count()
 """A script may join several times: each time the processes of a worker meet elsewhere."""
 
@@ -85,17 +85,18 @@ def meet(place: GroupPlace, device: torch.device, *, elastic: bool, join: Callab
         links = Links(accept(socket, place.shards - 1), shard=0)
     else:
         links = Links([connect(socket, place.shard, wait=_Patience())], shard=place.shard)
+    _check_devices(_everybodys(links, str(device), first=place.shard == 0))
     _form(place, device, number)
     how: Any = {"shards": place.shards, "mesh": lambda: _mesh(device, place.shards)}
     if place.shard == 0:
         head = Head(join(), links, **how)
-        head.once("joining", lambda: None)
+        head.once(JOINING, lambda: None)
         return cast(Transport, head)
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):  # the head decides, and its followers end with it
             signal.signal(number, signal.SIG_IGN)
     follower = Follower(links, shard=place.shard, elastic=elastic, **how)
-    follower.once("joining", lambda: None)
+    follower.once(JOINING, lambda: None)
     return follower
 
 
@@ -120,15 +121,34 @@ def _form(place: GroupPlace, device: torch.device, number: int) -> None:
         )
     store = dist.FileStore(str(place.folder / f"store{number}"), place.shards)
     with loopback_only():
-        dist.init_process_group(_backend(device, place.shards), store=store, rank=place.shard, world_size=place.shards)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # Gloo cannot gather on GPUs
+        dist.init_process_group(backend, store=store, rank=place.shard, world_size=place.shards)
 
 
-def _backend(device: torch.device, shards: int) -> str:
-    """NCCL between GPUs, unless PACELINE_BACKEND says otherwise or processes share a GPU, which it refuses."""
-    wanted = os.environ.get("PACELINE_BACKEND", "").lower()
-    alone = torch.cuda.device_count() >= shards
-    nccl = device.type == "cuda" and dist.is_nccl_available() and wanted != "gloo" and alone
-    return "cpu:gloo,cuda:nccl" if nccl else "gloo"
+def _everybodys(links: Links, own: str, *, first: bool) -> list[str]:
+    """The devices of a worker's processes, on each of them."""
+    if not first:
+        links.send(JOINING, "device", own)
+        return list(links.receive(JOINING)[0][1])
+    found = [own, *(str(theirs) for _, theirs in links.receive(JOINING))]
+    links.send(JOINING, "devices", found)
+    return found
+
+
+def _check_devices(devices: Sequence[str]) -> None:
+    """Raise ValueError unless the processes of a worker have a GPU each, or none has one. PACELINE_BACKEND=nccl says
+    that NCCL is set up to share one."""
+    gpus = [device for device in devices if device.startswith("cuda")]
+    if gpus and len(gpus) < len(devices):
+        raise ValueError(
+            f"the processes of a worker go through the model together, and these have {', '.join(devices)}: give each "
+            "a GPU, or all the CPU (--devices)"
+        )
+    if len(set(gpus)) < len(gpus) and os.environ.get("PACELINE_BACKEND", "").lower() != "nccl":
+        raise ValueError(
+            f"processes of a worker share a GPU ({', '.join(devices)}), where NCCL cannot join them: give each its own "
+            "with --devices, or all the CPU, or start smaller groups"
+        )
 
 
 def _mesh(device: torch.device, shards: int) -> Any:
