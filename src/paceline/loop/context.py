@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,6 @@ class LoopContext:
     snapshot: Callable[[], dict[str, Any]]
     restore: Callable[[Mapping[str, Any]], None]
     """This worker's models and everything tracked: their state, and setting it."""
-    models: Sequence[torch.nn.Module] = ()
     whole: bool = False
     """Micro-batches are not cut."""
     alike: bool = True

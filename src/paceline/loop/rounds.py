@@ -15,7 +15,6 @@ import torch
 from paceline.combine import Header
 from paceline.combine.gradients.accumulation import Aside
 from paceline.combine.gradients.buckets import Among
-from paceline.combine.gradients.sharded import before_micro_batch
 from paceline.errors import GenerationOver, MisuseError
 from paceline.feed.micro_batches import MicroBatch
 from paceline.loop.context import LoopContext
@@ -95,10 +94,7 @@ class InlineRound:
 
     def take(self, opened: float) -> tuple[MicroBatch | None, float]:
         self._clock.begin()
-        micro = self._loop.source.take()
-        if micro is not None and self._loop.transport.grouped:
-            before_micro_batch(self._loop.models, last=micro.last)
-        return micro, opened
+        return self._loop.source.take(), opened
 
     def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
         if among is not None and self._gradients.whole:  # the part before may be for nothing

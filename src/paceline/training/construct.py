@@ -183,7 +183,6 @@ class StepsConstructor:
             repair=self._replica.make_equal,
             snapshot=self._replica.state,
             restore=partial(self._replica.restore, Path("a peer's state")),
-            models=models,
             whole=unit > 1,
             sizing=self._sizing(plan, dealing, whole=unit > 1),
             own_device=plan.own_device,

@@ -1,6 +1,7 @@
 """The gradients of a worker whose processes divide a model among them (`fully_shard`).
 
-Inside the worker torch sums the processes' gradients, once a step, and leaves each its part. The parts come together,
+Inside the worker torch sums the processes' gradients of every micro-batch, and leaves each its part: so no more of
+parameters and gradients than a block is whole in a process at a time. At the end of a step the parts come together,
 whole, in flat tensors that the processes share: there the worker's first process sums with the other workers, as any
 worker does, whatever their number of processes, and makes the mean; each process then takes its part of it.
 """
@@ -22,20 +23,11 @@ from paceline.transport import Collective
 
 def set_up(models: Sequence[torch.nn.Module]) -> None:
     """Have torch add up the gradients of a worker's processes, and divide by nothing: the step divides by its count."""
-    for module in _sharded_modules(models):
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(1.0)
-
-
-def before_micro_batch(models: Sequence[torch.nn.Module], *, last: bool) -> None:
-    """Gradients are summed inside the worker, and parameters divided again, in the step's last micro-batch alone."""
-    for module in _sharded_modules(models):
-        module.set_requires_gradient_sync(last, recurse=False)
-        module.set_reshard_after_backward(last, recurse=False)
-
-
-def _sharded_modules(models: Sequence[torch.nn.Module]) -> list[Any]:
-    return [part for model in models for part in model.modules() if hasattr(part, "set_requires_gradient_sync")]
+    parts: list[Any] = [part for model in models for part in model.modules()]
+    for part in parts:
+        if hasattr(part, "set_force_sum_reduction_for_comms"):
+            part.set_force_sum_reduction_for_comms(True)
+            part.set_gradient_divide_factor(1.0)
 
 
 class ShardedBucket(Bucket):
@@ -142,7 +134,3 @@ class ShardedBuckets(Buckets):
                 assert isinstance(slot.bucket, ShardedBucket)
                 local(slot.grad).copy_(slot.bucket.own(slot))
             slot.parameter.grad = slot.grad
-
-    def check_untouched(self) -> None:
-        """Between two micro-batches torch holds the gradients, undivided, where no script looks for them."""
-        return
