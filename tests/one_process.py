@@ -209,7 +209,7 @@ class Threads(Transport):
         with self.meeting.changed:
             self.meeting.said.pop(name, None)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
         raise AssertionError("not in these tests")
 
     def close(self, *, failure: BaseException | None = None) -> None:

@@ -94,7 +94,7 @@ class SideBySide(Alone):
         return Already()
 
     @torch.no_grad()
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
         for mine, theirs in zip(
             tensors, self._bring("broadcast", "", [one.clone() for one in tensors])[0], strict=True
         ):

@@ -348,7 +348,7 @@ def test_where_a_missing_checkpoint_is_fine_nothing_changes_and_none_comes_back(
 class Follower:
     """The transport of worker 1, whose leader is lost so many times while it hands the checkpoint round."""
 
-    rank = 1
+    rank, shard, shards = 1, 0, 1
 
     def __init__(self, path: Path, lost: int) -> None:
         self.path, self.lost, self.broadcasts = path, lost, 0
@@ -358,7 +358,7 @@ class Follower:
             return [[str(self.path), self.path.stat().st_size, None, []], value()]
         return [True, value]
 
-    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+    def broadcast(self, tensors: list[torch.Tensor], *, inside: bool) -> None:
         self.broadcasts += 1
         if self.broadcasts > self.lost:
             tensors[0].copy_(torch.frombuffer(bytearray(self.path.read_bytes()), dtype=torch.uint8))

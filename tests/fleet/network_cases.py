@@ -51,7 +51,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
                 file.write(json.dumps([step.index, step.record.generation, digest(model), time.time()]) + "\n")
             be_busy(args, step.index)
     return {
-        "weights": elastic_cases.flat(model),
+        "weights": elastic_cases.flat(model.parameters()),
         "momentum": [float(v) for s in optimizer.state.values() for v in s["momentum_buffer"].flatten()],
         "schedule": scheduler.state_dict()["last_epoch"],
     }

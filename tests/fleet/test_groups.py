@@ -74,7 +74,12 @@ def must_equal_one_machine(told: list[dict[str, Any]]) -> None:
         assert all(rows in (group_cases.BATCH, group_cases.LENGTH % group_cases.BATCH) for rows in value["rows"])
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 2), (2, 3)], ids=["2 x 2", "1 beside 2", "2 beside 3"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 2), (1, 2), pytest.param((2, 3), marks=LONG)], ids=["2 x 2", "1 beside 2", "2 beside 3"]
+)
 def test_in_any_grouping_the_training_is_one_machines_in_float64(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     told = run_groups(CASE, sizes, tmp_path)
     must_equal_one_machine(told)
@@ -110,7 +115,7 @@ def test_a_script_may_divide_its_model_itself(tmp_path: Path) -> None:
     must_equal_one_machine(run_groups(CASE, (2, 2), tmp_path, args={"by_hand": True}))
 
 
-@pytest.mark.parametrize("sizes", [(3,), (1, 2), (2, 2)])
+@pytest.mark.parametrize("sizes", [(3,), (1, 2), pytest.param((2, 2), marks=LONG)])
 def test_a_checkpoint_of_two_by_two_loads_on_any_grouping(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     saved = str(tmp_path / "saved")
     run_groups(CASE, (2, 2), tmp_path / "first", args={"save_at": 5, "save": saved})
@@ -210,7 +215,9 @@ def test_a_group_that_is_killed_is_done_without_and_comes_back_whole(tmp_path: P
     assert [len(change.workers) for change in run.changes] == [2, 3, 2]
 
 
-@pytest.mark.parametrize("point", ["in work", "in round", "after round", "after commit"])
+@pytest.mark.parametrize(
+    "point", ["in work", "in round", pytest.param("after round", marks=LONG), pytest.param("after commit", marks=LONG)]
+)
 def test_a_process_of_a_group_may_die_at_any_point_of_a_step(tmp_path: Path, point: str) -> None:
     args = {"shard": True, "die": {"0": [[point, 7]]}, "evaluate": 5, "save": 9}
     with GroupFlock(ELASTIC, 3, tmp_path, args=args) as flock:
