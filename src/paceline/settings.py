@@ -105,7 +105,11 @@ def read_settings(
 
 def must_agree(transport: Transport, label: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Raise ValueError on every worker when their facts differ, saying which and how. Returns everybody's."""
-    everybody: list[dict[str, Any]] = transport.gather(label, dict(facts))
+    own = dict(facts)
+    several = transport.shards > 1
+    everybody: list[dict[str, Any]] = transport.gather(
+        label, (lambda: _agreed_inside(transport, label, own)) if several else own
+    )
     for name, expected in everybody[0].items():
         others = {rank: theirs.get(name) for rank, theirs in enumerate(everybody) if theirs.get(name) != expected}
         if others:
@@ -115,6 +119,17 @@ def must_agree(transport: Transport, label: str, facts: Mapping[str, Any]) -> li
                 f"workers disagree in {label}: {name} is {expected!r} on worker 0 and {theirs!r} on worker {rank}{also}"
             )
     return everybody
+
+
+def _agreed_inside(transport: Transport, label: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """A worker's facts; ValueError when its processes have unlike ones."""
+    for shard, theirs in enumerate(transport.collect(label, facts)):
+        if name := next((name for name in facts if theirs.get(name) != facts[name]), None):
+            raise ValueError(
+                f"the processes of a worker disagree in {label}: {name} is {facts[name]!r} in the first and "
+                f"{theirs.get(name)!r} in process {shard}"
+            )
+    return facts
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

@@ -113,7 +113,7 @@ def refused(args: dict[str, Any]) -> list[str]:
     def attempt(call: Any) -> None:
         try:
             call()
-        except (ValueError, paceline.MisuseError) as error:
+        except (ValueError, OSError, paceline.MisuseError) as error:
             said.append(str(error))
         else:
             said.append("not refused")
@@ -126,18 +126,65 @@ def refused(args: dict[str, Any]) -> list[str]:
         model = fleet.model(Net().double(), shard=True)
         attempt(lambda: fleet.steps(Stream(), global_batch=4, micro_batch=2))
         attempt(lambda: fleet.steps(data(), global_batch=4, micro_batch="auto"))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attempt(lambda: fleet.save("/proc/none/saved"))
+        held = list(model.parameters())
         for step in fleet.steps(data(), global_batch=8, micro_batch=4):
             for x, y in step:
                 loss = nn.functional.cross_entropy(model(x), y)
-                if len(said) == 6:  # the first
+                if len(said) == 7:  # the first
                     attempt(step.skip)
                     attempt(lambda loss=loss, step=step: step.backward(loss, models=model))
                     attempt(lambda loss=loss, step=step: step.backward(loss * float("nan"), weight=0))
-                step.backward(loss)
-            step.commit(optimizer)
+                    penalty: Any = sum((p**2).sum() for p in held)
+                    both = loss + penalty.full_tensor()
+                    attempt(lambda both=both, step=step: step.backward(both))
+                    break
             break
+    for wrong in (_clips, _branches, _steps_its_schedule_alone, _orders_by_itself):
+        attempt(lambda wrong=wrong: _trained(wrong))
     return said
+
+
+def _trained(wrong: Any) -> None:
+    """A few steps of a script that goes wrong."""
+    with paceline.join("adaptive", quiet=True) as fleet:
+        model = fleet.model(Net().double(), shard=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        fleet.track(optimizer=optimizer, schedule=schedule)
+        order = _own_order if wrong is _orders_by_itself else None
+        for step in fleet.steps(data(), global_batch=8, micro_batch=4, order=order):
+            for x, y in step:
+                loss = nn.functional.cross_entropy(model(x), y)
+                if wrong is _branches:
+                    block = model.blocks[int(os.environ["PACELINE_SHARD"])]
+                    loss = loss.detach() + block(torch.ones(1, WIDTH, dtype=torch.float64)).sum()
+                step.backward(loss)
+                wrong(model, schedule)
+            step.commit(optimizer)
+            if step.index == 3:
+                break
+
+
+def _clips(model: nn.Module, schedule: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def _branches(model: nn.Module, schedule: Any) -> None:
+    """Each process goes through a block of its own."""
+
+
+def _steps_its_schedule_alone(model: nn.Module, schedule: Any) -> None:
+    if int(os.environ["PACELINE_SHARD"]) == 0 and schedule.last_epoch < 1:
+        schedule.step()
+
+
+def _orders_by_itself(model: nn.Module, schedule: Any) -> None:
+    """Its order is each process's own."""
+
+
+def _own_order(epoch: int) -> Any:
+    return torch.randperm(LENGTH, generator=torch.Generator().manual_seed(os.getpid())).numpy()
 
 
 def astray(args: dict[str, Any]) -> None:

@@ -178,9 +178,15 @@ WORDS = (
     "use GroupNorm or LayerNorm",
     "is an IterableDataset",
     "give a number",
+    "cannot write /proc/none/saved",
     "step.backward(loss, weight=0)",
     "add the losses up",
     "give a finite loss",
+    "use the optimiser's weight_decay",
+    "step.commit clips",
+    "used unlike parameters",
+    "unlike learning rates",
+    "the processes of a worker disagree in order",
 )
 
 

@@ -47,11 +47,8 @@ def is_one(path: Path) -> bool:
 def write(path: Path, content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], inside: Collective) -> None:
     """All processes of the worker: write the tensors' parts, and the first one the rest; OSError says what failed."""
     temporary = path.with_name(f".{path.name}.tmp")
-    if inside.shard == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-    inside.collect("saving parts", None)
-    inside.said("saving parts", None)
+    if problem := inside.said("saving parts", _room_for(temporary) if inside.shard == 0 else None):
+        raise OSError(*problem)
     try:
         _save(tensors, temporary)
         if inside.shard == 0:
@@ -61,6 +58,16 @@ def write(path: Path, content: Mapping[str, Any], tensors: Mapping[str, torch.Te
     finally:
         if inside.shard == 0:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _room_for(temporary: Path) -> tuple[int, str] | None:
+    """Make the folder anew; what is wrong, if that cannot be."""
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        return error.errno or 0, error.strerror or str(error)
+    return None
 
 
 def _save(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:

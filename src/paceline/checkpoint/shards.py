@@ -24,7 +24,8 @@ def any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
 
 def local(tensor: Any) -> torch.Tensor:
     """This process's part; of a tensor that is not divided, all of it."""
-    part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    with torch.no_grad():
+        part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return part
 
 
@@ -143,7 +144,7 @@ def parts_of(thing: Any) -> Any:
     if isinstance(thing, torch.optim.Optimizer):
         parameters = [parameter for group in thing.param_groups for parameter in group["params"]]
         return {"state": dict(enumerate(parameters))}
-    return thing.state_dict() if isinstance(thing, torch.nn.Module) else None
+    return thing.state_dict()
 
 
 def reshard(models: Iterable[torch.nn.Module]) -> None:

@@ -24,14 +24,14 @@ def fingerprint(tensors: Iterable[torch.Tensor], inside: Collective | None = Non
     """A number that two sets of tensors share when they are equal bit for bit: sums of their bits, tensor by tensor.
 
     Whole numbers below 2**52, so it travels exactly in a float64. Within a tensor it does not see the order, so the
-    parts that the processes of a worker hold add up to it (``inside``: all of them call; the first one knows).
+    parts that the processes of a worker hold add up to it (``inside``: all of them call).
     """
     sums = [int(_bits(local(tensor)).sum(dtype=torch.int64)) for tensor in tensors]
     parts = inside.collect("comparing replicas", sums) if inside is not None else [sums]
     total = 0
     for own in zip(*parts, strict=True):
         total = (total * 1_000_003 + _wrapped(sum(own))) % (1 << 52)
-    return float(total)
+    return float(total if inside is None else inside.said("comparing replicas", total))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,15 +110,22 @@ ROUNDING = 1e-2
 
 
 @torch.no_grad()
+def moved(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> float:
+    """The largest difference between these and those, by the largest of those."""
+    pairs = [(one, other) for one, other in zip(before, after, strict=True) if other.numel()]
+    size = max((float(other.abs().max()) for _, other in pairs), default=0.0)
+    largest = max((float((one - other).abs().max().nan_to_num(nan=torch.inf)) for one, other in pairs), default=0.0)
+    return largest / size if size else largest
+
+
+@torch.no_grad()
 def distance(models: Sequence[torch.nn.Module], states: Sequence[Mapping[str, torch.Tensor]]) -> float:
     """The largest difference between the models' parameters and saved ones, by the largest of these."""
     largest, size = 0.0, 0.0
     for model, state in zip(models, states, strict=True):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             whole, ours = state[name], local(parameter)
-            if whole.is_meta:
-                continue
-            theirs = (own_part(whole, parameter) if is_sharded(parameter) else whole).to(ours)
+            theirs = whole.to(ours)
             if theirs.numel():
                 apart = (ours - theirs).abs().max().nan_to_num(nan=torch.inf)
                 largest, size = max(largest, float(apart)), max(size, float(theirs.abs().max()))

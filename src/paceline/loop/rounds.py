@@ -7,7 +7,7 @@ overlap with the last backward. Rounds with a deadline are in deadline/rounds.py
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -150,9 +150,10 @@ class InlineRound:
         if not transport.grouped:
             header = self._exchange(label, finite)
         else:
-            for work in transport.collect(label, step_state.work.sums())[1:]:
+            told = transport.collect(label, (step_state.work.sums(), step_state.rates))
+            for work, _ in told[1:]:
                 step_state.work.add(work)
-            vector = transport.once(label, lambda: self._exchange(label, self._gradients.start()).vector)
+            vector = transport.once(label, lambda: self._exchange_as_group(label, [rates for _, rates in told]))
             header = Header(self._gradients.layout)
             header.vector[:] = vector
         waited = time.perf_counter() - entered
@@ -170,6 +171,15 @@ class InlineRound:
                 continue
             if self._gradients.exchange.run(header, self._step_state.work.samples, label):
                 return header
+
+    def _exchange_as_group(self, label: str, rates: Sequence[float]) -> Any:
+        """The same on the first of a worker's processes, for all of them: what the header then holds."""
+        if len(set(rates)) > 1:
+            raise MisuseError(
+                f"the processes of a worker have unlike learning rates or other settings of their optimisers in step "
+                f"{self._step_state.index}: call scheduler.step() in every process, never in the first alone"
+            )
+        return self._exchange(label, self._gradients.start()).vector
 
     def _write_header(self, finite: bool) -> Header:
         members = self._loop.membership

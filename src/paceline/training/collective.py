@@ -58,7 +58,9 @@ class CollectiveCalls:
         """``fleet.agree``."""
         transport = self._context.transport
         with self._context.meet("fleet.agree()"):
-            call = lambda: any(transport.gather("fleet.agree()", bool(flag)))  # noqa: E731
+            label = "fleet.agree()"
+            mine = lambda: any(transport.collect(label, bool(flag)))  # noqa: E731
+            call = lambda: any(transport.gather(label, mine))  # noqa: E731
             return bool(self._remembered("agree", call))
 
     def _remembered(self, name: str, call: Callable[[], Any]) -> Any:

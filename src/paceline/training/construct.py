@@ -33,6 +33,7 @@ from paceline.loop.training_state import TrainingState
 from paceline.loop.user_code import hooks_text
 from paceline.pace import may_set_deadlines
 from paceline.settings import LoopSettings, has_batch_norm, is_compiled
+from paceline.training.sharding import AFTER
 from paceline.transport import Alone
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class StepsConstructor:
         context = self._context
         transport = Alone() if kind_of(context.combine).local else context.transport
         if text := hooks_text(context.models):
+            if context.transport.shards > 1:
+                raise ValueError(f"{text.partition(',')[0]}, which torch does not call in a sharded model: {AFTER}")
             context.warn(text)
         gradients = Gradients(
             transport, context.models, overlap=self._replica.overlap and not auto, form=format_of(context.wire)

@@ -12,9 +12,9 @@ import torch
 
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint.divided_folder import TakenOut
-from paceline.checkpoint.shards import gathered, reshard
+from paceline.checkpoint.shards import gathered, local, reshard
 from paceline.errors import MisuseError
-from paceline.loop.replicas import Repair, check_same_shape, distance, hand_round, shape_of, spread
+from paceline.loop.replicas import Repair, check_same_shape, distance, hand_round, moved, shape_of, spread
 from paceline.settings import is_compiled, must_agree
 from paceline.training import sharding
 from paceline.training.context import TrainingContext
@@ -135,9 +135,19 @@ class Replica:
         """Every worker takes over the leader's models and everything tracked."""
         context = self._context
         state = hand_round(context.transport, self.state(), device=context.state_device)
-        mine = {"device": context.device.type, "distance": distance(context.models, state["models"])}
-        self.restore(Path("the leader's state"), state)
-        found = context.transport.gather("how far replicas were apart", mine)
+        label, transport = "how far replicas were apart", context.transport
+        if transport.shards == 1:
+            apart = distance(context.models, state["models"])
+            self.restore(Path("the leader's state"), state)
+        else:
+            held = [local(parameter) for parameter in self._known]
+            before = [part.clone() for part in held]
+            self.restore(Path("the leader's state"), state)
+            apart = moved(before, held)
+        kind = context.device.type + (f" x {transport.shards}" if transport.shards > 1 else "")
+        found = transport.gather(
+            label, lambda: {"device": kind, "distance": max(transport.collect(label, apart), default=apart)}
+        )
         return Repair([one["distance"] for one in found], [one["device"] for one in found])
 
     def close(self) -> None:

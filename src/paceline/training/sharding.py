@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torch import nn
 
 from paceline.checkpoint import shards
 from paceline.combine.gradients.sharded import set_up
+from paceline.loop.user_code import hooks_text
 from paceline.settings import has_batch_norm
 from paceline.transport import Transport
 
@@ -28,6 +30,10 @@ def check(transport: Transport, module: nn.Module, *, shard: bool) -> None:
         )
     elif already and not transport.grouped:
         transport.mesh()
+    if transport.shards > 1 and (text := hooks_text([module])):
+        raise ValueError(
+            f"{text.partition(',')[0]}, and torch calls none on the parameters of a sharded model: {AFTER}"
+        )
     if transport.shards > 1 and has_batch_norm(module):
         raise ValueError(
             "batch norm in a worker of several processes would see each process's rows alone, and keep other "
@@ -35,14 +41,24 @@ def check(transport: Transport, module: nn.Module, *, shard: bool) -> None:
         )
 
 
+AFTER = "change the gradients after step.combine() instead"
+
+
 def divide(module: nn.Module, mesh: Any) -> None:
     """Divide a model: the layers of every list or sequence by themselves, so that no more than one of them is whole at
     a time, and then the rest."""
     from torch.distributed.fsdp import fully_shard  # takes a while to import, and few need it
 
+    uses = _uses(module)
     for part in layers_of(module):
-        fully_shard(part, mesh=mesh)
+        if all(uses[key] == count for key, count in _uses(part).items()):  # else it shares weights with another
+            fully_shard(part, mesh=mesh)
     fully_shard(module, mesh=mesh)
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """In how many places each parameter stands, by id."""
+    return Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:

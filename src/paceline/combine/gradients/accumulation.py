@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.shards import any_sharded
+from paceline.checkpoint.shards import any_sharded, local
 from paceline.combine.gradients.buckets import REACHED_NO_MODEL, Among, Buckets
 from paceline.combine.gradients.scaling import is_active, scale_in
 from paceline.combine.gradients.scaling import scaled as scale_loss
@@ -44,6 +44,7 @@ class Accumulation:
         self._transport = transport
         self._start = None if transport.solitary else start
         self.everything = _unique(p for model in models for p in model.parameters())
+        self._sharded = any_sharded(self.everything)
         self.trained = self._trained_now()
         """Which parameters are trained, the others being frozen."""
         self.statistics = RunningStatistics(models)
@@ -98,7 +99,9 @@ class Accumulation:
             raise MisuseError(
                 "parameters were frozen or unfrozen in the middle of a step: do it before its first backward"
             )
-        if any(other != trained for other in self._transport.gather("freezing or unfreezing parameters", trained)):
+        label = "freezing or unfreezing parameters"
+        everybody = self._transport.gather(label, lambda: self._transport.collect(label, trained))
+        if any(other != trained for worker in everybody for other in worker):
             raise ValueError("workers disagree on which parameters are frozen (requires_grad)")
         self._rebuild(trained)
 
@@ -160,6 +163,8 @@ class Accumulation:
             )
 
     def _versions_now(self) -> list[int]:
+        if self._sharded:  # what the optimiser changes is this process's part
+            return [local(parameter)._version for parameter in self.everything]
         return list(map(_VERSION, self.everything))
 
     def clear(self) -> None:

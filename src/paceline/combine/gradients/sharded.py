@@ -81,8 +81,48 @@ class ShardedBuckets(Buckets):
             keeps=True,
             make=lambda one: ShardedBucket(one, worker=worker, number=next(numbers), flats=2 if keeps else 1),
         )
+        self._noted: torch.Tensor | None = None
+        """Norms of this process's parts after the last backward: some changes, clipping for one, show in no version."""
+        self._changes: list[torch.Tensor] = []
+        """Whether they had changed, wherever that was looked at; asked for at the end of the step, for the device."""
+        self._direct = [parameter.register_hook(_refuse_direct) for parameter in self.parameters]  # type: ignore[no-untyped-call]
         worker.on("fill", lambda _: self._fill())
         worker.on("renew", lambda number: self.buckets[number].renew())
+
+    def detach(self) -> None:
+        for hook in self._direct:
+            hook.remove()
+        super().detach()
+
+    def backward(self, *args: Any, **how: Any) -> None:
+        before = self._versions()
+        super().backward(*args, **how)
+        got = bytes(one != other for one, other in zip(before, self._versions(), strict=True))
+        self._noted = self._norms()
+        label = "the gradients of a micro-batch"
+        if not self._worker.said(label, len(set(self._worker.collect(label, got))) == 1):
+            raise MisuseError(
+                "the processes of this worker used unlike parameters in a micro-batch (a branch, or experts chosen by "
+                "the data), whose sums torch would mix up: have every parameter used by every micro-batch, as with 0 * "
+                "output.sum(), or hold the model whole (--group 1)"
+            )
+
+    def _versions(self) -> list[int]:
+        return [-1 if slot.grad is None else local(slot.grad)._version for slot in self.slots]
+
+    def check_untouched(self) -> None:
+        super().check_untouched()
+        if self._noted is not None:
+            self._changes.append((self._norms() != self._noted).any())
+
+    def _norms(self) -> torch.Tensor:
+        """As whole numbers: NaN equals itself there."""
+        norms = torch._foreach_norm([local(slot.grad) for slot in self.slots if slot.grad is not None])
+        return torch.stack([norm.to(torch.float64) for norm in norms]).view(torch.int64) if norms else torch.zeros(0)
+
+    def clear(self) -> None:
+        self._noted, self._changes = None, []
+        super().clear()
 
     def _forget_strange_gradients(self) -> None:
         if any(parameter.grad is not None for parameter in self.parameters):
@@ -97,6 +137,11 @@ class ShardedBuckets(Buckets):
         self._worker.collect("gradients", None)
 
     def finish(self) -> None:
+        if any(map(bool, self._changes)):
+            raise MisuseError(
+                "gradients were changed in the middle of a step (clipping?): step.commit clips; for code of your own "
+                "call step.combine() first"
+            )
         self._fill()
 
     def _start_ready(self) -> None:
@@ -134,3 +179,10 @@ class ShardedBuckets(Buckets):
                 assert isinstance(slot.bucket, ShardedBucket)
                 local(slot.grad).copy_(slot.bucket.own(slot))
             slot.parameter.grad = slot.grad
+
+
+def _refuse_direct(gradient: torch.Tensor) -> None:
+    raise MisuseError(
+        "a loss uses a parameter of a sharded model itself (a penalty on weights?), where torch does not add up what "
+        "the worker's processes have: use the optimiser's weight_decay, or change the gradients after step.combine()"
+    )

@@ -29,7 +29,7 @@ from paceline.transport.inside.links import MEET_S, RETRY_S, Links, accept, conn
 from paceline.transport.network import dist, loopback_only
 
 MESH, JOINING = "shard", "joining"
-_JOINS = count()
+_JOINS, _RANKED = count(), count()
 """A script may join several times: each time the processes of a worker meet elsewhere."""
 
 
@@ -68,7 +68,8 @@ def _by_rank(shards: int, at_the_end: ExitStack) -> GroupPlace:
             f"start a multiple of {shards} on each computer"
         )
     worker, shard = divmod(rank, shards)
-    store, key = meeting_store(), f"paceline/inside/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{worker}"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store, key = meeting_store(), f"paceline/inside/{restart}/{next(_RANKED)}/{worker}"
     if shard == 0:
         folder = at_the_end.enter_context(tempfile.TemporaryDirectory(prefix="paceline-group-"))
         store.set(key, folder)
