@@ -59,7 +59,7 @@ def test_plain_ddp_learns_and_takes_as_long_as_the_slowest_machine(tmp_path: Pat
     )
     full = [seconds for seconds, samples in zip(kept["seconds"][12:], kept["samples"][12:]) if samples == 128]
     slowest_s = 2 * 0.4e-3 * 128 / 2
-    assert slowest_s * 0.95 < mean(full) < slowest_s * 4  # of single steps one clock sees now more, now less
+    assert slowest_s * 0.8 < mean(full) < slowest_s * 4  # of single steps one clock sees now more, now less
 
 
 def test_plain_ddp_without_a_launcher_says_how_to_start_it(tmp_path: Path) -> None:
