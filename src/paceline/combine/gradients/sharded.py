@@ -52,8 +52,12 @@ class ShardedBucket(Bucket):
         assert slot.home is not None
         return part_of(slot.home, self._worker.shard, self._worker.shards, dimension(slot.parameter))
 
-    @torch.no_grad()
     def fill(self) -> None:
+        return  # all processes have: `fill_part`
+
+    @torch.no_grad()
+    def fill_part(self) -> None:
+        """Copy this process's parts to where they are summed."""
         for slot in self.slots:
             if slot.grad is None:
                 self.own(slot).zero_()
@@ -133,7 +137,8 @@ class ShardedBuckets(Buckets):
 
     def _fill(self) -> None:
         for bucket in self.buckets:
-            bucket.fill()
+            assert isinstance(bucket, ShardedBucket)
+            bucket.fill_part()
         self._worker.collect("gradients", None)
 
     def finish(self) -> None:
@@ -150,13 +155,6 @@ class ShardedBuckets(Buckets):
     def start(self) -> None:
         while self._started < len(self.buckets):
             self._start_next()
-
-    def _start_next(self) -> None:
-        assert self._start is not None
-        bucket = self.buckets[self._started]
-        bucket.started = True
-        self._started += 1
-        self._start(bucket.flat)
 
     def restart(self) -> None:
         self._started = 0

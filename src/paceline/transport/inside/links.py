@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from paceline.errors import CallMismatch, FleetError, PacelineError
+from paceline.transport.elastic.handover import bytes_of
 
 PIECE = 1 << 24
 """Bytes of a tensor that are sent at a time."""
@@ -127,10 +128,6 @@ class SharedTensor:
 def opened(path: str, size: int, dtype: torch.dtype) -> torch.Tensor:
     """The tensor that another process has made."""
     return torch.from_file(path, shared=True, size=size, dtype=dtype)
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def portable(error: BaseException) -> tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]:
