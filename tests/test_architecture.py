@@ -18,7 +18,7 @@ AVERAGES = ("arrivals", "combine", "dealing", "exchange", "outages", "periods", 
 MOST_ROOT_MODULES, MOST_METHODS, MOST_LINES = 10, 30, 400
 
 LAYERS: list[tuple[str, ...]] = [
-    ("errors", "records", "devices", "signals"),
+    ("concurrency", "errors", "records", "devices", "signals"),
     ("pace", "roster", "machines"),
     ("feed", "transport"),
     ("settings", "exit", "checkpoint", "combine"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
+
+from paceline import concurrency
 
 LEFT = 143
 """Exit code of a worker that left because it was asked to, as a shell gives it: 128 + 15."""
@@ -35,7 +36,10 @@ def leave_on_sigterm(transport: Leaving) -> Iterator[None]:
     A handler of the user's own is left alone, and so is a worker that does not run on the main thread, where Python
     handles no signals.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    if (
+        concurrency.current_thread() is not concurrency.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
         yield
         return
 

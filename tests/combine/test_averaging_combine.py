@@ -126,8 +126,7 @@ class FakeClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
-    for module in ("combine", "periods", "dealing"):
-        monkeypatch.setattr(f"paceline.combine.averaging.{module}.time", clock)
+    monkeypatch.setattr("paceline.concurrency.perf_counter", clock.perf_counter)
     return clock
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import paceline
+from clocks import give_clock
 from lone import deep, flat, join, linear, mse, numbers, plain, sgd, training
 from paceline.loop import sizing
 
@@ -32,7 +33,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizing, "time", CLOCK)
+    give_clock(monkeypatch, sizing, CLOCK)
 
 
 def costly(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

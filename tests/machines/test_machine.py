@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from clocks import give_clock
 from paceline.machines import machine as module
 from paceline.machines import parse_fleet
 
@@ -61,7 +62,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(over=0.001)
-    monkeypatch.setattr(module, "time", clock)
+    give_clock(monkeypatch, module, clock)
     return clock
 
 

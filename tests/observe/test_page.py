@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from html.parser import HTMLParser
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -381,8 +379,8 @@ def test_small_numbers_are_those_with_four_digits(values):
 @pytest.mark.parametrize("skew_s", [0.0, 300.0, -420.0])
 def test_a_run_on_a_computer_with_another_clock_is_not_taken_for_silent(tmp_path, monkeypatch, skew_s):
     live, now = LiveRun(tmp_path), 1e9
-    clock = {"time": lambda: now, "monotonic": lambda: now, "strftime": time.strftime, "localtime": time.localtime}
-    monkeypatch.setattr("paceline.observe.page.live.time", SimpleNamespace(**clock))
+    monkeypatch.setattr("paceline.concurrency.time", lambda: now)
+    monkeypatch.setattr("paceline.concurrency.monotonic", lambda: now)
     first, old, *steps = calm_run(5)[:5]
     live.add({**first, "t": now + skew_s - 60})
     for event in (old, steps[0]):

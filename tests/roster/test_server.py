@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from clocks import give_clock
 from paceline.errors import CallMismatch, FleetError
 from paceline.roster import Generation, RosterClient, RosterServer, RunOver, client, liveness, server, timeouts, wire
 from paceline.roster.certificate import Certificate
@@ -492,7 +493,7 @@ def test_the_fleets_clock_is_the_rosters(
     house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, ahead_s: float, counts: bool
 ) -> None:
     away = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic, sleep=time.sleep)
-    monkeypatch.setattr(server, "time", away)
+    give_clock(monkeypatch, server, away)
     member = house().come(0).client
     assert abs(member.clock() - time.time() - (ahead_s if counts else 0.0)) < 5.0
     if not counts:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from clocks import give_clock
 from paceline.errors import GenerationOver
 from paceline.roster import Generation
 from paceline.roster.calls import CALLS, ROUNDS
@@ -163,7 +164,7 @@ def test_where_workers_that_are_all_there_cannot_meet_they_try_again_less_and_le
 ) -> None:
     transport, now, begun = bare(), [0.0], list[float]()
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
-    monkeypatch.setattr(reform, "time", clock)
+    give_clock(monkeypatch, reform, clock)
     numbers = iter(range(5, 100))
 
     def next_generation(**_: Any) -> Generation:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from clocks import give_clock
 from paceline.errors import CallMismatch, FleetError, WorkerLost
 from paceline.roster import calls
 from paceline.transport import heartbeat
@@ -85,7 +86,7 @@ def test_a_worker_that_beats_is_waited_for_however_long_it_takes(
     monkeypatch.setattr(heartbeat, "SILENT_S", 0.5)
     crew = eyes(2)
     clock = BeatClock(crew, living=(0, 1))
-    monkeypatch.setattr(heartbeat, "time", clock)
+    give_clock(monkeypatch, heartbeat, clock)
     crew.workers[0].enter("a round")
     wait_until(lambda: crew.failed[0].is_set() or clock.monotonic() > 2 * heartbeat.SILENT_S)
     assert crew.workers[0].failure is None
@@ -96,7 +97,7 @@ def test_a_worker_that_stops_beating_is_lost_and_named_with_what_it_did(
     eyes: Callable[[int], Eyes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crew = eyes(3)
-    monkeypatch.setattr(heartbeat, "time", BeatClock(crew, living=(0, 2)))
+    give_clock(monkeypatch, heartbeat, BeatClock(crew, living=(0, 2)))
     crew.sequences[1].note("step 7")
     wait_for_beat(crew, 1, "step 7")
     crew.workers[1].stop()
@@ -199,7 +200,7 @@ def test_a_broken_connection_with_all_alive_says_just_that(
     monkeypatch.setattr(heartbeat, "SILENT_S", 0.2)
     monkeypatch.setattr(heartbeat, "SILENT_AFTER_RESET_S", 0.1)
     crew = eyes(2)
-    monkeypatch.setattr(heartbeat, "time", BeatClock(crew, living=(0, 1)))
+    give_clock(monkeypatch, heartbeat, BeatClock(crew, living=(0, 1)))
     found = crew.workers[0].diagnose(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed"))
     assert type(found) is FleetError
     assert str(found).endswith("yet all of them are alive: Connection closed")

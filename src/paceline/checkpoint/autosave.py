@@ -9,15 +9,13 @@ that a new leader goes on with it.
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from paceline import concurrency
 from paceline.checkpoint import file as checkpoint_file
 from paceline.checkpoint import folder as checkpoint_folder
 from paceline.checkpoint.snapshot import Snapshot
@@ -92,7 +90,7 @@ class Autosaver:
         leads: Callable[[], bool],
         content: Callable[[], AbstractContextManager[Mapping[str, Any]]],
         observe: Callable[[str, Mapping[str, Any]], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
         writes: bool = True,
         agreed: Callable[[bool], bool] = bool,
     ) -> None:
@@ -100,8 +98,8 @@ class Autosaver:
         self._leads, self._content, self._observe, self._clock = leads, content, observe, clock
         self._writes, self._agreed = writes, agreed
         self._since: LastSave | None = None
-        self._thread: threading.Thread | None = None
-        self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread: concurrency.Thread | None = None
+        self._reports: concurrency.SimpleQueue[Callable[[], None]] = concurrency.SimpleQueue()
         """What the writer's thread reports, for the training thread to deliver."""
         self._reported: set[str] = set()
         """Kinds of trouble that were reported and are not over."""
@@ -148,7 +146,7 @@ class Autosaver:
         if not self._writes:
             return
         args = (taken, step)
-        self._thread = threading.Thread(target=self._write, args=args, name="paceline-autosave", daemon=True)
+        self._thread = concurrency.Thread(target=self._write, args=args, name="paceline-autosave", daemon=True)
         self._thread.start()
 
     @property
@@ -172,7 +170,7 @@ class Autosaver:
         while True:
             try:
                 self._reports.get_nowait()()
-            except Empty:
+            except concurrency.Empty:
                 return
 
     def _warn(self, kind: str, text: str) -> None:

@@ -9,7 +9,6 @@ import re
 import socket
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -21,6 +20,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from paceline import concurrency
 from paceline.cli import reach
 from paceline.cli.errors import refuse
 from paceline.observe.serve.addresses import address_outwards
@@ -131,7 +131,7 @@ def answer_others(port: int, *, also: str | None) -> NoReturn:
             f"answering doctors; on the other computer: paceline doctor --to {own}:{answering.port}   (Ctrl-C ends it)"
         )
         with suppress(KeyboardInterrupt):
-            threading.Event().wait()
+            concurrency.Event().wait()
     raise typer.Exit(0)
 
 
@@ -180,9 +180,9 @@ def sleep_overshoot(times: int = 50, seconds: float = 0.001) -> float:
     """Median seconds by which a sleep lasts too long."""
     overs = []
     for _ in range(times):
-        started = time.perf_counter()
-        time.sleep(seconds)
-        overs.append(time.perf_counter() - started - seconds)
+        started = concurrency.perf_counter()
+        concurrency.sleep(seconds)
+        overs.append(concurrency.perf_counter() - started - seconds)
     return statistics.median(overs)
 
 
@@ -212,10 +212,10 @@ def check_roster() -> Check:
     server = RosterServer(minimum=1, maximum=1, token="doctor")
     server.start()
     try:
-        started = time.perf_counter()
+        started = concurrency.perf_counter()
         client = RosterClient(server.address, token="doctor", name="doctor/0", facts={}, on_over=lambda _: None)
         client.next_generation(after=0, fresh=True, orderly=True)
-        seconds = time.perf_counter() - started
+        seconds = concurrency.perf_counter() - started
         client.leave("finished")
     finally:
         server.close()
@@ -373,15 +373,15 @@ def _train(net: Any, x: Any, y: Any, device: str, seconds: float) -> float:
     """Samples/s over ``seconds``; the device is waited for after every batch, so that the time is its own."""
     import torch
 
-    batches, started = 0, time.perf_counter()
-    while batches == 0 or time.perf_counter() - started < seconds:
+    batches, started = 0, concurrency.perf_counter()
+    while batches == 0 or concurrency.perf_counter() - started < seconds:
         net.zero_grad()
         loss: Any = torch.nn.functional.cross_entropy(net(x), y)
         loss.backward()
         if device != "cpu":
             torch.accelerator.synchronize(device)
         batches += 1
-    return batches * BATCH / (time.perf_counter() - started)
+    return batches * BATCH / (concurrency.perf_counter() - started)
 
 
 def interface_outwards(host: str | None = None) -> str | None:

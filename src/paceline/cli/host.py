@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import selectors
 import signal
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline import concurrency
 from paceline.cli.errors import leave_with, refuse
 from paceline.launcher.signals import Signals
 from paceline.launcher.tokens import check_host, is_loopback, join_line, own_token, printable
@@ -110,7 +110,7 @@ def serve(server: RosterServer) -> int:
                 return 0
 
 
-_saying = threading.Lock()
+_saying = concurrency.Lock()
 
 
 def say(kind: str, said: Mapping[str, Any]) -> None:

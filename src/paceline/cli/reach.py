@@ -11,11 +11,11 @@ import os
 import socket
 import statistics
 import struct
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
+
+from paceline import concurrency
 
 PORT = 7071
 GREETING = b"paceline doctor 1\n"
@@ -71,16 +71,16 @@ def parse(text: str) -> Target:
 def examine(target: Target) -> Iterator[Finding]:
     """What is found about the way to another computer, line by line."""
     yield way_out(target)
-    began = time.perf_counter()
+    began = concurrency.perf_counter()
     try:
         connection = socket.create_connection((target.address, target.port), timeout=PATIENCE_S)
     except ConnectionRefusedError:
-        yield _refused(target, time.perf_counter() - began)
+        yield _refused(target, concurrency.perf_counter() - began)
         return
     except OSError as error:
         yield _unreached(target, error)
         return
-    connected_s = time.perf_counter() - began
+    connected_s = concurrency.perf_counter() - began
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not _greeted(connection):
@@ -138,12 +138,12 @@ def _bits_per_second(connection: socket.socket, letter: bytes, latency: float) -
 
 def _timed(connection: socket.socket, letter: bytes, size: int) -> float:
     """Seconds until a request is answered."""
-    began = time.perf_counter()
+    began = concurrency.perf_counter()
     connection.sendall(letter + struct.pack("!Q", size))
     if letter == b"u":
         connection.sendall(bytes(size))
     _take(connection, size if letter == b"d" else 1)
-    return time.perf_counter() - began
+    return concurrency.perf_counter() - began
 
 
 def _take(connection: socket.socket, size: int) -> bytes:
@@ -206,13 +206,13 @@ class Answering:
     def __init__(self, port: int = PORT) -> None:
         self._listener = socket.create_server(("", port))
         self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._run, name="paceline-answer", daemon=True).start()
+        concurrency.Thread(target=self._run, name="paceline-answer", daemon=True).start()
 
     def _run(self) -> None:
         with suppress(OSError):  # closed
             while True:
                 guest, _ = self._listener.accept()
-                threading.Thread(target=_answer, args=[guest], name="paceline-answer", daemon=True).start()
+                concurrency.Thread(target=_answer, args=[guest], name="paceline-answer", daemon=True).start()
 
     def close(self) -> None:
         with suppress(OSError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import webbrowser
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from paceline import concurrency
 from paceline.cli.errors import refuse
 from paceline.cli.report import Run, run_folder
 from paceline.observe.log.reader import Event
@@ -54,7 +54,7 @@ def watch(
 
 
 def _wait_for_a_signal() -> None:
-    ended = threading.Event()
+    ended = concurrency.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as for a page in the background of a shell
             signal.signal(number, lambda *_: ended.set())
@@ -62,7 +62,9 @@ def _wait_for_a_signal() -> None:
         pass
 
 
-def _source(run: Path | None, connect: str | None) -> tuple[Path, Callable[[threading.Event], Iterator[Event]] | None]:
+def _source(
+    run: Path | None, connect: str | None
+) -> tuple[Path, Callable[[concurrency.Event], Iterator[Event]] | None]:
     """Where the events come from: a path here, or a page elsewhere."""
     from paceline.observe.serve.remote import address, check, remote_events
 

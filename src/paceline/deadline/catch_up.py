@@ -6,12 +6,12 @@ first worker that was in time promises one, and sends it between two steps of it
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from paceline import concurrency
 from paceline.combine import Header
 from paceline.errors import GenerationOver
 from paceline.loop.step_state import StepState
@@ -25,7 +25,7 @@ GIVING_S = 30.0
 class Backlog:
     """The steps that are over and that the user's loop has yet to take over, or a copy in their place."""
 
-    def __init__(self, transport: Transport, changed: threading.Condition, copyable: Callable[[], bool]) -> None:
+    def __init__(self, transport: Transport, changed: concurrency.Condition, copyable: Callable[[], bool]) -> None:
         """``changed``: the lock of the training's state. ``copyable``: whether a copy would hold everything that has
         state."""
         self._transport, self._changed, self._copyable = transport, changed, copyable
@@ -98,7 +98,7 @@ class Copy:
         self.data = torch.empty(0, dtype=torch.uint8)
         self._transport, self._giver, self._came = transport, giver, came
         self._generation = transport.generation
-        threading.Thread(target=self._receive, name="paceline-copy", daemon=True).start()
+        concurrency.Thread(target=self._receive, name="paceline-copy", daemon=True).start()
 
     def _receive(self) -> None:
         size = torch.zeros(1, dtype=torch.int64)
@@ -124,7 +124,7 @@ class Promises:
         self._transport = transport
         self._asked: dict[int, int] = {}
         """By rank: after which step it was promised."""
-        self._giving: list[threading.Thread] = []
+        self._giving: list[concurrency.Thread] = []
 
     def note(self, step_state: StepState) -> None:
         """Who asked for a copy in this step's round, if this worker is to give it."""
@@ -154,7 +154,7 @@ class Promises:
     def _answer(self, data: torch.Tensor) -> None:
         for rank, index in self._asked.items():
             args = (self._transport, data, rank, index)
-            self._giving.append(threading.Thread(target=_give, args=args, name="paceline-give", daemon=True))
+            self._giving.append(concurrency.Thread(target=_give, args=args, name="paceline-give", daemon=True))
             self._giving[-1].start()
         self._asked = {}
 

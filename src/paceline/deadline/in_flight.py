@@ -6,10 +6,10 @@ proxy, which closes the round, only looks. Both hold the lock of the training's 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import NamedTuple
 
+from paceline import concurrency
 from paceline.combine.gradients.accumulation import Aside
 from paceline.deadline.side_stream import SideStream, StreamMark
 from paceline.loop.context import LoopContext
@@ -71,7 +71,7 @@ class WorkInFlight:
 
     def _count_first(self, step_state: StepState) -> None:
         done, aside, _, began = self._waiting.popleft()
-        now = time.perf_counter()
+        now = concurrency.perf_counter()
         if self._device.type == "cuda":  # only now is known how long it took
             done.slowest_s = now - max(began, self._landed)
             done.seconds = now - max(began, self._landed) if step_state.work.samples else now - began

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
+from paceline import concurrency
 from paceline.loop.step_state import StepState
 from paceline.pace.forecast.base import Mask
 from paceline.pace.shares import Ints, proportional
@@ -31,6 +30,6 @@ def lap_shares(step_state: StepState, undone: int, counted: int, idle: Mask, *, 
 
 def lap_seconds(step_state: StepState, shares: Ints) -> float:
     """A lap's deadline: the step's own, by the part of its first share that a worker has again, and room for chance."""
-    whole = step_state.plan.deadline_s or time.perf_counter() - step_state.opened
+    whole = step_state.plan.deadline_s or concurrency.perf_counter() - step_state.opened
     first = np.maximum(step_state.plan.samples, 1)
     return step_state.patience * PATIENT * whole * max(float((shares / first).max()), 0.05)

@@ -8,14 +8,13 @@ one, as steps without micro-batches, and is where the others are.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from paceline import concurrency
 from paceline.combine import Header
 from paceline.combine.gradients.exchange import Sum, re_formed, summed
 from paceline.deadline.catch_up import Backlog
@@ -49,7 +48,7 @@ class Proxy:
         self._loop = loop.transport.calls
         """Tells this loop's signals from those of an earlier one with the same steps."""
         self._step_state: StepState | None = None
-        self._thread = threading.Thread(target=self._run, name="paceline-proxy", daemon=True)
+        self._thread = concurrency.Thread(target=self._run, name="paceline-proxy", daemon=True)
 
     # -- from the user's thread ------------------------------------------------------------------------------------
 
@@ -118,7 +117,7 @@ class Proxy:
             self._training.changed.notify_all()
 
     def join(self) -> None:
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.is_alive() and concurrency.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
 
     # -- the thread ------------------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ class Proxy:
             if step_state.began is not None:  # it was said to others than those who are there now
                 self.begun(step_state)
         with self._training.changed:
-            step_state.run(time.perf_counter())
+            step_state.run(concurrency.perf_counter())
         if self._transport.rank == 0:
             for old in ("begun", "arrived", "complete"):
                 self._transport.forget(self._name(old, step_state, ago=3))
@@ -191,7 +190,7 @@ class Proxy:
         self.backlog.make_room(lambda: self._stopping)
         self._enter()
         self._keep_up()
-        entered = time.perf_counter()
+        entered = concurrency.perf_counter()
         header, mine = self._run_round(step_state)
         record = self._deadlines.record(step_state, header, entered)
         with self._training.changed:
@@ -223,7 +222,9 @@ class Proxy:
         """Wait until the worker has nothing more to do, or its time is over."""
         assert step_state.until is not None
         with self._training.changed:
-            while not (step_state.idle or self._stopping) and (left := step_state.until - time.perf_counter()) > 0:
+            while (
+                not (step_state.idle or self._stopping) and (left := step_state.until - concurrency.perf_counter()) > 0
+            ):
                 self._training.changed.wait(min(left, 3600.0))
 
     def _await_count(self, step_state: StepState) -> None:
@@ -303,7 +304,7 @@ class Proxy:
             busy = (done == 0) & (gone == 0)
             more = self._training.extend(step_state, counts.astype(int).tolist(), (done > 0).tolist(), busy.tolist())
             if more is not None and not more.recall:
-                step_state.until = time.perf_counter() + more.seconds
+                step_state.until = concurrency.perf_counter() + more.seconds
                 self._go_on(step_state)
                 self._training.changed.notify_all()
         if more is None:
@@ -359,7 +360,7 @@ class Proxy:
             if step_state.extra:
                 step_state.enter(LoopPhase.WORKING)
             seconds = lap_seconds(step_state, shares)
-            step_state.until = time.perf_counter() + seconds
+            step_state.until = concurrency.perf_counter() + seconds
             if not step_state.last:
                 step_state.extended(seconds)
             self._training.changed.notify_all()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from paceline import concurrency
 from paceline.checkpoint import content as checkpoint
 from paceline.combine import Header
 from paceline.combine.gradients.accumulation import Aside
@@ -53,14 +53,14 @@ class Deadlines:
     def write_header(self, step_state: StepState, counts: bool, finite: bool) -> Header:
         """``counts``: whether this worker's work does; ``finite``: whether its gradients are."""
         loop, members = self._loop, self._loop.membership
-        busy = 0.0 if step_state.idle else time.perf_counter() - (step_state.busy_since or step_state.opened)
+        busy = 0.0 if step_state.idle else concurrency.perf_counter() - (step_state.busy_since or step_state.opened)
         more = {"unfinished_s": busy, "behind": max(0, step_state.index - loop.next), "late_s": self.in_flight.late_s()}
         intentions = members.intentions() if members is not None else {}
         return write_header(loop, step_state, {**more, **intentions}, finite=finite, counts=counts)
 
     def record(self, step_state: StepState, header: Header, entered: float) -> StepRecord:
         """The record of a round that the proxy ran: it is over now, and this worker entered it then."""
-        wall_s = time.perf_counter() - step_state.opened
+        wall_s = concurrency.perf_counter() - step_state.opened
         busy = float((header.column("seconds") + header.column("unfinished_s")).max())
         latest = max(entered - step_state.opened, min(busy, step_state.plan.deadline_s or busy))
         record = record_of(
@@ -151,7 +151,7 @@ class ProxyRound:
             taken = self._loop.source.take(room) if room != 0 else None
             if taken is not None or not self._another_lap(until):
                 return taken, opened
-            opened = time.perf_counter()
+            opened = concurrency.perf_counter()
         return None, opened
 
     def _still_open(self, now: float) -> bool:
@@ -167,7 +167,7 @@ class ProxyRound:
             return None
         whole, smallest = dealing.micro_batch, dealing.smallest
         sizes = [size for size in ladder(whole) if size >= smallest] if not self._loop.whole else [whole]
-        fits = fit(step_state.until - time.perf_counter(), recent_pace(list(self._loop.paces)), sizes)
+        fits = fit(step_state.until - concurrency.perf_counter(), recent_pace(list(self._loop.paces)), sizes)
         return fits or (
             0 if step_state.work.samples else sizes[-1]
         )  # try, or a slow worker would never be seen to recover

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, NoReturn
 
 from torch.utils.data import get_worker_info
 
+from paceline import concurrency
 from paceline.errors import LoaderDied, describe_exit
 
 
@@ -71,8 +71,8 @@ def received(iterator: Any) -> Any:
 def _death(processes: Sequence[Any], error: Exception) -> LoaderDied | None:
     """The death of one of these processes, of which ``error`` may be a sign; None: all live."""
     try:
-        until = time.monotonic() + DYING_S
-        while not any(process.exitcode for process in processes) and time.monotonic() < until:
+        until = concurrency.monotonic() + DYING_S
+        while not any(process.exitcode for process in processes) and concurrency.monotonic() < until:
             wait([process.sentinel for process in processes], timeout=0.05)
     except RuntimeError as told:  # torch's handler of SIGCHLD, just now
         error = told

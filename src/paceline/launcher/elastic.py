@@ -8,10 +8,10 @@ on the way (`paceline.launcher.faults`).
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from paceline import concurrency
 from paceline.errors import FLEET_FAILED
 from paceline.launcher.failures import WorkerFailure, joined, resume_hint
 from paceline.launcher.faults import Faults
@@ -58,7 +58,7 @@ class ElasticPolicy:
         self._numbers = WorkerNumbers(roster.port)
         self._slots: dict[int, WorkerSlot] = {}
         self._beginning = True
-        self._began = time.monotonic()
+        self._began = concurrency.monotonic()
         self._follower: LogFollower | None = None
         self._step = -1
         """The last step that the run has logged; followed only for faults that wait for one."""
@@ -244,7 +244,7 @@ class ElasticPolicy:
         free = [number for number, slot in self._slots.items() if not slot.active]
         number = min(free) if free and not new else self._numbers.acquire(max(self._slots, default=-1) + 1)
         self._slots[number] = WorkerSlot(number)
-        self._start(self._slots[number], time.monotonic())
+        self._start(self._slots[number], concurrency.monotonic())
         return number
 
     def note(self, text: str) -> None:

@@ -12,7 +12,6 @@ import os
 import pickle
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -21,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from paceline import concurrency
 from paceline.errors import WorkerFailed, describe_exit
 from paceline.launcher.function_worker import FunctionReport, work
 from paceline.launcher.pool import INTERRUPT_GRACE_S, TERM_GRACE_S, TICK_S
@@ -187,8 +187,8 @@ class FunctionPool:
             self._listen()
             self._notice_ends()
             if until is None and (self._failures or len(self._reports) == len(self._processes)):
-                until = time.monotonic() + GRACE_S
-            if until is not None and time.monotonic() > until:
+                until = concurrency.monotonic() + GRACE_S
+            if until is not None and concurrency.monotonic() > until:
                 break
         if self._failures:
             raise self._explain()
@@ -205,7 +205,7 @@ class FunctionPool:
         except (EOFError, OSError):
             self._readers[rank].close()
             if rank not in self._ended:
-                time.sleep(TICK_S)  # its end is noticed next
+                concurrency.sleep(TICK_S)  # its end is noticed next
             return
         self._reports[rank] = report
         if report.error is not None:
@@ -261,9 +261,9 @@ class FunctionPool:
         return [process for rank, process in enumerate(self._processes) if rank not in self._ended]
 
     def _await(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and any(not _over(process.pid) for process in self._running()):
-            time.sleep(TICK_S / 2)
+        until = concurrency.monotonic() + seconds
+        while concurrency.monotonic() < until and any(not _over(process.pid) for process in self._running()):
+            concurrency.sleep(TICK_S / 2)
 
     def _signal(self, number: int) -> None:
         for process in self._running():

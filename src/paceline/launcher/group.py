@@ -16,10 +16,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
+from paceline import concurrency
 from paceline.errors import FLEET_FAILED
 from paceline.launcher.processes import end_with_parent, exit_code
 from paceline.launcher.signals import Signals
@@ -47,7 +47,7 @@ for _ in range(50):
     except FileNotFoundError:
         break
     except OSError:  # a process that is being killed still writes
-        time.sleep(0.1)
+        concurrency.sleep(0.1)
 """
 """Removes the group's folder when stdin ends, because this process has: killed, it cannot do it itself."""
 
@@ -101,7 +101,7 @@ class ProcessGroup:
         self._ended: dict[int, int] = {}
         """How they ended by themselves, in this order."""
         self._until = float("inf")
-        """When those that still run are killed, by `time.monotonic`."""
+        """When those that still run are killed, by `concurrency.monotonic`."""
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         parent = os.getpid()
@@ -113,10 +113,10 @@ class ProcessGroup:
         """Until all have ended or their time is over; stop signals go to the head. Returns the `outcome`."""
         with selectors.DefaultSelector() as selector:
             selector.register(signals.waker, selectors.EVENT_READ)
-            while self._reap(time.monotonic()):
+            while self._reap(concurrency.monotonic()):
                 for number in signals.take():
                     self._processes[0].send_signal(number)
-                left = self._until - time.monotonic()
+                left = self._until - concurrency.monotonic()
                 selector.select(None if left == float("inf") else max(0.0, left))
                 signals.drain()
         return outcome([*self._ended.items()])

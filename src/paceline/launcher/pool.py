@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import IO
 
+from paceline import concurrency
 from paceline.launcher.output import OutputStream
 from paceline.launcher.processes import LaunchedWorker, Watchdog, WorkerProcess
 from paceline.launcher.screen import Screen
@@ -93,7 +93,7 @@ class WorkerPool:
         del self._outputs[worker], self._open[worker], self._ended_at[worker]
 
     def do_in(self, seconds: float, action: Callable[[], None]) -> None:
-        self._timers.append((time.monotonic() + seconds, action))
+        self._timers.append((concurrency.monotonic() + seconds, action))
 
     def tick(self, now: float, *, failing: bool) -> None:
         """Do what is due, and show what was held back for long enough."""
@@ -155,9 +155,9 @@ class WorkerPool:
         except BlockingIOError:
             return
         if data:
-            output.feed(data, time.monotonic())
+            output.feed(data, concurrency.monotonic())
             return
-        output.close(time.monotonic())
+        output.close(concurrency.monotonic())
         self._close_pipe(worker, pipe)
 
     def _close_pipe(self, worker: LaunchedWorker, pipe: IO[bytes]) -> None:

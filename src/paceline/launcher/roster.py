@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from paceline import concurrency
 from paceline.launcher.tokens import is_loopback
 from paceline.observe.serve.addresses import reached_at
 from paceline.roster import RosterServer
@@ -93,7 +92,7 @@ class OwnRoster(Roster):
         certificate: Path | None = None,
     ) -> None:
         self.starter = starter
-        self._lock = threading.Lock()
+        self._lock = concurrency.Lock()
         self._names: dict[int, str] = {}
         self._inside: set[str] = set()
         self._fresh: dict[str, float] = {}
@@ -117,7 +116,7 @@ class OwnRoster(Roster):
 
     @property
     def inside(self) -> frozenset[int]:
-        now = time.monotonic()
+        now = concurrency.monotonic()
         with self._lock:
             settled = [name for name in self._inside if self._fresh.get(name, 0.0) <= now]
             return frozenset(number for name in settled if (number := number_of(name, self.starter)) is not None)
@@ -153,7 +152,7 @@ class OwnRoster(Roster):
             elif kind == "generation":
                 self._inside = {self._names[id] for id in said["workers"]}
                 new = said["fresh"] if len(said["fresh"]) < len(said["workers"]) else []
-                self._fresh = {self._names[id]: time.monotonic() + TAKING_S for id in new}
+                self._fresh = {self._names[id]: concurrency.monotonic() + TAKING_S for id in new}
             elif kind == "finished":
                 self.finished = True
 

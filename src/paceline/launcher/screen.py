@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
+
+from paceline import concurrency
 
 if TYPE_CHECKING:
     from paceline.observe import RunLog
@@ -20,8 +21,8 @@ class LogFollower:
 
     def __init__(self, run_dir: Path, take: Callable[[Iterator[Event]], None], *, poll_s: float = 0.1) -> None:
         self._run_dir, self._take, self._poll_s = run_dir, take, poll_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="paceline-follow", daemon=True)
+        self._stop = concurrency.Event()
+        self._thread = concurrency.Thread(target=self._follow, name="paceline-follow", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

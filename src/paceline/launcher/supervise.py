@@ -8,13 +8,13 @@ running behind. Who is started, where the workers find each other and what follo
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from paceline import concurrency
 from paceline.launcher.failures import WorkerFailure, checkpoint_hint
 from paceline.launcher.group import GROUP_VARIABLES, WRAPPER, processes
 from paceline.launcher.pool import Start, WorkerPool
@@ -59,7 +59,7 @@ class Order:
 
 
 class Policy(Protocol):
-    """What is particular to one kind of fleet. Times are of `time.monotonic`."""
+    """What is particular to one kind of fleet. Times are of `concurrency.monotonic`."""
 
     leave_s: float
     """How long workers may take to end after SIGTERM."""
@@ -115,10 +115,10 @@ class Supervisor:
 
     def run(self) -> int:
         self._policy.begin(self)
-        self._turn(time.monotonic())
-        while not self._policy.over(time.monotonic()):
+        self._turn(concurrency.monotonic())
+        while not self._policy.over(concurrency.monotonic()):
             self.pool.listen()
-            self._turn(time.monotonic())
+            self._turn(concurrency.monotonic())
         return self._finish()
 
     def start(self, number: int) -> LaunchedWorker:

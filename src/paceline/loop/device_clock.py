@@ -7,10 +7,11 @@ not say that it is one.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from paceline import concurrency
 
 if TYPE_CHECKING:
     from paceline.loop.context import LoopContext
@@ -35,10 +36,10 @@ def wait_for(event: Any, loop: LoopContext, step: int) -> None:
     """Until the device has come to ``event`` in this step; a wait that is long is told to everybody."""
     if event is None:
         return
-    began, say_after = time.perf_counter(), SAY_AFTER_S
+    began, say_after = concurrency.perf_counter(), SAY_AFTER_S
     while not event.query():
-        time.sleep(PAUSE_S)
-        if (waited := time.perf_counter() - began) > say_after:
+        concurrency.sleep(PAUSE_S)
+        if (waited := concurrency.perf_counter() - began) > say_after:
             say_after *= 2
             loop.transport.doing(f"waiting for {loop.device} in step {step}")
             text = f"worker {loop.transport.rank} has waited {waited:.0f} s for {loop.device} to end step {step}"

@@ -7,13 +7,13 @@ a peer's whole state: models, everything tracked, feed, history and pace.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline import concurrency
 from paceline.checkpoint import content as checkpoint
 from paceline.errors import FleetError
 from paceline.loop.entries import Entries
@@ -71,12 +71,12 @@ class Membership:
     def intentions(self) -> dict[str, float]:
         """What this worker's header says of the boundary after the step."""
         reform = self._transport.reform
-        anew = reform.must_change or (reform.may_change and self._entries.may_open(time.monotonic()))
+        anew = reform.must_change or (reform.may_change and self._entries.may_open(concurrency.monotonic()))
         return {"leaves": float(self._transport.leaving), "changes": float(anew)}
 
     def heard(self, header: Header, *, workers: Sequence[int], generation: int) -> None:
         """What the header of a round of all these workers says of the boundary after it."""
-        self._entries.round_over(time.monotonic())
+        self._entries.round_over(concurrency.monotonic())
         leaves = bool(header.column("leaves")[workers.index(self._transport.id)])
         self._due = (generation, changes(header), leaves)
         self.all_leave = bool(header.column("leaves").all())
@@ -96,7 +96,7 @@ class Membership:
             return
         if mine:
             self._leave(agreed=True)
-        self._entries.opened(time.monotonic())
+        self._entries.opened(concurrency.monotonic())
         try:
             self._transport.re_form()
         except Leave:
@@ -104,7 +104,7 @@ class Membership:
         self._transport.deliver_members_changed()
 
     def _enter(self) -> None:
-        self._entries.opened(time.monotonic())
+        self._entries.opened(concurrency.monotonic())
         if not self._transport.take_over_later():
             self._transport.doing("waiting to enter")
             self._transport.re_form()

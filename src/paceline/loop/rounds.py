@@ -6,12 +6,12 @@ overlap with the last backward. Rounds with a deadline are in deadline/rounds.py
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from paceline import concurrency
 from paceline.combine import Header
 from paceline.combine.gradients.accumulation import Aside
 from paceline.combine.gradients.buckets import Among
@@ -145,7 +145,7 @@ class InlineRound:
         if self._loop.membership is not None:
             self._loop.membership.keep_up()
         finite = self.finish()
-        entered = time.perf_counter()
+        entered = concurrency.perf_counter()
         label, transport = f"the round of step {step_state.index}", self._loop.transport
         if not transport.grouped:
             header = self._exchange(label, finite)
@@ -156,7 +156,7 @@ class InlineRound:
             vector = transport.once(label, lambda: self._exchange_as_group(label, [rates for _, rates in told]))
             header = Header(self._gradients.layout)
             header.vector[:] = vector
-        waited = time.perf_counter() - entered
+        waited = concurrency.perf_counter() - entered
         self._round_s = max(0.0, waited - float(header.column("seconds").max() - step_state.work.seconds))
         step_state.header = header
         return True
@@ -206,7 +206,9 @@ class InlineRound:
         if loop.membership is not None:
             loop.membership.heard(header, workers=step_state.workers, generation=step_state.generation)
         with loop.training.changed:
-            record = loop.training.close(step_state, header, step_state.record, wall_s=time.perf_counter() - began)
+            record = loop.training.close(
+                step_state, header, step_state.record, wall_s=concurrency.perf_counter() - began
+            )
             step_state.enter(RoundPhase.CLOSED)
             step_state.enter(RoundPhase.OVER)
             loop.training.changed.notify_all()

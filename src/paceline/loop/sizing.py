@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline import concurrency
 from paceline.feed.micro_size import MemoryUse, SizeSearch
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Sizing:
         # A step's first one may bear what is paid once a step; where there is no other, it is all there is to time.
         self._counts = not (self._first and self._dealing.left)
         self._first = False
-        self._taken = time.perf_counter()
+        self._taken = concurrency.perf_counter()
         return taken
 
     def done(self, samples: int) -> None:
@@ -51,7 +51,7 @@ class Sizing:
         self._timed = False
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        took = time.perf_counter() - self._taken
+        took = concurrency.perf_counter() - self._taken
         self.search.measure(samples, took, memory_of(self._device), counts=self._counts)
 
     def ran_out(self, samples: int) -> None:

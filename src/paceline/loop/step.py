@@ -6,13 +6,13 @@ half done, a second commit.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline import concurrency
 from paceline.combine.gradients import second_order
 from paceline.errors import MisuseError
 from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
@@ -48,7 +48,7 @@ class Step:
         record (StepRecord | None): after the round, what happened in this step, on every worker; None before.
         step_state (StepState): what the loop and the round's thread share of this step; the library's own.
         work (StepRound): where this step's micro-batches go; the library's own.
-        began (float): when the step began, by ``time.perf_counter()``; the library's own.
+        began (float): when the step began, by ``concurrency.perf_counter()``; the library's own.
 
     Example:
         ```python
@@ -104,7 +104,7 @@ class Step:
             raise MisuseError(f"step {self.index} was iterated before: its micro-batches come once")
         self._iterated = True
         self._keep_generators()
-        self._work_began = time.perf_counter()
+        self._work_began = concurrency.perf_counter()
         rates: list[Any] | None = None
         while (taken := self._take()) is not None:
             seed_micro_batch(self._loop.seed, taken.epoch, taken.position, self._loop.device)
@@ -136,7 +136,7 @@ class Step:
 
     def _take(self) -> MicroBatch | None:
         self._close_micro_batch()
-        opened = self._opened = time.perf_counter()
+        opened = self._opened = concurrency.perf_counter()
         if self._loop.leaving:
             return None
         taken, self._opened = self.work.take(opened)
@@ -247,7 +247,7 @@ class Step:
         self._open = None
         if self._loop.machine is not None:
             done.shortfall_s = self._pad(self._loop.machine, micro.rows)
-        now = time.perf_counter()
+        now = concurrency.perf_counter()
         done.slowest_s = now - self._opened
         done.seconds = now - self._work_began - self._idle_s - self.step_state.work.seconds
         self.work.done(done)
@@ -296,7 +296,7 @@ class Step:
         if not combined_before:
             self._parts.check_commit(optimizers)
             self._combine(clip_norm=clip_norm, own=False)
-        updated = time.perf_counter()
+        updated = concurrency.perf_counter()
         if self.applied:
             if combined_before and clip_norm is not None:
                 self._gradients.mean_gradient.norm()  # before it is clipped

@@ -8,12 +8,11 @@ and nobody waits for it.
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline import concurrency
 from paceline.combine import Header
 from paceline.feed.dealing import Dealing
 from paceline.loop.step_state import StepState
@@ -48,7 +47,7 @@ class TrainingState:
         self.dealing, self.settings, self.pacer = dealing, settings, pacer
         self.first_epoch = first_epoch
         """Passes over the dataset before this loop."""
-        self.changed = threading.Condition(threading.RLock())
+        self.changed = concurrency.Condition(concurrency.RLock())
         """Held while this state or a step's changes; notified after."""
         self.index = first_index
         self.epoch_step = 0
@@ -92,7 +91,7 @@ class TrainingState:
             expected=min(expected, sum(shares)),
             last=last and left is not None and sum(shares) == left,
             compare=self._for_all_next,
-            opened=time.perf_counter(),
+            opened=concurrency.perf_counter(),
             workers=self._transport.workers,
             generation=self._transport.generation,
             ends_epoch=left is not None and (last or sum(shares) >= left),

@@ -14,12 +14,13 @@ a replay is exact.
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from statistics import NormalDist
 from typing import Protocol
+
+from paceline import concurrency
 
 CARRY_S = 0.05
 """The most oversleeping that later pads make up for. What goes beyond it (the process was stopped, the host was
@@ -103,17 +104,17 @@ class Machine:
         return cost_s + samples * self.sample_s * self.slowness.factor(step) * self._jitter(step)
 
     def pad(self, step: int, samples: int, started: float, *, begins: bool = True) -> float:
-        """Sleep until ``started + seconds(step, samples, begins=begins)`` on the clock of `time.perf_counter`.
+        """Sleep until ``started + seconds(step, samples, begins=begins)`` on the clock of `concurrency.perf_counter`.
 
         Every sleep lasts a little too long. What one oversleeps, the next sleep is shorter by, so that the average is
         right. Returns the seconds by which the host was too slow to play this machine, else 0.
         """
         owed = self._ahead_s
         due = started + self.seconds(step, samples, begins=begins) - owed
-        left = due - time.perf_counter()
+        left = due - concurrency.perf_counter()
         if left > 0:
-            time.sleep(left)
-            over = max(0.0, time.perf_counter() - due)
+            concurrency.sleep(left)
+            over = max(0.0, concurrency.perf_counter() - due)
             self._ahead_s = min(over, CARRY_S)
             return over - self._ahead_s
         self._ahead_s = min(-left, owed)

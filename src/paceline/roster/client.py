@@ -11,12 +11,11 @@ import logging
 import os
 import secrets
 import selectors
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from paceline import concurrency
 from paceline.errors import Dropped, FleetError
 from paceline.roster import wire
 from paceline.roster.calls import ERRORS, reminder_due_s
@@ -72,17 +71,17 @@ class RosterClient:
         self._reason = ""
         self.network: Callable[[], str] = lambda: ""
         """Where the network between this worker and others does not pass, in words."""
-        self._answered_at = time.monotonic()
+        self._answered_at = concurrency.monotonic()
         self._clock_ahead_s = 0.0
         self._said: tuple[str, int, dict[str, tuple[int, str, bool]]] = ("starting", 0, {})
-        self._changed = threading.Condition()
+        self._changed = concurrency.Condition()
         self._closing = self._leaving = False
-        self._bye = threading.Event()
+        self._bye = concurrency.Event()
         self.id = -1
         self._connection: RosterConnection | None = self._find_roster()
         self.id = self._connection.id
         self.running = self._connection.running
-        self._thread = threading.Thread(target=self._run, name="paceline-roster-client", daemon=True)
+        self._thread = concurrency.Thread(target=self._run, name="paceline-roster-client", daemon=True)
         self._thread.start()
 
     @property
@@ -96,7 +95,7 @@ class RosterClient:
         clocks may differ by minutes. Less than `CLOCK_S` is the network's doing."""
         if (connection := self._connection) is not None:
             self._clock_ahead_s = connection.clock_ahead_s
-        return time.time() + (self._clock_ahead_s if abs(self._clock_ahead_s) > CLOCK_S else 0.0)
+        return concurrency.time() + (self._clock_ahead_s if abs(self._clock_ahead_s) > CLOCK_S else 0.0)
 
     @property
     def away(self) -> bool:
@@ -119,11 +118,11 @@ class RosterClient:
         with self._changed:
             self._asking, self._reason, self.dropped = (after, fresh, orderly), "", False
         self._send({"ready": [after, fresh, orderly]})
-        began, reminded = time.monotonic(), 0
+        began, reminded = concurrency.monotonic(), 0
         with self._changed:
             while not self._answered(after):
                 self._changed.wait(timeout=0.5)
-                waited_s = time.monotonic() - began
+                waited_s = concurrency.monotonic() - began
                 reminded = self._remind(waited_s, reminded)
                 still(waited_s)
             assert self.generation is not None
@@ -144,7 +143,7 @@ class RosterClient:
     def _remind(self, waited_s: float, reminded: int) -> int:
         if waited_s < reminder_due_s(reminded):
             return reminded
-        silent_s = time.monotonic() - self._answered_at
+        silent_s = concurrency.monotonic() - self._answered_at
         how = "is away" if self.away else f"has not answered for {silent_s:.0f} s" if silent_s > QUIET_S / 2 else ""
         where = f"waiting for the roster, which {how}" if how else self._reason or "waiting"
         logger.warning("the next generation of the fleet: %s", where)
@@ -169,7 +168,7 @@ class RosterClient:
         connection = self._connection
         if connection is not None:
             connection.break_off()
-        if threading.current_thread() is not self._thread:
+        if concurrency.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
 
     # -- the thread ------------------------------------------------------------------------------------------------
@@ -193,12 +192,12 @@ class RosterClient:
 
     def _attend(self, connection: RosterConnection) -> None:
         """Beat and listen until the connection breaks or the worker leaves."""
-        count, beat_at, warned = 0, time.monotonic(), False
+        count, beat_at, warned = 0, concurrency.monotonic(), False
         self._answered_at = beat_at
         with selectors.DefaultSelector() as selector:
             selector.register(connection.socket, selectors.EVENT_READ)
             while not self._closing:
-                now = time.monotonic()
+                now = concurrency.monotonic()
                 if now - beat_at > STOOD_STILL_S:  # it was this process that heard nothing
                     self._answered_at = now
                 if now >= beat_at:
@@ -208,8 +207,8 @@ class RosterClient:
                 if now - self._answered_at > QUIET_S and not warned:
                     warned = True
                     logger.warning("the roster has not answered for %.0f s; training goes on", QUIET_S)
-                if connection.early or selector.select(max(0.0, beat_at - time.monotonic())):
-                    self._answered_at, warned = time.monotonic(), False
+                if connection.early or selector.select(max(0.0, beat_at - concurrency.monotonic())):
+                    self._answered_at, warned = concurrency.monotonic(), False
                     for message in connection.read():
                         self._hear(message)
 
@@ -286,9 +285,9 @@ class RosterClient:
 
     def _find_roster(self) -> RosterConnection:
         """The first time: for a minute, and a refusal is final."""
-        began, attempt = time.monotonic(), 0
+        began, attempt = concurrency.monotonic(), 0
         while True:
-            waited = time.monotonic() - began
+            waited = concurrency.monotonic() - began
             try:
                 return self._shake_hands()
             except wire.Refused as refused:
@@ -301,12 +300,12 @@ class RosterClient:
                     raise FleetError(self._nobody(error)) from None
                 if attempt == len(BACK_OFF_S):
                     logger.warning("the roster at %s:%d does not answer yet; trying for a minute", *self._address)
-            time.sleep(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
+            concurrency.sleep(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
             attempt += 1
 
     def _find_again(self) -> None:
         """After the connection broke: for ever, with a pause between."""
-        began, attempt, refusal = time.monotonic(), 0, ""
+        began, attempt, refusal = concurrency.monotonic(), 0, ""
         while not self._closing:
             try:
                 self._resume(self._shake_hands())
@@ -315,9 +314,9 @@ class RosterClient:
                 if str(refused) != refusal:
                     refusal = str(refused)
                     logger.warning("the roster does not take this worker back: %s", refusal)
-                self._give_up(refused, time.monotonic() - began)
+                self._give_up(refused, concurrency.monotonic() - began)
             except (OSError, EOFError, wire.Garbled):
-                began = time.monotonic()
+                began = concurrency.monotonic()
             with self._changed:
                 if not self._closing:
                     self._changed.wait(timeout=BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
-import time
 import weakref
 from contextlib import suppress
 from typing import Any
 
+from paceline import concurrency
 from paceline.roster import wire
 from paceline.roster.tls import ALERT, HANDSHAKE, Channel
 
@@ -30,7 +29,7 @@ class RosterConnection:
         self.clock_ahead_s = 0.0
         """By how much the roster's clock is ahead of this computer's, but for the time that the welcome travelled."""
         self._channel = Channel()
-        self._sending = threading.Lock()
+        self._sending = concurrency.Lock()
         self._lines = wire.Lines(wire.MAX_ANSWER)
         self._early: list[dict[str, Any]] = []
         _OPEN.add(self)
@@ -122,7 +121,7 @@ def shake_hands(
         welcome = connection.answer()
         connection.id, connection.running = int(welcome["welcome"]), bool(welcome["running"])
         connection.store_port = int(welcome["store"])
-        connection.clock_ahead_s = float(welcome.get("now", 0.0) or time.time()) - time.time()
+        connection.clock_ahead_s = float(welcome.get("now", 0.0) or concurrency.time()) - concurrency.time()
         return connection
     except (KeyError, TypeError):
         connection.close()

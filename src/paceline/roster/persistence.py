@@ -6,10 +6,11 @@ import json
 import logging
 import os
 import socket
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from paceline import concurrency
 
 logger = logging.getLogger("paceline")
 
@@ -66,13 +67,13 @@ class StoreHost:
         self.host, self._holder = host, holder
         self._socket = socket.create_server((host, 0), family=family(host), backlog=1024)
         self.port = int(self._socket.getsockname()[1])
-        self._lock = threading.Lock()
+        self._lock = concurrency.Lock()
         self._store: Any = None
         self._closed = False
 
     def start(self) -> None:
         """Make the store; returns at once."""
-        threading.Thread(target=self._run, name="paceline-store", daemon=True).start()
+        concurrency.Thread(target=self._run, name="paceline-store", daemon=True).start()
 
     def _run(self) -> None:
         try:

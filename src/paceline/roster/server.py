@@ -10,8 +10,6 @@ import json
 import logging
 import selectors
 import socket
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline import concurrency
 from paceline.roster import persistence, wire
 from paceline.roster.calls import Beat
 from paceline.roster.certificate import Certificate
@@ -78,8 +77,8 @@ class RosterServer:
         self.port = int(self._listener.getsockname()[1])
         self.address = wire.written(host, self.port, self.fingerprint)
         self._store = persistence.StoreHost(host)
-        self._rules = MembershipRules(roster, store_port=self._store.port, leap=int(time.time()))
-        self._lock = threading.RLock()
+        self._rules = MembershipRules(roster, store_port=self._store.port, leap=int(concurrency.time()))
+        self._lock = concurrency.RLock()
         self._selector = selectors.DefaultSelector()
         self._wake_sender, self._wake_receiver = socket.socketpair()
         self._connections: set[Connection] = set()
@@ -88,7 +87,7 @@ class RosterServer:
         self._happened: deque[Happened] = deque()
         self._closing = False
         self._unsavable = False
-        self._thread = threading.Thread(target=self._run, name="paceline-roster", daemon=True)
+        self._thread = concurrency.Thread(target=self._run, name="paceline-roster", daemon=True)
 
     # -- for the launcher ------------------------------------------------------------------------------------------
 
@@ -138,7 +137,7 @@ class RosterServer:
         with self._lock:
             self._closing = True
         self._wake()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.is_alive() and concurrency.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
         with self._lock:
             for connection in list(self._connections):
@@ -156,7 +155,7 @@ class RosterServer:
         while not self._closing:
             events = self._selector.select(TICK_S)
             with self._lock:
-                now = time.monotonic()  # of both: were the roster held up in between, nobody was silent for that long
+                now = concurrency.monotonic()  # one reading for both: while the roster is held up, nobody is silent
                 self._timeouts.forgive(now)
                 for key, mask in events:
                     self._attend(key.fileobj, mask)
@@ -191,12 +190,12 @@ class RosterServer:
             wire.tune(sock)
         except OSError as error:
             logger.debug("roster: a connection was not accepted: %s", error)
-            time.sleep(0.01)  # out of descriptors: the queue stays, so this would spin
+            concurrency.sleep(0.01)  # out of descriptors: the queue stays, so this would spin
             return
         unproven = [one for one in self._connections if not one.proven]
         if len(unproven) >= UNPROVEN:
             self._drop(min(unproven, key=lambda one: one.opened))
-        connection = Connection(sock, f"{peer[0]}:{peer[1]}", time.monotonic(), self._certificate.context)
+        connection = Connection(sock, f"{peer[0]}:{peer[1]}", concurrency.monotonic(), self._certificate.context)
         self._connections.add(connection)
         self._selector.register(connection, selectors.EVENT_READ)
         connection.send({"paceline": wire.VERSION, "challenge": connection.challenge})
@@ -247,7 +246,7 @@ class RosterServer:
         self._by_worker[worker.id] = connection
         self._timeouts.is_back(worker.id, worker.session)
         welcome = {"welcome": worker.id, "running": self._running(worker.id), "store": self._store.port}
-        connection.send({**welcome, "now": time.time()})
+        connection.send({**welcome, "now": concurrency.time()})
 
     def _give_up_if_gone(self, hello: Hello) -> None:
         """The process that had this name may have ended a moment ago, its connection still open in a child of it."""
@@ -261,7 +260,7 @@ class RosterServer:
         return last is not None and any(other in self._rules.roster.workers for other in last.alive() if other != id)
 
     def _hear_worker(self, connection: Connection, id: int, message: dict[str, Any]) -> None:
-        now = time.monotonic()
+        now = concurrency.monotonic()
         beat = Beat.read(message) if "beat" in message else None
         if beat:
             connection.note_beat(beat, now)

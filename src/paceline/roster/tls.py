@@ -7,10 +7,10 @@ which OpenSSL's connections are not made.
 from __future__ import annotations
 
 import hashlib
-import threading
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from paceline import concurrency
 from paceline.roster import wire
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Channel:
         self._ssl = needs_ssl()
         self._in, self._out = self._ssl.MemoryBIO(), self._ssl.MemoryBIO()
         self._tls: Any = (context or _client_context()).wrap_bio(self._in, self._out, server_side=context is not None)
-        self._lock = threading.Lock()
+        self._lock = concurrency.Lock()
         self._early = b""
         """What is to be sent once the handshake is over."""
         self.ready = False

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline import concurrency
 from paceline.combine.choose import kind_of
 from paceline.combine.flats import like_flats
 from paceline.combine.gradients.varying import VaryingCount
@@ -133,9 +133,11 @@ class LoopBuilder:
         must_agree(transport, "fleet.steps()", {**facts, "the loop": list(vars(place).values())})
         device = device_name(context.device, context.machine.describe() if context.machine is not None else None)
         own = [source.ahead * settings.micro_batch, settings.micro_batch, context.device.type, device]
-        began = time.perf_counter()
+        began = concurrency.perf_counter()
         everybody = transport.gather("loading ahead", own)
-        latency_s = (time.perf_counter() - began) / CROSSINGS + (link.delay_s if (link := link_from_env()) else 0.0)
+        latency_s = (concurrency.perf_counter() - began) / CROSSINGS + (
+            link.delay_s if (link := link_from_env()) else 0.0
+        )
         ahead, sizes, kinds, devices = ([row[column] for row in everybody] for column in range(4))
         length = None if source.batched else source.length
         check_sync_batch_norm(context.models, pace=context.pacer.name, settings=settings, sizes=sizes, length=length)

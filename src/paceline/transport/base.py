@@ -6,13 +6,13 @@ the same on every worker, so that a worker that is somewhere else in the program
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from paceline import concurrency
 from paceline.errors import GenerationOver, MisuseError
 from paceline.transport.formats import Format
 
@@ -153,7 +153,7 @@ class Transport(Collective, Protocol):
 
     def clock(self) -> float:
         """Unix seconds for the run's log, the same on every worker that may come to write it."""
-        return time.time()
+        return concurrency.time()
 
     def places(self) -> dict[str, Any] | None:
         """Where the workers are, by site and computer, and what was measured between them (JSON); None: all on one

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from paceline import concurrency
 from paceline.machines.link import link_from_env
 from paceline.roster.calls import CALLS, ROUNDS
 from paceline.transport.base import Pending, Transport
@@ -124,7 +124,7 @@ class Distributed(Transport, ABC):
         """Take as long as an emulated link would for what this round has summed."""
         data, self._summed = self._summed, 0
         if self._link is not None:
-            time.sleep(self._link.seconds(data, workers=self.group.size))
+            concurrency.sleep(self._link.seconds(data, workers=self.group.size))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         self._started(lambda: self.group.send(tensor, to, tag), whole=False).wait()

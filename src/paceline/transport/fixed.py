@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
+from paceline import concurrency
 from paceline.errors import FLEET_FAILED, FleetError, LoaderDied, PacelineError
 from paceline.roster.calls import CALLS, GROUP, ROUNDS, name_workers, without_answer
 from paceline.transport.alone import Alone
@@ -74,7 +73,7 @@ class FixedTransport(Distributed):
             board=dist.PrefixStore(f"board{joined}", root.clone()),
         )
         self._subgroups: dict[tuple[int, ...], Collective] = {}
-        self._noticed = threading.Event()
+        self._noticed = concurrency.Event()
         self._names = [f"worker {rank}" for rank in range(self.size)]
         aside = root.clone()
         self._heartbeat = Heartbeat(
@@ -219,15 +218,15 @@ class FixedTransport(Distributed):
         if self.rank:
             self.group.store.set(f"bye/{self.rank}", "")
             return
-        until = time.monotonic() + UNBLOCK_S
+        until = concurrency.monotonic() + UNBLOCK_S
         others = [f"bye/{rank}" for rank in range(1, self.size)]
-        while others and not self.group.store.check(others) and time.monotonic() < until:
-            time.sleep(0.002)
+        while others and not self.group.store.check(others) and concurrency.monotonic() < until:
+            concurrency.sleep(0.002)
 
     def _unblock(self) -> None:
         """Free this worker's main thread from a sum that will never end; failing that, end the process."""
         self._break_off()
-        threading.Thread(target=self._leave_if_stuck, name="paceline-unblock", daemon=True).start()
+        concurrency.Thread(target=self._leave_if_stuck, name="paceline-unblock", daemon=True).start()
 
     def _groups(self) -> list[Group]:
         return [self.group, *(one.group for one in self._subgroups.values() if isinstance(one, Subgroup))]

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
+from paceline import concurrency
 from paceline.transport.formats import Format
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import (
@@ -225,7 +224,7 @@ class Group:
         while not self.store.check(keys):
             watch.check()
             watch.check_group(self)
-            time.sleep(pause)
+            concurrency.sleep(pause)
             pause = min(pause * 1.5, 0.01)
 
     # -- the network -----------------------------------------------------------------------------------------------
@@ -263,6 +262,6 @@ def let_go(held: list[Any]) -> None:
     """Free what a group has given up, in order. The interpreter must not end while a thread is inside the engine."""
     while held:
         one = held.pop(0)
-        if isinstance(one, threading.Thread):
+        if isinstance(one, concurrency.Thread):
             one.join(CLOSE_S)
         del one

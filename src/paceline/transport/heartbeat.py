@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from paceline import concurrency
 from paceline.errors import FleetError, WorkerLost
 from paceline.roster.calls import CALLS, ERRORS, GROUP, Beat, Spot, passed_by, reminder_due_s, sentence, unlike_labels
 from paceline.transport.calls import CallPlace, CallSequences
@@ -76,17 +75,17 @@ class Heartbeat:
         """Since when the store owes this worker's heartbeat an answer."""
         self._reminded = 0
         self._seen: dict[int, SeenBeat] = {}
-        self._using_store = threading.RLock()
-        self._stop, self._wake = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-heartbeat", daemon=True)
+        self._using_store = concurrency.RLock()
+        self._stop, self._wake = concurrency.Event(), concurrency.Event()
+        self._thread = concurrency.Thread(target=self._run, name="paceline-heartbeat", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._watch_store, name="paceline-store-watch", daemon=True).start()
+        concurrency.Thread(target=self._watch_store, name="paceline-store-watch", daemon=True).start()
 
     # -- said by this worker ---------------------------------------------------------------------------------------
 
     def enter(self, label: str, *, lane: str = CALLS) -> int:
         """Begin collective call number N; from now on this worker waits for the others."""
-        call = self._sequences.enter(label, lane=lane, since=time.monotonic())
+        call = self._sequences.enter(label, lane=lane, since=concurrency.monotonic())
         if self.failure:  # found while this worker was busy: nobody may be there to wait for
             raise self.failure
         return call
@@ -116,19 +115,19 @@ class Heartbeat:
     def await_acknowledgements(self, within_s: float) -> None:
         """Wait, not for long, until every worker that can still hear has heard of the failure."""
         others = [f"knows/{rank}" for rank in range(self._size) if rank != self._rank]
-        until = time.monotonic() + within_s
-        while time.monotonic() < until:
+        until = concurrency.monotonic() + within_s
+        while concurrency.monotonic() < until:
             if all(self._store.check([key]) for key in others):
                 return
-            time.sleep(0.02)
+            concurrency.sleep(0.02)
 
     # -- found out about the others --------------------------------------------------------------------------------
 
     def diagnose(self, error: BaseException) -> FleetError:
         """Name the worker behind a connection that broke: wait until one is known dead, has left, or is silent."""
         seen: dict[int, SeenBeat] = {}
-        until = time.monotonic() + SILENT_S
-        while time.monotonic() < until:
+        until = concurrency.monotonic() + SILENT_S
+        while concurrency.monotonic() < until:
             try:
                 with self._using_store:
                     found = self.failure or self._look(seen, SILENT_AFTER_RESET_S)
@@ -136,7 +135,7 @@ class Heartbeat:
                 return _store_gone(lost)
             if found:
                 return found
-            time.sleep(0.1)
+            concurrency.sleep(0.1)
         return self.publish(
             "fleet", f"the connection between workers broke, yet all of them are alive: {_brief(error)}"
         )
@@ -147,7 +146,7 @@ class Heartbeat:
             count += 1
             own = self._sequences
             beat = [count, own.doing, own.begun, own.spots()]
-            self._asked = time.monotonic()
+            self._asked = concurrency.monotonic()
             with self._using_store:
                 if self.failure:  # it is over, and the store may be gone any moment
                     return
@@ -162,10 +161,10 @@ class Heartbeat:
     def _watch_store(self) -> None:
         """A request to a store whose computer is cut off ends after minutes: by then nobody would know why this worker
         stands still."""
-        began, warned = time.monotonic(), False
+        began, warned = concurrency.monotonic(), False
         looked = began
         while not self._stop.wait(LOOK_S) and not self.failure:
-            now, asked = time.monotonic(), self._asked
+            now, asked = concurrency.monotonic(), self._asked
             stood_still = now - looked > 2 * LOOK_S  # this process did: the store is not to blame
             began = now if asked is None or stood_still else max(began, asked)
             looked, silent_s = now, now - began
@@ -182,7 +181,7 @@ class Heartbeat:
 
     def _watch(self) -> None:
         lane, since = self._sequences.longest_wait()
-        if since is None or time.monotonic() - since < LOOK_S:
+        if since is None or concurrency.monotonic() - since < LOOK_S:
             self._seen, self._reminded = {}, 0
             self._hear()
             return
@@ -190,7 +189,7 @@ class Heartbeat:
         if found:
             self._fail(found)
             return
-        if time.monotonic() - since > reminder_due_s(self._reminded):
+        if concurrency.monotonic() - since > reminder_due_s(self._reminded):
             self._reminded += 1
             label = self._sequences.places[lane].label
             logger.warning("%s: waiting for %s", label, self._whom(lane) or self.network() or "the network")
@@ -220,7 +219,7 @@ class Heartbeat:
                 return self.publish("lost", f"{self._names[rank]} {self._launcher.get(f'died/{rank}').decode()}")
         at, since = self._sequences.places[CALLS], self._sequences.longest_wait()[1]
         self._read(seen)
-        now = time.monotonic()
+        now = concurrency.monotonic()
         absent = [name for rank, name in enumerate(self._names) if rank not in seen]
         if absent and since is not None and now - since > ABSENT_S:
             return self.publish("lost", f"{', '.join(absent)} never came, in {ABSENT_S / 60:.0f} minutes")
@@ -261,7 +260,7 @@ class Heartbeat:
                 count, doing, begun, spots = json.loads(self._store.get(f"beat/{rank}"))
                 if rank not in seen or seen[rank].count != count:
                     beat = Beat(doing=doing, begun=begun, spots={lane: Spot(*spot) for lane, spot in spots.items()})
-                    seen[rank] = SeenBeat(beat, count, time.monotonic())
+                    seen[rank] = SeenBeat(beat, count, concurrency.monotonic())
 
     # -- in words --------------------------------------------------------------------------------------------------
 

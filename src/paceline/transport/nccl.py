@@ -8,8 +8,6 @@ so that a tensor is never read or written while an aborted kernel still runs on 
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +15,7 @@ from typing import Any
 
 import torch
 
+from paceline import concurrency
 from paceline.transport.network import ENGINE_TIMEOUT, Store, dist
 
 CLOSE_S = 5.0
@@ -43,7 +42,7 @@ class NcclGroup:
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
             self._group.eager_connect_single_device(device)
             self._stream = cuda.Stream(device)
-        self._aborting: threading.Thread | None = None
+        self._aborting: concurrency.Thread | None = None
 
     def sum(self, tensor: torch.Tensor) -> NcclSum:
         if self._aborting is not None:
@@ -55,7 +54,7 @@ class NcclGroup:
     def abort(self) -> None:
         """Free the threads that wait in it; returns at once, though giving back what NCCL holds takes half a second."""
         if self._aborting is None:
-            self._aborting = threading.Thread(target=self._group.abort, name="paceline-abort", daemon=True)
+            self._aborting = concurrency.Thread(target=self._group.abort, name="paceline-abort", daemon=True)
             self._aborting.start()
 
     def close(self) -> None:
@@ -84,17 +83,17 @@ class NcclSum:
         pause = 0.00005
         while not self._work.is_completed():  # also when it has failed, and its kernel waits for ever
             check()
-            time.sleep(pause)
+            concurrency.sleep(pause)
             pause = min(pause * 1.5, 0.001)
         self._work.wait()
 
     def wait(self, timeout: timedelta) -> None:
         """For the kernel to be over, with its sum or without."""
-        until = time.monotonic() + timeout.total_seconds()
+        until = concurrency.monotonic() + timeout.total_seconds()
         while not self._ended.query():
-            if time.monotonic() > until:
+            if concurrency.monotonic() > until:
                 raise RuntimeError("timed out")
-            time.sleep(0.0005)
+            concurrency.sleep(0.0005)
 
 
 @contextmanager

@@ -11,12 +11,11 @@ import os
 import secrets
 import selectors
 import socket
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
+from paceline import concurrency
 from paceline.roster.calls import name_workers
 from paceline.transport.group import Group, Watch
 from paceline.transport.network import address_towards, interfaces
@@ -96,7 +95,7 @@ class Door:
         except (OSError, ValueError):  # a computer without IPv6
             self._listener = socket.create_server(("", 0))
         self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._answer, name="paceline-door", daemon=True).start()
+        concurrency.Thread(target=self._answer, name="paceline-door", daemon=True).start()
 
     def _answer(self) -> None:
         with suppress(OSError):  # closed
@@ -114,14 +113,14 @@ class Door:
 def reached(others: Mapping[int, Said], *, thorough: bool) -> dict[int, list[str]]:
     """Which addresses of each other worker answer from here. ``thorough``: all of them are waited for, and not only as
     long as a better one may come."""
-    began, found, first_at = time.monotonic(), {rank: list[str]() for rank in others}, dict[int, float]()
+    began, found, first_at = concurrency.monotonic(), {rank: list[str]() for rank in others}, dict[int, float]()
     tried = {rank: list(said["addresses"]) for rank, said in others.items()}  # but for those that have failed
 
     def waits_for(rank: int) -> bool:
         late = PATIENCE_S
         if not thorough and rank in first_at:
             late = min(late, 0.0 if tried[rank][0] in found[rank] else 3 * first_at[rank] + HEAD_START_S)
-        return time.monotonic() < began + late and len(found[rank]) < len(tried[rank])
+        return concurrency.monotonic() < began + late and len(found[rank]) < len(tried[rank])
 
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
         for rank, said in others.items():
@@ -137,7 +136,7 @@ def reached(others: Mapping[int, Said], *, thorough: bool) -> dict[int, list[str
                 selector.unregister(key.fileobj)
                 if _hears(key.fileobj, word):
                     found[rank].append(address)
-                    first_at.setdefault(rank, time.monotonic() - began)
+                    first_at.setdefault(rank, concurrency.monotonic() - began)
                 else:
                     tried[rank].remove(address)
     return found

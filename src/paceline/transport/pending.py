@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from paceline import concurrency
 from paceline.transport.base import Pending
 from paceline.transport.group import Group, Watch
 from paceline.transport.nccl import NcclSum
@@ -89,7 +89,7 @@ class Watched:
             except RuntimeError as error:
                 ended = "timed out" not in str(error).lower()
         # It may be the last that holds the group, whose destructor waits for what is stuck in it.
-        threading.Thread(target=held.clear, name="paceline-close-group", daemon=True).start()
+        concurrency.Thread(target=held.clear, name="paceline-close-group", daemon=True).start()
         return ended
 
 

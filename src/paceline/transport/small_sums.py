@@ -9,7 +9,6 @@ be written so give their part to one below before the first turn, and get the su
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from paceline import concurrency
 from paceline.transport.network import ENGINE_TIMEOUT
 
 MOST_BYTES = 1 << 20
@@ -254,7 +254,7 @@ class SmallSums:
 
 
 _place = lru_cache(RankTurns)
-_thread = threading.local()
+_thread = concurrency.local()
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import logging
 import os
 import selectors
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from paceline import concurrency
 from paceline.transport.group import Group, Watch
 from paceline.transport.network import ENGINE_TIMEOUT, place
 from paceline.transport.topology import (
@@ -146,18 +146,18 @@ def round_trips(doors: Mapping[str, At], *, tries: int = TRIES) -> dict[str, flo
 
 def _connect_all(doors: Mapping[str, At]) -> dict[str, float]:
     found: dict[str, float] = {}
-    until = time.monotonic() + PATIENCE_S
+    until = concurrency.monotonic() + PATIENCE_S
     with selectors.DefaultSelector() as selector:
         for name, (host, port) in doors.items():
             one = socket.socket(_family(host), socket.SOCK_STREAM)
             one.setblocking(False)
-            started = time.perf_counter()
+            started = concurrency.perf_counter()
             if one.connect_ex((host, port)) in (0, errno.EINPROGRESS):
                 selector.register(one, selectors.EVENT_WRITE, (name, started))
             else:
                 one.close()
-        while selector.get_map() and (left := until - time.monotonic()) > 0:
-            ready, now = selector.select(left), time.perf_counter()
+        while selector.get_map() and (left := until - concurrency.monotonic()) > 0:
+            ready, now = selector.select(left), concurrency.perf_counter()
             for key, _ in ready:
                 name, started = key.data
                 if not key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # type: ignore[union-attr]
@@ -188,12 +188,12 @@ def _sent_on(group: Group, before: int, after: int, size: int) -> float:
     data, got, receipts = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8), torch.zeros(2)
     coming = group.receive(got, before, PROBE_TAG)
     receipt = group.receive(receipts[:1], after, PROBE_TAG + 1)
-    started = time.perf_counter()
+    started = concurrency.perf_counter()
     sent = [group.send(data, after, PROBE_TAG)]
     coming.wait(ENGINE_TIMEOUT)
     sent.append(group.send(receipts[1:], before, PROBE_TAG + 1))
     receipt.wait(ENGINE_TIMEOUT)
-    seconds = time.perf_counter() - started
+    seconds = concurrency.perf_counter() - started
     for work in sent:
         work.wait(ENGINE_TIMEOUT)
     return seconds

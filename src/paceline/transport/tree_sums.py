@@ -11,15 +11,14 @@ additions. The engine sends and receives between two workers only; it writes int
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from paceline import concurrency
 from paceline.transport.formats import Format
 from paceline.transport.network import ENGINE_TIMEOUT
 from paceline.transport.small_sums import OWN_TAGS, TAGS, lane_here
@@ -48,8 +47,8 @@ class TreeSum:
         self._tensor, self._flat = tensor, tensor.detach().reshape(-1)
         self.parts = list(torch.split(self._flat, piece_length(tensor, tops))) if self._flat.numel() else []
         self._left = len(self.parts)
-        self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._lock = concurrency.Lock()
+        self._over = concurrency.Event()
         self._failure: str | None = None
         self._given_up = False
         if not self.parts:
@@ -190,15 +189,15 @@ class SumStream:
         self._waiting: deque[SumPiece] = deque()
         self._under_way: set[TreeSum] = set()
         self._failure: str | None = None
-        self._lock = threading.RLock()
-        self._ups: SimpleQueue[SumPiece | None] = SimpleQueue()
-        self._crossing: SimpleQueue[SumPiece | None] = SimpleQueue()
-        self._downs: SimpleQueue[SumPiece | None] = SimpleQueue()
+        self._lock = concurrency.RLock()
+        self._ups: concurrency.SimpleQueue[SumPiece | None] = concurrency.SimpleQueue()
+        self._crossing: concurrency.SimpleQueue[SumPiece | None] = concurrency.SimpleQueue()
+        self._downs: concurrency.SimpleQueue[SumPiece | None] = concurrency.SimpleQueue()
         up, across, down = (self._ups, self._up), (self._crossing, self._across), (self._downs, self._down)
         self.threads = [
-            threading.Thread(target=self._serve, args=up, name="paceline-sum-up", daemon=True),
-            threading.Thread(target=self._serve, args=across, name="paceline-sum-across", daemon=True),
-            threading.Thread(target=self._serve, args=down, name="paceline-sum-down", daemon=True),
+            concurrency.Thread(target=self._serve, args=up, name="paceline-sum-up", daemon=True),
+            concurrency.Thread(target=self._serve, args=across, name="paceline-sum-across", daemon=True),
+            concurrency.Thread(target=self._serve, args=down, name="paceline-sum-down", daemon=True),
         ]
         for thread in self.threads:
             thread.start()
@@ -241,7 +240,7 @@ class SumStream:
 
     # -- the threads -----------------------------------------------------------------------------------------------
 
-    def _serve(self, queue: SimpleQueue[SumPiece | None], move: Callable[[SumPiece], None]) -> None:
+    def _serve(self, queue: concurrency.SimpleQueue[SumPiece | None], move: Callable[[SumPiece], None]) -> None:
         try:
             while (piece := queue.get()) is not None:
                 move(piece)

@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.optim.swa_utils import AveragedModel
 
+from paceline import concurrency
 from paceline.adapters.lightning.checks import check_fit, check_trainer, several_optimizers
 from paceline.adapters.lightning.environment import hide_launcher
 from paceline.adapters.lightning.evaluation import EvaluationData
@@ -192,7 +193,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         """Asked to leave, a worker of an elastic fleet does so at the next step's boundary; Lightning would end."""
         assert self._trainer is not None
         handlers: dict[Any, Any] = self._trainer._signal_connector._original_handlers
-        main = threading.current_thread() is threading.main_thread()
+        main = concurrency.current_thread() is concurrency.main_thread()
         if self._context.elastic is not None and main and handlers.get(signal.SIGTERM):
             signal.signal(signal.SIGTERM, handlers[signal.SIGTERM])
 

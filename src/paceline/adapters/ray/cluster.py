@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import ray
 
+from paceline import concurrency
 from paceline.adapters.ray.collect import LogCollector
 from paceline.adapters.ray.demand import Demand, lacking
 from paceline.adapters.ray.messages import NodeOrder
@@ -102,8 +101,8 @@ class Cluster:
         """When nodes were given up."""
         self._runtime_env = {"runtime_env": dict(runtime_env)} if runtime_env else {}
         self._actor = ray.remote(NodeWorker)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="paceline-ray", daemon=True)
+        self._closed = concurrency.Event()
+        self._thread = concurrency.Thread(target=self._watch, name="paceline-ray", daemon=True)
         self._thread.start()
 
     @property
@@ -130,10 +129,10 @@ class Cluster:
     def give_up_node(self, node: str | None) -> None:
         """Nothing is started there for a while: Ray may believe for 12 s and more that the node is well."""
         if node is not None:
-            self._gone[node] = time.monotonic()
+            self._gone[node] = concurrency.monotonic()
 
     def _recently_gone(self) -> list[str]:
-        now = time.monotonic()
+        now = concurrency.monotonic()
         return sorted(node for node, since in self._gone.items() if now - since < AVOIDED_S)
 
     def end_log(self) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from contextlib import suppress
 from pathlib import Path
 
+from paceline import concurrency
 from paceline.adapters.ray.messages import MARK
 from paceline.observe.log.folders import LOG_NAME
 from paceline.observe.log.reader import parse_line
@@ -19,7 +19,7 @@ class LogCollector:
 
     def __init__(self, run_dir: Path) -> None:
         self.mark = secrets.token_hex(8)
-        self._run_dir, self._lock = run_dir, threading.Lock()
+        self._run_dir, self._lock = run_dir, concurrency.Lock()
         self._read: dict[str, int] = {}
         """How far each node's file is known, in bytes."""
         (run_dir / MARK).write_text(self.mark)

@@ -11,13 +11,13 @@ import selectors
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from paceline import concurrency
 from paceline.adapters.ray.messages import MARK, Began, Ended, Logged, Message, NodeOrder, Printed
 from paceline.launcher.pool import LINGER_S
 from paceline.launcher.processes import Watchdog, WorkerProcess
@@ -119,9 +119,9 @@ def _read(child: WorkerProcess) -> Iterator[list[Message]]:
         for stream, pipe in enumerate(child.pipes):
             os.set_blocking(pipe.fileno(), False)
             selector.register(pipe, selectors.EVENT_READ, stream)
-        while ended_at is None or (selector.get_map() and time.monotonic() - ended_at < LINGER_S):
+        while ended_at is None or (selector.get_map() and concurrency.monotonic() - ended_at < LINGER_S):
             if selector.select(LOOK_S if ended_at is None else 0.0):
-                time.sleep(GATHER_S)
+                concurrency.sleep(GATHER_S)
             printed: list[Message] = []
             for key, _ in selector.select(0.0):
                 data = os.read(key.fd, MOST_BYTES)
@@ -130,10 +130,10 @@ def _read(child: WorkerProcess) -> Iterator[list[Message]]:
                 else:
                     selector.unregister(key.fileobj)
             if not selector.get_map() and ended_at is None:
-                time.sleep(GATHER_S)  # both are closed: it ends in a moment
+                concurrency.sleep(GATHER_S)  # both are closed: it ends in a moment
             yield printed
             if child.reap():
-                ended_at = time.monotonic()
+                ended_at = concurrency.monotonic()
 
 
 def _device() -> dict[str, str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any
@@ -13,6 +11,7 @@ from typing import IO, Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from paceline import concurrency
 from paceline.adapters.ray.messages import Began, Ended, Logged, Message, Printed
 from paceline.errors import describe_exit
 from paceline.launcher.processes import LaunchedWorker
@@ -42,7 +41,7 @@ class RayWorker(LaunchedWorker):
         self.node: str | None = None
         """The id of the node on which it runs; None while it waits for one."""
         self.address = ""
-        self.since = time.monotonic()
+        self.since = concurrency.monotonic()
         self.lost = False
         """Whether its node is gone, or its actor at least."""
         self._actor, self._stream, self._logged, self._returned = actor, stream, logged, returned
@@ -56,7 +55,7 @@ class RayWorker(LaunchedWorker):
             reads.append(os.fdopen(read, "rb", buffering=0))
             self._writes.append(os.fdopen(write, "wb", buffering=0))
         self._reads: tuple[IO[bytes], IO[bytes]] = (reads[0], reads[1])
-        self._thread = threading.Thread(target=self._follow, name="paceline-ray", daemon=True)
+        self._thread = concurrency.Thread(target=self._follow, name="paceline-ray", daemon=True)
         self._thread.start()
 
     @property

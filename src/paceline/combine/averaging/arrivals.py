@@ -13,14 +13,13 @@ wait in a call: at rest, the training's state is whole.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from paceline import concurrency
 from paceline.combine import Header
 from paceline.combine.averaging.exchange import RoundExchange
 from paceline.combine.averaging.merging import DISTANCE, PRESENT, SAMPLES, STEPS, TURN, Springs
@@ -48,7 +47,7 @@ class Arrivals:
         assert isinstance(exchange.merging, Springs)
         self._loop, self._exchange, self._springs = loop, exchange, exchange.merging
         self._room = Flats(loop.gradients.everything)
-        self._changed = threading.Condition()
+        self._changed = concurrency.Condition()
         self._call = 0.0
         self._mine: Round | None = None
         """What this worker has arrived with, until it has met the centre."""
@@ -59,7 +58,7 @@ class Arrivals:
         """Exchanges that this worker's loop has not heard of."""
         self.at_rest = True
         """Whether the thread has ended."""
-        self._thread: threading.Thread | None = None
+        self._thread: concurrency.Thread | None = None
         self._error: BaseException | None = None
 
     # -- the user's thread -------------------------------------------------------------------------------------------
@@ -69,7 +68,7 @@ class Arrivals:
         self.join()  # it has told of its last exchange before it ended
         assert not self._over
         self._left, self.at_rest = left, False
-        self._thread = threading.Thread(target=self._run, name="paceline-arrivals", daemon=True)
+        self._thread = concurrency.Thread(target=self._run, name="paceline-arrivals", daemon=True)
         self._thread.start()
 
     def arrive(self, round: Round, call: float) -> bool:
@@ -77,7 +76,7 @@ class Arrivals:
         the thread ended before, and nothing was done that had to be counted."""
         self._exchange.finish_kernels()
         with self._changed:
-            self._mine, self._since, self._call = round, time.perf_counter(), call
+            self._mine, self._since, self._call = round, concurrency.perf_counter(), call
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._mine is None or self.at_rest)
             met, self._mine = self._mine is None, None
@@ -128,7 +127,7 @@ class Arrivals:
         if mine is not None:
             table[transport.rank, : FIRST + TURN] = mine.table[transport.rank]
             table[transport.rank, FIRST + DISTANCE] = self._springs.distance()
-            table[transport.rank, FIRST + TURN] = max(1e-9, time.perf_counter() - since)
+            table[transport.rank, FIRST + TURN] = max(1e-9, concurrency.perf_counter() - since)
         table[transport.rank, 0] = call
         with transport.round("the exchanges by arrival", aside=True):
             self._sum([table])
@@ -148,7 +147,7 @@ class Arrivals:
         self._springs.take(round.facts, round.total.views, self._loop.optimizers)
         self._exchange.finish_kernels()
         with self._changed:
-            round.ended, self._left = time.perf_counter(), self._left - int(table[first, FIRST + SAMPLES])
+            round.ended, self._left = concurrency.perf_counter(), self._left - int(table[first, FIRST + SAMPLES])
             self._over.append(round)
             if mine is not None:
                 self._mine = None

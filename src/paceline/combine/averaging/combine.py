@@ -17,12 +17,12 @@ when nobody waits in a call such as ``fleet.evaluate``.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from paceline import concurrency
 from paceline.combine import Header
 from paceline.combine.averaging.contraction import contraction_of
 from paceline.combine.averaging.groups import check_fits, over_group, place_of
@@ -107,7 +107,7 @@ class AveragingCombine:
         loop.size_micro_batches(share)
         loop.dealing.take_up(share, done=periods.uncounted if share else 0)
         loop.gradients.begin(max(1, sum(parts)))
-        began = time.perf_counter()
+        began = concurrency.perf_counter()
         step_state = StepState(
             plan=Plan(generation=loop.transport.generation, step=loop.next, samples=parts),
             shares=parts,
@@ -134,9 +134,9 @@ class AveragingCombine:
         assert isinstance(step.work, InlineRound)
         finite = step.work.finish()
         header = self.periods.exchange.persistently(partial(self._write_step, step_state, finite))
-        entered = time.perf_counter()
+        entered = concurrency.perf_counter()
         loop.gradients.exchange.run(header, step_state.work.samples, f"local step {step_state.index}")
-        self._waited_s = time.perf_counter() - entered
+        self._waited_s = concurrency.perf_counter() - entered
         self._word = int(header.column("ended")[0])
         step_state.header = header
         apply = may_apply(self, step, header, ranks=self._members)
@@ -167,7 +167,7 @@ class AveragingCombine:
         period, by_clock = self.periods.open, self.periods.dealer.period_s
         if period is None:
             return 0
-        elapsed = time.perf_counter() - period.began
+        elapsed = concurrency.perf_counter() - period.began
         over = by_clock is not None and time_is_up(elapsed, period.steps + 1, by_clock)
         landed = self.periods.under_way is not None and self.periods.under_way.over
         return OVER * over + LANDED * landed
@@ -203,7 +203,7 @@ class AveragingCombine:
         loop.transport.doing(f"its own code after local step {step.index}")
 
     def _count(self, period: Period, step: Step) -> None:
-        work, wall_s = step.step_state.work, time.perf_counter() - step.began
+        work, wall_s = step.step_state.work, concurrency.perf_counter() - step.began
         parts = list(step.step_state.shares)
         parts[self._member] = work.samples  # less than its share where this worker was asked to leave
         period.count(parts)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline import concurrency
 from paceline.combine.averaging.groups import Place, place_of
 from paceline.combine.averaging.period import Ints, Period, above, followed
 from paceline.combine.averaging.settings import Averaging, ElasticAverage, exchanges_by_arrival
@@ -46,7 +46,7 @@ class PeriodDealer:
         if self._lengths and feed.remaining == feed.length:
             feed.deal(self._lengths)  # an epoch opens: everybody claims its own part and the common one
         nothing, member = (0,) * len(self.place.members), self.place.member
-        period = Period(began=time.perf_counter(), shares=(), windows=nothing, batches=nothing, member=member)
+        period = Period(began=concurrency.perf_counter(), shares=(), windows=nothing, batches=nothing, member=member)
         self.deal(period, None)
         return period
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline import concurrency
 from paceline.combine.averaging.dealing import PeriodDealer
 from paceline.combine.averaging.exchange import RoundExchange
 from paceline.combine.averaging.merging import Averages, copies, make_merging
@@ -100,7 +100,7 @@ class Periods:
         period = self.dealer.open(self.number)
         self.exchange.statistics.begin()
         if self.turns is not None:
-            self._landed = time.perf_counter()
+            self._landed = concurrency.perf_counter()
             self.turns.start()
         self._outages.come_back(self.trouble(), self._loop.optimizers)
         return period
@@ -120,7 +120,7 @@ class Periods:
     def end_period(self) -> bool:
         """End the period by a round. One beside local steps is only begun here: `land_round` takes it over. False: the
         fleet has gone on without this worker, and what it did in the period does not count."""
-        period, entered = self.open, time.perf_counter()
+        period, entered = self.open, concurrency.perf_counter()
         assert period is not None
         if self.overlaps:
             self._begin_beside(period)
@@ -137,7 +137,7 @@ class Periods:
             return False
         if round.averages:
             self.merging.take(round.facts, round.total.views, self._loop.optimizers)
-        self.close_round(round, time.perf_counter() - entered)
+        self.close_round(round, concurrency.perf_counter() - entered)
         return True
 
     def _averages_in(self, round: Round) -> bool:
@@ -174,20 +174,20 @@ class Periods:
         round = self._write_round(period)
         round.update = self.merging.update()
         self.exchange.finish_kernels()
-        self.under_way, self.open = round, period.followed(time.perf_counter())
+        self.under_way, self.open = round, period.followed(concurrency.perf_counter())
         number = self.number
         round.run_beside(lambda round: self.exchange.run(round, number))
 
     def land_round(self) -> None:
         """Wait for the round under way. Its update lands under what was done since it began."""
-        round, waited = self.under_way, time.perf_counter()
+        round, waited = self.under_way, concurrency.perf_counter()
         assert round is not None
         assert round.update is not None
         assert isinstance(self.merging, Averages)
         round.wait()
         self.under_way = None
         self.merging.land(round.total.views, round.update)
-        self.close_round(round, time.perf_counter() - waited)
+        self.close_round(round, concurrency.perf_counter() - waited)
 
     # -- after a round -------------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class Periods:
         self._before = NOTHING if round.averages else self._before + period
         if round.averages:
             self.exchange.merge_statistics(round)
-        ended, walls = round.ended or time.perf_counter(), table[:, 1]
+        ended, walls = round.ended or concurrency.perf_counter(), table[:, 1]
         samples = header.column("samples").astype(int)
         ranges: tuple[tuple[Range, ...], ...] = loop.dealing.commit(tuple(samples.tolist()), False)
         late_s = 0.0 if self._nobody_is_late else max(0.0, float(walls.max()) - period.wall_s)

@@ -5,13 +5,13 @@ It runs on the worker's own thread, or on one of its own beside the local steps 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline import concurrency
 from paceline.combine import Header
 from paceline.combine.averaging.period import Period
 from paceline.combine.flats import Flats
@@ -33,7 +33,7 @@ class Round:
         """Whether parameters were averaged in it, and not only samples counted."""
         self.ended: float | None = None
         """When it was over, where another thread than the user's ran it."""
-        self._thread: threading.Thread | None = None
+        self._thread: concurrency.Thread | None = None
         self._error: BaseException | None = None
 
     def wired(self) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ class Round:
 
     def run_beside(self, exchange: Callable[[Round], object]) -> None:
         """Exchange on a thread of its own."""
-        self._thread = threading.Thread(target=self._run, args=(exchange,), name="paceline-round", daemon=True)
+        self._thread = concurrency.Thread(target=self._run, args=(exchange,), name="paceline-round", daemon=True)
         self._thread.start()
 
     def _run(self, exchange: Callable[[Round], object]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
+from paceline import concurrency
 from paceline.combine.averaging.arrivals import Arrivals
 from paceline.combine.averaging.rounds import Round
 from paceline.loop.context import LoopContext
@@ -31,10 +31,10 @@ class Turns:
 
     def arrive(self, round: Round, call: float) -> None:
         """Meet the centre, and hear of all exchanges until then."""
-        entered, self._lasted = time.perf_counter(), round.period.wall_s or self._lasted
+        entered, self._lasted = concurrency.perf_counter(), round.period.wall_s or self._lasted
         if self._arrivals.arrive(round, call):
             self.number += 1
-        self._hear(wait=False, waited_s=time.perf_counter() - entered)
+        self._hear(wait=False, waited_s=concurrency.perf_counter() - entered)
 
     def _hear(self, *, wait: bool, waited_s: float = 0.0) -> None:
         """Count the exchanges since the last time, in their order."""
@@ -42,7 +42,7 @@ class Turns:
         for round in self._arrivals.news(wait=wait):
             assert periods.open is not None
             if round.period is periods.open:
-                periods.open = periods.open.followed(time.perf_counter())
+                periods.open = periods.open.followed(concurrency.perf_counter())
                 periods.close_round(round, waited_s)
             else:
                 round.period = periods.open
@@ -53,7 +53,7 @@ class Turns:
         if self._periods.trouble().trains:
             self._hear(wait=True)
         else:
-            time.sleep(self._lasted)
+            concurrency.sleep(self._lasted)
             self._periods.end_period()
 
     def wait_until_met(self) -> None:

@@ -6,13 +6,13 @@ round waits for everybody or has a deadline is the plan's choice, and is asked f
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
+from paceline import concurrency
 from paceline.combine import Header
 from paceline.combine.base import Combine, CombineParts
 from paceline.deadline.allowed import Allowed
@@ -75,7 +75,7 @@ class GradientCombine:
         if self._deadlines is not None and (copied := self._deadlines.between_steps()) is not None:
             self._forget_up_to(copied, self._deadlines)
         loop.at_boundary()
-        began = time.perf_counter()
+        began = concurrency.perf_counter()
         loop.transport.doing(f"step {loop.next}", begun=loop.next + 1)
         step_state = self._step_states.get(loop.next) or self._open_here()
         own_print, own_rates = self._replicas.fingerprint(step_state), loop.tracking.digest()
@@ -193,7 +193,7 @@ class GradientCombine:
         step.record, step.ends_epoch = step_state.record, step_state.ends_epoch  # a stream's end shows only now
         loop.finished, loop.progress = step_state.finishes, step_state.progress
         if self._deadlines is not None:
-            self._deadlines.commit_s = time.perf_counter() - updated
+            self._deadlines.commit_s = concurrency.perf_counter() - updated
         step.work.compare(header)
         loop.transport.doing(f"its own code after step {step.index}")
 

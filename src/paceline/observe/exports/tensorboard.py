@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from paceline import concurrency
 from paceline.observe.analysis.evaluations import evaluations, logged_figures
 from paceline.observe.exports.scalars import scalars
 from paceline.observe.log import sanitise
@@ -55,4 +55,4 @@ def _rows(log: RunLog) -> Iterator[tuple[int, float, Mapping[str, float]]]:
 
 def _started(log: RunLog) -> float:
     t = sanitise.timestamp(log.run.get("started", log.run.get("t")))
-    return t if math.isfinite(t) else time.time()
+    return t if math.isfinite(t) else concurrency.time()

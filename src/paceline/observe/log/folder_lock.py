@@ -12,9 +12,10 @@ import errno
 import json
 import os
 import socket
-import time
 from pathlib import Path
 from typing import IO, Any
+
+from paceline import concurrency
 
 LOCK_NAME = "run.lock"
 PATIENCE_S = 2.0
@@ -47,18 +48,18 @@ def lock_folder(folder: Path, *, fleet: str | None = None, patience_s: float = P
     ``fleet`` names the fleet of workers that come and go: one of its own that holds the lock, because it is frozen or
     cut off, keeps nobody out.
     """
-    path, until = Path(folder) / LOCK_NAME, time.monotonic() + patience_s
+    path, until = Path(folder) / LOCK_NAME, concurrency.monotonic() + patience_s
     while True:
         file, holder = _attempt(path, {"pid": os.getpid(), "host": socket.gethostname(), "fleet": fleet})
         if holder is None or (fleet is not None and holder.get("fleet") == fleet):
             return FolderLock(path, file)
-        if time.monotonic() >= until:
+        if concurrency.monotonic() >= until:
             who = f" (process {holder['pid']} on {holder['host']})" if {"pid", "host"} <= holder.keys() else ""
             raise FolderInUse(
                 f"another run{who} writes into {folder}, and two runs in one folder make one log of both: give another "
                 "run_dir, or none for a new folder each time"
             )
-        time.sleep(POLL_S)
+        concurrency.sleep(POLL_S)
 
 
 def _attempt(path: Path, mine: dict[str, Any]) -> tuple[IO[bytes] | None, dict[str, Any] | None]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline import concurrency
 from paceline.observe.analysis import membership
 from paceline.observe.log import sanitise
 from paceline.observe.log.folders import log_file
@@ -82,13 +82,13 @@ def read_log(path: Path) -> RunLog:
     return log
 
 
-def follow(path: Path, *, stop: threading.Event | None = None, poll_s: float = 0.1) -> Iterator[Event]:
+def follow(path: Path, *, stop: concurrency.Event | None = None, poll_s: float = 0.1) -> Iterator[Event]:
     """Yield the events of a log as they are written, from its beginning; the file need not exist yet.
 
     After ``stop`` is set, what is still in the file is yielded and the generator ends. Without ``stop`` it never ends
     by itself: leave it at an ``end`` event, or when the writers are gone.
     """
-    stop = stop or threading.Event()
+    stop = stop or concurrency.Event()
     file, position, rest = Path(path), 0, b""
     while True:
         last_look = stop.is_set()

@@ -11,13 +11,11 @@ import json
 import logging
 import math
 import os
-import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
+from paceline import concurrency
 from paceline.observe.log.folders import LOG_NAME
 from paceline.observe.log.reader import ELASTIC_VERSION
 from paceline.records import LOG_VERSION
@@ -68,16 +66,16 @@ class EventLog:
     ``record.to_json()`` would copy deeply on the training thread. The event is returned, ready for `View.show`.
     """
 
-    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = concurrency.time) -> None:
         """``clock`` gives the events' time, in unix seconds."""
         self.path, self._clock = Path(folder) / LOG_NAME, clock
-        self._queue: SimpleQueue[Event] = SimpleQueue()
+        self._queue: concurrency.SimpleQueue[Event] = concurrency.SimpleQueue()
         self._dropped = 0
         self._warned = False
         self._unwritten = b""
         self._file = self._open()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-log", daemon=True)
+        self._stop = concurrency.Event()
+        self._thread = concurrency.Thread(target=self._run, name="paceline-log", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
@@ -118,13 +116,13 @@ class EventLog:
                 continue
             lines.append(line)
             size += len(line)
-            time.sleep(0)  # hands the interpreter back, so that a long batch of lines never stalls the training thread
+            concurrency.sleep(0)  # hands the interpreter back: a long batch of lines never stalls the training
         self._unwritten = self._put(b"".join(lines))
 
     def _next(self) -> Event | None:
         try:
             return self._queue.get_nowait()
-        except Empty:
+        except concurrency.Empty:
             return None
 
     def _encode(self, event: Event) -> bytes:

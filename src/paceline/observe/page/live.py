@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline import concurrency
 from paceline.observe.analysis.downsampling import DownsampledRun
 from paceline.observe.analysis.evaluations import Evaluation, evaluations
 from paceline.observe.analysis.membership import RecordFilter, Timed, parse_generation
@@ -53,7 +52,7 @@ class LiveRun:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = threading.Lock()
+        self._lock = concurrency.Lock()
         self.revision = 0
         """Grows with every event."""
         self._begin({})
@@ -101,7 +100,7 @@ class LiveRun:
             return
         t = sanitise.timestamp(event.get("t"))
         self._note_skew(t)
-        self.last_t = t if t == t else time.time()
+        self.last_t = t if t == t else concurrency.time()
         self.newest = record
         self.steps += 1
         self.samples += record.total
@@ -154,9 +153,9 @@ class LiveRun:
     def _note_skew(self, t: float) -> None:
         """A step that comes a moment after the one before was made just now, whatever the clock of its computer says;
         those that come at once were in the log already."""
-        now = time.monotonic()
+        now = concurrency.monotonic()
         if now - self._read_before > LIVE_S and t == t:
-            self._skew = time.time() - t
+            self._skew = concurrency.time() - t
         self._read_before = now
 
     def _newest_parts(self) -> dict[str, str]:
@@ -166,7 +165,7 @@ class LiveRun:
     def _message(self, parts: Mapping[str, str], drawn: list[Picture]) -> dict[str, Any]:
         return {
             "revision": self.revision,
-            "now": time.time(),
+            "now": concurrency.time(),
             "last": None if self.last_t is None else self.last_t + self._skew,
             "ended": self.end is not None,
             "parts": parts,

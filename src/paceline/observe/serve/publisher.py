@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from paceline import concurrency
 from paceline.observe.page.live import LiveRun, server_sent_event
 
 logger = logging.getLogger("paceline.observe")
@@ -28,9 +27,9 @@ class Publisher:
 
     def __init__(self, live: LiveRun) -> None:
         self._live = live
-        self._lock = threading.Lock()
+        self._lock = concurrency.Lock()
         self._viewers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
-        self._wanted = threading.Event()
+        self._wanted = concurrency.Event()
         self._closed = False
         self._full, self._quick = (0, b""), (0, b"")
         """The newest messages, numbered."""
@@ -39,23 +38,23 @@ class Publisher:
     def viewers(self) -> int:
         return len(self._viewers)
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: concurrency.Event) -> None:
         """Until ``stop``: a full message for whoever is new, then quick ones, and a full one now and then."""
         full_revision = quick_revision = -1
         full_at, full_pause = 0.0, FULL_S
         while not stop.is_set():
-            started, revision = time.monotonic(), self._live.revision
+            started, revision = concurrency.monotonic(), self._live.revision
             new_viewer = self._wanted.is_set()
             self._wanted.clear()
             if self.viewers and (new_viewer or (revision != full_revision and started - full_at >= full_pause)):
                 self._publish(full=self._encoded(self._live.full))
                 full_revision = quick_revision = revision
-                full_at = time.monotonic()
+                full_at = concurrency.monotonic()
                 full_pause = max(FULL_S, CALM * (full_at - started))
             elif self.viewers and revision != quick_revision:
                 self._publish(quick=self._encoded(self._live.quick))
                 quick_revision = revision
-            self._wanted.wait(min(SLOWEST_QUICK_S, max(QUICK_S, CALM * (time.monotonic() - started))))
+            self._wanted.wait(min(SLOWEST_QUICK_S, max(QUICK_S, CALM * (concurrency.monotonic() - started))))
 
     def _encoded(self, make: Callable[[], Mapping[str, Any]]) -> bytes | None:
         """The message, or None when the log holds something that cannot be shown: the page waits for better."""

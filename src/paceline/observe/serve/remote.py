@@ -5,10 +5,10 @@ from __future__ import annotations
 import http.client
 import logging
 import re
-import threading
 from collections.abc import Iterator
 from urllib.parse import parse_qs, quote, urlsplit
 
+from paceline import concurrency
 from paceline.observe.log.reader import Event, parse_line
 
 logger = logging.getLogger("paceline.observe")
@@ -31,7 +31,7 @@ def address(text: str) -> tuple[str, int, str]:
     return host, port, parse_qs(parts.query).get("token", [""])[0]
 
 
-def remote_events(host: str, port: int, token: str, stop: threading.Event) -> Iterator[Event]:
+def remote_events(host: str, port: int, token: str, stop: concurrency.Event) -> Iterator[Event]:
     """The events of the log there, from its beginning; a lost connection is taken up where it broke off."""
     taken, warned = 0, False
     while not stop.is_set():
@@ -69,7 +69,7 @@ def check(host: str, port: int, token: str) -> None:
         raise ValueError(f"the live page at {host}:{port} refused ({why})")
 
 
-def _lines(host: str, port: int, token: str, start: int, stop: threading.Event) -> Iterator[bytes]:
+def _lines(host: str, port: int, token: str, start: int, stop: concurrency.Event) -> Iterator[bytes]:
     """Whole lines from byte ``start`` on, until the connection ends."""
     connection = http.client.HTTPConnection(host, port, timeout=SILENCE_S)
     try:

@@ -12,11 +12,11 @@ import asyncio
 import logging
 import secrets
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline import concurrency
 from paceline.observe.log.folders import log_file
 from paceline.observe.log.reader import Event, follow, read_log
 from paceline.observe.page.html import asset, plotly_js, report_page
@@ -184,12 +184,12 @@ class LivePage:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
-        source: Callable[[threading.Event], Iterator[Event]] | None = None,
+        source: Callable[[concurrency.Event], Iterator[Event]] | None = None,
     ) -> None:
         outside = host not in (*LOOPBACK, "::1")
         self.token = token or (secrets.token_urlsafe(16) if outside else None)
         self.live = LiveRun(path)
-        self._stop = threading.Event()
+        self._stop = concurrency.Event()
         self._publisher = Publisher(self.live)
         app = make_app(self.live, self._publisher, token=self.token, log=None if source else path)
         bound = _listen(host, port)
@@ -201,7 +201,7 @@ class LivePage:
             lambda: self._publisher.run(self._stop),
             lambda: self._server.run(sockets=[bound]),
         )
-        self._threads = [threading.Thread(target=each, name="paceline-page", daemon=True) for each in work]
+        self._threads = [concurrency.Thread(target=each, name="paceline-page", daemon=True) for each in work]
         for thread in self._threads:
             thread.start()
 

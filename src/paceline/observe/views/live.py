@@ -9,12 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
+from paceline import concurrency
 from paceline.observe.analysis.grouping import TableLine, group_rows
 from paceline.observe.analysis.progress import Progress, ProgressSnapshot
 from paceline.observe.views import is_terminal
@@ -79,16 +79,16 @@ class LiveView:
         self._console = console or Console(file=_encodable(stream), highlight=False)
         self._progress = Progress()
         self._events: deque[Mapping[str, Any]] = deque(maxlen=MOST_EVENTS)
-        self._stepped_at = time.monotonic()
-        self._news = threading.Event()
-        self._stop = threading.Event()
+        self._stepped_at = concurrency.monotonic()
+        self._news = concurrency.Event()
+        self._stop = concurrency.Event()
         self._live = Live(
             console=self._console,
             auto_refresh=False,
             redirect_stdout=is_terminal(sys.stdout),  # what goes to a file or a pipe must still go there
             redirect_stderr=is_terminal(sys.stderr),
         )
-        self._thread = threading.Thread(target=self._run, name="paceline-view", daemon=True)
+        self._thread = concurrency.Thread(target=self._run, name="paceline-view", daemon=True)
         self._live.start()
         self._thread.start()
         atexit.register(self.close)
@@ -101,7 +101,7 @@ class LiveView:
         """Draw the last state, which stays on the screen, and give the terminal back."""
         self._stop.set()
         self._news.set()
-        if threading.current_thread() is not self._thread:
+        if concurrency.current_thread() is not self._thread:
             self._thread.join(timeout=2.0)
         with contextlib.suppress(Exception):  # a terminal that went away is no error of the run
             self._live.stop()
@@ -126,13 +126,13 @@ class LiveView:
     def _add(self, event: Mapping[str, Any]) -> None:
         self._progress.add(event)
         if event.get("event") == "step":
-            self._stepped_at = time.monotonic()
+            self._stepped_at = concurrency.monotonic()
         said = ("info", words.run_line(event)) if event.get("event") == "run" else words.describe(event)
         if said is not None:
             self._console.print(_note(*said))
 
     def _silence_s(self) -> float:
-        return time.monotonic() - self._stepped_at
+        return concurrency.monotonic() - self._stepped_at
 
 
 def table(now: ProgressSnapshot, *, console: Console, silence_s: float = 0.0) -> RenderableType:

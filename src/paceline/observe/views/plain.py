@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from paceline import concurrency
 from paceline.observe.analysis.progress import Progress
 from paceline.observe.words.progress import describe, line_of, run_line, step_line
 
@@ -16,7 +16,7 @@ SHORTEST_S, LONGEST_S = 2.0, 30.0
 class PlainView:
     """Prints the first step, the last, and one every few seconds between; notes and results at once."""
 
-    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = concurrency.monotonic) -> None:
         self._stream = stream
         self._clock = clock
         self._progress = Progress()

@@ -7,13 +7,13 @@ hands it over.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from paceline import concurrency
 from paceline.errors import FleetError
 from paceline.roster.calls import CALLS, ROUNDS
 from paceline.transport.calls import CallSequences
@@ -71,7 +71,7 @@ class Lanes:
         return iter(self._lanes)
 
     def enter(self, label: str, *, lane: str) -> int:
-        return self._sequences.enter(label, lane=lane, since=time.monotonic(), call=self[lane].enter())
+        return self._sequences.enter(label, lane=lane, since=concurrency.monotonic(), call=self[lane].enter())
 
     def forget(self) -> None:
         """The fleet went on without this worker, which is no longer in any call, and in no step."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from paceline import concurrency
 from paceline.roster import Generation
 from paceline.transport.distributed import channels, choose_backend
 from paceline.transport.group import Group, Watch
@@ -88,7 +88,7 @@ class Connector:
         """Connecting cannot be broken off, and engines try for long: so it happens on a thread, which is left to itself
         when the generation is over."""
         made: list[Any] = []
-        thread = threading.Thread(target=_make, args=(make, made), name="paceline-connect", daemon=True)
+        thread = concurrency.Thread(target=_make, args=(make, made), name="paceline-connect", daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(0.01)

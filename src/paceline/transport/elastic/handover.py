@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline import concurrency
 from paceline.errors import Dropped
 from paceline.roster.calls import CALLS, ROUNDS
 from paceline.transport.distributed import one_line
@@ -45,7 +44,7 @@ class HandOver:
         """What was handed over, on its way."""
         self.later: tuple[torch.Tensor, MembershipChange] | None = None
         """A state that was handed to this newcomer, of a loop that its script has yet to come to."""
-        self.recorded = threading.Event()
+        self.recorded = concurrency.Event()
         """Not set: a round aside was handed over, and is not in the training's state yet, under the old membership."""
         self.recorded.set()
 
@@ -189,11 +188,11 @@ class StateSender:
     wait. If it cannot be sent, the newcomer is gone or the generation over: either shows elsewhere."""
 
     def __init__(self, group: Group, to: int, size: int) -> None:
-        self._pieces: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
+        self._pieces: concurrency.SimpleQueue[torch.Tensor | None] = concurrency.SimpleQueue()
         self._pieces.put(torch.tensor([size], dtype=torch.int64))
         logger.info("sends a state of %d MB to rank %d", size // 1_000_000, to)
         send = partial(self._send, group, to)
-        threading.Thread(target=send, name="paceline-send-state", daemon=True).start()
+        concurrency.Thread(target=send, name="paceline-send-state", daemon=True).start()
 
     def put(self, piece: torch.Tensor) -> None:
         self._pieces.put(piece)

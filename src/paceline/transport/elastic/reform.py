@@ -8,8 +8,6 @@ worker may find its generation over and come here; one of them, under the lock, 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from paceline import concurrency
 from paceline.errors import SAME_CALLS, Dropped, FleetError, GenerationOver, LoaderDied, PacelineError
 from paceline.roster import Generation, Gone, RosterClient, RunOver
 from paceline.roster.calls import name_workers, without_answer
@@ -56,14 +55,14 @@ class Reform:
         """The generation whose group stands."""
         self.over = 0
         """The last generation that the roster has said to be over."""
-        self._lock = threading.RLock()
+        self._lock = concurrency.RLock()
         self._undelivered: MembershipChange | None = None
         """What the training has yet to hear."""
         self._renewed: set[int] = set()
         """Those who came, or came once more, since the training last heard of a change."""
         self._gone: dict[int, Gone] = {}
         """Those who left since then."""
-        self._closing: threading.Thread | None = None
+        self._closing: concurrency.Thread | None = None
         self._in_vain = 0
         """Generations in turn for which all were there, and which did not come about."""
         self.connector = Connector(device, check=self.check, gloo_only=gloo_only)
@@ -175,9 +174,9 @@ class Reform:
     def _pause(self) -> None:
         """What keeps those apart who are all there, a firewall or a variable, lasts."""
         pause_s = min(MOST_PAUSE_S, LEAST_PAUSE_S * 2**self._in_vain) if self._in_vain > 1 else 0.0
-        until = time.monotonic() + pause_s
-        while time.monotonic() < until and not self._transport.leaving:
-            time.sleep(LEAST_PAUSE_S)
+        until = concurrency.monotonic() + pause_s
+        while concurrency.monotonic() < until and not self._transport.leaving:
+            concurrency.sleep(LEAST_PAUSE_S)
 
     def _leave_if_asked(self, waited_s: float) -> None:
         """Without a roster a step cannot go on; a worker that was asked to leave does not wait: its part is dealt
@@ -238,7 +237,7 @@ class Reform:
         self.break_off()
         gpus, group.gpus = group.gpus, None
         held[:0], self._hand_over.sent = self._hand_over.sent, []
-        self._closing = threading.Thread(target=_close, args=(held, gpus), name="paceline-close-group", daemon=True)
+        self._closing = concurrency.Thread(target=_close, args=(held, gpus), name="paceline-close-group", daemon=True)
         self._closing.start()
 
     def close(self) -> None:
@@ -281,7 +280,7 @@ class Reform:
         transport.entered(self._hand_over.later is None)
         if self.group.rank == 0 and not transport.outside:
             tidy = partial(_tidy, self.connector.aside.clone(), self.number)
-            threading.Thread(target=tidy, name="paceline-tidy", daemon=True).start()
+            concurrency.Thread(target=tidy, name="paceline-tidy", daemon=True).start()
 
     def _change(self, facts: Sequence[Any]) -> MembershipChange:
         assert self.now is not None

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from typing import Any, cast
 
 import torch
 
+from paceline import concurrency
 from paceline.errors import FleetError
 from paceline.transport.base import Transport
 from paceline.transport.fixed import meeting_store
@@ -93,7 +92,7 @@ def meet(place: GroupPlace, device: torch.device, *, elastic: bool, join: Callab
         head = Head(join(), links, **how)
         head.once(JOINING, lambda: None)
         return cast(Transport, head)
-    if threading.current_thread() is threading.main_thread():
+    if concurrency.current_thread() is concurrency.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):  # the head decides, and its followers end with it
             signal.signal(number, signal.SIG_IGN)
     follower = Follower(links, shard=place.shard, elastic=elastic, **how)
@@ -105,12 +104,12 @@ class _Patience:
     """Waits for the head to be there, but not for ever."""
 
     def __init__(self) -> None:
-        self._until = time.monotonic() + MEET_S
+        self._until = concurrency.monotonic() + MEET_S
 
     def __call__(self) -> None:
-        if time.monotonic() > self._until:
+        if concurrency.monotonic() > self._until:
             raise FleetError("the first process of this worker did not come to paceline.join()")
-        time.sleep(RETRY_S)
+        concurrency.sleep(RETRY_S)
 
 
 def _form(place: GroupPlace, device: torch.device, number: int) -> None:

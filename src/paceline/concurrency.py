@@ -1,0 +1,56 @@
+"""Threads, locks, waits, clocks and the sudden end of a process: the one module through which the library uses them.
+
+Every file writes ``concurrency.Condition()``, ``concurrency.sleep(...)`` or ``concurrency.monotonic()``, and none
+imports `threading`, `queue` or the clocks of `time` itself (a test looks). A test can therefore take the place of all
+of them with `use`: it then owns every thread, every wait and the time, runs whole fleets inside one process in an
+order drawn from a seed, and sees a deadlock as soon as there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import Empty as Empty
+from queue import SimpleQueue as SimpleQueue
+from threading import Condition as Condition
+from threading import Event as Event
+from threading import Lock as Lock
+from threading import RLock as RLock
+from threading import Thread as Thread
+from threading import current_thread as current_thread
+from threading import local as local
+from threading import main_thread as main_thread
+from time import monotonic as monotonic
+from time import perf_counter as perf_counter
+from time import sleep as sleep
+from time import time as time
+from typing import Any
+
+REPLACED = (
+    "Condition",
+    "Event",
+    "Lock",
+    "RLock",
+    "SimpleQueue",
+    "Thread",
+    "current_thread",
+    "end_process",
+    "local",
+    "main_thread",
+    "monotonic",
+    "perf_counter",
+    "sleep",
+    "time",
+)
+"""Names whose meaning `use` changes."""
+
+
+@contextmanager
+def use(world: Any) -> Iterator[None]:
+    """Take threads, locks, waits and clocks from ``world``, an object with the names in `REPLACED`, in the block."""
+    before = {name: globals()[name] for name in REPLACED}
+    globals().update({name: getattr(world, name) for name in REPLACED})
+    try:
+        yield
+    finally:
+        globals().update(before)
