@@ -32,7 +32,7 @@ from paceline.pace import Ask, make
 from paceline.records import History, Plan, StepRecord
 from paceline.settings import LoopSettings
 from paceline.transport import Alone
-from paceline.transport.base import Transport
+from paceline.transport.base import Keeps, Transport, made
 
 PATIENCE_S = 60.0
 """How long anything here is waited for; only a failing test takes so long."""
@@ -76,10 +76,10 @@ class Scripted(Alone):
         self._summed = torch.empty(0)
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+    def round(self, label: str, *, aside: bool = False, keeps: Keeps = ()) -> Iterator[list[torch.Tensor]]:
         number = len(self.labels)
         self.labels.append(label)
-        yield
+        yield made(keeps)
         if number in self.failures:
             raise self.failures[number]
         self.answer(number, Facts(self._summed.numpy(), self.size))
@@ -144,12 +144,12 @@ class Threads(Transport):
         self._sums: dict[bool, int] = {True: 0, False: 0}
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+    def round(self, label: str, *, aside: bool = False, keeps: Keeps = ()) -> Iterator[list[torch.Tensor]]:
         if aside and self.failure is not None:
             raise self.failure
         self._aside.here = aside
         try:
-            yield
+            yield made(keeps)
         finally:
             self._aside.here = False
 

@@ -16,6 +16,7 @@ import torch
 import paceline
 from paceline.errors import FleetError
 from paceline.transport.alone import Alone
+from paceline.transport.base import Keeps, made
 from paceline.transport.group import Already
 
 PATIENCE_S = 30.0
@@ -78,11 +79,11 @@ class SideBySide(Alone):
         return self._meeting.bring(kind, number, self.rank, label, value)
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+    def round(self, label: str, *, aside: bool = False, keeps: Keeps = ()) -> Iterator[list[torch.Tensor]]:
         self.before_round(label)
         self.label = label
         self.labels.append(label)
-        yield
+        yield made(keeps)
 
     @torch.no_grad()
     def sum(self, tensor: torch.Tensor) -> Already:

@@ -47,7 +47,7 @@ def committed(gradients: Gradients, samples: int, clip_norm: float | None = None
     assert gradients.finite()
     header = Header(gradients.layout)
     header.write(0, samples=samples, weight=samples)
-    assert gradients.exchange.run(header, samples, "a round")
+    assert gradients.exchange.run(lambda: header, samples, "a round") is header
     gradients.mean(header, clip_norm)
 
 
@@ -93,7 +93,7 @@ def test_a_micro_batch_beside_the_sum_counts_only_once_it_joins() -> None:
     mine, header = gradients.close(4), Header(gradients.layout)
     header.write(0, samples=4, weight=4)
     assert mine.finite
-    assert gradients.exchange.run_aside(mine, header, "a round with a deadline")
+    assert gradients.exchange.run_aside(lambda: (header, mine), "a round with a deadline") == (header, mine)
     gradients.exchange.adopt(mine, header)
     gradients.mean(header, None)
     assert close(net, whole_batch(X[:4]))

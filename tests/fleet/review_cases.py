@@ -35,16 +35,16 @@ def half_finish(steps: Any, *, at: int) -> None:
     def arm(label: str) -> None:
         armed_now["now"] = ME == "0" and label == f"the round of step {at}"
 
-    def armed(header: Any, samples: int, label: str) -> Any:
+    def armed(write: Any, samples: int, label: str) -> Any:
         arm(label)
-        return told(label, run(header, samples, label))
+        return told(label, run(write, samples, label))
 
-    def armed_aside(mine: Any, header: Any, label: str) -> Any:
+    def armed_aside(seal: Any, label: str) -> Any:
         arm(label)
-        return told(label, run_aside(mine, header, label))
+        return told(label, run_aside(seal, label))
 
-    def told(label: str, ended: bool) -> bool:
-        if ME == "1" and ended and label == f"the round of step {at}":
+    def told(label: str, ended: Any) -> Any:
+        if ME == "1" and ended is not None and label == f"the round of step {at}":
             beside("told").touch()
         return ended
 
@@ -65,12 +65,12 @@ def half_finish(steps: Any, *, at: int) -> None:
 def hand_half_over() -> None:
     """Dies when it has handed a round's result to the first of those who lack it."""
 
-    def give(self: Any, name: str, giver: int, behind: Any) -> None:
-        if self._transport.group.rank != giver:
-            hand_over(self, name, giver, behind)
+    def give(self: Any, forming: Any, name: str, giver: int, behind: Any) -> None:
+        if forming.group.rank != giver:
+            hand_over(self, forming, name, giver, behind)
             return
         for number, tensor in enumerate(self._lanes[name].kept):
-            self._transport.send(handover.bytes_of(tensor), behind[0], number)
+            forming.group.send(handover.bytes_of(tensor), behind[0], number).wait()
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
 

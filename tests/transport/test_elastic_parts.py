@@ -89,7 +89,7 @@ class Stuck:
 def test_who_waits_in_a_sum_of_a_group_that_another_thread_has_closed_is_freed() -> None:
     transport = bare()
     in_generation(transport, generation(5, 4, 6))
-    stuck = transport._started(Stuck)
+    stuck = transport._started(lambda group: Stuck())
     in_generation(transport, generation(6, 4, 7))
     with pytest.raises(GenerationOver, match="re-formed"):
         stuck.wait()
@@ -108,7 +108,7 @@ def test_a_round_does_not_end_in_a_group_that_another_thread_has_re_formed(aside
     in_generation(transport, generation(5, 4, 6))
     with pytest.raises(GenerationOver) as over, transport.round("the round of step 3", aside=aside):
         re_formed_by_another_thread(transport)
-    assert over.value.generation == 6, "which is left too: some of the sums may have begun there"
+    assert over.value.generation == 5, "the next stands: none of the round's sums has begun there"
     assert transport.lanes[ROUNDS if aside else CALLS].says()["finished"] == 0
 
 
@@ -172,14 +172,14 @@ def test_where_workers_that_are_all_there_cannot_meet_they_try_again_less_and_le
         members = generation(next(numbers), 4, 6)
         return replace(members, facts={4: {}, 6: {}})
 
-    def form(members: Generation) -> None:
-        transport.reform.now = members
+    def enter(members: Generation, *, fresh: bool) -> None:
+        transport.reform.now, transport.reform._tried = members, members.number
         if len(begun) < 12:
             raise GenerationOver("refused", generation=members.number)
 
     monkeypatch.setattr(transport.reform.client, "next_generation", next_generation, raising=False)
-    monkeypatch.setattr(transport.reform, "_form", form)
-    monkeypatch.setattr(transport.reform, "_settle", lambda **_: None)
+    monkeypatch.setattr(transport.reform.client, "generation", None, raising=False)
+    monkeypatch.setattr(transport.reform, "_enter", enter)
     transport.reform.re_form(4, orderly=False)
     pauses = [later - sooner for sooner, later in pairwise(begun)]
     assert pauses[0] == 0.0, "one may be bad luck"

@@ -74,8 +74,12 @@ class Proxy:
         with self._training.changed:
             step_state.enter(LoopPhase.WAITING if gone else LoopPhase.DONE)
             step_state.busy_since = None
-            if step_state.least and step_state.until != until and self._go_on(step_state):
-                return self._take_extra(step_state)  # it was extended just now
+            if gone:
+                step_state.extra = 0  # what it was offered stays in its queue
+            elif step_state.least and step_state.until != until:
+                self._offer_rest(step_state)  # it was extended just now
+            if step_state.extra:
+                return self._take_extra(step_state)
             self._training.changed.notify_all()
         wait_for = step_state.plan.wait_for
         if wait_for is not None and self._transport.tally(self._name("arrived", step_state)) == wait_for:
@@ -92,6 +96,7 @@ class Proxy:
         counted = step_state.counted[self._transport.rank]
         self._training.dealing.take_up(step_state.extra, done=step_state.work.samples - counted)
         step_state.extra = 0
+        step_state.enter(LoopPhase.WORKING)
         return True
 
     def stop_together(self) -> None:
@@ -136,6 +141,8 @@ class Proxy:
             with self._training.changed:
                 self.error = error
                 self._training.changed.notify_all()
+        finally:
+            self._transport.release()  # nobody else would: no round of this thread's is left to be recorded
 
     def _next(self) -> StepState | None:
         """The open step, once it has a deadline; None when there will be none."""
@@ -194,6 +201,7 @@ class Proxy:
         header, mine = self._run_round(step_state)
         record = self._deadlines.record(step_state, header, entered)
         with self._training.changed:
+            self._deadlines.round_over()
             step_state.header, step_state.total = header, mine
             self.backlog.keep(step_state)
             self._training.note(self._training.close(step_state, header, record, by_deadline=True))
@@ -209,14 +217,10 @@ class Proxy:
 
     def _run_round(self, step_state: StepState) -> tuple[Header, Sum]:
         """What the round gave; it is run again when members are lost meanwhile."""
-        while True:
-            try:
-                header, mine = self._seal(step_state)
-            except GenerationOver as over:  # the store that names figures is away
-                re_formed(self._transport, over)
-                continue
-            if self._gradients.exchange.run_aside(mine, header, f"the round of step {step_state.index}"):
-                return header, mine
+        exchange, label = self._gradients.exchange, f"the round of step {step_state.index}"
+        while (sums := exchange.run_aside(lambda: self._seal(step_state), label)) is None:
+            pass
+        return sums
 
     def _await_idle(self, step_state: StepState) -> None:
         """Wait until the worker has nothing more to do, or its time is over."""
@@ -305,7 +309,7 @@ class Proxy:
             more = self._training.extend(step_state, counts.astype(int).tolist(), (done > 0).tolist(), busy.tolist())
             if more is not None and not more.recall:
                 step_state.until = concurrency.perf_counter() + more.seconds
-                self._go_on(step_state)
+                self._offer_rest(step_state)
                 self._training.changed.notify_all()
         if more is None:
             self._transport.release()
@@ -316,24 +320,23 @@ class Proxy:
         self._await_idle(step_state)
         return True
 
-    def _go_on(self, step_state: StepState) -> bool:
-        """Let a loop that is done go on with what is left of its share, as it is dealt now. Under the lock."""
-        left = step_state.shares[self._transport.rank] - step_state.work.samples
-        if step_state.loop_phase is not LoopPhase.DONE or left <= 0:
-            return False
-        step_state.extra = left
-        step_state.enter(LoopPhase.WORKING)
-        return True
+    def _offer_rest(self, step_state: StepState) -> None:
+        """Offer a loop that is done what is left of its share, as it is dealt now. Under the lock."""
+        if step_state.loop_phase is LoopPhase.DONE:
+            step_state.extra = max(0, step_state.shares[self._transport.rank] - step_state.work.samples)
 
     def _said(self, step_state: StepState, *, cut_off: bool = False) -> torch.Tensor:
         """For all to sum: what this worker has counted, whether it is done and would take more, whether it has left."""
         said = torch.zeros(3, self._transport.size, dtype=torch.float64)
         with self._training.changed:
             self._deadlines.in_flight.count_landed(step_state)
-            if cut_off and not step_state.idle:
-                step_state.enter(LoopPhase.CUT_OFF)
-            waits, done = step_state.loop_phase is LoopPhase.WAITING, step_state.loop_phase is LoopPhase.DONE
-            said[:, self._transport.rank] = torch.tensor([step_state.work.samples, done, waits])
+            if cut_off:
+                step_state.extra = 0  # an offer that the loop has not woken to take: it is dealt again
+                if not step_state.idle:
+                    step_state.enter(LoopPhase.CUT_OFF)
+            waits = step_state.loop_phase is LoopPhase.WAITING
+            free = step_state.idle and not waits
+            said[:, self._transport.rank] = torch.tensor([step_state.work.samples, free, waits])
         return said
 
     # -- laps ------------------------------------------------------------------------------------------------------
@@ -357,8 +360,6 @@ class Proxy:
             if step_state.ranges and (done == before).all():
                 step_state.patience *= 2  # nobody found the time long enough
             self._training.lap(step_state, tuple((done - before).tolist()), tuple(shares.tolist()))
-            if step_state.extra:
-                step_state.enter(LoopPhase.WORKING)
             seconds = lap_seconds(step_state, shares)
             step_state.until = concurrency.perf_counter() + seconds
             if not step_state.last:
@@ -372,7 +373,7 @@ class Proxy:
 
     def _sum(self, label: str, mine: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Everybody's ``mine``, summed; asked again when members are lost meanwhile."""
-        while (said := summed(self._transport, label, [mine()], aside=True)) is None:
+        while (said := summed(self._transport, label, lambda: [mine()], aside=True)) is None:
             pass
         return said[0]
 

@@ -74,6 +74,11 @@ class Deadlines:
         )
         return replace(record, wall_s=wall_s + self.commit_s)
 
+    def round_over(self) -> None:
+        """A round with a deadline has ended: entries of newcomers are spaced by these rounds too."""
+        if self._loop.membership is not None:
+            self._loop.membership.round_over()
+
     # -- the loop's course -------------------------------------------------------------------------------------------
 
     def between_steps(self) -> int | None:

@@ -8,6 +8,7 @@ a peer's whole state: models, everything tracked, feed, history and pace.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import torch
 
 from paceline import concurrency
 from paceline.checkpoint import content as checkpoint
-from paceline.errors import FleetError
+from paceline.errors import Dropped, FleetError
 from paceline.loop.entries import Entries
 from paceline.loop.replicas import handed_in
 from paceline.loop.training_state import changes
@@ -76,10 +77,14 @@ class Membership:
 
     def heard(self, header: Header, *, workers: Sequence[int], generation: int) -> None:
         """What the header of a round of all these workers says of the boundary after it."""
-        self._entries.round_over(concurrency.monotonic())
+        self.round_over()
         leaves = bool(header.column("leaves")[workers.index(self._transport.id)])
         self._due = (generation, changes(header), leaves)
         self.all_leave = bool(header.column("leaves").all())
+
+    def round_over(self) -> None:
+        """Note that a round of all members has ended, with a deadline or without."""
+        self._entries.round_over(concurrency.monotonic())
 
     def at_boundary(self, *, agreed: Callable[[], bool] = lambda: True) -> None:
         """Enter, leave, or re-form the group, where that is due. ``agreed`` may be a call of all workers: whether
@@ -101,13 +106,20 @@ class Membership:
             self._transport.re_form()
         except Leave:
             self._leave(agreed=False)
+        except Dropped as dropped:  # at a boundary nothing of this worker's is lost
+            self._steps.loop.observe("note", {"level": "warning", "text": f"{dropped}; it enters anew"})
+            self._enter()
+            return
         self._transport.deliver_members_changed()
 
     def _enter(self) -> None:
+        """Enter the fleet, as often as it goes on without this worker in the middle of that."""
         self._entries.opened(concurrency.monotonic())
-        if not self._transport.take_over_later():
+        while not self._transport.take_over_later():
             self._transport.doing("waiting to enter")
-            self._transport.re_form()
+            with suppress(Dropped):
+                self._transport.re_form()
+                return
 
     @property
     def still_outside(self) -> bool:
@@ -202,11 +214,12 @@ class Membership:
 
 
 def _ahead(change: MembershipChange) -> list[int]:
-    return [int(facts["ahead"]) for facts in change.facts]
+    """Samples that each member's loader likes to hold; 0 where its script has yet to make its loop."""
+    return [int((facts or {}).get("ahead", 0)) for facts in change.facts]
 
 
 def _devices(change: MembershipChange) -> tuple[str, ...]:
-    return tuple(str(facts.get("computes_on", "")) for facts in change.facts)
+    return tuple(str((facts or {}).get("computes_on", "")) for facts in change.facts)
 
 
 def _kept_shares(shares: tuple[int, ...], kept: tuple[int | None, ...]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from paceline import concurrency
 from paceline.combine import Header
 from paceline.combine.gradients.accumulation import Aside
 from paceline.combine.gradients.buckets import Among
-from paceline.errors import GenerationOver, MisuseError
+from paceline.errors import MisuseError
 from paceline.feed.micro_batches import MicroBatch
 from paceline.loop.context import LoopContext
 from paceline.loop.device_clock import DeviceClock, mark, wait_for
@@ -163,14 +163,10 @@ class InlineRound:
 
     def _exchange(self, label: str, finite: bool) -> Header:
         """Sum with the others, as often as it takes."""
-        while True:
-            try:
-                header = self._write_header(finite)
-            except GenerationOver as over:  # the store that names figures is away
-                self._gradients.exchange.re_form(over)
-                continue
-            if self._gradients.exchange.run(header, self._step_state.work.samples, label):
-                return header
+        samples = self._step_state.work.samples
+        while (header := self._gradients.exchange.run(lambda: self._write_header(finite), samples, label)) is None:
+            pass
+        return header
 
     def _exchange_as_group(self, label: str, rates: Sequence[float]) -> Any:
         """The same on the first of a worker's processes, for all of them: what the header then holds."""

@@ -129,7 +129,8 @@ class StepState:
     """When it took the micro-batch it is in."""
     loop_phase: LoopPhase = LoopPhase.NOT_BEGUN
     extra: int = 0
-    """A further lap's share, or what is left of the share of a step that goes on to its floor."""
+    """Samples offered to a loop that is done: a further lap's share, or what is left of the share of a step that goes
+    on to its floor. The proxy offers and withdraws them; the loop alone takes them, and works again."""
     patience: float = 1.0
     """How much longer further laps, and extensions to the floor, last than they should."""
 
@@ -204,8 +205,8 @@ class StepState:
 
     @property
     def idle(self) -> bool:
-        """Whether the loop has nothing more to do in it, for now."""
-        return self.loop_phase in (LoopPhase.DONE, LoopPhase.WAITING)
+        """Whether the loop has nothing more to do in it, for now, and was offered nothing."""
+        return self.loop_phase in (LoopPhase.DONE, LoopPhase.WAITING) and not self.extra
 
     @property
     def closed(self) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from paceline.combine.choose import Choice
 from paceline.combine.wire import PLAIN
+from paceline.errors import Dropped, DroppedInCall
 from paceline.loop.passes import Passes
 from paceline.loop.tracking import Tracked
 from paceline.machines import Machine
@@ -105,9 +107,14 @@ class TrainingContext:
         """The checkpoint that was loaded, while the script passes over loops on its way to where it was saved."""
         return self.resume if self.resume is not None and self.resume.passing else None
 
-    def meet(self, label: str) -> AbstractContextManager[Any]:
+    @contextmanager
+    def meet(self, label: str) -> Iterator[None]:
         """All workers at one point of the training, with the parameters that are to be shown."""
-        return self.steps.meet(label) if self.steps is not None else nullcontext()
+        try:
+            with self.steps.meet(label) if self.steps is not None else nullcontext():
+                yield
+        except Dropped as dropped:  # the script needs the call's result, which only the others have
+            raise DroppedInCall(f"{label}: {dropped}") from None
 
     # -- what is told of it ------------------------------------------------------------------------------------------
 

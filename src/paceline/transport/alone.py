@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.transport.base import Transport
+from paceline.transport.base import Keeps, Transport, made
 from paceline.transport.group import Already
 
 
@@ -29,8 +29,8 @@ class Alone(Transport):
         self._slots: list[str] = []
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-        yield
+    def round(self, label: str, *, aside: bool = False, keeps: Keeps = ()) -> Iterator[list[torch.Tensor]]:
+        yield made(keeps)
 
     def sum(self, tensor: torch.Tensor) -> Already:
         return Already()

@@ -17,6 +17,13 @@ from paceline.errors import GenerationOver, MisuseError
 from paceline.transport.formats import Format
 
 T = TypeVar("T")
+Keeps = Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]
+"""The tensors of a round, or a function that makes them for the members of the round."""
+
+
+def made(keeps: Keeps) -> list[torch.Tensor]:
+    """Return the tensors of a round, made now where a function makes them."""
+    return list(keeps() if callable(keeps) else keeps)
 
 
 class Pending(Protocol):
@@ -81,11 +88,13 @@ class Collective(Protocol):
         )
 
     def round(
-        self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()
-    ) -> AbstractContextManager[None]:
+        self, label: str, *, aside: bool = False, keeps: Keeps = ()
+    ) -> AbstractContextManager[Sequence[torch.Tensor]]:
         """Everything summed inside belongs to one collective call with this label. ``aside``: it is one of the rounds
         with a deadline, which a thread of their own runs beside the user's calls. ``keeps``: the tensors that hold its
-        result, for a worker that missed its end; they are left alone until the next call is over."""
+        result, for a worker that missed its end; they are left alone until the next call is over. A function that
+        makes them is called inside, where rank and size are those of the round's members until it ends; the context
+        gives the tensors."""
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         """Start summing ``tensor`` over the fleet in place. All workers start the same sums in the same order."""

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from paceline import concurrency
 from paceline.machines.link import link_from_env
 from paceline.roster.calls import CALLS, ROUNDS
-from paceline.transport.base import Pending, Transport
+from paceline.transport.base import Keeps, Pending, Transport, made
 from paceline.transport.calls import CallSequences
 from paceline.transport.formats import Format
 from paceline.transport.group import Group, Watch
@@ -67,40 +68,41 @@ class Distributed(Transport, ABC):
     # -- sums ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+    def round(self, label: str, *, aside: bool = False, keeps: Keeps = ()) -> Iterator[list[torch.Tensor]]:
         lane = ROUNDS if aside else CALLS
         self._enter(label, lane=lane)
         try:
             with count_in(aside=aside):
-                yield
-                self.group.round_is_over()
+                yield made(keeps)
+                self._group_here().round_is_over()
             self._cross_link()
         finally:
             self._leave(lane=lane)
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         self._summed += tensor.numel() * tensor.element_size()
-        return self._started(self._start_sum, tensor)
+        return self._started(lambda group: group.start_sum(tensor))
 
     def written_sum(self, tensor: torch.Tensor, form: Format) -> Pending | None:
-        if not self.group.writes:
+        if not self._group_here().writes:
             return None
         self._summed += form.row_bytes(tensor.numel())
-        return self._started(lambda: self.group.start_written_sum(tensor, form))
+        return self._started(lambda group: group.start_written_sum(tensor, form))
 
     def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
         self._summed += sent.numel() // 2  # a sum is two of them
-        return self._started(lambda: self.group.start_all_to_all(sent, got))
+        return self._started(lambda group: group.start_all_to_all(sent, got))
 
-    def _started(self, start: Callable[..., Any], *args: Any, whole: bool = True) -> Pending:
-        group = self.group  # read first: a sum that began in the next one, unknown to this thread, is then told so
+    def _group_here(self) -> Group:
+        """The group in which this thread calls: where workers come and go, that of the round that it is in."""
+        return self.group
+
+    def _started(self, start: Callable[[Group], Any], *, whole: bool = True) -> Pending:
+        group = self._group_here()
         try:
-            return Watched(start(*args), self.watch, group=group, whole=whole)
+            return Watched(start(group), self.watch, group=group, whole=whole)
         except RuntimeError as error:  # on a connection that broke, even the start fails
             raise self.watch.failed(error) from None
-
-    def _start_sum(self, tensor: torch.Tensor) -> Any:
-        return self.group.start_sum(tensor)
 
     def places(self) -> dict[str, Any] | None:
         topology, workers = self.group.topology, self.workers
@@ -109,12 +111,12 @@ class Distributed(Transport, ABC):
 
     def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
         with self.round("the leader's broadcast", keeps=tensors):
-            if self.group.size > 1:
+            if self._group_here().size > 1:
                 self._broadcast(tensors)
 
     def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]  # any dtype, any layout
-        for work in [self._started(lambda part=part: self.group.start_broadcast(part)) for part in raw]:
+        for work in [self._started(partial(Group.start_broadcast, part=part)) for part in raw]:
             work.wait()
         for tensor, part in zip(tensors, raw, strict=True):
             if part.data_ptr() != tensor.data_ptr():
@@ -127,10 +129,10 @@ class Distributed(Transport, ABC):
             concurrency.sleep(self._link.seconds(data, workers=self.group.size))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        self._started(lambda: self.group.send(tensor, to, tag), whole=False).wait()
+        self._started(lambda group: group.send(tensor, to, tag), whole=False).wait()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        self._started(lambda: self.group.receive(tensor, source, tag), whole=False).wait()
+        self._started(lambda group: group.receive(tensor, source, tag), whole=False).wait()
 
     # -- small facts -----------------------------------------------------------------------------------------------
 

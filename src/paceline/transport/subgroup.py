@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.roster.calls import GROUP
-from paceline.transport.base import Collective, Pending
+from paceline.transport.base import Collective, Keeps, Pending, made
 from paceline.transport.group import Group, let_go
 from paceline.transport.heartbeat import Heartbeat
 
@@ -32,16 +32,16 @@ class Subgroup(Collective):
         heartbeat.group = tuple(ranks)
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+    def round(self, label: str, *, aside: bool = False, keeps: Keeps = ()) -> Iterator[list[torch.Tensor]]:
         self._heartbeat.enter(label, lane=GROUP)
         try:
-            yield
+            yield made(keeps)
             self.group.round_is_over()
         finally:
             self._heartbeat.leave(lane=GROUP)
 
     def sum(self, tensor: torch.Tensor) -> Pending:
-        return self._pending(self.group.start_sum, tensor)
+        return self._pending(lambda _: self.group.start_sum(tensor))
 
     def gather(self, label: str, value: Any) -> list[Any]:
         """Two sums: how long everybody's JSON is, and the JSON, each in a row of its own."""

@@ -135,7 +135,7 @@ class AveragingCombine:
         finite = step.work.finish()
         header = self.periods.exchange.persistently(partial(self._write_step, step_state, finite))
         entered = concurrency.perf_counter()
-        loop.gradients.exchange.run(header, step_state.work.samples, f"local step {step_state.index}")
+        loop.gradients.exchange.run(lambda: header, step_state.work.samples, f"local step {step_state.index}")
         self._waited_s = concurrency.perf_counter() - entered
         self._word = int(header.column("ended")[0])
         step_state.header = header

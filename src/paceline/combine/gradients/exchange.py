@@ -7,7 +7,7 @@ in the round, the workers that live either hand its result to those that lack it
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -18,6 +18,7 @@ from paceline.combine.header import Header
 from paceline.combine.wire import start_sum, wait_for_sums
 from paceline.errors import GenerationOver
 from paceline.transport import Collective, Pending
+from paceline.transport.base import Keeps
 from paceline.transport.formats import Format
 
 
@@ -91,29 +92,34 @@ class GradientExchange:
 
     # -- a round that waits for everybody --------------------------------------------------------------------------
 
-    def run(self, header: Header, samples: int, label: str) -> bool:
-        """When it returns, ``header`` and the gradients hold the fleet's sums. False: the members changed in the round,
-        which is to be run again with a new header."""
-        work = self._work
-        header.used[:] = work.buckets.used()
-        if work.counters:
-            work.statistics.note()
-            header.counters[:] = work.statistics.moved
-        parts = [work.statistics.payload(samples)] if work.counters else []
-        parts.append(header.tensor())
+    def run(self, write: Callable[[], Header], samples: int, label: str) -> Header | None:
+        """Run the round with the header that ``write`` makes for its members. When it returns a header, this and the
+        gradients hold the fleet's sums; None: the members changed in the round, which is to be run again."""
+        work, parts, header = self._work, list[torch.Tensor](), list[Header]()
+
+        def keeps() -> list[torch.Tensor]:
+            header.append(write())
+            header[0].used[:] = work.buckets.used()
+            if work.counters:
+                work.statistics.note()
+                header[0].counters[:] = work.statistics.moved
+                parts.append(work.statistics.payload(samples))
+            parts.append(header[0].tensor())
+            return [*work.buckets.tensors(), *parts, self.norm]
+
         try:
-            with self._transport.round(label, keeps=[*work.buckets.tensors(), *parts, self.norm]):
+            with self._transport.round(label, keeps=keeps):
                 self._sums += [self._transport.sum(part) for part in parts]
                 wait_for_sums(self._sums)
         except GenerationOver as over:
             given = self.re_form(over, parts)
             if given is None:
-                return False
+                return None
             parts = given
-            header.vector[:] = parts[-1].numpy()
+            header[0].vector[:] = parts[-1].numpy()
         if work.counters:
-            self._merge(parts[0], header)
-        return True
+            self._merge(parts[0], header[0])
+        return header[0]
 
     def re_form(self, over: GenerationOver, parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor] | None:
         """Re-form the group among the workers that live. What ``parts`` should have held, when some of these workers
@@ -157,20 +163,28 @@ class GradientExchange:
         flats = [torch.zeros_like(bucket.flat) for bucket in buckets.buckets]
         return Sum(flats, [False] * len(buckets.slots), torch.zeros_like(statistics.payload(0)), [0] * len(statistics))
 
-    def run_aside(self, mine: Sum, header: Header, label: str) -> bool:
-        """When it returns, ``header`` and ``mine`` hold the fleet's sums. False: the members changed in the round,
-        which is to be run again with new ones."""
-        header.used[:] = mine.used
-        header.counters[:] = mine.moved
-        parts = [*mine.flats, *([mine.statistics] if self._work.counters else []), header.tensor()]
-        given = summed(self._transport, label, parts, aside=True, forms=[self.form] * len(mine.flats))
+    def run_aside(self, seal: Callable[[], tuple[Header, Sum]], label: str) -> tuple[Header, Sum] | None:
+        """Run the round with what ``seal`` makes for its members, and return that with the fleet's sums in it. None:
+        the members changed in the round, which is to be run again."""
+        sealed: list[tuple[Header, Sum]] = []
+
+        def parts() -> list[torch.Tensor]:
+            header, mine = seal()
+            sealed.append((header, mine))
+            header.used[:] = mine.used
+            header.counters[:] = mine.moved
+            return [*mine.flats, *([mine.statistics] if self._work.counters else []), header.tensor()]
+
+        forms = [self.form] * len(self._work.buckets.buckets)
+        given = summed(self._transport, label, parts, aside=True, forms=forms)
         if given is None:
-            return False
+            return None
+        header, mine = sealed[0]
         mine.flats = given[: len(mine.flats)]
         if self._work.counters:
             mine.statistics = given[-2]
         header.vector[:] = given[-1].numpy()
-        return True
+        return header, mine
 
     def adopt(self, total: Sum, header: Header) -> None:
         """Copy a round's sums to where the mean is made."""
@@ -197,17 +211,18 @@ def _finite(extremes: Sequence[torch.Tensor]) -> torch.Tensor | bool:
 def summed(
     transport: Collective,
     label: str,
-    tensors: Sequence[torch.Tensor],
+    keeps: Keeps,
     *,
     aside: bool = False,
     forms: Sequence[Format | None] = (),
 ) -> list[torch.Tensor] | None:
-    """The fleet's sums, in these tensors or others like them; ``aside``: on the thread of rounds with a deadline.
-    ``forms``: the formats on the wire of the first tensors. None: the members changed, and nothing came of the
-    round."""
+    """The fleet's sums, in the tensors that ``keeps`` makes for the round's members or in others like them; ``aside``:
+    on the thread of rounds with a deadline. ``forms``: the formats on the wire of the first tensors. None: the members
+    changed, and nothing came of the round."""
     sums: list[Pending] = []
+    tensors: Sequence[torch.Tensor] = ()
     try:
-        with transport.round(label, aside=aside, keeps=tensors):
+        with transport.round(label, aside=aside, keeps=keeps) as tensors:
             sums += [start_sum(transport, tensor, form) for tensor, form in zip_longest(tensors, forms)]
             wait_for_sums(sums)
     except GenerationOver as over:

@@ -38,6 +38,7 @@ class Connector:
         self.aside: Store = None
         """The same over another connection."""
         self._store_at: tuple[str, int] | None = None
+        self._store_port: int | None = None
         self._address = ""
         """Where the members of the last generation reached this worker."""
         self._survey = Survey()
@@ -48,7 +49,7 @@ class Connector:
             host, port = generation.store
             self.root = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STORE)
             self.aside = self.root.clone()
-            self._store_at = generation.store
+            self._store_at, self._store_port = generation.store, port
         prefix = f"{PREFIX}{generation.number}"
         store, board = dist.PrefixStore(prefix, self.root), dist.PrefixStore(prefix, self.aside)
         rank, size = generation.workers.index(worker), len(generation.workers)
@@ -71,8 +72,12 @@ class Connector:
 
     def break_off(self, group: Group) -> None:
         """What is under way in the group fails now."""
-        if self._store_at is not None:
-            group.break_off(spare_port=self._store_at[1])
+        if self._store_port is not None:
+            group.break_off(spare_port=self._store_port)
+
+    def forget_store(self) -> None:
+        """Open a new connection to the store for the next generation."""
+        self._store_at = None
 
     def _make_gloo(self, store: Store, rank: int, size: int, options: Any) -> Any:
         options._timeout = FORMING

@@ -23,7 +23,7 @@ from paceline.transport.group import Group
 from paceline.transport.network import ENGINE_TIMEOUT, dist
 
 if TYPE_CHECKING:
-    from paceline.transport.elastic.reform import Reform
+    from paceline.transport.elastic.reform import Forming, Reform
     from paceline.transport.elastic.transport import Elastic
 
 logger = logging.getLogger("paceline")
@@ -45,41 +45,42 @@ class HandOver:
         self.later: tuple[torch.Tensor, MembershipChange] | None = None
         """A state that was handed to this newcomer, of a loop that its script has yet to come to."""
         self.recorded = concurrency.Event()
-        """Not set: a round aside was handed over, and is not in the training's state yet, under the old membership."""
+        """Not set: a round aside has ended, here or by what was handed over, and is not in the training's state yet,
+        under the old membership. The thread that runs these rounds sets it, at its next call at the latest."""
         self.recorded.set()
 
     # -- the last call's result ------------------------------------------------------------------------------------
 
-    def results(self, said: Sequence[Mapping[str, Any]], incumbents: Sequence[int]) -> None:
+    def results(self, forming: Forming, said: Sequence[Mapping[str, Any]], incumbents: Sequence[int]) -> None:
         """Those who finished the last call of a lane give its result to those who did not."""
         for name in self._lanes:
             intact = {rank: bool(said[rank]["intact"]) for rank in incumbents} if name == CALLS else None
             given = gift({rank: said[rank]["lanes"][name] for rank in incumbents}, intact=intact)
             if given is None:
                 continue
-            lacks_it = self._transport.group.rank in given.behind
+            lacks_it = forming.group.rank in given.behind
             if given.giver is None:
                 if lacks_it:
                     text = "the last round's result was changed in place by an optimiser, and cannot be handed over"
                     raise Dropped(text)
                 continue
             hand_over = self._facts if given.facts else self._tensors
-            hand_over(name, given.giver, given.behind)
+            hand_over(forming, name, given.giver, given.behind)
             if lacks_it:
                 self._lanes[name].finish_given(facts=given.facts)
                 if name == ROUNDS:
                     self.recorded.clear()
 
-    def _facts(self, name: str, giver: int, behind: Sequence[int]) -> None:
-        group, lane, key = self._transport.group, self._lanes[name], f"given/{name}"
+    def _facts(self, forming: Forming, name: str, giver: int, behind: Sequence[int]) -> None:
+        group, lane, key = forming.group, self._lanes[name], f"given/{name}"
         if group.rank == giver:
             group.store.set(key, json.dumps(lane.result))
         elif group.rank in behind:
-            group.wait_for([key], watch=self._transport.watch)
+            group.wait_for([key], watch=forming)
             lane.result = list(json.loads(group.store.get(key)))
 
-    def _tensors(self, name: str, giver: int, behind: Sequence[int]) -> None:
-        group, lane = self._transport.group, self._lanes[name]
+    def _tensors(self, forming: Forming, name: str, giver: int, behind: Sequence[int]) -> None:
+        group, lane = forming.group, self._lanes[name]
         if group.rank == giver:  # whether it came shows in the next call
             for number, tensor in enumerate(lane.kept):
                 data = bytes_of(tensor)
@@ -88,7 +89,7 @@ class HandOver:
             received = []
             for number, tensor in enumerate(lane.pending):
                 data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
-                self._transport.receive(data, giver, number)
+                forming.receive(data, giver, number)
                 received.append(data.view(tensor.dtype).view(tensor.shape))
             lane.kept = received
 

@@ -3,12 +3,16 @@
 The roster says when a generation is over; a worker then says that it has left it, waits for the next, forms its process
 group, and **settles**: all say which calls they have finished (`paceline.transport.elastic.calls`). Any thread of the
 worker may find its generation over and come here; one of them, under the lock, does the work.
+
+Two rules leave each decision one owner. A group stands, and can be called in, only once it is settled: until then the
+thread that forms it alone knows it (`Forming`). And the training hears of other members between two rounds, never
+between the end of a round aside and its entry in the training's state, which is the business of the thread that ran it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +22,7 @@ import torch
 from paceline import concurrency
 from paceline.errors import SAME_CALLS, Dropped, FleetError, GenerationOver, LoaderDied, PacelineError
 from paceline.roster import Generation, Gone, RosterClient, RunOver
-from paceline.roster.calls import name_workers, without_answer
+from paceline.roster.calls import ROUNDS, name_workers, without_answer
 from paceline.signals import Leave
 from paceline.transport.distributed import one_line
 from paceline.transport.elastic.changes import MembershipChange, change_to
@@ -27,6 +31,7 @@ from paceline.transport.elastic.handover import chain_of
 from paceline.transport.group import CLOSE_S, Group, let_go
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import Store
+from paceline.transport.pending import Watched
 
 if TYPE_CHECKING:
     from paceline.transport.elastic.transport import Elastic
@@ -35,8 +40,48 @@ logger = logging.getLogger("paceline")
 
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 5.0
 """Between generations that did not come about though all were there, twice as long each time."""
+LOOK_S = 0.5
+"""Between two looks at whether what is waited for can still come."""
 IN_VAIN_S = 3.0
 """How long a worker that was asked to leave waits for a roster that is away, in the middle of a step."""
+
+
+class Forming:
+    """A generation whose group is being formed and settled, as far as its own waits are concerned."""
+
+    def __init__(self, reform: Reform, generation: Generation, group: Group) -> None:
+        self._reform, self.generation, self.group = reform, generation, group
+
+    @property
+    def is_over(self) -> bool:
+        return self._reform.over >= self.generation.number
+
+    def check(self) -> None:
+        """Raise when this generation can no longer come about."""
+        if self._reform.client.failure is not None:
+            raise self._reform.client.failure
+        if self.is_over:
+            raise self._over("is over")
+
+    def check_group(self, group: Group) -> None:
+        """Nothing can take this group's place: one thread forms it."""
+        return
+
+    def failed(self, error: BaseException) -> Exception:
+        """Return the error of the transport behind an engine's, a store's or a peer's."""
+        if isinstance(error, PacelineError):
+            return error
+        return LoaderDied.told_by(error) or self._reform.client.failure or self._over(one_line(error))
+
+    def unlike_calls(self, labels: dict[int, str]) -> Exception:
+        return self._reform.unlike_calls(labels)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        """Fill a tensor with what a member sends."""
+        Watched(self.group.receive(tensor, source, tag), self, group=self.group, whole=False).wait()
+
+    def _over(self, why: str) -> GenerationOver:
+        return GenerationOver(f"generation {self.generation.number}: {why}", generation=self.generation.number)
 
 
 class Join(Protocol):
@@ -48,7 +93,15 @@ class Join(Protocol):
 class Reform:
     """The group as it stands, and how the next one comes about."""
 
-    def __init__(self, transport: Elastic, device: torch.device, *, join: Join, gloo_only: bool = False) -> None:
+    def __init__(
+        self,
+        transport: Elastic,
+        device: torch.device,
+        *,
+        join: Join,
+        gloo_only: bool = False,
+        connector: Callable[..., Connector] = Connector,
+    ) -> None:
         self._transport, self._lanes, self._hand_over = transport, transport.lanes, transport.hand_over
         self.group = Group(1, 2)
         self.now: Generation | None = None
@@ -62,10 +115,14 @@ class Reform:
         """Those who came, or came once more, since the training last heard of a change."""
         self._gone: dict[int, Gone] = {}
         """Those who left since then."""
+        self._forming: Forming | None = None
+        """The generation that one of this worker's threads is forming."""
+        self._tried = 0
+        """The last generation that this worker was in, or that did not come about."""
         self._closing: concurrency.Thread | None = None
         self._in_vain = 0
         """Generations in turn for which all were there, and which did not come about."""
-        self.connector = Connector(device, check=self.check, gloo_only=gloo_only)
+        self.connector = connector(device, check=self._check_forming, gloo_only=gloo_only)
         self.client = join(on_over=self._on_over)
         self.client.network = self._network
 
@@ -92,6 +149,10 @@ class Reform:
             raise self.client.failure
         if self.is_over:
             raise self.why_over()
+
+    def _check_forming(self) -> None:
+        if self._forming is not None:
+            self._forming.check()
 
     def check_group(self, group: Group) -> None:
         """Another thread may have re-formed the group before this one saw that its generation was over."""
@@ -128,38 +189,43 @@ class Reform:
 
     def start(self) -> None:
         """Nobody has begun: wait for the first generation."""
-        self._form(self.client.next_generation(after=0, fresh=True, orderly=True))
-        self._settle(fresh=True)
+        with self._lock:
+            self._enter(self.client.next_generation(after=0, fresh=True, orderly=True), fresh=True)
 
     def re_form(self, number: int, *, orderly: bool) -> None:
         """Leave generation ``number`` for the next. ``orderly``: from a step boundary, to which all members come."""
         with self._lock:
             if self.number > number and not self.is_over:
                 return  # another thread has been here
-            while not self._try(orderly=orderly):
+            if self._transport.outside and not orderly and self._transport.listener is not None:
+                text = "the fleet went on without this worker, as another of its threads was told"
+                raise Dropped(text, generation=number)  # it enters anew at a step boundary, never in mid-call
+            asks_orderly = orderly
+            while not self._try(boundary=orderly, orderly=asks_orderly):
+                asks_orderly = False  # others may still be forming what failed here: the roster ends it for them too
                 self._pause()
             self._in_vain = 0
 
-    def _try(self, *, orderly: bool) -> bool:
-        """Whether the next generation came about."""
+    def _try(self, *, boundary: bool, orderly: bool) -> bool:
+        """Whether the next generation came about. ``boundary``: this worker is at a step's; ``orderly``: so are all
+        others, and come by themselves."""
         transport = self._transport
         try:
             fresh = transport.outside
             if not orderly:
                 self.close_group()
-            transport.at_rest = orderly
+            transport.at_rest = boundary
             generation = self.client.next_generation(
-                after=self.number, fresh=fresh, orderly=orderly, still=self._leave_if_asked
+                after=max(self.number, self._tried), fresh=fresh, orderly=orderly, still=self._leave_if_asked
             )
             transport.at_rest = False
             self.close_group()  # in good order: only once everybody is out
-            self._form(generation)
-            self._settle(fresh=fresh)
+            self._enter(generation, fresh=fresh)
         except Dropped:
             self._fall_out()
             raise
         except Leave:
-            if not orderly:  # else it says so itself, and saves first
+            if not boundary:  # else it says so itself, and saves first
                 transport.depart(agreed=False)
             raise
         except RunOver as over:
@@ -170,6 +236,35 @@ class Reform:
             self._log_failure(error)
             return False
         return True
+
+    def _enter(self, generation: Generation, *, fresh: bool) -> None:
+        """Form and settle the group of a generation; from then on it stands."""
+        self._tried = generation.number
+        self._renewed |= {*generation.joined, *generation.fresh}
+        self._gone |= {gone.id: gone for gone in generation.left}
+        try:
+            group = self.connector.open_store(generation, worker=self.client.id)
+        except (RuntimeError, ConnectionError) as error:
+            self.connector.forget_store()
+            raise self.client.failure or GenerationOver(one_line(error), generation=generation.number) from None
+        forming = self._forming = Forming(self, generation, group)
+        try:
+            self._form(forming)
+            said = self._settle(forming, fresh=fresh)
+        except BaseException as error:
+            self.connector.break_off(group)
+            self._close_detached(group)
+            if isinstance(error, (RuntimeError, ConnectionError)) and not isinstance(error, PacelineError):
+                self.connector.forget_store()  # its connection may be what broke
+                raise forming.failed(error) from None
+            raise
+        finally:
+            self._forming = None
+        self.group, self.now = group, generation
+        try:
+            self._bring_everybody_in(said)
+        except RuntimeError as error:
+            raise error if isinstance(error, PacelineError) else self.failed(error) from None
 
     def _pause(self) -> None:
         """What keeps those apart who are all there, a firewall or a variable, lasts."""
@@ -185,35 +280,32 @@ class Reform:
             raise Leave
 
     def _log_failure(self, error: GenerationOver) -> None:
-        if self.is_over:  # the roster said so: somebody was lost
-            logger.info("generation %d did not come about: %s", self.number, error)
+        if self.over >= self._tried:  # the roster said so: somebody was lost
+            logger.info("generation %d did not come about: %s", self._tried, error)
             return
         self._in_vain += 1
-        names = ", ".join(str(self.now.facts[worker].get("name")) for worker in self.now.workers) if self.now else ""
+        last = self.client.generation
+        names = ", ".join(str(last.facts[worker].get("name")) for worker in last.workers) if last else ""
         text = "generation %d did not come about though all are there (%s): can they all reach one another? %s"
-        logger.warning(text, self.number, names, error)
+        logger.warning(text, self._tried, names, error)
 
     def _fall_out(self) -> None:
         """The fleet went on: this step is no longer this worker's, and only a peer's state can bring it back."""
         self.close_group()
         self._undelivered = None
-        self._transport.outside = self._transport.at_rest = True
+        self._hand_over.recorded.set()
+        self._transport.entered(False)
+        self._transport.at_rest = True
         self._lanes.forget()
 
-    def _form(self, generation: Generation) -> None:
+    def _form(self, forming: Forming) -> None:
         """Connect the members of a generation, once all of them are there."""
-        self.now = generation
-        self._renewed |= {*generation.joined, *generation.fresh}
-        self._gone |= {gone.id: gone for gone in generation.left}
-        try:
-            self.group = group = self.connector.open_store(generation, worker=self.client.id)
-            group.store.set(f"here/{group.rank}", "")
-            group.wait_for([f"here/{rank}" for rank in range(group.size)], watch=self)
-            if group.size > 1:
-                self.connector.connect(group, generation, watch=self)
-                self._transport.backend = "nccl" if group.gpus is not None else "gloo"
-        except (RuntimeError, ConnectionError) as error:
-            raise self.failed(error) from None
+        group = forming.group
+        group.store.set(f"here/{group.rank}", "")
+        group.wait_for([f"here/{rank}" for rank in range(group.size)], watch=forming)
+        if group.size > 1:
+            self.connector.connect(group, forming.generation, watch=forming)
+            self._transport.backend = "nccl" if group.gpus is not None else "gloo"
 
     # -- the end of a group ----------------------------------------------------------------------------------------
 
@@ -222,19 +314,24 @@ class Reform:
         self.over = max(self.over, number)
         if number >= self.number:
             self.break_off()
+        forming = self._forming
+        if forming is not None and number >= forming.generation.number:
+            self.connector.break_off(forming.group)
 
     def break_off(self) -> None:
         """What is under way in the group fails now."""
         self.connector.break_off(self.group)
 
     def close_group(self) -> None:
-        """End the group: what still runs in it fails now. Its destructor may wait for that, so it is closed on another
-        thread."""
-        group = self.group
+        """End the group: what still runs in it fails now."""
+        self.break_off()
+        self._close_detached(self.group)
+
+    def _close_detached(self, group: Group) -> None:
+        """Close a group that was broken off; its destructor may wait for what runs in it, so on another thread."""
         held = group.detach()
         if not held:
             return
-        self.break_off()
         gpus, group.gpus = group.gpus, None
         held[:0], self._hand_over.sent = self._hand_over.sent, []
         self._closing = concurrency.Thread(target=_close, args=(held, gpus), name="paceline-close-group", daemon=True)
@@ -249,8 +346,8 @@ class Reform:
 
     # -- settling --------------------------------------------------------------------------------------------------
 
-    def _settle(self, *, fresh: bool) -> None:
-        """All say how far they are: results are handed over to those who lack them, a state to those who are new."""
+    def _settle(self, forming: Forming, *, fresh: bool) -> list[dict[str, Any]]:
+        """All say how far they are, and results are handed over to those who lack them. Returns what all said."""
         transport, listener = self._transport, self._transport.listener
         mine = {
             "fresh": fresh,
@@ -259,24 +356,25 @@ class Reform:
             "intact": transport.intact(),
             "training": listener.facts() if listener is not None else None,
         }
-        try:
-            said = self.group.gather("settle", "settling", mine, watch=self)
-            incumbents = [rank for rank, theirs in enumerate(said) if not theirs["fresh"]]
-            if incumbents:
-                transport.slots.adopt([said[rank]["slots"] for rank in incumbents])
-                self._hand_over.results(said, incumbents)
-            elif listener is not None:
-                raise FleetError("nobody is left who holds the state of the training: it begins anew, with new workers")
-            self._undelivered = self._change([theirs["training"] for theirs in said])
-            newcomers = [rank for rank, theirs in enumerate(said) if theirs["fresh"]]
-            if not incumbents:
-                self.deliver_members_changed()
-            elif newcomers:
-                self._bring_in(newcomers, giver=incumbents[0])
-        except RuntimeError as error:
-            if isinstance(error, PacelineError):
-                raise
-            raise self.failed(error) from None
+        said = forming.group.gather("settle", "settling", mine, watch=forming)
+        incumbents = [rank for rank, theirs in enumerate(said) if not theirs["fresh"]]
+        if incumbents:
+            transport.slots.adopt([said[rank]["slots"] for rank in incumbents])
+            self._hand_over.results(forming, said, incumbents)
+        elif listener is not None:
+            raise FleetError("nobody is left who holds the state of the training: it begins anew, with new workers")
+        return said
+
+    def _bring_everybody_in(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """Of the group that stands now, the training is to hear; those who are new get a state."""
+        transport = self._transport
+        incumbents = [rank for rank, theirs in enumerate(said) if not theirs["fresh"]]
+        newcomers = [rank for rank, theirs in enumerate(said) if theirs["fresh"]]
+        self._undelivered = self._change([theirs["training"] for theirs in said])
+        if not incumbents:
+            self.deliver_members_changed()
+        elif newcomers:
+            self._bring_in(newcomers, giver=incumbents[0])
         transport.entered(self._hand_over.later is None)
         if self.group.rank == 0 and not transport.outside:
             tidy = partial(_tidy, self.connector.aside.clone(), self.number)
@@ -304,16 +402,23 @@ class Reform:
 
     def deliver_members_changed(self) -> None:
         """The training hears of the group's members, before its next call; by whichever thread comes first."""
-        if self._undelivered is None:
-            return
-        self._hand_over.recorded.wait()
-        with self._lock:
-            change, self._undelivered = self._undelivered, None
-            listener = self._transport.listener
-            if change is not None and listener is not None:
-                listener.members_changed(change, partial(self.show, change))
-            elif change is not None:
-                self.show(change)
+        while self._undelivered is not None:
+            if not self._hand_over.recorded.wait(LOOK_S):
+                self._raise_failure()
+                continue
+            with self._lock:
+                if not self._hand_over.recorded.is_set():  # another round has ended meanwhile
+                    continue
+                change, self._undelivered = self._undelivered, None
+                listener = self._transport.listener
+                if change is not None and listener is not None:
+                    listener.members_changed(change, partial(self.show, change))
+                elif change is not None:
+                    self.show(change)
+
+    def _raise_failure(self) -> None:
+        if self.client.failure is not None:
+            raise self.client.failure
 
     def show(self, change: MembershipChange) -> None:
         """The transport's rank, size and workers say who is there after a change."""
@@ -322,11 +427,13 @@ class Reform:
 
     def finish(self, lane: str, began: int, *, facts: list[Any] | None, kept: Sequence[torch.Tensor]) -> bool:
         """A call that began in this generation has ended. False: it has not, for another thread has re-formed the
-        group, and told the others so."""
+        group, and told the others so. What a round aside gave is not in the training's state yet."""
         with self._lock:
             if self.number != began:
                 return False
             self._lanes[lane].finish(facts=facts, kept=kept)
+            if lane == ROUNDS:
+                self._hand_over.recorded.clear()
             return True
 
 

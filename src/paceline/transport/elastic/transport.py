@@ -22,15 +22,17 @@ from typing import Any
 
 import torch
 
+from paceline import concurrency
 from paceline.errors import Dropped, DroppedInCall, GenerationOver, PacelineError
 from paceline.roster import LEFT, Generation, RosterClient
 from paceline.roster.calls import CALLS, ROUNDS
 from paceline.signals import Leave
-from paceline.transport.base import Pending
+from paceline.transport.base import Keeps, Pending, made
 from paceline.transport.calls import CallSequences
 from paceline.transport.distributed import Distributed, facts_of, one_line
 from paceline.transport.elastic.calls import Lanes
 from paceline.transport.elastic.changes import MembershipListener
+from paceline.transport.elastic.connector import Connector
 from paceline.transport.elastic.handover import FleetLoop, HandOver
 from paceline.transport.elastic.reform import Join, Reform
 from paceline.transport.group import Group
@@ -40,6 +42,8 @@ from paceline.transport.pending import Never
 logger = logging.getLogger("paceline")
 
 WAITED = "left (SIGTERM) while it waited"
+BOARD_S = 2.0
+"""Seconds for which signals may fail while the roster answers; then the group is re-formed over a new connection."""
 
 
 def joins_roster() -> bool:
@@ -54,10 +58,16 @@ class Elastic(Distributed):
     elastic = True
 
     def __init__(
-        self, device: torch.device, *, emulated: str | None = None, backend: str | None = None, join: Join | None = None
+        self,
+        device: torch.device,
+        *,
+        emulated: str | None = None,
+        backend: str | None = None,
+        join: Join | None = None,
+        connector: Callable[..., Connector] = Connector,
     ) -> None:
         """``backend``: what the fleet needs, whatever else could be had. ``join``: how to enter at the roster, by
-        default as the environment says."""
+        default as the environment says. ``connector``: connects the members of each generation."""
         super().__init__(device, CallSequences(CALLS, ROUNDS, on_change=self._report))
         self.backend = "gloo"
         self.listener: MembershipListener | None = None
@@ -65,10 +75,14 @@ class Elastic(Distributed):
         self.intact: Callable[[], bool] = lambda: True
         """Whether the last round's result is still as it was, to be handed over."""
         self.lanes = Lanes(self._sequences)
+        self._here = concurrency.local()
+        """By thread: the group of the round that it is in."""
+        self._board_failed_s: float | None = None
+        """When the store, over the connection for signals, began to fail."""
         self.hand_over = HandOver(self)
         facts = {**facts_of(device), "emulated": emulated}
         join = join or _join_from_env(facts)
-        self.reform = Reform(self, device, join=join, gloo_only=backend == "gloo")
+        self.reform = Reform(self, device, join=join, gloo_only=backend == "gloo", connector=connector)
         self.loop = FleetLoop(self, self.reform)
         self.entered(False)
         self.outside = self.reform.client.running
@@ -149,14 +163,25 @@ class Elastic(Distributed):
             self.reform.break_off()
 
     def deliver_members_changed(self) -> None:
-        self.reform.deliver_members_changed()
+        if self._round_here is None:  # in a round everything is for its members
+            self.reform.deliver_members_changed()
 
     def release(self) -> None:
         self.hand_over.recorded.set()
 
+    @property
+    def _round_here(self) -> Group | None:
+        """The group of the round that this thread is in."""
+        return getattr(self._here, "group", None)
+
+    def _group_here(self) -> Group:
+        return self._round_here or self.group
+
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def _enter(self, label: str, *, lane: str) -> int:
+        if lane == ROUNDS:
+            self.release()  # its thread has done with the round before
         self.deliver_members_changed()
         return self.lanes.enter(label, lane=lane)
 
@@ -165,14 +190,21 @@ class Elastic(Distributed):
         self.reform.client.report(doing=own.doing, begun=own.begun, spots=own.spots())
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-        lane = ROUNDS if aside else CALLS
-        self.lanes[lane].pending = keeps
-        with super().round(label, aside=aside):
-            began = self.reform.number
-            yield
-        if not self.reform.finish(lane, began, facts=None, kept=keeps):
-            raise self.reform.why_over()  # the new one too: some of the sums may have begun there
+    def round(self, label: str, *, aside: bool = False, keeps: Keeps = ()) -> Iterator[list[torch.Tensor]]:
+        lane, built_for = ROUNDS if aside else CALLS, self.generation
+        try:
+            with super().round(label, aside=aside):
+                began, self._here.group = self.reform.number, self.group
+                tensors = self.lanes[lane].pending = made(keeps)
+                if self.generation != began:  # another thread has heard of other members than those of the group
+                    raise GenerationOver("members changed before the round", generation=began)
+                if not callable(keeps) and built_for != began:
+                    raise GenerationOver("members changed since the round was written", generation=built_for)
+                yield tensors
+        finally:
+            self._here.group = None
+        if not self.reform.finish(lane, began, facts=None, kept=tensors):
+            raise GenerationOver("the group was re-formed", generation=began)
 
     @torch.no_grad()
     def given(self, into: Sequence[torch.Tensor], *, aside: bool = False) -> bool:
@@ -229,12 +261,12 @@ class Elastic(Distributed):
         self.deliver_members_changed()
         return super().sum(tensor)
 
-    def _started(self, start: Callable[..., Any], *args: Any, whole: bool = True) -> Pending:
+    def _started(self, start: Callable[[Group], Any], *, whole: bool = True) -> Pending:
         """Never raises: sums start inside backward, which must come to its end."""
         if self.reform.is_over:
             return Never(self.reform.why_over())
         try:
-            return super()._started(start, *args, whole=whole)
+            return super()._started(start, whole=whole)
         except GenerationOver as over:
             return Never(over)
 
@@ -246,15 +278,26 @@ class Elastic(Distributed):
                 self._re_form_in("the name of a figure", over)
 
     def heard(self, name: str) -> bool:
+        self.release()
         self.deliver_members_changed()
         self.reform.check()
         try:
             said = bool(self.group.board.check([name]))
-        except RuntimeError:  # the roster is away: each worker goes by what it knows itself
-            self.roster_away = True
+        except RuntimeError as error:  # the roster is away: each worker goes by what it knows itself
+            self._board_failed(error)
             return False
-        self.roster_away = False
+        self.roster_away, self._board_failed_s = False, None
         return said
+
+    def _board_failed(self, error: RuntimeError) -> None:
+        """A roster that is back, or was never away, answers again: then it is the connection that broke."""
+        now, self.roster_away = concurrency.monotonic(), True
+        if self._board_failed_s is None or self.reform.client.away:
+            self._board_failed_s = now
+        elif now - self._board_failed_s > BOARD_S:
+            self._board_failed_s = None
+            self.reform.connector.forget_store()
+            raise self.reform.failed(error)
 
     def _tell_store(self, request: Callable[[], Any]) -> Any:
         with suppress(GenerationOver):  # the threads that listen learn of that too

@@ -12,7 +12,7 @@ import torch
 
 from paceline.errors import FleetError
 from paceline.roster import Generation
-from paceline.transport.base import Pending, Transport
+from paceline.transport.base import Keeps, Pending, Transport, made
 from paceline.transport.elastic.changes import MembershipListener
 from paceline.transport.inside.head import ANSWER, ERROR, STATE, VALUE
 from paceline.transport.inside.links import Links, opened, rebuilt
@@ -113,9 +113,9 @@ class Follower(Transport):
     # -- calls of the fleet ----------------------------------------------------------------------------------------
 
     def round(
-        self, label: str, *, aside: bool = False, keeps: Sequence[torch.Tensor] = ()
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
+        self, label: str, *, aside: bool = False, keeps: Keeps = ()
+    ) -> AbstractContextManager[Sequence[torch.Tensor]]:
+        return nullcontext(made(keeps))
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         raise AssertionError("a follower's sums are its head's")
