@@ -8,6 +8,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -96,4 +97,35 @@ def test_a_forked_child_does_not_hold_its_parents_connection_open() -> None:
     assert connection.socket.fileno() >= 0
     child.join(10)
     connection.close()
+    theirs.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="no fork here")
+def test_a_forked_child_does_not_disturb_the_wait_of_its_parent() -> None:
+    ours, theirs = socket.socketpair()
+    connection = RosterConnection(ours)
+    assert not connection.wait(0.0)
+    context = multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+    child = context.Process(target=_descriptor, args=(connection, told))
+    child.start()
+    assert told.get() == -1
+    child.join(10)
+    assert child.exitcode == 0
+    assert not connection.wait(0.0)
+    theirs.sendall(b"!")
+    assert connection.wait(10.0)
+    connection.close()
+    theirs.close()
+
+
+def test_breaking_off_from_another_thread_ends_the_wait() -> None:
+    ours, theirs = socket.socketpair()
+    connection = RosterConnection(ours)
+    breaker = threading.Timer(0.05, connection.break_off)
+    breaker.start()
+    assert connection.wait(30.0)
+    breaker.join()
+    connection.close()
+    connection.close()  # a second time does no harm
     theirs.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.roster import liveness, timeouts
+from paceline.roster import liveness
 from paceline.roster.liveness import BUSY, FROZEN, Look, SilenceCheck, SilenceLimit, look_at
 from paceline.roster.timeouts import Timeouts
 
@@ -22,14 +22,13 @@ LINUX = pytest.mark.skipif(not liveness.computer(), reason="the system tells not
 class Watch:
     """A timeouts of one worker, whose process is as ``look`` says."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, look: Look) -> None:
-        monkeypatch.setattr(timeouts, "look_at", lambda *process: look)
+    def __init__(self, look: Look) -> None:
         self.frozen: list[str] = []
         self.lost = 0
         self.worker: Any = SimpleNamespace(
             last_heard=100.0,
             last_beat=100.0,
-            process=(1, ""),
+            look=lambda: look,
             silence_limit=SilenceLimit(),
             silence=None,
             given_up=False,
@@ -49,25 +48,23 @@ class Watch:
             self.timeouts.tick(tenth / 10)
 
 
-def test_a_worker_that_stays_silent_is_given_up_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Watch(monkeypatch, Look(ticks=5))
+def test_a_worker_that_stays_silent_is_given_up_at_its_limit() -> None:
+    watch = Watch(Look(ticks=5))
     watch.pass_time(100.0, 101.1)
     assert not watch.frozen
     watch.pass_time(101.2, 101.4)
     assert len(watch.frozen) == 1
 
 
-def test_what_held_up_the_roster_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Watch(monkeypatch, Look(ticks=5))
+def test_what_held_up_the_roster_is_nobodys_silence() -> None:
+    watch = Watch(Look(ticks=5))
     watch.pass_time(100.0, 100.2)
     watch.pass_time(103.0, 103.7)  # it stood still in between
     assert not watch.frozen
 
 
-def test_held_up_between_reading_and_looking_the_roster_reads_again_before_it_judges(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    watch = Watch(monkeypatch, Look(ticks=5))
+def test_held_up_between_reading_and_looking_the_roster_reads_again_before_it_judges() -> None:
+    watch = Watch(Look(ticks=5))
     watch.timeouts.forgive(100.1)
     watch.timeouts.tick(103.0)
     assert not watch.frozen
@@ -76,8 +73,8 @@ def test_held_up_between_reading_and_looking_the_roster_reads_again_before_it_ju
     assert not watch.frozen
 
 
-def test_a_process_that_is_gone_is_given_up_at_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Watch(monkeypatch, Look(gone=True))
+def test_a_process_that_is_gone_is_given_up_at_the_first_look() -> None:
+    watch = Watch(Look(gone=True))
     watch.pass_time(100.0, 100.7)
     assert watch.lost
     assert not watch.frozen

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import secrets
-import selectors
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from paceline.errors import Dropped, FleetError
 from paceline.roster import wire
 from paceline.roster.calls import ERRORS, reminder_due_s
 from paceline.roster.generation import Generation, RunOver
-from paceline.roster.handshake import RosterConnection, shake_hands
+from paceline.roster.handshake import ClientConnection, ShakeHands, shake_hands
 from paceline.roster.liveness import BEAT_S, computer
 
 logger = logging.getLogger("paceline")
@@ -43,7 +42,8 @@ class RosterClient:
     """This worker, as the roster knows it.
 
     ``name`` is unique in the fleet (``host/slot``) and keeps its id across restarts of the process. ``on_over(g)`` is
-    called from the thread when generation g turns out to be over, to unblock this worker's round.
+    called from the thread when generation g turns out to be over, to unblock this worker's round. ``shake_hands``: the
+    way to the roster.
     """
 
     def __init__(
@@ -54,12 +54,13 @@ class RosterClient:
         name: str,
         facts: Mapping[str, Any],
         on_over: Callable[[int], None],
+        shake_hands: ShakeHands = shake_hands,
     ) -> None:
         self._address, self._token = wire.parse_address(address), token
         self._fingerprint = wire.parse_fingerprint(address)
         _check(name, facts, token)
         self._name, self._facts, self._on_over = name, dict(facts), on_over
-        self._session = secrets.token_hex(8)
+        self._way, self._session = shake_hands, secrets.token_hex(8)
         self.over = 0
         self.news = False
         self.dropped = False
@@ -78,7 +79,7 @@ class RosterClient:
         self._closing = self._leaving = False
         self._bye = concurrency.Event()
         self.id = -1
-        self._connection: RosterConnection | None = self._find_roster()
+        self._connection: ClientConnection | None = self._find_roster()
         self.id = self._connection.id
         self.running = self._connection.running
         self._thread = concurrency.Thread(target=self._run, name="paceline-roster-client", daemon=True)
@@ -190,27 +191,25 @@ class RosterClient:
         if self._connection is not None:
             self._connection.close()
 
-    def _attend(self, connection: RosterConnection) -> None:
+    def _attend(self, connection: ClientConnection) -> None:
         """Beat and listen until the connection breaks or the worker leaves."""
         count, beat_at, warned = 0, concurrency.monotonic(), False
         self._answered_at = beat_at
-        with selectors.DefaultSelector() as selector:
-            selector.register(connection.socket, selectors.EVENT_READ)
-            while not self._closing:
-                now = concurrency.monotonic()
-                if now - beat_at > STOOD_STILL_S:  # it was this process that heard nothing
-                    self._answered_at = now
-                if now >= beat_at:
-                    count, beat_at = count + 1, max(beat_at + BEAT_S, now)
-                    if not self._beat(count):
-                        raise EOFError("the connection broke")
-                if now - self._answered_at > QUIET_S and not warned:
-                    warned = True
-                    logger.warning("the roster has not answered for %.0f s; training goes on", QUIET_S)
-                if connection.early or selector.select(max(0.0, beat_at - concurrency.monotonic())):
-                    self._answered_at, warned = concurrency.monotonic(), False
-                    for message in connection.read():
-                        self._hear(message)
+        while not self._closing:
+            now = concurrency.monotonic()
+            if now - beat_at > STOOD_STILL_S:  # it was this process that heard nothing
+                self._answered_at = now
+            if now >= beat_at:
+                count, beat_at = count + 1, max(beat_at + BEAT_S, now)
+                if not self._beat(count):
+                    raise EOFError("the connection broke")
+            if now - self._answered_at > QUIET_S and not warned:
+                warned = True
+                logger.warning("the roster has not answered for %.0f s; training goes on", QUIET_S)
+            if connection.wait(max(0.0, beat_at - concurrency.monotonic())):
+                self._answered_at, warned = concurrency.monotonic(), False
+                for message in connection.read():
+                    self._hear(message)
 
     def _beat(self, count: int) -> bool:
         doing, begun, spots = self._said
@@ -283,7 +282,7 @@ class RosterClient:
 
     # -- finding the roster ----------------------------------------------------------------------------------------
 
-    def _find_roster(self) -> RosterConnection:
+    def _find_roster(self) -> ClientConnection:
         """The first time: for a minute, and a refusal is final."""
         began, attempt = concurrency.monotonic(), 0
         while True:
@@ -322,7 +321,7 @@ class RosterClient:
                     self._changed.wait(timeout=BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
             attempt += 1
 
-    def _resume(self, connection: RosterConnection) -> None:
+    def _resume(self, connection: ClientConnection) -> None:
         if self._closing:
             connection.close()
             return
@@ -342,7 +341,7 @@ class RosterClient:
         elif not self.failure and (refused.kind == "failed" or (refused.kind == "busy" and refused_s > BUSY_S)):
             self._fail(FleetError(f"this worker was given up by the roster: {refused}"))
 
-    def _shake_hands(self) -> RosterConnection:
+    def _shake_hands(self) -> ClientConnection:
         was = self.generation
         hello = {
             "name": self._name,
@@ -353,7 +352,7 @@ class RosterClient:
             "was": was.to_json() if was else None,
             "returning": self.id >= 0,
         }
-        return shake_hands(self._address, token=self._token, hello=hello, fingerprint=self._fingerprint)
+        return self._way(self._address, token=self._token, hello=hello, fingerprint=self._fingerprint)
 
     def _nobody(self, error: BaseException) -> str:
         host, port = self._address

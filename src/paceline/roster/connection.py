@@ -1,14 +1,15 @@
-"""The roster's end of one connection: TLS in and out without ever blocking, everything bounded."""
+"""The roster's end of one connection: the state it keeps per worker, and TLS that never blocks, everything bounded."""
 
 from __future__ import annotations
 
 import socket
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from paceline.roster import wire
 from paceline.roster.calls import Beat, Heard
-from paceline.roster.liveness import SilenceCheck, SilenceLimit
+from paceline.roster.liveness import Look, SilenceCheck, SilenceLimit, look_at
 from paceline.roster.tls import HANDSHAKE, Channel
 
 if TYPE_CHECKING:
@@ -28,11 +29,11 @@ class Closed(Exception):
         self.cut = cut
 
 
-class Connection:
-    """One worker, or somebody who has yet to prove to be one."""
+class WorkerConnection(ABC):
+    """One worker, or somebody who has yet to prove to be one; the subclass carries the messages."""
 
-    def __init__(self, sock: socket.socket, peer: str, now: float, context: ssl.SSLContext) -> None:
-        self.socket, self.peer, self.opened = sock, peer, now
+    def __init__(self, peer: str, now: float) -> None:
+        self.peer, self.opened = peer, now
         self.challenge = wire.challenge()
         self.proven = False
         self.worker: int | None = None
@@ -45,23 +46,76 @@ class Connection:
         self.silence: SilenceCheck | None = None
         self.given_up = False
         """It was silent for too long; should it be heard again, that is news."""
-        self._channel: Channel | None = Channel(context)
-        """None: it speaks in the clear, and is told so before it is closed."""
         self.mute = True
         """Nothing has come from it."""
+
+    def prove(self) -> None:
+        """Note that the other end knows the token."""
+        self.proven = True
+
+    def look(self) -> Look:
+        """Return what is known of the worker's process."""
+        return look_at(*self.process)
+
+    def note_beat(self, beat: Beat, now: float) -> None:
+        """Remember a beat, and what its lateness says of the next ones."""
+        if not self.given_up:
+            self.silence_limit.note(now - self.last_beat)
+        self.last_beat = now
+        self.heard.note(beat, now)
+
+    def refuse_plain(self) -> wire.Refused:
+        """Return the refusal for one that does not speak TLS."""
+        return wire.Refused("plain", PLAIN)
+
+    @abstractmethod
+    def read(self) -> list[dict[str, Any]]:
+        """Return the messages that have come, without waiting.
+
+        Raises `Closed`, `wire.Garbled` or, for one in the clear, `wire.Refused`.
+        """
+
+    @abstractmethod
+    def send(self, message: wire.Message | bytes) -> None:
+        """Send now what can be sent, and keep the rest. A broken connection shows when it is read next."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Send what was kept, as far as that is possible now."""
+
+    @property
+    @abstractmethod
+    def backlog(self) -> int:
+        """Bytes that wait to be sent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the connection; the other end sees it closed."""
+
+
+class SocketConnection(WorkerConnection):
+    """A worker's connection over a socket, with TLS."""
+
+    def __init__(self, sock: socket.socket, peer: str, now: float, context: ssl.SSLContext) -> None:
+        super().__init__(peer, now)
+        self.socket = sock
+        self._channel: Channel | None = Channel(context)
+        """None: it speaks in the clear, and is told so before it is closed."""
         self._lines = wire.Lines(wire.MAX_FIRST_LINE)
         self._unsent = bytearray()
         sock.setblocking(False)
 
     def fileno(self) -> int:
+        """Return the socket's descriptor, for selectors."""
         return self.socket.fileno()
 
     def prove(self) -> None:
-        self.proven = True
+        """Note that the other end knows the token: it may send longer lines now."""
+        super().prove()
         self._lines.limit = wire.MAX_LINE
 
     def read(self) -> list[dict[str, Any]]:
-        """The messages that have come; raises `Closed`, `wire.Garbled` or, for one in the clear, `wire.Refused`."""
+        """Return the messages that have come; see `WorkerConnection.read`."""
         try:
             data = self.socket.recv(CHUNK)
         except BlockingIOError:
@@ -88,11 +142,12 @@ class Connection:
             self.flush()
 
     def refuse_plain(self) -> wire.Refused:
-        """Whoever is there does not speak TLS: what is sent from now on is in the clear, for it to read."""
+        """Return the refusal; what is sent from now on is in the clear, for the other end to read."""
         self._channel = None
-        return wire.Refused("plain", PLAIN)
+        return super().refuse_plain()
 
     def send(self, message: wire.Message | bytes) -> None:
+        """Seal the message, and send what the socket takes now."""
         line = wire.encode(message)
         with suppress(OSError):  # TLS is broken: nothing can be sent any more
             self._unsent += self._channel.seal(line) if self._channel else line
@@ -110,13 +165,9 @@ class Connection:
 
     @property
     def backlog(self) -> int:
+        """Sealed bytes that the socket has not taken yet."""
         return len(self._unsent)
 
-    def note_beat(self, beat: Beat, now: float) -> None:
-        if not self.given_up:
-            self.silence_limit.note(now - self.last_beat)
-        self.last_beat = now
-        self.heard.note(beat, now)
-
     def close(self) -> None:
+        """Close the socket."""
         self.socket.close()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import weakref
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from paceline import concurrency
 from paceline.roster import wire
@@ -16,6 +17,39 @@ ANSWER_S = 5.0
 """How long the roster may take for each answer of the handshake."""
 
 _OPEN: weakref.WeakSet[RosterConnection] = weakref.WeakSet()
+
+
+class ClientConnection(Protocol):
+    """A connection to the roster, as `RosterClient` uses it."""
+
+    id: int
+    running: bool
+    store_port: int
+    clock_ahead_s: float
+
+    def send(self, message: wire.Message) -> None:
+        """Send a message, from any thread; raises OSError when the connection is broken."""
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether messages have come, or the connection has ended, waiting up to ``seconds``."""
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the messages that have come; raises OSError or EOFError when the connection has ended."""
+
+    def break_off(self) -> None:
+        """End the connection, from any thread: the thread that reads it wakes, and closes it."""
+
+    def close(self) -> None:
+        """Close the connection."""
+
+
+class ShakeHands(Protocol):
+    """A way to the roster, with the signature of `shake_hands`."""
+
+    def __call__(
+        self, address: tuple[str, int], *, token: str, hello: wire.Message, fingerprint: str | None = None
+    ) -> ClientConnection:
+        """Return a connection over which the roster has let this worker in; raises what `shake_hands` raises."""
 
 
 class RosterConnection:
@@ -32,6 +66,8 @@ class RosterConnection:
         self._sending = concurrency.Lock()
         self._lines = wire.Lines(wire.MAX_ANSWER)
         self._early: list[dict[str, Any]] = []
+        self._selector: selectors.BaseSelector | None = None
+        """Made by the first `wait`."""
         _OPEN.add(self)
 
     @property
@@ -78,10 +114,17 @@ class RosterConnection:
             raise wire.Refused(str(first["refused"]), str(first.get("text", "")))
         return first
 
-    @property
-    def early(self) -> bool:
-        """Whether messages lie here that the socket will not announce."""
-        return bool(self._early)
+    def wait(self, seconds: float) -> bool:
+        """Return whether messages have come, or the connection has ended, waiting up to ``seconds``.
+
+        Only the thread that reads may call it.
+        """
+        if self._early:  # the socket will not announce these
+            return True
+        if self._selector is None:
+            self._selector = selectors.DefaultSelector()
+            self._selector.register(self.socket, selectors.EVENT_READ)
+        return bool(self._selector.select(seconds))
 
     def break_off(self) -> None:
         """End the connection, from any thread: the thread that reads it wakes, and closes it."""
@@ -89,13 +132,17 @@ class RosterConnection:
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Close the socket, and the selector that watches it. No other thread may be in `wait`."""
         self.socket.close()
+        if self._selector is not None:
+            self._selector.close()
 
 
 def _close_in_child() -> None:
     """A forked child (a data loader's) must not hold its parent's connection open: its end is how a death is known."""
     for connection in list(_OPEN):
-        connection.socket.close()
+        with suppress(OSError):  # some systems' selectors do not survive a fork
+            connection.close()  # the parent's selector goes on: nothing is unregistered
 
 
 if hasattr(os, "register_at_fork"):
@@ -118,10 +165,7 @@ def shake_hands(
             raise _stranger(connection.fingerprint)
         _prove(connection, token)
         connection.send({"hello": hello})
-        welcome = connection.answer()
-        connection.id, connection.running = int(welcome["welcome"]), bool(welcome["running"])
-        connection.store_port = int(welcome["store"])
-        connection.clock_ahead_s = float(welcome.get("now", 0.0) or concurrency.time()) - concurrency.time()
+        take_welcome(connection, connection.answer())
         return connection
     except (KeyError, TypeError):
         connection.close()
@@ -129,6 +173,13 @@ def shake_hands(
     except BaseException:
         connection.close()
         raise
+
+
+def take_welcome(connection: ClientConnection, welcome: wire.Message) -> None:
+    """Note what the roster says to a worker that it lets in."""
+    connection.id, connection.running = int(welcome["welcome"]), bool(welcome["running"])
+    connection.store_port = int(welcome["store"])
+    connection.clock_ahead_s = float(welcome.get("now", 0.0) or concurrency.time()) - concurrency.time()
 
 
 def _prove(connection: RosterConnection, token: str) -> None:

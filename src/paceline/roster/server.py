@@ -1,4 +1,4 @@
-"""The roster's server: one thread that listens, one `MembershipRules` that decides, and the torch store beside it.
+"""The roster's server: one thread at its door, one `MembershipRules` that decides, and the torch store beside it.
 
 Run by the launcher, or by ``paceline host`` on its own. It holds no state of the training: if it dies the fleet
 trains on, and if it comes back with its state file the workers find it again by themselves.
@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import selectors
-import socket
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +18,9 @@ from paceline import concurrency
 from paceline.roster import persistence, wire
 from paceline.roster.calls import Beat
 from paceline.roster.certificate import Certificate
-from paceline.roster.connection import MAX_UNSENT, Closed, Connection
+from paceline.roster.connection import MAX_UNSENT, Closed, WorkerConnection
+from paceline.roster.door import RosterDoor, SocketDoor
 from paceline.roster.generation import Generation
-from paceline.roster.liveness import look_at
 from paceline.roster.membership_rules import CLOSED, Happened, MembershipRules
 from paceline.roster.state import Hello, Ready, RosterState
 from paceline.roster.timeouts import TICK_S, Timeouts
@@ -45,7 +42,8 @@ class RosterServer:
     ``expect``: workers that are being started, for whom the first generation waits. ``state``: a file from which a
     restarted roster goes on. ``certificate``: the file that keeps its certificate, by default beside ``state``; without
     either it has a new one each time. ``observe(kind, data)`` is called on the roster's thread with *registered*,
-    *refused*, *generation*, *over*, *left*, *returned*, *waiting*, *holding*, *failed* and *finished*.
+    *refused*, *generation*, *over*, *left*, *returned*, *waiting*, *holding*, *failed* and *finished*. ``door``: where
+    workers connect, by default sockets at ``host`` and ``port``; ``store``: by default torch's, on ``host``.
     """
 
     def __init__(
@@ -60,6 +58,8 @@ class RosterServer:
         certificate: Path | None = None,
         expect: int = 0,
         observe: Callable[[str, dict[str, Any]], None] | None = None,
+        door: RosterDoor | None = None,
+        store: persistence.HostedStore | None = None,
     ) -> None:
         if not 1 <= minimum <= maximum:
             raise ValueError(f"a fleet of {minimum} to {maximum} workers cannot be: write 1 <= minimum <= maximum")
@@ -70,19 +70,16 @@ class RosterServer:
         saved = persistence.load(state) if state else None
         if saved:
             roster.restore(saved)
-        self._certificate = Certificate(certificate or (persistence.beside(state) if state else None))
-        self.fingerprint = self._certificate.fingerprint
-        self._listener = socket.create_server((host, port), family=persistence.family(host), backlog=256)
-        self._listener.setblocking(False)
-        self.port = int(self._listener.getsockname()[1])
-        self.address = wire.written(host, self.port, self.fingerprint)
-        self._store = persistence.StoreHost(host)
+        kept = certificate or (persistence.beside(state) if state else None)
+        self._door = door or SocketDoor(host, port, Certificate(kept))
+        self.port, self.fingerprint = self._door.port, self._door.fingerprint
+        self.address = wire.written(self._door.host, self.port, self.fingerprint)
+        self._store = store or persistence.StoreHost(host)
         self._rules = MembershipRules(roster, store_port=self._store.port, leap=int(concurrency.time()))
         self._lock = concurrency.RLock()
-        self._selector = selectors.DefaultSelector()
-        self._wake_sender, self._wake_receiver = socket.socketpair()
-        self._connections: set[Connection] = set()
-        self._by_worker: dict[int, Connection] = {}
+        self._connections: dict[WorkerConnection, None] = {}
+        """Set in the order of arrival."""
+        self._by_worker: dict[int, WorkerConnection] = {}
         self._timeouts = Timeouts(self._rules, self._by_worker, lose=partial(self._lose, cut=False), note=self._note)
         self._happened: deque[Happened] = deque()
         self._closing = False
@@ -104,14 +101,14 @@ class RosterServer:
             id = self._rules.roster.ids.get(name, -1)
             if id in self._by_worker and id not in self._rules.roster.workers:  # a child of it may hold its socket open
                 self._drop(self._by_worker[id])
-        self._wake()
+        self._door.wake()
 
     def expect(self, more: int) -> None:
         """So many more processes were started (fewer, when negative): the first generation waits for them."""
         with self._lock:
             self._rules.expect(more)
             self._carry_out()
-        self._wake()
+        self._door.wake()
 
     def snapshot(self) -> dict[str, Any]:
         """Members, those who wait, the generation's number, whether the run finished, and what is waited for."""
@@ -136,71 +133,55 @@ class RosterServer:
         """Stop serving. Workers that are still there train on, and look for the roster."""
         with self._lock:
             self._closing = True
-        self._wake()
+        self._door.wake()
         if self._thread.is_alive() and concurrency.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
         with self._lock:
             for connection in list(self._connections):
                 connection.close()
-            for one in (self._listener, self._wake_sender, self._wake_receiver):
-                one.close()
+            self._door.close()
             self._store.close()
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._wake_receiver.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         while not self._closing:
-            events = self._selector.select(TICK_S)
+            events = self._door.wait(TICK_S)
             with self._lock:
                 now = concurrency.monotonic()  # one reading for both: while the roster is held up, nobody is silent
                 self._timeouts.forgive(now)
-                for key, mask in events:
-                    self._attend(key.fileobj, mask)
+                for connection, writable in events:
+                    self._attend(connection, writable)
                 self._tick(now)
                 self._carry_out()
                 self._arm()
             self._report()
-        self._selector.close()
+        self._door.release()
 
-    def _attend(self, what: Any, mask: int) -> None:
-        if what is self._listener:
+    def _attend(self, connection: WorkerConnection | None, writable: bool) -> None:
+        if connection is None:
             self._accept()
-        elif what is self._wake_receiver:
-            self._wake_receiver.recv(4096)
-        elif what in self._connections:
-            if mask & selectors.EVENT_WRITE:
-                what.flush()
+        elif connection in self._connections:
+            if writable:
+                connection.flush()
             try:
-                self._read(what)
+                self._read(connection)
             except Exception:  # whatever one connection brings, the others are served
-                logger.exception("the roster gives up the connection from %s", what.peer)
-                self._lose(what, cut=False)
-
-    def _wake(self) -> None:
-        """Wake the thread: another one has left it something to send or to report."""
-        with suppress(OSError):  # it is awake already, or gone
-            self._wake_sender.send(b"!", socket.MSG_DONTWAIT)
+                logger.exception("the roster gives up the connection from %s", connection.peer)
+                self._lose(connection, cut=False)
 
     def _accept(self) -> None:
-        try:
-            sock, peer = self._listener.accept()
-            wire.tune(sock)
-        except OSError as error:
-            logger.debug("roster: a connection was not accepted: %s", error)
-            concurrency.sleep(0.01)  # out of descriptors: the queue stays, so this would spin
+        connection = self._door.accept()
+        if connection is None:
             return
         unproven = [one for one in self._connections if not one.proven]
         if len(unproven) >= UNPROVEN:
             self._drop(min(unproven, key=lambda one: one.opened))
-        connection = Connection(sock, f"{peer[0]}:{peer[1]}", concurrency.monotonic(), self._certificate.context)
-        self._connections.add(connection)
-        self._selector.register(connection, selectors.EVENT_READ)
-        connection.send({"paceline": wire.VERSION, "challenge": connection.challenge})
+        self._connections[connection] = None
+        if not connection.proven:
+            connection.send({"paceline": wire.VERSION, "challenge": connection.challenge})
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: WorkerConnection) -> None:
         try:
             for message in connection.read():
                 self._hear(connection, message)
@@ -211,7 +192,7 @@ class RosterServer:
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             self._refuse(connection, "garbled", f"sent what makes no sense ({str(error)[:100]})")
 
-    def _hear(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _hear(self, connection: WorkerConnection, message: dict[str, Any]) -> None:
         if connection not in self._connections:  # dropped by a message before this one
             return
         if not connection.proven:
@@ -221,7 +202,7 @@ class RosterServer:
         else:
             self._hear_worker(connection, connection.worker, message)
 
-    def _check_proof(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _check_proof(self, connection: WorkerConnection, message: dict[str, Any]) -> None:
         theirs, mine = str(message["challenge"]), connection.challenge
         if not wire.proven(message["proof"], wire.proof(self._token, "worker", mine, theirs, self.fingerprint)):
             advice = "give it as PACELINE_TOKEN or --token-file"
@@ -230,7 +211,7 @@ class RosterServer:
         connection.prove()
         connection.send({"proof": wire.proof(self._token, "roster", mine, theirs, self.fingerprint)})
 
-    def _admit(self, connection: Connection, said: dict[str, Any]) -> None:
+    def _admit(self, connection: WorkerConnection, said: dict[str, Any]) -> None:
         hello = _read_hello(said)
         process = (int(said["process"][0]), str(said["process"][1]))
         self._give_up_if_gone(hello)
@@ -252,14 +233,14 @@ class RosterServer:
         """The process that had this name may have ended a moment ago, its connection still open in a child of it."""
         id = self._rules.roster.ids.get(hello.name, -1)
         old, connection = self._rules.roster.workers.get(id), self._by_worker.get(id)
-        if old and connection and old.session != hello.session and look_at(*connection.process).gone:
+        if old and connection and old.session != hello.session and connection.look().gone:
             self._lose(connection, cut=False)
 
     def _running(self, id: int) -> bool:
         last = self._rules.roster.last
         return last is not None and any(other in self._rules.roster.workers for other in last.alive() if other != id)
 
-    def _hear_worker(self, connection: Connection, id: int, message: dict[str, Any]) -> None:
+    def _hear_worker(self, connection: WorkerConnection, id: int, message: dict[str, Any]) -> None:
         now = concurrency.monotonic()
         beat = Beat.read(message) if "beat" in message else None
         if beat:
@@ -281,29 +262,28 @@ class RosterServer:
 
     # -- consequences ----------------------------------------------------------------------------------------------
 
-    def _lose(self, connection: Connection, *, cut: bool) -> None:
+    def _lose(self, connection: WorkerConnection, *, cut: bool) -> None:
         """This connection is closed, or nothing gets through it any more."""
         id = connection.worker
         self._drop(connection)
         if id is None:
             return
-        gone = not cut and look_at(*connection.process).gone
+        gone = not cut and connection.look().gone
         if not gone and not cut:  # a cut cable says nothing of the process: it is waited for as long as it takes
-            self._timeouts.may_return(id, connection.session, connection.process)
+            self._timeouts.may_return(id, connection.session, connection.look)
         self._rules.lost(id, "was cut off (nothing gets through to it)" if cut else CLOSED, sure=gone)
 
-    def _refuse(self, connection: Connection, kind: str, text: str, *, name: str = "") -> None:
+    def _refuse(self, connection: WorkerConnection, kind: str, text: str, *, name: str = "") -> None:
         connection.send({"refused": kind, "text": text})
         self._note("refused", {"kind": kind, "text": text, "from": connection.peer, "name": name})
         self._lose(connection, cut=False)
 
-    def _drop(self, connection: Connection) -> None:
-        self._connections.discard(connection)
+    def _drop(self, connection: WorkerConnection) -> None:
+        self._connections.pop(connection, None)
         if connection.worker is not None and self._by_worker.get(connection.worker) is connection:
             del self._by_worker[connection.worker]
         connection.worker = None
-        with suppress(KeyError, ValueError, RuntimeError):  # the thread may have ended
-            self._selector.unregister(connection)
+        self._door.forget(connection)
         connection.close()
 
     def _tick(self, now: float) -> None:
@@ -343,14 +323,12 @@ class RosterServer:
             self._unsavable = True
 
     def _arm(self) -> None:
-        """Listen for room to write exactly where something waits to be sent; give up a worker that never reads."""
+        """Wait for room to write exactly where something waits to be sent; give up a worker that never reads."""
         for connection in list(self._connections):
             if connection.backlog > MAX_UNSENT:
                 self._lose(connection, cut=True)
-                continue
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.backlog else 0)
-            if self._selector.get_key(connection).events != wanted:
-                self._selector.modify(connection, wanted)
+            else:
+                self._door.arm(connection)
 
     def _report(self) -> None:
         while self._happened:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.roster.calls import mismatch, name_workers, waited_for
-from paceline.roster.connection import Connection
-from paceline.roster.liveness import BUSY, FROZEN, GONE, LOOK_S, SilenceCheck, look_at
+from paceline.roster.connection import WorkerConnection
+from paceline.roster.liveness import BUSY, FROZEN, GONE, LOOK_S, UNKNOWN, Look, SilenceCheck
 from paceline.roster.membership_rules import MembershipRules
 
 TICK_S = 0.1
@@ -32,22 +32,22 @@ class Timeouts:
     def __init__(
         self,
         rules: MembershipRules,
-        workers: Mapping[int, Connection],
+        workers: Mapping[int, WorkerConnection],
         *,
-        lose: Callable[[Connection], None],
+        lose: Callable[[WorkerConnection], None],
         note: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._rules, self._workers, self._lose, self._note = rules, workers, lose, note
         self._now = self._ticked = 0.0
-        self._away: dict[tuple[int, str], tuple[float, tuple[int, str]]] = {}
-        """By id and session: until when a lost process may come back, and where it runs."""
+        self._away: dict[tuple[int, str], tuple[float, Callable[[], Look]]] = {}
+        """By id and session: until when a lost process may come back, and what is known of it."""
         self._await_until: float | None = None
         self._waiting_since, self._waiting_told = 0.0, ""
         self._told_at = 0.0
 
-    def may_return(self, id: int, session: str, process: tuple[int, str]) -> None:
-        """This process's connection closed, and it is not known to have ended."""
-        self._away[id, session] = (self._now + RETURN_S, process)
+    def may_return(self, id: int, session: str, look: Callable[[], Look]) -> None:
+        """Wait for a process whose connection closed, until ``look`` finds that it has ended."""
+        self._away[id, session] = (self._now + RETURN_S, look)
 
     def is_back(self, id: int, session: str) -> None:
         self._away.pop((id, session), None)
@@ -75,11 +75,11 @@ class Timeouts:
         self._rules.consider()
         self._check_waiting(now)
 
-    def _check_silence(self, id: int, connection: Connection, now: float) -> None:
+    def _check_silence(self, id: int, connection: WorkerConnection, now: float) -> None:
         silent_s = now - connection.last_heard
         if silent_s < LOOK_S:
             return
-        look = look_at(*connection.process)
+        look = connection.look()
         if connection.silence is None:
             connection.silence = SilenceCheck(look)
             if not look.gone:  # whether it computes shows at the next look; by then what lies here unread is read
@@ -97,8 +97,8 @@ class Timeouts:
 
     def _check_lost(self, now: float) -> None:
         """Lost processes that have ended, or have had the time to come back."""
-        for (id, session), (until, process) in list(self._away.items()):
-            if now > until or look_at(*process).gone:
+        for (id, session), (until, look) in list(self._away.items()):
+            if now > until or look().gone:
                 del self._away[id, session]
                 self._rules.confirm(id, session)
 
@@ -111,7 +111,7 @@ class Timeouts:
         self._await_until = self._await_until or now + RETURN_S
         if now > self._await_until:
             for id, session in self._rules.give_up_absent("did not come back after the roster's restart"):
-                self._away[id, session] = (now + ABSENT_S - RETURN_S, (0, ""))
+                self._away[id, session] = (now + ABSENT_S - RETURN_S, lambda: UNKNOWN)
 
     def _check_calls(self, now: float) -> None:
         """Calls that can never meet end the run; a worker that waits long is told for whom."""
