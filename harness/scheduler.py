@@ -15,9 +15,9 @@ from __future__ import annotations
 import random
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from queue import Empty
 from typing import Any
 
@@ -47,6 +47,8 @@ class Task:
         self.priority = scheduler.rng.random()
         self.joiners: list[Task] = []
         self.error: BaseException | None = None
+        self.handle: Any = self
+        """What `current_thread` gives."""
         self.number = len(scheduler.tasks)
         self.thread = threading.Thread(target=scheduler._live, args=(self,), name=name, daemon=True)
 
@@ -77,6 +79,7 @@ class Scheduler:
         """Sorted by point: what happens there."""
         self._alarms: list[tuple[float, int, Callable[[], None]]] = []
         self._until: Callable[[], bool] = lambda: False
+        self._atomic = 0
         self.by_priority = self.rng.random() < 0.5
         self.switch = self.rng.choice((0.02, 0.1, 0.4))
         """In a random walk: how likely the baton passes on at a point."""
@@ -210,6 +213,8 @@ class Scheduler:
 
     def point(self) -> None:
         """A place where the baton may pass on."""
+        if self._atomic:
+            return
         me = self._enter()
         self.points += 1
         self.now += TICK_S
@@ -226,6 +231,7 @@ class Scheduler:
 
     def block(self, until: float | None) -> bool:
         """Wait until somebody wakes this thread: True; or for this time: False."""
+        assert not self._atomic, "an atomic block waits"
         me = self._enter()
         self.points += 1
         me.runnable, me.wake_at, me.timed_out = False, until, False
@@ -244,9 +250,19 @@ class Scheduler:
     def _better(self, me: Task) -> bool:
         return any(one.priority > me.priority for one in self._alive if one.runnable and one.process not in self.frozen)
 
+    @contextmanager
+    def atomic(self) -> Iterator[None]:
+        """Keep the baton in the block, which must not wait."""
+        self._atomic += 1
+        try:
+            yield
+        finally:
+            self._atomic -= 1
+
     def _happen(self) -> None:
-        while self._events and self._events[0][0] <= self.points:
-            self._events.pop(0)[2]()
+        with self.atomic():
+            while self._events and self._events[0][0] <= self.points:
+                self._events.pop(0)[2]()
 
     def _wake(self, task: Task) -> None:
         if not task.runnable and not task.done:
@@ -310,8 +326,9 @@ class Scheduler:
         self.now = max(self.now, to)
         if self.by_priority and self.rng.random() < 0.1:
             self._clock_priority = self.rng.random()
-        while self._alarms and self._alarms[0][0] <= self.now:
-            self._alarms.pop(0)[2]()
+        with self.atomic():
+            while self._alarms and self._alarms[0][0] <= self.now:
+                self._alarms.pop(0)[2]()
         for task in self._alive:
             if task.wake_at is not None and not task.runnable and task.wake_at <= self.now:
                 task.runnable, task.since, task.timed_out = True, self.now, True
@@ -331,7 +348,7 @@ class Scheduler:
         self.block(self.now + max(seconds, TICK_S))
 
     def current_thread(self) -> Any:
-        return self.current()
+        return self.current().handle
 
     def main_thread(self) -> Any:
         return None
@@ -357,6 +374,8 @@ class Lock:
     """A lock, and with ``reentrant`` one that its owner may take again."""
 
     reentrant = False
+    yields = True
+    """Whether another thread may run right after a release."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -394,6 +413,8 @@ class Lock:
         for task in self._waiting:
             self._scheduler._wake(task)
         self._waiting.clear()
+        if self.yields:
+            self._scheduler.point()
 
     def locked(self) -> bool:
         return self._owner is not None
@@ -431,7 +452,9 @@ class Condition:
         assert self._lock._owner is me or scheduler.over, "wait without the lock"
         count, self._lock._count = self._lock._count, 1
         self._waiting.append(me)
+        self._lock.yields = False
         self._lock.release()
+        self._lock.yields = True
         try:
             woken = scheduler.block(None if timeout is None else scheduler.now + max(timeout, TICK_S))
         finally:
@@ -547,6 +570,7 @@ class Thread:
     def start(self) -> None:
         process = self._scheduler.current().process
         self._task = self._scheduler.spawn(self.run, name=self.name, process=process)
+        self._task.handle = self
         self._scheduler.point()
 
     def run(self) -> None:
@@ -569,16 +593,8 @@ class Thread:
             if not scheduler.block(until):
                 return
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Task) and other is self._task)
-
-    __hash__ = object.__hash__
-
 
 def _wake_all(scheduler: Scheduler, waiting: list[Task]) -> None:
     for task in waiting:
         scheduler._wake(task)
     waiting.clear()
-
-
-REAL_SECONDS = time.perf_counter

@@ -1,0 +1,284 @@
+"""Random programs of elastic fleets under random schedules and faults, each the same for the same seed.
+
+`play(seed)` draws a program (a pace, a combine, an order, calls between steps), a schedule and faults, runs them on a
+`World`, and judges the run: everybody ends within a bound of virtual time, with a documented exit code; nobody's
+thread fails; every sample of every epoch counts exactly once; those who ended well hold the same weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from memory_fleet import KILLED, Folder, Verdict, World, fleet_of
+from scheduler import Scheduler
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline import concurrency
+from paceline.errors import FLEET_FAILED
+from paceline.pace import Ask
+from paceline.records import Plan, StepRecord
+from paceline.signals import LEFT
+
+LENGTH, BATCH, MICRO, EPOCHS = 24, 8, 2, 2
+CODES = (0, KILLED, FLEET_FAILED, LEFT)
+"""Exit codes that are documented, or were a fault's own."""
+PACES: dict[str, Callable[[], Any]] = {
+    "adaptive": lambda: "adaptive",
+    "equal": lambda: "equal",
+    "joint": lambda: paceline.Joint(least_gain=0.0),
+    "auto": lambda: "auto",
+    "cutoff": lambda: "cutoff",
+    "deadline": lambda: Deadline(0.05, over=1.3),
+    "floor": lambda: Deadline(0.02, over=1.0, least_count=0.9),
+    "count": lambda: Deadline(None, wait_for=2, over=1.3),
+    "calm": lambda: Deadline(0.04, over=1.3, calm=2),
+}
+COMBINES: dict[str, Callable[[], Any]] = {
+    "gradients": lambda: "gradients",
+    "average": lambda: paceline.Averaging(every_steps=2),
+    "period": lambda: paceline.Averaging(period_s=0.06),
+    "elastic": lambda: paceline.ElasticAverage(),
+}
+FAULTS = ("kill", "kill for good", "freeze", "leave", "join", "roster", "store", "peers", "wedge", "roster restarts")
+
+
+class Deadline:
+    """A pace that deals ``over`` times what is needed, equally, and closes rounds at a deadline or a count."""
+
+    name = "deadline"
+    deadlines = True
+
+    def __init__(
+        self,
+        deadline_s: float | None,
+        *,
+        wait_for: int | None = None,
+        over: float = 1.0,
+        calm: int = 0,
+        least_count: float = 0.0,
+    ) -> None:
+        self.deadline_s, self.wait_for, self.over = deadline_s, wait_for, over
+        self.calm, self.least_count = calm, least_count
+
+    def check(self, workers: int) -> None:
+        return
+
+    def observe(self, record: StepRecord) -> None:
+        return
+
+    def plan(self, ask: Ask) -> Plan:
+        calm = bool(self.calm) and ask.step % self.calm == 0
+        total = ask.total if calm or ask.last else round(ask.total * self.over)
+        size = len(ask.workers)
+        samples = tuple(total // size + (rank < total % size) for rank in range(size))
+        plan = Plan(generation=ask.generation, step=ask.step, samples=samples)
+        if calm:
+            return plan
+        wait_for = min(self.wait_for, size) if self.wait_for else None
+        return replace(plan, deadline_s=self.deadline_s, wait_for=wait_for, least_count=self.least_count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program and what happens to it."""
+
+    seed: int
+    size: int
+    pace: str
+    combine: str
+    order: bool
+    calls: Mapping[int, str]
+    """By step: what the script does after it."""
+    slow: tuple[float, ...]
+    """By slot: seconds of one micro-batch."""
+    stalls: float
+    """How likely a micro-batch takes very long."""
+    faults: tuple[tuple[int, str, int], ...] = field(default=())
+    """Point of the schedule, kind and slot."""
+
+    def __str__(self) -> str:
+        faults = ", ".join(f"{kind} {slot} at {point}" for point, kind, slot in self.faults)
+        calls = ", ".join(f"{what} after {step}" for step, what in self.calls.items())
+        return (
+            f"seed {self.seed}: {self.size} workers, {self.pace}, {self.combine}{', own order' if self.order else ''}; "
+            f"{calls or 'no calls'}; {faults or 'no faults'}"
+        )
+
+
+def draw(seed: int) -> Case:
+    """Draw a case from its seed."""
+    dice = random.Random(f"case {seed}")
+    size = dice.choice((2, 3, 3, 4))
+    combine = dice.choice(("gradients",) * 6 + ("average", "period", "elastic"))
+    pace = dice.choice(list(PACES)) if combine == "gradients" else dice.choice(("adaptive", "equal"))
+    steps = LENGTH // BATCH * EPOCHS
+    calls = {
+        step: dice.choice(("evaluate", "evaluate", "gather", "save", "agree"))
+        for step in range(steps)
+        if dice.random() < 0.3
+    }
+    slow = tuple(dice.choice((0.005, 0.01, 0.02, 0.04)) for _ in range(size + 2))
+    number = dice.choice((0, 1, 1, 2, 2, 3))
+    faults = tuple(
+        sorted((int(dice.random() ** 1.3 * 6000) + 200, dice.choice(FAULTS), dice.randrange(size)) for _ in range(number))
+    )
+    return Case(
+        seed=seed,
+        size=size,
+        pace=pace,
+        combine=combine,
+        order=dice.random() < 0.3,
+        calls=calls,
+        slow=slow,
+        stalls=dice.choice((0.0, 0.0, 0.05, 0.2)),
+        faults=faults,
+    )
+
+
+def play(seed: int, *, case: Case | None = None) -> Verdict:
+    """Run the case of this seed, and judge it."""
+    case = case or draw(seed)
+    torch.set_num_threads(1)
+    scheduler = Scheduler(f"schedule {seed}")
+    with Folder() as folder:
+        world = World(scheduler, lambda world, slot: train(case, world, slot), size=case.size, folder=folder)
+        for point, kind, slot in case.faults:
+            scheduler.at_point(point, lambda kind=kind, slot=slot: inject(world, kind, slot))  # type: ignore[misc]
+        verdict = world.run()
+    judge(case, verdict)
+    return verdict
+
+
+def inject(world: World, kind: str, slot: int) -> None:
+    """Let a fault happen."""
+    dice = world.scheduler.rng
+    if kind == "kill":
+        world.kill(slot, again=dice.random() < 0.6, told=dice.random() < 0.8)
+    elif kind == "kill for good":
+        world.kill(slot, again=False, told=dice.random() < 0.5)
+    elif kind == "freeze":
+        world.freeze(slot, dice.choice((0.01, 0.1, 0.5, 2.0, 4.0, 15.0)))
+    elif kind == "leave":
+        world.ask_to_leave(slot)
+    elif kind == "join":
+        world.join(world.size + slot % 2)
+    elif kind == "roster":
+        world.cut_roster(slot)
+    elif kind == "store":
+        world.cut_store(slot)
+    elif kind == "peers":
+        world.cut_peers(slot, (slot + 1) % world.size)
+    elif kind == "wedge":
+        world.wedge(slot)
+    elif kind == "roster restarts":
+        world.restart_roster(dice.choice((0.05, 0.5, 3.0)))
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
+
+class Ledger(nn.Module):
+    """Counts how often each sample was trained on: by a gradient of its own, so through everything gradients go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = nn.Parameter(torch.zeros(LENGTH, dtype=torch.float64))
+        self.register_buffer("counted", torch.zeros(EPOCHS, LENGTH, dtype=torch.float64))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.entries[numbers].mean()
+
+    @torch.no_grad()
+    def book(self, step: Any) -> None:
+        """Enter what a step counted, after its commit."""
+        if step.applied:
+            self.counted[step.epoch] -= self.entries * step.record.weight
+            self.entries.zero_()
+
+
+def data() -> TensorDataset:
+    x = torch.randn(LENGTH, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return TensorDataset(x, x.sum(1, keepdim=True), torch.arange(LENGTH))
+
+
+def train(case: Case, world: World, slot: int) -> dict[str, Any]:
+    """The script of every worker."""
+    dice, gradients = random.Random(f"{case.seed}/{slot}"), case.combine == "gradients"
+    dataset = data()
+    order = (lambda epoch: torch.randperm(LENGTH, generator=torch.Generator().manual_seed(epoch)).tolist()) if case.order else None
+    with fleet_of(PACES[case.pace](), COMBINES[case.combine](), world.folder) as fleet:
+        weights = torch.arange(1.0, 4.0, dtype=torch.float64).view(1, 3)
+        net = nn.Linear(3, 1, dtype=torch.float64)
+        with torch.no_grad():
+            net.weight.copy_(weights)
+            net.bias.zero_()
+        model = fleet.model(net)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)]
+        ledger = fleet.model(Ledger()) if gradients else None
+        if ledger is not None:
+            optimizers.append(torch.optim.SGD(ledger.parameters(), lr=1.0))
+        fleet.track(**{f"optimizer{number}": one for number, one in enumerate(optimizers)})
+        for step in fleet.steps(dataset, global_batch=BATCH, micro_batch=MICRO, epochs=EPOCHS, order=order):
+            for x, y, numbers in step:
+                concurrency.sleep(case.slow[slot] * (20.0 if dice.random() < case.stalls else 1.0 + dice.random()))
+                loss = nn.functional.mse_loss(model(x), y)
+                step.backward(loss + ledger(numbers) if ledger is not None else loss)
+            step.commit(*optimizers)
+            if ledger is not None:
+                ledger.book(step)
+            call(case, fleet, step, dataset, world)
+        return {
+            "weights": [float(value) for p in model.parameters() for value in p.detach().flatten()],
+            "counted": ledger.counted.tolist() if ledger is not None else None,
+        }
+
+
+def call(case: Case, fleet: Any, step: Any, dataset: TensorDataset, world: World) -> None:
+    """What the script does between two steps."""
+    what = case.calls.get(step.index)
+    if what == "evaluate":
+        found = fleet.evaluate(lambda x, y, numbers: {"seen": numbers.sum().double()}, dataset)
+        assert found["seen"] == LENGTH * (LENGTH - 1) / 2 and found["count"] == LENGTH, f"evaluated {found}"
+    elif what == "gather":
+        got = fleet.gather(lambda x, y, numbers: numbers.double(), dataset)
+        assert got.tolist() == list(range(LENGTH)), f"gathered {got}"
+    elif what == "save":
+        fleet.save(world.folder / "saved.pt")
+    elif what == "agree":
+        fleet.agree(step.index > 1)
+
+
+# -- judgement ---------------------------------------------------------------------------------------------------------
+
+
+def judge(case: Case, verdict: Verdict) -> None:
+    """Add to the verdict what is wrong with how the run ended."""
+    for slot, outcome in verdict.outcomes.items():
+        if outcome.code not in CODES:
+            verdict.problems.append(f"CODE worker {slot} ended with {outcome.code}: {outcome.error}")
+    values = [one.value for one in verdict.outcomes.values() if one.code == 0 and one.value is not None]
+    if any(value["weights"] != values[0]["weights"] for value in values):
+        verdict.problems.append("UNEQUAL replicas")
+    for value in values:
+        if value["counted"] is not None:
+            wrong = [
+                (epoch, sample, round(count, 6))
+                for epoch, row in enumerate(value["counted"])
+                for sample, count in enumerate(row)
+                if abs(count - 1.0) > 1e-9
+            ]
+            if wrong:
+                verdict.problems.append(f"LEDGER {len(wrong)} samples: {wrong[:6]}")
+                break
