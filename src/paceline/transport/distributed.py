@@ -95,7 +95,7 @@ class Distributed(Transport, ABC):
     def _started(self, start: Callable[..., Any], *args: Any, whole: bool = True) -> Pending:
         group = self.group  # read first: a sum that began in the next one, unknown to this thread, is then told so
         try:
-            return Watched(start(*args), self.watch, group=group, whole=whole)
+            return Watched(start(*args), self.watch, group=group)
         except RuntimeError as error:  # on a connection that broke, even the start fails
             raise self.watch.failed(error) from None
 
@@ -127,10 +127,10 @@ class Distributed(Transport, ABC):
             concurrency.sleep(self._link.seconds(data, workers=self.group.size))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        self._started(lambda: self.group.send(tensor, to, tag), whole=False).wait()
+        self._started(lambda: self.group.send(tensor, to, tag)).wait()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        self._started(lambda: self.group.receive(tensor, source, tag), whole=False).wait()
+        self._started(lambda: self.group.receive(tensor, source, tag)).wait()
 
     # -- small facts -----------------------------------------------------------------------------------------------
 

@@ -48,7 +48,15 @@ class Join(Protocol):
 class Reform:
     """The group as it stands, and how the next one comes about."""
 
-    def __init__(self, transport: Elastic, device: torch.device, *, join: Join, gloo_only: bool = False) -> None:
+    def __init__(
+        self,
+        transport: Elastic,
+        device: torch.device,
+        *,
+        join: Join,
+        gloo_only: bool = False,
+        connector: Callable[..., Connector] = Connector,
+    ) -> None:
         self._transport, self._lanes, self._hand_over = transport, transport.lanes, transport.hand_over
         self.group = Group(1, 2)
         self.now: Generation | None = None
@@ -65,7 +73,7 @@ class Reform:
         self._closing: concurrency.Thread | None = None
         self._in_vain = 0
         """Generations in turn for which all were there, and which did not come about."""
-        self.connector = Connector(device, check=self.check, gloo_only=gloo_only)
+        self.connector = connector(device, check=self.check, gloo_only=gloo_only)
         self.client = join(on_over=self._on_over)
         self.client.network = self._network
 

@@ -31,6 +31,7 @@ from paceline.transport.calls import CallSequences
 from paceline.transport.distributed import Distributed, facts_of, one_line
 from paceline.transport.elastic.calls import Lanes
 from paceline.transport.elastic.changes import MembershipListener
+from paceline.transport.elastic.connector import Connector
 from paceline.transport.elastic.handover import FleetLoop, HandOver
 from paceline.transport.elastic.reform import Join, Reform
 from paceline.transport.group import Group
@@ -54,10 +55,16 @@ class Elastic(Distributed):
     elastic = True
 
     def __init__(
-        self, device: torch.device, *, emulated: str | None = None, backend: str | None = None, join: Join | None = None
+        self,
+        device: torch.device,
+        *,
+        emulated: str | None = None,
+        backend: str | None = None,
+        join: Join | None = None,
+        connector: Callable[..., Connector] = Connector,
     ) -> None:
         """``backend``: what the fleet needs, whatever else could be had. ``join``: how to enter at the roster, by
-        default as the environment says."""
+        default as the environment says. ``connector``: makes what connects the members of a generation."""
         super().__init__(device, CallSequences(CALLS, ROUNDS, on_change=self._report))
         self.backend = "gloo"
         self.listener: MembershipListener | None = None
@@ -68,7 +75,7 @@ class Elastic(Distributed):
         self.hand_over = HandOver(self)
         facts = {**facts_of(device), "emulated": emulated}
         join = join or _join_from_env(facts)
-        self.reform = Reform(self, device, join=join, gloo_only=backend == "gloo")
+        self.reform = Reform(self, device, join=join, gloo_only=backend == "gloo", connector=connector)
         self.loop = FleetLoop(self, self.reform)
         self.entered(False)
         self.outside = self.reform.client.running
