@@ -305,6 +305,20 @@ def test_a_thread_that_leaves_in_time_does_not_and_nobody_watches_where_nobody_w
     assert threading.active_count() <= before
 
 
+def test_a_group_that_is_broken_off_while_it_connects_fails_as_well() -> None:
+    group, engine = Group(0, 2), MemoryEngine(MemoryNetwork(), "group", 0, 2)
+
+    def make(rank: int, size: int) -> tuple[MemoryEngine, str]:
+        group.break_off()
+        return engine, "memory"
+
+    group.connect(make)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        group.receive(torch.zeros(1), 1, 7).wait(no_look)
+    with pytest.raises(RuntimeError, match="over"):
+        group.look()
+
+
 def test_a_wedged_engine_is_such_a_case(ended: Any) -> None:
     network = MemoryNetwork()
     group, engine = Group(0, 2), MemoryEngine(network, "group", 0, 2)

@@ -96,6 +96,8 @@ class Group:
         ranks are."""
         self._arrange(topology or self.topology)
         self._engine, how = make(self._seats[self.rank], self.size)
+        if self._over:  # broken off by another thread meanwhile, which found no engine
+            self._engine.abort()
         logger.info("worker %d of %d reaches the others over %s", self.rank, self.size, how)
 
     # -- sums ------------------------------------------------------------------------------------------------------

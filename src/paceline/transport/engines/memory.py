@@ -3,8 +3,8 @@
 It behaves as Gloo does where that matters to those who use it. A message is read when it is received, so a sender that
 writes into its buffer too early is seen; a send that nobody holds any more is cancelled. When a worker is lost or
 breaks off, those beside it in the ring and those who exchange messages with it fail, and the others wait until they
-break off themselves. A failed operation has written over its tensor. What has not been waited for when a connection breaks is
-lost, even where every part of it had been there.
+break off themselves. A failed operation has written over its tensor. What has not been waited for when a connection
+breaks is lost, even where every part of it had been there.
 """
 
 from __future__ import annotations
