@@ -125,7 +125,9 @@ class World:
         verdict.points, verdict.virtual_s = scheduler.points, scheduler.now - 1000.0
         verdict.outcomes = {slot: one.outcome for slot, one in self.newest.items() if one.outcome is not None}
         verdict.problems += self.crashes
-        verdict.problems += [f"THREAD {task.process} {task.name}: {_text(task.error)}" for task in scheduler.tasks if task.error]
+        verdict.problems += [
+            f"THREAD {task.process} {task.name}: {_text(task.error)}" for task in scheduler.tasks if task.error
+        ]
         verdict.problems += [f"ENGINE {fault}" for fault in getattr(self, "network", MemoryNetwork()).faults]
         return verdict
 
@@ -325,7 +327,9 @@ class World:
         if process is not None and process.transport is not None and hasattr(process.transport, "reform"):
             self.note(f"CUT STORE {process.key}")
             connector = process.transport.reform.connector
-            for store in self.scheduler.rng.sample([connector.root, connector.aside], self.scheduler.rng.choice((1, 2))):
+            for store in self.scheduler.rng.sample(
+                [connector.root, connector.aside], self.scheduler.rng.choice((1, 2))
+            ):
                 if store is not None:
                     store.cut()
 
@@ -335,7 +339,9 @@ class World:
             return
         if hasattr(process.transport, "reform") and process.transport.reform.now is not None:
             now = process.transport.reform.now
-            ids = [getattr(one.transport, "id", -1) if hasattr(one.transport, "reform") else -1 for one in (process, peer)]
+            ids = [
+                getattr(one.transport, "id", -1) if hasattr(one.transport, "reform") else -1 for one in (process, peer)
+            ]
             if all(id in now.workers for id in ids):
                 self.note(f"CUT PEERS {process.key} {peer.key}")
                 self.network.break_pair((*STORE, now.number), *(now.workers.index(id) for id in ids))

@@ -132,7 +132,9 @@ def draw(seed: int) -> Case:
     slow = tuple(dice.choice((0.005, 0.01, 0.02, 0.04)) for _ in range(size + 2))
     number = dice.choice((0, 1, 1, 2, 2, 3))
     faults = tuple(
-        sorted((int(dice.random() ** 1.3 * 6000) + 200, dice.choice(FAULTS), dice.randrange(size)) for _ in range(number))
+        sorted(
+            (int(dice.random() ** 1.3 * 6000) + 200, dice.choice(FAULTS), dice.randrange(size)) for _ in range(number)
+        )
     )
     return Case(
         seed=seed,
@@ -217,7 +219,11 @@ def train(case: Case, world: World, slot: int) -> dict[str, Any]:
     """The script of every worker."""
     dice, gradients = random.Random(f"{case.seed}/{slot}"), case.combine == "gradients"
     dataset = data()
-    order = (lambda epoch: torch.randperm(LENGTH, generator=torch.Generator().manual_seed(epoch)).tolist()) if case.order else None
+    order = (
+        (lambda epoch: torch.randperm(LENGTH, generator=torch.Generator().manual_seed(epoch)).tolist())
+        if case.order
+        else None
+    )
     with fleet_of(PACES[case.pace](), COMBINES[case.combine](), world.folder) as fleet:
         weights = torch.arange(1.0, 4.0, dtype=torch.float64).view(1, 3)
         net = nn.Linear(3, 1, dtype=torch.float64)

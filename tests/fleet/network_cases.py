@@ -102,7 +102,7 @@ class Scissors:
     def _watch(self, exchange: small_sums.SmallExchange, others: Any) -> None:
         if self.step == self._when:
             for work in exchange.works[0]:  # of three in one turn, each hears from all
-                work.wait()
+                work.wait(lambda: None)
             exchange.works[0] = [Already() for _ in exchange.works[0]]  # the engine tells it once
             netns.ip(*json.loads(os.environ["CABLE"]))
         self._send(exchange, others)

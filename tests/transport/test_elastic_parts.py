@@ -19,6 +19,7 @@ from paceline.roster.calls import CALLS, ROUNDS
 from paceline.transport.elastic import reform
 from paceline.transport.elastic.changes import MembershipChange
 from paceline.transport.elastic.transport import Elastic
+from paceline.transport.engines.gloo import GlooWork
 from paceline.transport.group import Already, Group
 from paceline.transport.pending import Watched
 
@@ -89,7 +90,7 @@ class Stuck:
 def test_who_waits_in_a_sum_of_a_group_that_another_thread_has_closed_is_freed() -> None:
     transport = bare()
     in_generation(transport, generation(5, 4, 6))
-    stuck = transport._started(lambda group: Stuck())
+    stuck = transport._started(lambda group: GlooWork(Stuck()))
     in_generation(transport, generation(6, 4, 7))
     with pytest.raises(GenerationOver, match="re-formed"):
         stuck.wait()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import WorkerLost
+from paceline.transport.engines.gloo import GlooEngine
 from paceline.transport.fixed import FixedTransport
 from paceline.transport.group import Already, Group
 from paceline.transport.pending import Watched, wait_for_all
@@ -30,7 +31,8 @@ def together(size: int, work: Callable[..., Any]) -> list[Any]:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=20)
         group = dist.ProcessGroupGloo(store, rank, size, options)
-        sums = SmallSums(rank, size, lambda: group)
+        engine = GlooEngine(group, rank=rank)
+        sums = SmallSums(rank, size, lambda: engine)
         kept.append((group, sums))
         results[rank] = work(rank, sums)
 
@@ -40,6 +42,10 @@ def together(size: int, work: Callable[..., Any]) -> list[Any]:
     for thread in threads:
         thread.join(timeout=30)
     return results
+
+
+def no_look() -> None:
+    """Wait for as long as it takes."""
 
 
 def randoms(size: int, length: int) -> list[torch.Tensor]:
@@ -53,7 +59,7 @@ def test_everybody_has_the_sum_bit_for_bit_the_same(size: int, length: int) -> N
 
     def work(rank: int, sums: SmallSums) -> torch.Tensor:
         mine = parts[rank].clone()
-        sums.start(mine).wait()
+        sums.start(mine).wait(no_look)
         return mine
 
     results = together(size, work)
@@ -66,7 +72,7 @@ def test_three_add_up_in_the_order_of_ranks() -> None:
 
     def work(rank: int, sums: SmallSums) -> torch.Tensor:
         mine = parts[rank].clone()
-        sums.start(mine).wait()
+        sums.start(mine).wait(no_look)
         return mine
 
     assert torch.equal(together(3, work)[1], (parts[0] + parts[1]) + parts[2])
@@ -84,7 +90,7 @@ def test_sums_of_unlike_types_go_in_one_message_and_stay_exact() -> None:
         begun = [sums.start(part) for part in mine]
         sums.exchange(begun)
         for one in begun:
-            one.wait()
+            one.wait(no_look)
         return [part.tolist() for part in mine], sums._lanes[0]._number
 
     exact = [[4 + 10 * 2.0**-30] * 3, [6.0] * 5, [[6.0] * 2] * 2, [60.0] * 3, [15 << 40] * 3]
@@ -98,7 +104,7 @@ def test_sums_that_are_under_way_at_once_are_not_mixed_up_whatever_their_sizes()
         for one in under_way:
             sums.exchange([one])
         for one in under_way:
-            one.wait()
+            one.wait(no_look)
         return [part.tolist() for part in mine]
 
     expected = [[3.0 + 30 * length] * length for length in (1, 7, 3)]
@@ -112,8 +118,8 @@ def test_calls_aside_are_counted_by_themselves_in_whichever_order_they_come() ->
         for aside in (False, True) if rank else (True, False):
             with lane(aside=aside):
                 sums.exchange([second if aside else first])
-        first.wait()
-        second.wait()
+        first.wait(no_look)
+        second.wait(no_look)
         return [float(ours), float(theirs)]
 
     assert together(2, work) == [[3.0, 21.0]] * 2
@@ -125,7 +131,7 @@ def test_messages_are_used_again_once_nothing_is_sent_from_them_any_more() -> No
         for number in range(6):
             mine = torch.full((4,), float(number + rank))
             one = sums.start(mine)
-            one.wait()
+            one.wait(no_look)
             assert one.exchange is not None
             used.add(id(one.exchange.wires))
             kept.append(one.exchange.wires)
@@ -149,7 +155,7 @@ def test_large_tensors_go_another_way_and_in_large_fleets_larger_ones_are_small(
 
 def test_a_ring_carries_what_is_large() -> None:
     group = Group(1, 2)
-    group._gloo = SimpleNamespace(allreduce=lambda *_: "ring")
+    group._engine = SimpleNamespace(sum=lambda _: "ring")  # type: ignore[assignment]
     assert group.start_sum(torch.zeros(MOST_BYTES)) == "ring"
     assert isinstance(group.start_sum(torch.zeros(3)), SmallSum)
 
@@ -158,14 +164,16 @@ def test_what_waits_for_several_sums_sends_the_small_ones_in_one_message_and_wai
     said: list[Any] = []
 
     class Large:
-        def wait(self, *_: Any) -> None:
+        carrier = None
+
+        def wait(self, look: Any) -> None:
             said.append("large")
 
     class Sums:
         def exchange(self, sums: Any) -> None:
             said.append([float(one.tensor) for one in sums])
             for one in sums:
-                one.exchange = SimpleNamespace(finish=lambda: said.append("small"))
+                one.exchange = SimpleNamespace(finish=lambda look: said.append("small"))
 
     group, sums = Group(0, 2), Sums()
     watch: Any = SimpleNamespace(check=lambda: None, group=group)
@@ -181,7 +189,7 @@ def test_a_connection_that_is_broken_already_is_a_named_error_too(call: str) -> 
 
     transport = FixedTransport.__new__(FixedTransport)
     transport._formed, transport._noticed, transport._summed = Group(0, 2), threading.Event(), 0
-    transport.group._gloo = SimpleNamespace(send=broken, recv=broken, allreduce=broken)
+    transport.group._engine = SimpleNamespace(send=broken, receive=broken, sum=broken)  # type: ignore[assignment]
     lost = WorkerLost("worker 1 (cpu) was killed")
     transport._heartbeat = SimpleNamespace(failure=None, diagnose=lambda error: lost)  # type: ignore[assignment]
     args = () if call == "sum" else (1, 7)
@@ -210,7 +218,7 @@ class Broken:
     def send(self, *_: Any) -> Broken:
         return self
 
-    recv = send
+    receive = send
 
     def wait(self, *_: Any) -> None:
         raise RuntimeError("connection reset by peer")
@@ -222,7 +230,7 @@ def test_a_sum_that_failed_holds_no_group_once_nobody_holds_it() -> None:
     one = sums.start(torch.ones(3))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="reset by peer"):
-            one.wait()
+            one.wait(no_look)
     gc.disable()
     try:
         made.clear()

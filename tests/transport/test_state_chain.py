@@ -32,12 +32,12 @@ class Post:
                 self.sent[rank] += tensor.numel() * tensor.element_size()
                 self.in_flight.append((rank, tag))
             self.boxes[rank, to, tag].put(tensor.clone())
-            return SimpleNamespace(wait=lambda timeout: None)
+            return SimpleNamespace(wait=lambda look: None)
 
         def receive(tensor: torch.Tensor, source: int, tag: int) -> None:
             tensor.copy_(self.boxes[source, rank, tag].get(timeout=10))
 
-        group = SimpleNamespace(rank=rank, send=send)
+        group = SimpleNamespace(rank=rank, send=send, look=lambda: None)
         listener = SimpleNamespace(give_state=lambda: state)
         transport: Any = SimpleNamespace(lanes={}, group=group, receive=receive, listener=listener)
         return HandOver(transport)

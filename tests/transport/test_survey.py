@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from paceline.transport import survey
+from paceline.transport.engines.gloo import connect_gloo
 from paceline.transport.group import Group, let_go
 from paceline.transport.survey import Survey, _listening, place_facts, round_trips
 from paceline.transport.topology import Topology
@@ -44,8 +46,8 @@ def formed(name: str, store: Any, where: list[str], surveys: list[Survey], **mor
         group = Group(rank, len(where), store=dist.PrefixStore(name, store))
         watch, at = Patient(group), ("127.0.0.1", 1)
         topology = surveys[rank].arrange(group, facts, host="127.0.0.1", watch=watch)
-        make = lambda *args: dist.ProcessGroupGloo(*args)  # noqa: E731
-        group.connect(dist.PrefixStore("gloo", group.store), towards=at, make=make, topology=topology)
+        make = partial(connect_gloo, dist.PrefixStore("gloo", group.store), towards=at, spare_port=0)
+        group.connect(make, topology=topology)
         group.sum_over(surveys[rank].weigh(group, topology, facts, watch=watch))
         found[rank] = group
 

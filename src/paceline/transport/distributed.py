@@ -97,10 +97,10 @@ class Distributed(Transport, ABC):
         """The group in which this thread calls: where workers come and go, that of the round that it is in."""
         return self.group
 
-    def _started(self, start: Callable[[Group], Any], *, whole: bool = True) -> Pending:
+    def _started(self, start: Callable[[Group], Any]) -> Pending:
         group = self._group_here()
         try:
-            return Watched(start(group), self.watch, group=group, whole=whole)
+            return Watched(start(group), self.watch, group=group)
         except RuntimeError as error:  # on a connection that broke, even the start fails
             raise self.watch.failed(error) from None
 
@@ -129,10 +129,10 @@ class Distributed(Transport, ABC):
             concurrency.sleep(self._link.seconds(data, workers=self.group.size))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        self._started(lambda group: group.send(tensor, to, tag), whole=False).wait()
+        self._started(lambda group: group.send(tensor, to, tag)).wait()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        self._started(lambda group: group.receive(tensor, source, tag), whole=False).wait()
+        self._started(lambda group: group.receive(tensor, source, tag)).wait()
 
     # -- small facts -----------------------------------------------------------------------------------------------
 

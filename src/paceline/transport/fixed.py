@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from paceline.transport.alone import Alone
 from paceline.transport.base import Collective
 from paceline.transport.calls import CallSequences
 from paceline.transport.distributed import Distributed, channels, choose_backend, facts_of, one_line
+from paceline.transport.engines.gloo import connect_gloo
 from paceline.transport.group import Group, let_go
 from paceline.transport.heartbeat import Heartbeat
 from paceline.transport.nccl import NcclGroup
@@ -125,8 +126,8 @@ class FixedTransport(Distributed):
     def _connect(self, group: Group, name: str, topology: Topology) -> None:
         """Form a process group; ``name``: of its keys in the store."""
         store = dist.PrefixStore(name, self.group.store)
-        how: Any = {"make": dist.ProcessGroupGloo, "channels": self._channels, "topology": topology}
-        group.connect(store, towards=(self._address, 0), **how)
+        how: Any = {"towards": (self._address, 0), "spare_port": self._meeting[1], "channels": self._channels}
+        group.connect(partial(connect_gloo, store, **how), topology=topology)
         if self.backend == "nccl":
             store = dist.PrefixStore(f"{name}/gpus", self.group.store)
             group.gpus = NcclGroup(store, group.rank, group.size, self._device)
@@ -239,7 +240,7 @@ class FixedTransport(Distributed):
 
     def _break_off(self) -> None:
         for group in self._groups():
-            group.break_off(spare_port=self._meeting[1])
+            group.break_off()
 
     def _leave_if_stuck(self) -> None:
         if not self._noticed.wait(UNBLOCK_S):

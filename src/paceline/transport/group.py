@@ -1,4 +1,4 @@
-"""Some workers, connected: Gloo carries their sums, NCCL those that lie on GPUs, and a torch store small facts.
+"""Some workers, connected: an engine carries their sums, NCCL those that lie on GPUs, and a store small facts.
 
 A group never changes: where workers come and go, each generation has its own.
 """
@@ -8,27 +8,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
 from paceline import concurrency
+from paceline.transport.engine_waits import EngineWaits
+from paceline.transport.engines.base import CLOSED, Engine, EngineWork, Look
 from paceline.transport.formats import Format
 from paceline.transport.nccl import NcclGroup
-from paceline.transport.network import (
-    ENGINE_TIMEOUT,
-    Sockets,
-    Store,
-    break_off,
-    close_listeners,
-    dist,
-    gloo_device,
-    joining,
-    listening,
-    open_sockets,
-    unanswered,
-)
+from paceline.transport.network import Store, read_json
 from paceline.transport.small_sums import SmallSums, is_small
 from paceline.transport.topology import Topology, one_place
 from paceline.transport.tree_sums import MESSAGE_BYTES, TreeSums
@@ -37,8 +26,8 @@ logger = logging.getLogger("paceline")
 
 CLOSE_S = 3.0
 """How long a thread whose connections are shut may take to end."""
-MakeGloo = Callable[[Store, int, int, Any], Any]
-"""Makes Gloo's process group from a store, this worker's rank, the size, and options."""
+MakeEngine = Callable[[int, int], tuple[Engine, str]]
+"""Connects an engine, from this worker's rank in it and the size; returns a description for the log beside it."""
 
 
 class Watch(Protocol):
@@ -61,13 +50,10 @@ class Watch(Protocol):
         """What to raise when workers met in unlike calls."""
 
 
-class Already:
+class Already(EngineWork):
     """A sum over one worker."""
 
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, _: timedelta | None = None) -> None:
+    def wait(self, look: Look | None = None) -> None:
         return
 
     def abandon(self) -> bool:
@@ -75,7 +61,7 @@ class Already:
 
 
 class Group:
-    """Workers in one process group, with a store beside it."""
+    """Workers that one engine connects, with a store beside it."""
 
     def __init__(
         self, rank: int, size: int, *, store: Store = None, signals: Store = None, board: Store = None
@@ -85,11 +71,10 @@ class Group:
         self.rank, self.size = rank, size
         self.store, self.signals, self.board = store, signals, board
         self.gpus: NcclGroup | None = None
-        """Sums what lies on GPUs, where every worker has one of its own; all else goes over Gloo."""
-        self._gloo: Any = None
-        self._sockets: Sockets = frozenset()
-        self._doors: dict[tuple[str, int], int] = {}
-        """Where the engine of each worker listens, and its rank."""
+        """Sums what lies on GPUs, where every worker has one of its own; all else goes over the engine."""
+        self._engine: Engine | None = None
+        self._over = False
+        self.waits = EngineWaits()
         self._arrange(one_place(size))
         self._tree: TreeSums | None = None
         self._spent: list[str] = []
@@ -100,47 +85,24 @@ class Group:
         self._small = SmallSums(self._seats[self.rank], self.size, lambda: self.engine)
 
     @property
-    def engine(self) -> Any:
-        """Gloo's process group."""
-        if self._gloo is None:
-            raise RuntimeError("the group is not formed, or closed")
-        return self._gloo
+    def engine(self) -> Engine:
+        """What carries the sums."""
+        if self._engine is None:
+            raise RuntimeError(CLOSED)
+        return self._engine
 
-    def connect(
-        self,
-        store: Store,
-        *,
-        towards: tuple[str, int],
-        make: MakeGloo,
-        channels: int = 1,
-        topology: Topology | None = None,
-    ) -> None:
-        """Form Gloo's process group; all workers of the group come here. ``towards``: where the fleet meets.
-        ``channels``: how many sums may travel side by side. ``topology``: in whose order rings go. Both are the same
-        for all."""
+    def connect(self, make: MakeEngine, *, topology: Topology | None = None) -> None:
+        """Connect the engine; all workers of the group come here. ``topology``, the same for all: in whose order its
+        ranks are."""
         self._arrange(topology or self.topology)
-        before = open_sockets()
-        devices, (where, *_) = zip(*(gloo_device(*towards) for _ in range(channels)), strict=True)
-        listeners = open_sockets() - before  # Gloo's, and what another thread of the script may have opened meanwhile
-        mine = listening(listeners)
-        store.set(f"doors/{self.rank}", json.dumps(mine))
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = list(devices)
-        options._threads = max(2, channels)
-        options._timeout = ENGINE_TIMEOUT
-        gloo = make(store, self._seats[self.rank], self.size, options)
-        doors = [json.loads(store.get(f"doors/{other}")) for other in range(self.size)]  # all have come by now
-        self._doors = {(address, port): rank for rank, theirs in enumerate(doors) for address, port in theirs}
-        made = open_sockets() - before
-        self._sockets = joining(made, {port for _, port in self._doors}) or made
-        if len(mine) == channels:  # surely Gloo's
-            close_listeners(listeners)
-        logger.info("worker %d of %d reaches the others over gloo, %s", self.rank, self.size, where)
-        self._gloo = gloo
+        self._engine, how = make(self._seats[self.rank], self.size)
+        if self._over:  # broken off by another thread meanwhile, which found no engine
+            self._engine.abort()
+        logger.info("worker %d of %d reaches the others over %s", self.rank, self.size, how)
 
     # -- sums ------------------------------------------------------------------------------------------------------
 
-    def start_sum(self, tensor: torch.Tensor) -> Any:
+    def start_sum(self, tensor: torch.Tensor) -> EngineWork:
         """The engine's work that sums ``tensor`` in place."""
         if self.size == 1:
             return Already()
@@ -151,11 +113,9 @@ class Group:
             return self._tree.start(tensor)
         if is_small(tensor, self.size):
             return self._small.start(tensor)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
-        return self.engine.allreduce([tensor], options)
+        return self.engine.sum(tensor)
 
-    def start_written_sum(self, tensor: torch.Tensor, form: Format) -> Any:
+    def start_written_sum(self, tensor: torch.Tensor, form: Format) -> EngineWork:
         """The same with numbers in this format between places far from one another."""
         if self._tree is None:  # the group was re-formed meanwhile
             raise RuntimeError("sums of this group cross no places")
@@ -166,24 +126,22 @@ class Group:
         """Whether `start_written_sum` is there: sums cross between places by one worker of each."""
         return self._tree is not None
 
-    def start_all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Any:
+    def start_all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> EngineWork:
         """The engine's work that exchanges rows of bytes."""
         if len(sent) != self.size:
             raise RuntimeError(f"rows for {len(sent)} workers in a group of {self.size}")
-        return self.engine.alltoall_base(got.view(-1), sent.view(-1), [], [], dist.AllToAllOptions())
+        return self.engine.all_to_all(sent, got)
 
-    def start_broadcast(self, part: torch.Tensor) -> Any:
+    def start_broadcast(self, part: torch.Tensor) -> EngineWork:
         """The engine's work that overwrites ``part`` with the leader's."""
-        options = dist.BroadcastOptions()
-        options.rootRank = self._seats[0]
-        return self.engine.broadcast([part], options)
+        return self.engine.broadcast(part, self._seats[0])
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> EngineWork:
         """The engine's work that sends to the worker of that rank."""
-        return self.engine.send([tensor], self._seats[to], tag)
+        return self.engine.send(tensor, self._seats[to], tag)
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        return self.engine.recv([tensor], self._seats[source], tag)
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> EngineWork:
+        return self.engine.receive(tensor, self._seats[source], tag)
 
     def sum_over(self, topology: Topology) -> None:
         """From now on sums go as the topology, in whose order the group was connected, says."""
@@ -204,11 +162,11 @@ class Group:
         if self.rank:
             store.set(f"{key}/{self.rank}", json.dumps([label, value]))
             self.wait_for([f"{key}/all"], watch=watch)
-            return list(json.loads(store.get(f"{key}/all")))
+            return list(read_json(store, f"{key}/all"))
         others = [f"{key}/{rank}" for rank in range(1, self.size)]
         if others:
             self.wait_for(others, watch=watch)
-        said = [[label, json.loads(json.dumps(value))], *(json.loads(store.get(other)) for other in others)]
+        said = [[label, json.loads(json.dumps(value))], *(read_json(store, other) for other in others)]
         if any(theirs != label for theirs, _ in said):
             raise watch.unlike_calls({rank: theirs for rank, (theirs, _) in enumerate(said)})
         values = [theirs for _, theirs in said]
@@ -232,30 +190,40 @@ class Group:
     def unanswered(self) -> list[tuple[list[int], str, float]]:
         """Where the network between this worker and others does not pass: their ranks, their address, and the seconds
         since anything sent to it was last acknowledged. All workers of a computer share its address."""
-        found = {}
-        for (address, port), silent_s in unanswered(self._sockets).items():
-            one = self._doors.get((address, port))
-            ranks = {rank for (theirs, _), rank in self._doors.items() if theirs == address} if one is None else {one}
-            if ranks := ranks - {self.rank}:
-                found[address] = (sorted(ranks), address, silent_s)
-        return [found[address] for address in sorted(found)]
+        if self._engine is None:
+            return []
+        seats = self.topology.order
+        return [
+            (sorted(seats[seat] for seat in found), address, silent_s)
+            for found, address, silent_s in self._engine.unanswered()
+        ]
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def break_off(self, *, spare_port: int) -> None:
-        """What is under way fails now, within milliseconds. ``spare_port``: the store's, whose connections stay."""
+    def look(self) -> None:
+        """Raise when the group was broken off or closed: for a thread that waits in it and has no watch."""
+        if self._over:
+            raise RuntimeError("the group is over")
+
+    def break_off(self) -> None:
+        """What is under way fails now, within milliseconds."""
+        self._over = True
         if self.gpus is not None:
             self.gpus.abort()
-        sockets, self._sockets = self._sockets, frozenset[tuple[int, str]]()
-        if sockets:
-            break_off(sockets, spare_port=spare_port)
+        if self._engine is not None:
+            self._engine.abort()
+
+    def end_if_stuck(self) -> None:
+        """End the process, some seconds from now, if a thread is still in a wait of this broken-off group."""
+        self.waits.end_if_stuck()
 
     def detach(self) -> list[Any]:
         """Give up the engine: what holds it and its last sends, for `let_go`; itself last, for what runs in it needs
         it."""
-        gloo, self._gloo = self._gloo, None
+        self._over = True
         sends: list[Any] = [*self._small.empty(), *(self._tree.end() if self._tree is not None else [])]
-        return [] if gloo is None else [*sends, gloo]
+        engine = self._engine.detach() if self._engine is not None else []
+        return [*sends, *engine] if engine else []
 
 
 def let_go(held: list[Any]) -> None:

@@ -8,17 +8,19 @@ so that a tensor is never read or written while an aborted kernel still runs on 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from paceline import concurrency
+from paceline.transport.engines.base import EngineWork, Look
 from paceline.transport.network import ENGINE_TIMEOUT, Store, dist
 
 CLOSE_S = 5.0
+ABANDON_S = 0.05
+"""How long the kernel of an aborted sum may take to end."""
 cuda: Any = torch.cuda
 OURS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -68,7 +70,7 @@ def warm_up(device: torch.device) -> None:
     NcclGroup(dist.HashStore(), 0, 1, device).close()
 
 
-class NcclSum:
+class NcclSum(EngineWork):
     """A sum under way on the GPUs."""
 
     def __init__(self, work: Any, stream: Any) -> None:
@@ -78,22 +80,23 @@ class NcclSum:
             work.wait()
             self._ended.record(stream)
 
-    def wait_for_host(self, check: Callable[[], None]) -> None:
+    def wait(self, look: Look) -> None:
         """Until the sum stands in the tensor, for the host and for the stream that is current here."""
         pause = 0.00005
         while not self._work.is_completed():  # also when it has failed, and its kernel waits for ever
-            check()
+            look()
             concurrency.sleep(pause)
             pause = min(pause * 1.5, 0.001)
         self._work.wait()
 
-    def wait(self, timeout: timedelta) -> None:
-        """For the kernel to be over, with its sum or without."""
-        until = concurrency.monotonic() + timeout.total_seconds()
+    def abandon(self) -> bool:
+        """Wait a moment for the kernel to be over, with its sum or without."""
+        until = concurrency.monotonic() + ABANDON_S
         while not self._ended.query():
             if concurrency.monotonic() > until:
-                raise RuntimeError("timed out")
+                return False
             concurrency.sleep(0.0005)
+        return True
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import json
 import os
 import socket
 import struct
@@ -22,6 +23,15 @@ would else have the short one with which its group was formed."""
 dist: Any = torch.distributed  # its type stubs leave out half of what it exports
 Store = Any
 """A torch.distributed store."""
+
+
+def read_json(store: Store, key: str) -> Any:
+    """Return a value of the store; RuntimeError where it is no JSON, as around the restart of a roster."""
+    said = store.get(key)
+    try:
+        return json.loads(said)
+    except ValueError:
+        raise RuntimeError(f"the store's value of {key} cannot be read: {said[:40]!r}") from None
 
 
 def address_towards(host: str, port: int) -> str:

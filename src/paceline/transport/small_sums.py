@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate, groupby
 from math import prod
-from typing import Any
 
 import torch
 
 from paceline import concurrency
-from paceline.transport.network import ENGINE_TIMEOUT
+from paceline.transport.engines.base import Carrier, Engine, EngineWork, Look
 
 MOST_BYTES = 1 << 20
 """Of one sum; a ring's work goes on while backward does, and is worth it beyond."""
@@ -88,18 +87,27 @@ class Wires:
         self.got = [[Message(form) for _ in range(partners)] for partners in turns]
 
 
-class SmallSum:
+class SmallSum(EngineWork):
     """One sum, from its start until somebody waits for it: then it goes, together with others or by itself."""
 
     def __init__(self, sums: SmallSums, tensor: torch.Tensor) -> None:
         self.sums, self.tensor = sums, tensor
         self.exchange: SmallExchange | None = None
 
-    def wait(self) -> None:
+    def wait(self, look: Look) -> None:
+        look()
         if self.exchange is None:
             self.sums.exchange([self])
         assert self.exchange is not None
-        self.exchange.finish()
+        self.exchange.finish(look)
+
+    def abandon(self) -> bool:
+        """Nobody but `wait` writes into its tensor."""
+        return True
+
+    @property
+    def carrier(self) -> Carrier | None:
+        return self.sums if self.exchange is None else None
 
 
 class SmallExchange:
@@ -111,10 +119,12 @@ class SmallExchange:
     tensors.
     """
 
-    def __init__(self, engine: Any, tensors: Sequence[torch.Tensor], place: RankTurns, tag: int, wires: Wires) -> None:
+    def __init__(
+        self, engine: Engine, tensors: Sequence[torch.Tensor], place: RankTurns, tag: int, wires: Wires
+    ) -> None:
         self.place, self.wires = place, wires
         self._engine, self._tensors, self._tag = engine, tensors, tag
-        self._sent: list[Any] = []
+        self._sent: list[EngineWork] = []
         self.over = False
         self._failure: str | None = None
         """The engine's words; its error would hold this object, by its traceback, and with it the group."""
@@ -126,16 +136,13 @@ class SmallExchange:
         """What this worker receives, turn by turn."""
         self._begin()
 
-    def _do(self, act: Callable[..., Any], message: Message, other: int) -> Any:
-        return act([message.data], other, self._tag)
-
     def _send(self, others: Iterable[int]) -> None:
-        self._sent += [self._do(self._engine.send, self._answer, other) for other in others]
+        self._sent += [self._engine.send(self._answer.data, other, self._tag) for other in others]
 
-    def _receive_all(self) -> list[list[Any]]:
-        turns = zip(self.wires.got, self.place.turns, strict=True)
+    def _receive_all(self) -> list[list[EngineWork]]:
+        receive, tag, turns = self._engine.receive, self._tag, zip(self.wires.got, self.place.turns, strict=True)
         return [
-            [self._do(self._engine.recv, message, other) for message, other in zip(messages, partners, strict=True)]
+            [receive(message.data, other, tag) for message, other in zip(messages, partners, strict=True)]
             for messages, partners in turns
         ]
 
@@ -144,14 +151,14 @@ class SmallExchange:
         if self.place.sends_first:
             self._send(self.place.turns[0])
 
-    def finish(self) -> None:
+    def finish(self, look: Look) -> None:
         """Until the sum stands in the tensors; raises the engine's error, again and again, when it never will."""
         if self._failure is not None:
             raise RuntimeError(self._failure)
         if self.over:
             return
         try:
-            self._run()
+            self._run(look)
         except RuntimeError as error:
             self._failure = str(error)
             raise
@@ -159,12 +166,12 @@ class SmallExchange:
             tensor.copy_(part.view(tensor.shape))
         self.over, self._tensors = True, ()
 
-    def _run(self) -> None:
+    def _run(self, look: Look) -> None:
         for number, (messages, works) in enumerate(zip(self.wires.got, self.works, strict=True)):
             if number or not self.place.sends_first:
                 self._send(self.place.sends(number))
             for work in works:
-                work.wait(ENGINE_TIMEOUT)
+                work.wait(look)
             self._answer = self.place.joined(number, self._answer, messages)
         self._send(self.place.tells)
 
@@ -222,9 +229,9 @@ def _partners(rank: int, bases: Sequence[int]) -> list[list[int]]:
 
 
 class SmallSums:
-    """The small sums of one group. ``engine`` gives Gloo's process group."""
+    """The small sums of one group. ``engine`` returns the group's engine, or raises when it is closed."""
 
-    def __init__(self, rank: int, size: int, engine: Callable[[], Any]) -> None:
+    def __init__(self, rank: int, size: int, engine: Callable[[], Engine]) -> None:
         self._engine = engine
         self._rank, self._size = rank, size
         self._lanes = [Outbox(), Outbox()]
@@ -233,17 +240,17 @@ class SmallSums:
     def start(self, tensor: torch.Tensor) -> SmallSum:
         return SmallSum(self, tensor)
 
-    def exchange(self, sums: Sequence[SmallSum]) -> None:
+    def exchange(self, works: Sequence[SmallSum]) -> None:
         """Send these off in one message."""
-        form = tuple((one.tensor.dtype, one.tensor.numel()) for one in sums)
+        form = tuple((one.tensor.dtype, one.tensor.numel()) for one in works)
         place = _place(self._rank, self._size, tiny=sum(d.itemsize * count for d, count in form) <= TINY_BYTES)
         lane = lane_here()
         outbox = self._lanes[lane]
         wires = outbox.spare(form) or Wires(form, [len(turn) for turn in place.turns])
         tag = TAGS * (2 + lane) + outbox.next_number() % OWN_TAGS
-        exchange = SmallExchange(self._engine(), [one.tensor for one in sums], place, tag, wires)
+        exchange = SmallExchange(self._engine(), [one.tensor for one in works], place, tag, wires)
         outbox.keep(exchange)
-        for one in sums:
+        for one in works:
             one.exchange = exchange
 
     def round_is_over(self) -> None:

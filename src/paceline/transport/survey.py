@@ -15,14 +15,16 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
 import torch
 
 from paceline import concurrency
+from paceline.transport.engines.base import Look
 from paceline.transport.group import Group, Watch
-from paceline.transport.network import ENGINE_TIMEOUT, place
+from paceline.transport.network import place
 from paceline.transport.topology import (
     Pair,
     Topology,
@@ -97,7 +99,9 @@ class Survey:
         if len(topology.computers) == 1:
             return topology
         if any(name not in self._speeds for name in topology.names):
-            speed = _speed(group, topology.heads) if group.rank in topology.heads else None
+            speed = (
+                _speed(group, topology.heads, partial(_look, group, watch)) if group.rank in topology.heads else None
+            )
             speeds = group.gather("speeds", "measuring what the links carry", speed, watch=watch)
             self._speeds = {name: float(speeds[head]) for name, head in zip(topology.names, topology.heads)}
         after = [*topology.heads[1:], topology.heads[0]]
@@ -174,26 +178,32 @@ def _close(selector: selectors.BaseSelector, one: Any) -> None:
         one.close()
 
 
-def _speed(group: Group, heads: Sequence[int]) -> float:
+def _look(group: Group, watch: Watch) -> None:
+    """Raise when a message in this group can no longer come."""
+    watch.check()
+    watch.check_group(group)
+
+
+def _speed(group: Group, heads: Sequence[int], look: Look) -> float:
     """Bits/s from this computer to the next in order, measured by all of them at once: the time in which some bytes are
     sent and their receipt is, less that of one byte; the best of some tries, after one in which they meet."""
     place = heads.index(group.rank)
     before, after = heads[place - 1], heads[(place + 1) % len(heads)]
-    _, *short = [_sent_on(group, before, after, 1) for _ in range(TRIES)]
-    best = min(_sent_on(group, before, after, PROBE_BYTES) for _ in range(TRIES))
+    _, *short = [_sent_on(group, before, after, 1, look) for _ in range(TRIES)]
+    best = min(_sent_on(group, before, after, PROBE_BYTES, look) for _ in range(TRIES))
     return PROBE_BYTES * 8 / (best - min(*short, best / 2))
 
 
-def _sent_on(group: Group, before: int, after: int, size: int) -> float:
+def _sent_on(group: Group, before: int, after: int, size: int, look: Look) -> float:
     data, got, receipts = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8), torch.zeros(2)
     coming = group.receive(got, before, PROBE_TAG)
     receipt = group.receive(receipts[:1], after, PROBE_TAG + 1)
     started = concurrency.perf_counter()
     sent = [group.send(data, after, PROBE_TAG)]
-    coming.wait(ENGINE_TIMEOUT)
+    coming.wait(look)
     sent.append(group.send(receipts[1:], before, PROBE_TAG + 1))
-    receipt.wait(ENGINE_TIMEOUT)
+    receipt.wait(look)
     seconds = concurrency.perf_counter() - started
     for work in sent:
-        work.wait(ENGINE_TIMEOUT)
+        work.wait(look)
     return seconds

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from paceline import concurrency
+from paceline.transport.engines.base import LOOK_S, EngineWork, Look
 from paceline.transport.formats import Format
-from paceline.transport.network import ENGINE_TIMEOUT
 from paceline.transport.small_sums import OWN_TAGS, TAGS, lane_here
 from paceline.transport.topology import Branch
 
@@ -35,10 +34,12 @@ LITTLE_BYTES = 1 << 14
 MESSAGE_BYTES = 1 << 12
 """Up to here small sums, which need no thread, are as good on any link: a round's header is one."""
 
-Send = Callable[[torch.Tensor, int, int], Any]
+Send = Callable[[torch.Tensor, int, int], EngineWork]
+Coming = tuple[torch.Tensor, EngineWork]
+"""A message that was asked for, and the work that brings it."""
 
 
-class TreeSum:
+class TreeSum(EngineWork):
     """One sum under way, in pieces, whose number is one that the workers who cross (``tops``) can share evenly; between
     them in the format ``form``."""
 
@@ -75,16 +76,17 @@ class TreeSum:
     def is_completed(self) -> bool:
         return self._over.is_set()
 
-    def wait(self, timeout: timedelta | None = None) -> None:
-        if not self._over.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("timed out")
+    def wait(self, look: Look) -> None:
+        while not self._over.wait(LOOK_S):
+            look()
         if self._failure is not None:
             raise RuntimeError(self._failure)
 
-    def abandon(self) -> None:
+    def abandon(self) -> bool:
         """From now on nothing writes into its tensor."""
         with self._lock:
             self._given_up = True
+        return True
 
 
 def piece_length(tensor: torch.Tensor, tops: int) -> int:
@@ -111,10 +113,10 @@ class SumPiece:
         self.whole, self.part, self.number = whole, part, number
         self.mine = part
         """What this worker has so far."""
-        self.from_children: list[tuple[torch.Tensor, Any]] = []
-        self.from_tops: list[tuple[torch.Tensor, Any]] = []
+        self.from_children: list[Coming] = []
+        self.from_tops: list[Coming] = []
         """Parts of the others that cross, in order, without this worker's own."""
-        self.total: tuple[torch.Tensor, Any] | None = None
+        self.total: Coming | None = None
         """Where it comes from another: the parent or the piece's owner."""
 
 
@@ -133,7 +135,7 @@ class PieceMail:
     def send(self, data: torch.Tensor, piece: SumPiece, others: Sequence[int]) -> None:
         self._now.extend([(data, self._send(data, other, self._tag(piece))) for other in others])
 
-    def ask(self, piece: SumPiece, other: int, form: Format | None = None) -> tuple[torch.Tensor, Any]:
+    def ask(self, piece: SumPiece, other: int, form: Format | None = None) -> Coming:
         part = piece.part
         data = torch.empty_like(part) if form is None else torch.empty(form.row_bytes(part.numel()), dtype=torch.uint8)
         return data, self._receive(data, other, self._tag(piece))
@@ -149,12 +151,6 @@ class PieceMail:
     def empty(self) -> list[Any]:
         held, self._before, self._now = [*self._before, *self._now], [], []
         return held
-
-
-def came(message: tuple[torch.Tensor, Any]) -> torch.Tensor:
-    data, work = message
-    work.wait(ENGINE_TIMEOUT)
-    return data
 
 
 def as_sent(values: torch.Tensor, piece: SumPiece) -> torch.Tensor:
@@ -247,9 +243,19 @@ class SumStream:
         except Exception as error:  # whatever it is, nobody may wait for ever
             self.end(str(error))
 
+    def _came(self, message: Coming) -> torch.Tensor:
+        data, work = message
+        work.wait(self._look)
+        return data
+
+    def _look(self) -> None:
+        """Raise when the stream has ended."""
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
     def _up(self, piece: SumPiece) -> None:
         if piece.from_children:
-            parts = [piece.part, *map(came, piece.from_children)]
+            parts = [piece.part, *map(self._came, piece.from_children)]
             piece.mine = added(parts, into=parts[1])
             piece.from_children = []
         elif self._crosses:  # the tensor is overwritten while this may still be on its way
@@ -275,11 +281,11 @@ class SumStream:
         if piece.total is None:
             self._finish(piece, self._add_tops(piece))
         else:
-            total = came(piece.total)
+            total = self._came(piece.total)
             self._finish(piece, as_got(total, piece) if self._crosses else total)
 
     def _add_tops(self, piece: SumPiece) -> torch.Tensor:
-        parts = [as_got(came(one), piece) for one in piece.from_tops]
+        parts = [as_got(self._came(one), piece) for one in piece.from_tops]
         into = parts[0]
         place = self._branch.tops.index(self._rank)
         return added([*parts[:place], piece.mine, *parts[place:]], into=into)

@@ -18,9 +18,7 @@ from paceline.roster.calls import CALLS, ROUNDS
 from paceline.transport.distributed import one_line
 from paceline.transport.elastic.calls import gift
 from paceline.transport.elastic.changes import MembershipChange
-from paceline.transport.elastic.connector import STORE
 from paceline.transport.group import Group
-from paceline.transport.network import ENGINE_TIMEOUT, dist
 
 if TYPE_CHECKING:
     from paceline.transport.elastic.reform import Forming, Reform
@@ -176,11 +174,8 @@ class FleetLoop:
         return int(self._ask_fleet(LOOP) or 0)
 
     def _ask_fleet(self, key: str) -> str:
-        host, port = self._reform.client.store
         with suppress(RuntimeError):
-            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STORE)
-            if store.check([key]):
-                return str(store.get(key), "utf-8")
+            return self._reform.connector.ask(key, at=self._reform.client.store)
         return ""
 
 
@@ -205,7 +200,7 @@ class StateSender:
     def _send(self, group: Group, to: int) -> None:
         try:
             for number, piece in enumerate(iter(self._pieces.get, None)):
-                group.send(piece, to, STATE_TAG + number).wait(ENGINE_TIMEOUT)
+                group.send(piece, to, STATE_TAG + number).wait(group.look)
         except RuntimeError as error:
             logger.info("the state for rank %d was not sent: %s", to, one_line(error))
 

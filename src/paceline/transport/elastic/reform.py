@@ -78,7 +78,7 @@ class Forming:
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
         """Fill a tensor with what a member sends."""
-        Watched(self.group.receive(tensor, source, tag), self, group=self.group, whole=False).wait()
+        Watched(self.group.receive(tensor, source, tag), self, group=self.group).wait()
 
     def _over(self, why: str) -> GenerationOver:
         return GenerationOver(f"generation {self.generation.number}: {why}", generation=self.generation.number)

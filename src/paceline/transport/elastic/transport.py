@@ -261,12 +261,12 @@ class Elastic(Distributed):
         self.deliver_members_changed()
         return super().sum(tensor)
 
-    def _started(self, start: Callable[[Group], Any], *, whole: bool = True) -> Pending:
+    def _started(self, start: Callable[[Group], Any]) -> Pending:
         """Never raises: sums start inside backward, which must come to its end."""
         if self.reform.is_over:
             return Never(self.reform.why_over())
         try:
-            return super()._started(start, whole=whole)
+            return super()._started(start)
         except GenerationOver as over:
             return Never(over)
 

@@ -1,0 +1,172 @@
+"""Gloo as an engine: its devices, its sockets, and how an operation is broken off, for Gloo's own abort does nothing.
+
+Works of the whole group are waited for in slices of `LOOK_S`. Sends and receives cannot be: a wait that times out
+closes the connection, and their works know nothing of their end before they are waited for. They fail when their
+connections are shut; for the rare one that does not, see `paceline.transport.engine_waits`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from paceline.transport.engines.base import CLOSED, LOOK_S, EngineWork, Look
+from paceline.transport.network import (
+    ENGINE_TIMEOUT,
+    Sockets,
+    Store,
+    break_off,
+    close_listeners,
+    dist,
+    gloo_device,
+    joining,
+    listening,
+    open_sockets,
+    read_json,
+    unanswered,
+)
+
+LOOK = timedelta(seconds=LOOK_S)
+ABANDON = timedelta(milliseconds=50)
+"""How long an operation on connections that are shut may take to fail. Some never do."""
+MakeGloo = Callable[[Store, int, int, Any], Any]
+"""Makes Gloo's process group from a store, this worker's rank, the size, and options."""
+Doors = dict[tuple[str, int], int]
+"""Where the engine of each worker listens, and its rank."""
+
+
+class GlooWork(EngineWork):
+    """An operation of the whole group."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, look: Look) -> None:
+        """Wait in slices: an operation on connections that were shut under it may never fail."""
+        while True:
+            try:
+                self._work.wait(LOOK)
+                return
+            except RuntimeError:
+                if self._work.is_completed():
+                    raise
+            look()
+
+    def abandon(self) -> bool:
+        try:
+            self._work.wait(ABANDON)
+        except RuntimeError as error:
+            return "timed out" not in str(error).lower()
+        return True
+
+
+class GlooMessage(GlooWork):
+    """A send or a receive, which is waited for until it ends or its connection is shut."""
+
+    def wait(self, look: Look) -> None:
+        self._work.wait(ENGINE_TIMEOUT)
+
+
+class GlooEngine:
+    """A process group of Gloo's. ``spare_port``: the store's, whose connections `abort` leaves alone."""
+
+    def __init__(
+        self,
+        gloo: Any,
+        *,
+        rank: int = 0,
+        sockets: Sockets = frozenset(),
+        doors: Doors | None = None,
+        spare_port: int = 0,
+    ) -> None:
+        self._gloo, self._rank, self._sockets, self._doors = gloo, rank, sockets, doors or {}
+        self._spare_port = spare_port
+
+    @property
+    def _group(self) -> Any:
+        if self._gloo is None:
+            raise RuntimeError(CLOSED)
+        return self._gloo
+
+    def sum(self, tensor: torch.Tensor) -> GlooWork:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        return GlooWork(self._group.allreduce([tensor], options))
+
+    def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> GlooWork:
+        return GlooWork(self._group.alltoall_base(got.view(-1), sent.view(-1), [], [], dist.AllToAllOptions()))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> GlooWork:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return GlooWork(self._group.broadcast([tensor], options))
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> GlooMessage:
+        return GlooMessage(self._group.send([tensor], to, tag))
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> GlooMessage:
+        return GlooMessage(self._group.recv([tensor], source, tag))
+
+    def abort(self) -> None:
+        sockets, self._sockets = self._sockets, frozenset[tuple[int, str]]()
+        if sockets:
+            break_off(sockets, spare_port=self._spare_port)
+
+    def unanswered(self) -> list[tuple[list[int], str, float]]:
+        """Return what the kernel knows of unacknowledged packets. All workers of a computer share its address."""
+        found = {}
+        for (address, port), silent_s in unanswered(self._sockets).items():
+            one = self._doors.get((address, port))
+            ranks = {rank for (theirs, _), rank in self._doors.items() if theirs == address} if one is None else {one}
+            if ranks := ranks - {self._rank}:
+                found[address] = (sorted(ranks), address, silent_s)
+        return [found[address] for address in sorted(found)]
+
+    def detach(self) -> list[Any]:
+        gloo, self._gloo = self._gloo, None
+        return [] if gloo is None else [gloo]
+
+
+def connect_gloo(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    towards: tuple[str, int],
+    spare_port: int,
+    make: MakeGloo | None = None,
+    channels: int = 1,
+) -> tuple[GlooEngine, str]:
+    """Form a process group, to which all its workers come; returns it and a description for the log.
+
+    ``towards``: where the fleet meets, or an address of this computer. ``channels``: how many sums may travel side by
+    side, the same for all workers.
+    """
+    before = open_sockets()
+    devices, (where, *_) = zip(*(gloo_device(*towards) for _ in range(channels)), strict=True)
+    listeners = open_sockets() - before  # Gloo's, and what another thread of the script may have opened meanwhile
+    mine = listening(listeners)
+    store.set(f"doors/{rank}", json.dumps(mine))
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = list(devices)
+    options._threads = max(2, channels)
+    options._timeout = ENGINE_TIMEOUT
+    gloo = (make or dist.ProcessGroupGloo)(store, rank, size, options)
+    doors = {at: other for other in range(size) for at in _doors_of(store, other)}  # all have come by now
+    made = open_sockets() - before
+    sockets = joining(made, {port for _, port in doors}) or made
+    if len(mine) == channels:  # surely Gloo's
+        close_listeners(listeners)
+    return GlooEngine(gloo, rank=rank, sockets=sockets, doors=doors, spare_port=spare_port), f"gloo, {where}"
+
+
+def _doors_of(store: Store, rank: int) -> list[tuple[str, int]]:
+    """Return where a worker's engine listens; RuntimeError where the store has lost it, as when it was restarted."""
+    try:
+        return [(str(address), int(port)) for address, port in read_json(store, f"doors/{rank}")]
+    except (TypeError, ValueError):
+        raise RuntimeError(f"the store does not say where rank {rank} listens") from None
