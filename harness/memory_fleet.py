@@ -104,6 +104,7 @@ class World:
         """Things that are yet to happen: the run is not over before."""
         self.log: list[str] = []
         self.crashes: list[str] = []
+        self.network = MemoryNetwork()
 
     # -- the run ---------------------------------------------------------------------------------------------------
 
@@ -125,10 +126,9 @@ class World:
         verdict.points, verdict.virtual_s = scheduler.points, scheduler.now - 1000.0
         verdict.outcomes = {slot: one.outcome for slot, one in self.newest.items() if one.outcome is not None}
         verdict.problems += self.crashes
-        verdict.problems += [
-            f"THREAD {task.process} {task.name}: {_text(task.error)}" for task in scheduler.tasks if task.error
-        ]
-        verdict.problems += [f"ENGINE {fault}" for fault in getattr(self, "network", MemoryNetwork()).faults]
+        failed = [task for task in scheduler.tasks if task.error is not None]
+        verdict.problems += [f"THREAD {task.process} {task.name}: {_text(task.error)}" for task in failed]
+        verdict.problems += [f"ENGINE {fault}" for fault in self.network.faults]
         return verdict
 
     def _over(self) -> bool:
@@ -324,32 +324,25 @@ class World:
 
     def cut_store(self, slot: int) -> None:
         process = self.alive(slot)
-        if process is not None and process.transport is not None and hasattr(process.transport, "reform"):
+        if process is not None and process.transport is not None:
             self.note(f"CUT STORE {process.key}")
-            connector = process.transport.reform.connector
-            for store in self.scheduler.rng.sample(
-                [connector.root, connector.aside], self.scheduler.rng.choice((1, 2))
-            ):
+            dice, connector = self.scheduler.rng, process.transport.reform.connector
+            for store in dice.sample([connector.root, connector.aside], dice.choice((1, 2))):
                 if store is not None:
                     store.cut()
 
     def cut_peers(self, slot: int, other: int) -> None:
-        process, peer = self.alive(slot), self.alive(other)
-        if process is None or peer is None or process.transport is None or peer.transport is None:
+        one, another = (process.transport if process else None for process in (self.alive(slot), self.alive(other)))
+        if one is None or another is None or (now := one.reform.now) is None:
             return
-        if hasattr(process.transport, "reform") and process.transport.reform.now is not None:
-            now = process.transport.reform.now
-            ids = [
-                getattr(one.transport, "id", -1) if hasattr(one.transport, "reform") else -1 for one in (process, peer)
-            ]
-            if all(id in now.workers for id in ids):
-                self.note(f"CUT PEERS {process.key} {peer.key}")
-                self.network.break_pair((*STORE, now.number), *(now.workers.index(id) for id in ids))
+        if one.id in now.workers and another.id in now.workers:
+            self.note(f"CUT PEERS {slot} {other}")
+            self.network.break_pair((*STORE, now.number), now.workers.index(one.id), now.workers.index(another.id))
 
     def wedge(self, slot: int) -> None:
         """The worker's next wait on a broken connection never returns."""
         process = self.alive(slot)
-        if process is not None and process.transport is not None and hasattr(process.transport, "reform"):
+        if process is not None and process.transport is not None:
             engine = getattr(process.transport.group, "_engine", None)
             if engine is not None:
                 self.note(f"WEDGE {process.key}")

@@ -172,7 +172,8 @@ class Scheduler:
         task.done = True
         if self.over:
             return
-        self._alive.remove(task)
+        if task in self._alive:
+            self._alive.remove(task)
         for joiner in task.joiners:
             self._wake(joiner)
         task.runnable = False

@@ -131,11 +131,8 @@ def draw(seed: int) -> Case:
     }
     slow = tuple(dice.choice((0.005, 0.01, 0.02, 0.04)) for _ in range(size + 2))
     number = dice.choice((0, 1, 1, 2, 2, 3))
-    faults = tuple(
-        sorted(
-            (int(dice.random() ** 1.3 * 6000) + 200, dice.choice(FAULTS), dice.randrange(size)) for _ in range(number)
-        )
-    )
+    points = [200 + int(dice.random() ** 1.3 * 6000) for _ in range(number)]
+    faults = tuple(sorted((point, dice.choice(FAULTS), dice.randrange(size)) for point in points))
     return Case(
         seed=seed,
         size=size,
@@ -215,15 +212,15 @@ def data() -> TensorDataset:
     return TensorDataset(x, x.sum(1, keepdim=True), torch.arange(LENGTH))
 
 
+def shuffled(epoch: int) -> list[int]:
+    """A script's own order."""
+    return [int(number) for number in torch.randperm(LENGTH, generator=torch.Generator().manual_seed(epoch))]
+
+
 def train(case: Case, world: World, slot: int) -> dict[str, Any]:
     """The script of every worker."""
     dice, gradients = random.Random(f"{case.seed}/{slot}"), case.combine == "gradients"
     dataset = data()
-    order = (
-        (lambda epoch: torch.randperm(LENGTH, generator=torch.Generator().manual_seed(epoch)).tolist())
-        if case.order
-        else None
-    )
     with fleet_of(PACES[case.pace](), COMBINES[case.combine](), world.folder) as fleet:
         weights = torch.arange(1.0, 4.0, dtype=torch.float64).view(1, 3)
         net = nn.Linear(3, 1, dtype=torch.float64)
@@ -236,6 +233,7 @@ def train(case: Case, world: World, slot: int) -> dict[str, Any]:
         if ledger is not None:
             optimizers.append(torch.optim.SGD(ledger.parameters(), lr=1.0))
         fleet.track(**{f"optimizer{number}": one for number, one in enumerate(optimizers)})
+        order = shuffled if case.order else None
         for step in fleet.steps(dataset, global_batch=BATCH, micro_batch=MICRO, epochs=EPOCHS, order=order):
             for x, y, numbers in step:
                 concurrency.sleep(case.slow[slot] * (20.0 if dice.random() < case.stalls else 1.0 + dice.random()))
@@ -256,7 +254,7 @@ def call(case: Case, fleet: Any, step: Any, dataset: TensorDataset, world: World
     what = case.calls.get(step.index)
     if what == "evaluate":
         found = fleet.evaluate(lambda x, y, numbers: {"seen": numbers.sum().double()}, dataset)
-        assert found["seen"] == LENGTH * (LENGTH - 1) / 2 and found["count"] == LENGTH, f"evaluated {found}"
+        assert (found["seen"], found["count"]) == (LENGTH * (LENGTH - 1) / 2, LENGTH), f"evaluated {found}"
     elif what == "gather":
         got = fleet.gather(lambda x, y, numbers: numbers.double(), dataset)
         assert got.tolist() == list(range(LENGTH)), f"gathered {got}"
