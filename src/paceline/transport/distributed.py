@@ -115,12 +115,12 @@ class Distributed(Transport, ABC):
                 self._broadcast(tensors)
 
     def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]  # any dtype, any layout
+        """Fetch the leader's tensors into room of their own: a broadcast that is cut short changes none of them."""
+        raw = [tensor.detach().clone().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]  # any dtype
         for work in [self._started(partial(Group.start_broadcast, part=part)) for part in raw]:
             work.wait()
         for tensor, part in zip(tensors, raw, strict=True):
-            if part.data_ptr() != tensor.data_ptr():
-                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+            tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
     def _cross_link(self) -> None:
         """Take as long as an emulated link would for what this round has summed."""

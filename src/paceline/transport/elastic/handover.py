@@ -125,7 +125,7 @@ class HandOver:
 
     def take_over(self, data: torch.Tensor, change: MembershipChange) -> None:
         """Take over a peer's state, now or once this worker's script has come to the fleet's loop."""
-        if not self._take_over(data, change):
+        if self._transport.listener is None or not self._take_over(data, change):
             self.later = (data, change)
 
     def take_over_later(self) -> bool:
