@@ -32,6 +32,7 @@ from typing import Any
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 1, 0x1000
 SIOCSIFFLAGS, SIOCSIFADDR, SIOCSIFNETMASK, SIOCSIFMTU, IFF_UP = 0x8914, 0x8916, 0x891C, 0x8922, 1
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 
 
@@ -93,6 +94,7 @@ class Switch:
 
     def __enter__(self) -> Switch:
         with ExitStack() as stack:
+            stack.enter_context(without_loopback())
             for computer in self.computers:
                 self._namespaces[computer] = namespaces = _new_namespaces(computer)
                 for descriptor in namespaces:
@@ -218,8 +220,28 @@ class Switch:
         return at
 
 
+@contextmanager
+def without_loopback() -> Iterator[None]:
+    """Computers of their own are joined by their cables: in the block, no process that is started inherits that Gloo
+    is to use the loopback interface, which serves for workers of one computer."""
+    before = os.environ.get(GLOO_INTERFACE)
+    forget_loopback()
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ.setdefault(GLOO_INTERFACE, before)
+
+
+def forget_loopback() -> None:
+    """The same for this process, from now on."""
+    if os.environ.get(GLOO_INTERFACE, "").startswith("lo"):
+        del os.environ[GLOO_INTERFACE]
+
+
 def enter(place: str) -> None:
     """This thread lives on that computer from now on, and so do the threads and processes that it starts."""
+    forget_loopback()
     with ExitStack() as stack:
         _set([stack.enter_context(open(path)).fileno() for path in place.split(":")])
 

@@ -108,7 +108,7 @@ class RunRecorder:
         if self._lock is None:  # a predecessor that is cut off may hold it: the run goes on all the same
             with suppress(FolderInUse):
                 self._lock = lock_folder(self.run_dir, fleet=self._fleet, patience_s=0.0)
-        self._log = EventLog(self.run_dir, clock=self._transport.clock)
+        self._log = EventLog(self.run_dir, clock=self._transport.clock, goes_on=begun)
         if not begun:
             self._view.show(self._log.write("run", **self._run))
 

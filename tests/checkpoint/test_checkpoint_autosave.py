@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -301,7 +302,8 @@ def test_what_can_never_be_saved_is_refused_at_the_first_step_and_later_trouble_
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_start(tmp_path: Path) -> None:
-    checkpoint_folder.path_of(tmp_path, 5).with_name(".step-00000005.paceline.1.tmp").write_text("half")
+    beyond_any_pid = 1 << 30
+    (tmp_path / f".step-00000005.paceline.{beyond_any_pid}@{socket.gethostname()}.tmp").write_text("half")
     rig = Rig(tmp_path, every_steps=10)
     rig.train(9, 10)
     rig.saver.close()

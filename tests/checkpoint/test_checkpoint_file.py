@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
+import re
+import socket
 import subprocess
 import sys
 import zipfile
@@ -16,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.checkpoint import file as checkpoint_file
+from paceline.checkpoint.load import look_up
 
 CONTENT = {"weights": torch.arange(3000.0), "nested": [{"a": (1, "b", None)}, torch.zeros(0)], "text": "x" * 100}
 HERE = Path("c.paceline")
@@ -118,7 +122,7 @@ def test_file_and_folder_reach_the_disk_before_the_writer_says_so(
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "replace", noted_replace)
     checkpoint_file.write(tmp_path / "kept" / "c", CONTENT)
-    assert done == [f"fsync .c.{os.getpid()}.tmp", "replace", "fsync kept"]
+    assert done == [f"fsync {temporary('c', os.getpid())}", "replace", "fsync kept"]
 
 
 @pytest.mark.slow
@@ -128,6 +132,7 @@ def test_writing_holds_no_copy_of_the_whole(tmp_path: Path) -> None:
 import resource, sys, torch
 from pathlib import Path
 from paceline.checkpoint import file as checkpoint_file
+from paceline.checkpoint.load import look_up
 content = {"weights": torch.zeros(1 << 24)}
 content["weights"][:] = 1
 checkpoint_file.write(Path(sys.argv[1]) / "small", {"weights": torch.ones(10)})
@@ -139,21 +144,77 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert int(told.stdout) < 16_000, "kilobytes"
 
 
+def temporary(name: str, pid: int, host: str | None = None) -> str:
+    return f".{name}.{pid}@{host or socket.gethostname()}.tmp"
+
+
+def dead_pid() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen(["true"]) as process:
+        pass
+    return process.pid
+
+
 def test_sweeping_removes_what_a_dead_writer_left_and_spares_a_living_ones(tmp_path: Path) -> None:
-    dead, foreign = tmp_path / ".step-1.paceline.77.tmp", tmp_path / ".other.tmp"
-    for file in (dead, foreign, tmp_path / "step-1.paceline"):
-        file.write_text("half")
+    dead = dead_pid()
+    living, elsewhere = temporary("c", os.getppid()), temporary("c", dead, "elsewhere")
+    kept = [".other.tmp", f".c.{dead}.tmp", living, elsewhere, "step-1.paceline"]
+    for name in [
+        *kept,
+        temporary("c", dead),
+        temporary("a@b.c", dead),
+        temporary("of.an.earlier.container", os.getpid()),
+    ]:
+        (tmp_path / name).write_text("half")
     seen: list[Any] = []
 
     class Watched:
         """Swept in mid-write."""
 
         def __reduce__(self) -> Any:
-            checkpoint_file.remove_abandoned(tmp_path, "step-*.paceline")
+            checkpoint_file.remove_abandoned(tmp_path)
             seen.extend(sorted(file.name for file in tmp_path.iterdir()))
             return (list, ())
 
     checkpoint_file.write(tmp_path / "step-2.paceline", {"extra": Watched()})
-    mine = f".step-2.paceline.{os.getpid()}.tmp"
-    assert seen == sorted([".other.tmp", mine, "step-1.paceline"])
-    assert sorted(file.name for file in tmp_path.iterdir()) == [".other.tmp", "step-1.paceline", "step-2.paceline"]
+    assert seen == sorted([*kept, temporary("step-2.paceline", os.getpid())])
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*kept, "step-2.paceline"])
+
+
+def test_a_temporary_file_that_is_swept_before_it_is_locked_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, swept = fcntl.flock, []
+
+    def sweep_first(file: Any, how: int) -> None:
+        if not swept:
+            swept.extend(tmp_path.iterdir())
+            swept[0].unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_first)
+    checkpoint_file.write(tmp_path / "c", CONTENT)
+    assert [file.name for file in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("then", ["save", "load"])
+def test_what_a_kill_in_mid_save_left_goes_with_the_next_save_or_load(tmp_path: Path, then: str) -> None:
+    script = """
+import os, signal, sys
+from pathlib import Path
+from paceline.checkpoint import file as checkpoint_file
+from paceline.checkpoint.load import look_up
+class Killed:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+checkpoint_file.write(Path(sys.argv[1]), {"extra": Killed()})
+"""
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "saved.pt")], check=False)
+    assert killed.returncode == -9
+    (left,) = tmp_path.iterdir()
+    assert re.fullmatch(r"\.saved\.pt\.\d+@.+\.tmp", left.name)
+    if then == "save":
+        checkpoint_file.write(tmp_path / "another.pt", CONTENT)
+    else:
+        look_up(tmp_path / "saved.pt", device=torch.device("cpu"), missing_ok=True)
+    assert not left.exists()

@@ -21,6 +21,9 @@ from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
 from paceline.transport.small_sums import SmallExchange
 
+CYCLES_PER_S = 1.8e9
+"""About what a GPU's clock makes."""
+
 
 class Deadline:
     """Deals more than is needed, equally, and closes every round at one deadline (or with so many arrivals)."""
@@ -66,7 +69,8 @@ class Stalls:
     """Sleeps inside forward: a little always, long at the given places of this worker.
 
     At (rank, step, micro-batch) it sleeps for ``long_s``. With a fourth number it is stuck there, or at its next
-    micro-batch, until so many rounds have closed without it, and for ``linger_s`` more.
+    micro-batch, until so many rounds have closed without it, and for ``linger_s`` more. In a kernel, which nothing
+    ends, it is stuck for ``long_s``, and in its next steps for twice as long each time, until a record shows it.
     """
 
     def __init__(self, rank: int, case: dict[str, Any], steps: Any = None) -> None:
@@ -81,7 +85,7 @@ class Stalls:
         """The others do not go beyond this step without it."""
         self.dice = random.Random(f"{case.get('seed', 0)}/{rank}")
         self.chance = case.get("chance", 0.0)
-        self.kernel = case.get("kernel") and torch.cuda.is_available() and rank == 0
+        self.rank, self.kernel = rank, case.get("kernel") and torch.cuda.is_available() and rank == 0
         self.step = self.micro = -1
 
     def begin(self, step: int) -> None:
@@ -90,12 +94,22 @@ class Stalls:
     def wait(self) -> None:
         self.micro += 1
         if self.traps and (self.step, self.micro) >= self.traps[0][:2]:
-            self._be_stuck(self.traps.pop(0)[2])
+            if self.kernel:
+                self._be_stuck_in_kernel(self.traps[0][2])
+            else:
+                self._be_stuck(self.traps.pop(0)[2])
         stalled = (self.step, self.micro) in self.places or self.dice.random() < self.chance
-        if stalled and self.kernel:
-            torch.cuda._sleep(int(self.long_s * 1.8e9))  # about so many cycles a second
-        else:
-            time.sleep(self.long_s if stalled else self.each_s)
+        time.sleep(self.long_s if stalled else self.each_s)
+
+    def _be_stuck_in_kernel(self, rounds: int) -> None:
+        """The host goes on at once, so that one kernel per step is started."""
+        behind = [record.behind[self.rank] for record in self.steps.training.recent if record.behind]
+        if max(behind, default=0) >= rounds - 1:
+            self.traps.pop(0)
+        elif self.step not in self.stuck:
+            seconds = self.long_s * 2 ** len(self.stuck)
+            self.stuck.append(self.step)
+            torch.cuda._sleep(int(seconds * CYCLES_PER_S))
 
     def _be_stuck(self, rounds: int) -> None:
         self.stuck.append(self.step)

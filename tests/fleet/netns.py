@@ -11,10 +11,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import count
 from pathlib import Path
+
+from switch import forget_loopback, without_loopback
 
 CLONE_NEWNET = 0x40000000
 _numbers = count()
@@ -27,8 +29,10 @@ class Network:
         self._prefix = f"pl{os.getpid()}x{next(_numbers)}"
         self._switch = f"{self._prefix}-switch"
         self._numbers = {computer: number for number, computer in enumerate(computers, start=1)}
+        self._stack = ExitStack()
 
     def __enter__(self) -> Network:
+        self._stack.enter_context(without_loopback())
         ip("netns", "add", self._switch)
         for bridge in ("bridge", "apart"):
             ip("-n", self._switch, "link", "add", bridge, "type", "bridge")
@@ -47,6 +51,7 @@ class Network:
             ip("-n", place, "link", "set", device, "up")
 
     def __exit__(self, *_: object) -> None:
+        self._stack.close()
         for place in (*map(self.namespace, self._numbers), self._switch):
             subprocess.run(["ip", "netns", "del", place], check=False)
 
@@ -98,6 +103,7 @@ class Network:
 
 def enter(namespace: str) -> None:
     """This thread lives on that computer from now on, and so do the threads that it starts."""
+    forget_loopback()
     with Path("/run/netns", namespace).open() as file:
         _set_namespace(file.fileno())
 

@@ -86,7 +86,7 @@ def test_a_gpu_s_micro_batches_grow_as_far_as_memory_and_speed_allow(tmp_path: P
 @pytest.mark.parametrize("function", ["train", "train_over_nccl"], ids=["mixed", "NCCL, three ranks"])
 def test_a_gpu_worker_that_is_stuck_is_not_waited_for(function: str, kernel: bool, tmp_path: Path) -> None:
     case = CASE | {
-        "stalls": [(0, 4, 1), (1, 12, 0)],
+        "stalls": [(0, 4, 1, 4), (1, 12, 0, 4)],
         "long_s": 0.5,
         "gpu": True,
         "kernel": kernel,

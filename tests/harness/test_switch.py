@@ -6,6 +6,8 @@ import os
 import random
 import socket
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -151,3 +153,16 @@ def test_a_way_is_a_queue() -> None:
     assert 0.5 < through[0] < 0.602
     with pytest.raises(TypeError, match="no speed"):
         Switch("ab").every(speed=3)
+
+
+def test_no_computer_inherits_that_gloo_is_to_use_the_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [sys.executable, "-c", "import os; print(os.environ.get('GLOO_SOCKET_IFNAME'))"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with Switch("a") as switch, switch.inside("a"):
+        assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == "None\n"
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # a cable's interface is passed on
+        assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == "eth0\n"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with Switch("a"):
+        pass
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"

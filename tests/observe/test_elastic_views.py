@@ -285,3 +285,12 @@ def test_a_log_with_a_generation_and_no_steps_is_read_by_all(tmp_path):
         live.add(event)
     server_sent_event(live.full())
     assert progress_of(events).snapshot().step is None
+
+
+def test_a_view_takes_a_frozen_leaders_step_back_when_a_later_generations_record_of_it_comes(tmp_path):
+    live = LiveRun(tmp_path)
+    frozen = [member_step(k, FIRST, 1, 256 * k, float(k)) for k in range(4)]
+    again = [member_step(k, SECOND, 2, 256 * k, float(k)) for k in range(2, 6)]
+    for event in (run_event(transport="elastic"), *frozen, *again, generation(1, 0, FIRST, t=9.0), frozen[3]):
+        live.add(event)
+    assert (live.steps, live.newest.step, live.newest.generation, live.snapshot().step) == (6, 5, 2, 6)

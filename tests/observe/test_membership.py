@@ -222,3 +222,63 @@ def test_a_run_of_fixed_size_has_no_audit_in_its_verdict(tmp_path):
 def test_an_unfinished_epoch_is_not_blamed(tmp_path):
     log = read_log(write_elastic(tmp_path, steps=90))
     assert verdict(log).text.splitlines()[-1] == "Audit: no epoch was finished; no sample counted twice so far."
+
+
+def test_a_frozen_leaders_steps_are_void_though_the_next_leader_died_before_it_announced_itself(tmp_path):
+    """Generation 2 made steps 18 to 21 and wrote nothing; generation 3 writes its records again."""
+    live = [member_step(k, FIRST, 1, 256 * k, float(k)) for k in range(18)]
+    frozen = [member_step(k, FIRST, 1, 256 * k, float(k)) for k in range(18, 20)]
+    begin = generation(3, 22, (2, 3), left=(0,), t=22.0)
+    again = [member_step(k, SECOND, 2, 256 * k, float(k)) for k in range(18, 22)]
+    new = [member_step(k, (2, 3), 3, 256 * k, float(k)) for k in range(22, 25)]
+    expected = [(k, 1 if k < 18 else 2 if k < 22 else 3) for k in range(25)]
+    for number, lines in enumerate(
+        (
+            [*live, *frozen, begin, *again, *new],
+            [*live, begin, *again, *new, *frozen],
+            [*live, begin, *frozen, *again, *new],
+        )
+    ):
+        read = read_log(write(tmp_path / str(number), [run_event(transport="elastic"), *lines]))
+        assert [(r.step, r.generation) for r in read.records] == expected
+
+
+def test_a_generation_that_is_announced_late_does_not_make_its_own_records_the_newest(tmp_path):
+    begun = [member_step(k, FIRST, 1, 256 * k, float(k)) for k in range(5)]
+    third = [generation(3, 5, (2, 3), t=5.0), *(member_step(k, (2, 3), 3, 256 * k, float(k)) for k in range(5, 9))]
+    second = [generation(2, 5, SECOND, t=9.0), member_step(5, SECOND, 2, 256 * 5, 9.0)]
+    last = member_step(9, (2, 3), 3, 256 * 9, 10.0)
+    read = read_log(write(tmp_path, [run_event(transport="elastic"), *begun, *third, *second, last]))
+    assert [(r.step, r.generation) for r in read.records] == [(k, 1 if k < 5 else 3) for k in range(10)]
+
+
+def write_all(log: EventLog, events) -> None:
+    for event in events:
+        log.write(event["event"], **{key: value for key, value in event.items() if key not in ("event", "t")})
+
+
+def test_a_leader_that_wakes_up_writes_no_step_that_the_others_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.observe.log.writer.PERIOD_S", 1e6)  # the queue is written by close alone
+    frozen = EventLog(tmp_path)
+    write_all(frozen, [run_event(transport="elastic"), *(member_step(k, FIRST, 1, 256 * k, 0.0) for k in range(3))])
+    frozen._drain()
+    write_all(frozen, (member_step(k, FIRST, 1, 256 * k, 0.0) for k in range(3, 7)))
+    frozen.write("note", level="info", text="written in time")
+    others = EventLog(tmp_path, goes_on=True)
+    begin = generation(2, 5, SECOND, left=(0,), t=0.0)
+    write_all(others, [begin, *(member_step(k, SECOND, 2, 256 * k, 0.0) for k in range(5, 9))])
+    others.close()
+    frozen.close()
+    lines = [json.loads(line) for line in others.path.read_text().splitlines()]
+    written = [(line["step"], line["generation"]) for line in lines if line["event"] == "step"]
+    assert written == [(0, 1), (1, 1), (2, 1), (5, 2), (6, 2), (7, 2), (8, 2), (3, 1), (4, 1)]
+    assert lines[-1]["text"] == "written in time"
+
+
+def test_a_leader_that_never_wrote_learns_from_the_log_that_its_generation_is_over(tmp_path):
+    write(tmp_path, [run_event(transport="elastic"), generation(3, 5, (2, 3), t=0.0)])
+    late = EventLog(tmp_path, goes_on=True)
+    write_all(late, [generation(2, 5, SECOND, t=0.0), *(member_step(k, SECOND, 2, 0, 0.0) for k in (4, 5))])
+    late.close()
+    assert [record.step for record in read_log(tmp_path).records] == [4]
+    assert late.path.read_text().count('"event": "generation"') == 1

@@ -200,10 +200,9 @@ class Autosaver:
         self._reports.put(self._reported.clear)
 
     def _tidy(self, step: int) -> None:
-        """Once: remove what a killed writer left, and put what is not of this training out of its way."""
+        """Once: put what is not of this training out of its way."""
         if self._tidied:
             return
-        checkpoint_folder.remove_abandoned(self._folder)
         if aside := checkpoint_folder.set_aside(self._folder, beyond=step):
             names = ", ".join(path.name for path in aside)
             text = f"checkpoints of later steps than this training's were there; they are now called {names}"

@@ -12,6 +12,7 @@ import fcntl
 import io
 import os
 import re
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import blake2b
@@ -27,6 +28,8 @@ _LINE_SIZE = len(_CHECKSUM_LINE.format(version=VERSION, digest="0" * 64))
 _ANY_CHECKSUM_LINE = re.compile(rb"paceline checkpoint (\d{1,6}) ([ -~]*)\n\Z")
 _LONGEST = 1024
 """Bytes at the end in which a checksum line, of this version or a later one, is looked for."""
+_TEMPORARY = re.compile(r"\..+\.(\d+)@([^@]+)\.tmp")
+"""Name of a file that is being written: that of the checkpoint, the process, and the process's computer."""
 _ZIP_END = 22
 """Bytes of the record that ends a zip archive; its last two say how long the comment after it is."""
 
@@ -74,13 +77,13 @@ class ChecksumWriter:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write to a temporary file beside ``path``, flush it to the disk, and put it in place in one move."""
+    """Write to a temporary file beside ``path``, flush it to the disk, and put it in place in one move. What killed
+    writers left in that folder is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    remove_abandoned(path.parent)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            with suppress(OSError):  # some network disks have no locks: `remove_abandoned` then leaves the file alone
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _open_locked(temporary) as file:
             _save({"paceline_checkpoint": VERSION, **content}, file)
             file.flush()
             os.fsync(file.fileno())
@@ -88,6 +91,18 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         _flush_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _open_locked(temporary: Path) -> IO[bytes]:
+    """Open a file for writing and lock it: `remove_abandoned` then spares it. Where the file was removed between the
+    two, it is opened again."""
+    while True:
+        file = temporary.open("wb")
+        with suppress(OSError):  # some network disks have no locks: `remove_abandoned` then leaves the file alone
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()
 
 
 def bytes_of(content: Mapping[str, Any]) -> torch.Tensor:
@@ -143,9 +158,33 @@ def view(data: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def remove_abandoned(folder: Path, pattern: str) -> None:
-    """Remove temporary files of names like ``pattern`` that nobody writes any more: a living writer holds a lock."""
-    for temporary in folder.glob(f".{pattern}.*.tmp"):
-        with suppress(OSError), temporary.open("rb") as file:
+def remove_abandoned(folder: Path) -> None:
+    """Remove temporary files that processes of this computer left when they were killed. A living writer holds a lock
+    on its own; files of other computers stay, and so does a file that cannot be locked."""
+    for name in _names(folder):
+        told = _TEMPORARY.fullmatch(name)
+        if told is None or told[2] != socket.gethostname() or _lives_beside(int(told[1])):
+            continue
+        with suppress(OSError), (folder / name).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            temporary.unlink()
+            (folder / name).unlink()
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _lives_beside(pid: int) -> bool:
+    """Whether another process has this number. One's own may be that of a process in an earlier container."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it is somebody else's
+        return True
+    return True

@@ -10,8 +10,6 @@ import re
 from itertools import count
 from pathlib import Path
 
-from paceline.checkpoint import file as checkpoint_file
-
 _NAME = re.compile(r"step-(\d{8,18})\.paceline")
 
 
@@ -47,11 +45,6 @@ def prune(folder: Path, *, keep: int) -> None:
     """Remove all but the newest ``keep``."""
     for file in newest_first(folder)[keep:]:
         file.unlink(missing_ok=True)
-
-
-def remove_abandoned(folder: Path) -> None:
-    """Remove what a writer that was killed left half written."""
-    checkpoint_file.remove_abandoned(folder, "step-*.paceline")
 
 
 def set_aside(folder: Path, *, beyond: int) -> list[Path]:

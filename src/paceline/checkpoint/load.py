@@ -81,7 +81,9 @@ def _receive(transport: Transport, lookup: Lookup, path: Path, size: int, device
 
 
 def look_up(path: Path, *, device: torch.device, missing_ok: bool) -> Lookup:
-    """Read the file, or the newest whole one of a folder's automatic checkpoints."""
+    """Read the file, or the newest whole one of a folder's automatic checkpoints. What killed writers left there is
+    removed."""
+    checkpoint_file.remove_abandoned(path if path.is_dir() else path.parent)
     if divided_folder.is_one(path):
         return _look_into(path)
     if path.is_dir():

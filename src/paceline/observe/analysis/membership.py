@@ -1,9 +1,10 @@
 """Who comes and goes: the ``generation`` events of a log, and which step records they void.
 
 A generation is one membership of an elastic fleet. Its event says from which step on it holds, who joined and who
-left, and why. A leader may die after it wrote a step that the others could not keep, or wake up and write it late. So
-a record stands by two rules, whatever the order of the lines: it is void when a later generation begins at its step or
-before, and of two records of one step the first that stands counts.
+left, and why. A leader may die after it wrote a step that the others could not keep, or wake up and write it late; and
+it may die before it wrote that its generation began. So a record stands by three rules, whatever the order of the
+lines: it is void when a later generation begins at its step or before; a generation without an event began at the first
+step that a record of it is about; and of two records of one step and generation the first counts.
 """
 
 from __future__ import annotations
@@ -94,23 +95,37 @@ def changes(events: Iterable[Mapping[str, Any]]) -> list[GenerationEvent]:
 
 
 class RecordFilter:
-    """Which records stand, as generations come in. Without ``generation`` events, all of them."""
+    """Rules by which records stand, as generations come in."""
 
     def __init__(self) -> None:
-        self._starts: list[tuple[int, int]] = []
-        """Number and first step of every generation told of."""
-
-    @property
-    def number(self) -> int:
-        """The newest generation; 0: none was told of."""
-        return self._starts[-1][0] if self._starts else 0
+        self._starts: dict[int, int] = {}
+        """First step of every generation, by number."""
+        self._announced: set[int] = set()
+        """Numbers of generations whose event was read: its step is exact."""
+        self.number = 0
+        """The newest generation; 0: none is known."""
 
     def begin_generation(self, change: GenerationEvent, steps: MutableSequence[Timed]) -> list[Timed]:
-        """A generation begins: take the records that it voids from the end of ``steps``; they are returned."""
-        self._starts.append((change.number, change.step))
-        voided = []
-        while steps and steps[-1][0].step >= change.step and steps[-1][0].generation < change.number:
-            voided.append(steps.pop())
+        """A generation begins: take the records that it voids out of ``steps``; they are returned."""
+        self._announced.add(change.number)
+        return self._begin(change.number, change.step, steps)
+
+    def take_note(self, record: StepRecord, steps: MutableSequence[Timed]) -> list[Timed]:
+        """Of a record that stands: where its generation has no event, take the records that it voids out of ``steps``;
+        they are returned."""
+        number = record.generation
+        if number in self._announced or self._starts.get(number, record.step + 1) <= record.step:
+            return []
+        return self._begin(number, record.step, steps)
+
+    def _begin(self, number: int, step: int, steps: MutableSequence[Timed]) -> list[Timed]:
+        self._starts[number], self.number = step, max(self.number, number)
+        voided: list[Timed] = []
+        kept: list[Timed] = []
+        while steps and steps[-1][0].step >= step:
+            newest = steps.pop()
+            (voided if newest[0].generation < number else kept).append(newest)
+        steps.extend(reversed(kept))
         return voided
 
     def is_late(self, record: StepRecord) -> bool:
@@ -119,7 +134,8 @@ class RecordFilter:
 
     def is_void(self, record: StepRecord) -> bool:
         """Whether a later generation began at its step or before."""
-        return self.is_late(record) and any(g > record.generation and s <= record.step for g, s in self._starts)
+        late, starts = self.is_late(record), self._starts.items()
+        return late and any(number > record.generation and step <= record.step for number, step in starts)
 
     def stands(self, record: StepRecord, steps: Sequence[Timed]) -> bool:
         """Whether it counts behind these steps: a late one does where it fills a gap."""

@@ -140,11 +140,14 @@ class Progress:
         while self._new:
             event = self._new.popleft()
             if (record := parse_step(event)) is not None and self._filter.stands(record, self._window):
+                self._filter.take_note(record, self._window)
                 if len(self._window) == WINDOW:  # what leaves the window is remembered as a speed
                     self._known = own_speeds((self._window[0][0],), self._known)
                 self._window.append((record, sanitise.timestamp(event.get("t"))))
 
     def _change(self, change: GenerationEvent) -> None:
+        if change.number < self._filter.number:  # an earlier leader wakes up and writes it late
+            return
         self._filter.begin_generation(change, self._window)
         self._newest_change = change
         self._machines |= machines({}, change.machines)

@@ -172,11 +172,14 @@ class _LogParser:
         if (record := parse_step(event)) is None:
             self._unreadable += 1
             return
+        if self._filter.is_void(record):
+            return
         step = (record, sanitise.timestamp(event.get("t")))
-        if not self._filter.is_late(record):
-            self._steps.append(step)
-        elif not self._filter.is_void(record):
+        self._filter.take_note(record, self._steps)
+        if self._filter.is_late(record):
             membership.insert_late(self._steps, step)
+        else:
+            self._steps.append(step)
 
     def log(self, path: Path) -> RunLog:
         return RunLog(

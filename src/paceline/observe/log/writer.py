@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline import concurrency
 from paceline.observe.log.folders import LOG_NAME
+from paceline.observe.log.other_writers import OtherWriters
 from paceline.observe.log.reader import ELASTIC_VERSION
 from paceline.records import LOG_VERSION
 
@@ -66,14 +67,16 @@ class EventLog:
     ``record.to_json()`` would copy deeply on the training thread. The event is returned, ready for `View.show`.
     """
 
-    def __init__(self, folder: Path, *, clock: Callable[[], float] = concurrency.time) -> None:
-        """``clock`` gives the events' time, in unix seconds."""
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = concurrency.time, goes_on: bool = False) -> None:
+        """``clock`` gives the events' time, in unix seconds. ``goes_on``: another worker began the run's log."""
         self.path, self._clock = Path(folder) / LOG_NAME, clock
         self._queue: concurrency.SimpleQueue[Event] = concurrency.SimpleQueue()
         self._dropped = 0
         self._warned = False
         self._unwritten = b""
         self._file = self._open()
+        size = os.fstat(self._file).st_size if self._file >= 0 else 0
+        self._others = OtherWriters(self._file, 0 if goes_on else size)
         self._stop = concurrency.Event()
         self._thread = concurrency.Thread(target=self._run, name="paceline-log", daemon=True)
         self._thread.start()
@@ -105,6 +108,7 @@ class EventLog:
 
     def _drain(self) -> None:
         lines, size = [self._unwritten], len(self._unwritten)
+        new: list[tuple[Event, bytes]] = []
         if self._dropped and not self._unwritten:  # the disk takes lines again: say what is missing
             dropped, self._dropped = self._dropped, 0
             text = f"{dropped} events are missing here: the disk did not keep up"
@@ -114,9 +118,12 @@ class EventLog:
             if size + len(line) > MOST_BYTES:
                 self._dropped += 1
                 continue
-            lines.append(line)
+            new.append((event, line))
             size += len(line)
             concurrency.sleep(0)  # hands the interpreter back: a long batch of lines never stalls the training
+        if new and self._file >= 0:
+            self._others.look()  # as late as can be: this process may have stood still since the events
+        lines += [line for event, line in new if not self._others.void(event)]
         self._unwritten = self._put(b"".join(lines))
 
     def _next(self) -> Event | None:
@@ -138,7 +145,9 @@ class EventLog:
             return b""
         try:
             while data:
-                data = data[os.write(self._file, data) :]
+                written = os.write(self._file, data)
+                self._others.passed(written)
+                data = data[written:]
         except OSError as error:
             self._warn(f"cannot write {self.path} ({error.strerror or error}): the run goes on, its log may have gaps")
             return data

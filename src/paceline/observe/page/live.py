@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,7 @@ class LiveRun:
         record = parse_step(event)
         if record is None or not self._filter.stands(record, self._recent):
             return
+        self._take_back(self._filter.take_note(record, self._recent))
         t = sanitise.timestamp(event.get("t"))
         self._note_skew(t)
         self.last_t = t if t == t else concurrency.time()
@@ -109,16 +110,20 @@ class LiveRun:
 
     def _add_generation(self, event: Mapping[str, Any]) -> None:
         self._notes.append(event)
-        if (change := parse_generation(event)) is None:
+        change = parse_generation(event)
+        if change is None or change.number < self._filter.number:  # an earlier leader wakes up and writes it late
             return
-        voided = self._filter.begin_generation(change, self._recent)
-        self._downsampled.drop(len(voided))
-        self.steps -= len(voided)
-        self.samples -= sum(record.total for record, _ in voided)
+        self._take_back(self._filter.begin_generation(change, self._recent))
         self.newest = self._recent[-1][0] if self._recent else None
         self.generations += change.number > 1
         self._changes.append(event)
         self._machines |= machines({}, change.machines)
+
+    def _take_back(self, voided: Sequence[Timed]) -> None:
+        """Records that were counted, the newest, are void."""
+        self._downsampled.drop(len(voided))
+        self.steps -= len(voided)
+        self.samples -= sum(record.total for record, _ in voided)
 
     def snapshot(self) -> ProgressSnapshot:
         with self._lock:
