@@ -78,7 +78,7 @@ def judge(fleet: Fleet, program: Program, verdict: Verdict) -> None:
         return
     newest = max(value["last"] for _, value in well)
     ended = [value for _, value in well if value["last"] == newest]
-    behind = [life for life, value in well if value["last"] < newest and life.first and not life.struck]
+    behind = [life for life, value in well if 0 <= value["last"] < newest and not life.struck]
     verdict.unequal = len({value["replica"] for value in ended}) > 1 or bool(behind)
     _count(program, ended[0]["counted"], fleet.folder, verdict)
 
@@ -88,11 +88,11 @@ def _crash(life: Life) -> str:
     words = life.words()
     allowed = {0, FLEET_FAILED}.union(*(ALLOWED.get(kind, set()) for kind in life.struck))
     named = f"worker {life.slot} ({Path(life.files[0]).name})"
+    found = PYTHON_ERROR.search(words)
+    error = f" ({last_line(words[found.start() :])})" if found else ""
     if life.code is not None and life.code not in allowed:
-        return f"{named} {describe_exit(life.code)}\n{words[-3000:]}"
-    if (found := PYTHON_ERROR.search(words)) and "kill" not in life.struck:
-        return f"{named}: {last_line(words[found.start() :])}\n{words[found.start() : found.start() + 3000]}"
-    return ""
+        return f"{named} {describe_exit(life.code)}{error}\n{words[-3000:]}"
+    return f"{named} wrote a traceback{error}\n{words[-3000:]}" if found else ""
 
 
 def last_line(trace: str) -> str:

@@ -96,7 +96,7 @@ class Script:
         self.averages = order["combine"]["name"] != "gradients"
         self.keeps_ledger = not self.averages and order["shards"] == 1 and order["wire"] == "float32"
         self.last = -1
-        """Number of the last step in which this worker had a part."""
+        """Number of the last step in which this worker had a part; where it steps by itself, its own number."""
 
     def join(self) -> paceline.Fleet:
         """Join the fleet with the run's pace, combine and wire format."""
@@ -126,7 +126,8 @@ class Script:
             fleet.track(**{f"optimizer{number}": one for number, one in enumerate(optimizers)})
             if order["autosave_s"]:
                 fleet.autosave(self.folder / "auto", every_s=order["autosave_s"])
-            for step in self.steps(fleet):
+            steps = self.steps(fleet)
+            for step in steps:
                 for x, y, numbers in step:
                     self.work(len(x))
                     loss = nn.functional.cross_entropy(model(x), y)
@@ -138,7 +139,7 @@ class Script:
                 self.call(fleet, step)
             inside = self.replica(model, optimizer) if order["shards"] > 1 else ""
         return {
-            "last": self.last,
+            "last": steps.rounds if self.averages and self.last >= 0 else self.last,
             "replica": inside or self.replica(model, optimizer),
             "counted": ledger.counted.round(decimals=6).tolist() if ledger is not None else None,
         }
@@ -164,7 +165,7 @@ class Script:
     def note(self, step: Any) -> None:
         """Leave a sign that this worker has made a step: it holds the training's state."""
         if self.averages or (step.record is not None and step.record.total > 0):
-            self.last = step.round if self.averages else step.index
+            self.last = step.index
             self.progress.touch()
 
     def call(self, fleet: paceline.Fleet, step: Any) -> None:

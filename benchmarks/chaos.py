@@ -150,6 +150,7 @@ def figures(verdicts: list[Verdict], *, seconds: float) -> dict[str, object]:
         "restarts": sum(verdict.restarts for verdict in verdicts),
         "steps": sum(verdict.steps for verdict in verdicts),
         "failed_seeds": sorted(verdict.seed for verdict in verdicts if not verdict.sound),
+        "slowest_s": round(max((verdict.seconds for verdict in verdicts), default=0.0), 1),
         "seconds": round(seconds, 1),
     }
 
