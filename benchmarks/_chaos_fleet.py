@@ -35,7 +35,7 @@ LATE_S = 1.0
 BIND_S = 10.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Life:
     """One start of a worker: one process, or those of its group, the head first."""
 

@@ -119,10 +119,10 @@ def _cut(fleet: Fleet, fault: Fault) -> str:
         port = fleet.roster_port if fault.kind == "cut roster" else fleet.store_port
         chosen, hit = [end for end in ends if end.remote[1] == port], [life]
     else:
-        peers = [end for end in ends if not end.ports & known]
+        peers = [end for end in ends if not end.ports & known and life not in _far_ends(fleet, [end])]
         chosen = [_pick(peers, fault)] if peers else []
         hit = [life, *_far_ends(fleet, chosen)]
-        if all(any(holder is one for one in hit) for holder in fleet.holders()):
+        if all(holder in hit for holder in fleet.holders()):
             return ""
     done = 0
     for end in chosen:

@@ -92,7 +92,9 @@ def _crash(life: Life) -> str:
     error = f" ({last_line(words[found.start() :])})" if found else ""
     if life.code is not None and life.code not in allowed:
         return f"{named} {describe_exit(life.code)}{error}\n{words[-3000:]}"
-    return f"{named} wrote a traceback{error}\n{words[-3000:]}" if found else ""
+    if found and not (len(life.files) > 1 and "kill" in life.struck):  # the rest of a group ends by an error
+        return f"{named} wrote a traceback{error}\n{words[-3000:]}"
+    return ""
 
 
 def last_line(trace: str) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch._dynamo  # noqa: F401  every optimiser loads it: once here instead of in each worker
+from _chaos_program import draw_program
 from _chaos_run import BOUND_S, run_one
 from _chaos_verdict import Verdict
 from _smoke import smoke, smoking
@@ -44,6 +46,8 @@ STUCK_S = BOUND_S + 60.0
 """Seconds after which a run's own process is ended."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 VERDICT = "verdict.json"
+GROUPS_NEED = ("torch.distributed.fsdp", "torch.distributed.checkpoint")
+"""Modules that processes of groups load: once here instead of in each of them."""
 
 
 class Runs:
@@ -187,6 +191,9 @@ def main() -> int:
     folder = asked.out or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     keep = asked.only is not None and asked.out is not None
+    if any(draw_program(seed).shards > 1 for seed in seeds):
+        for module in GROUPS_NEED:
+            importlib.import_module(module)
     began, waiting, verdicts, notes = time.monotonic(), [*reversed(seeds)], list[Verdict](), set[str]()
     with Runs(folder, at_once=max(1, asked.at_once), keep=keep) as runs:
         try:
