@@ -111,7 +111,7 @@ def draw_program(seed: int) -> Program:
         length=dice.randint(80, 120),
         batch=24,
         micro=dice.choice((2, 3, 4, 7) if shards > 1 else (2, 3, 4, 7, "auto")),
-        epochs=dice.randint(14, 22),
+        epochs=dice.randint(5, 8) if shards > 1 else dice.randint(14, 22),  # a step of a group takes longer
         order=dice.random() < 0.3,
         sample_s=dice.uniform(0.002, 0.005),
         stalls=dice.choice((0.0, 0.02, 0.05)),
