@@ -54,7 +54,7 @@ test-long: $(STAMP)
 bench: $(STAMP)
 	@for file in benchmarks/[a-z]*.py benchmarks/papers/[a-z]*.py; do quick=; \
 	case $$file in *gpu_*|*common.py|*/peers.py) continue;; \
-	  benchmarks/papers/*|*dynamic_weighting.py|*kill.py|*chaos.py) quick=--quick;; esac; \
+	  benchmarks/papers/*|*dynamic_weighting.py|*kill.py|*goodput.py) quick=--quick;; esac; \
 	echo "== $$file"; $(BIN)/python $$file $$quick || exit 1; done
 
 # The site is made from docs/ and the docstrings; a broken link is an error. Only this installs the extra for it.

@@ -1,181 +1,221 @@
-"""Workers are killed, frozen and added all the time: is anything lost, and what does it cost?
+"""Does a fleet of real processes end well, whatever happens to it?
 
-Real processes on emulated machines 1, 1, 2, 4, 1 and 2 times as slow train under each pace in turn. Every 5 to 8
-seconds one is killed (-9), stopped for 2 to 5 s, or added, as dice with a seed decide; there are 3 to 6 of them. The
-training ends by itself, after an epoch. Then the books are gone through: every sample of every finished epoch counted
-exactly once, the replicas of all who were there at the end equal bit for bit, weights and losses those of one machine
-that does the committed steps again (float64), no process left, no more open files or threads than at the beginning.
+Each run is drawn from its seed: two to four workers of an elastic fleet, a pace, a combine, a wire format, an order and
+micro-batches, calls between the steps (evaluate, gather, save, agree, autosave), one in eight with worker groups; and
+the faults: kill -9 and a restart, SIGSTOP for 0.05 to 3 s, SIGTERM, newcomers, a roster that restarts from its file,
+and connections to the roster, the store or a peer that the kernel cuts. Who ends with 75 is started again, as a
+launcher does. For the cuts each run has a network namespace of its own, which needs root; others go without them.
 
-``goodput`` is samples committed over what the machines of the living could do in that time (`_chaos_audit`), the lesser
-of adaptive and joint; equal shares are listed too, and are slow by nature on such machines.
+A run must end within a minute: exit codes are 0, 75 or those of the fault (Gloo may abort a process when a connection
+to a peer is cut), no Python error, each sample of each epoch counted exactly once, equal replicas, no process and no
+temporary file left. What is wrong is said, and the run's folder stays, at a hang with the stacks of all processes.
 
-    python benchmarks/chaos.py            # every pace, less than three minutes
-    python benchmarks/chaos.py --quick    # adaptive and joint, 50 s
+    python benchmarks/chaos.py --runs 300 --at-once 6 --seed 0    # seeds 0 to 299; 8 minutes on 16 cores
+    python benchmarks/chaos.py --only 17                          # the run of this seed
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import importlib
 import json
-import random
+import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
-from _chaos_audit import Findings, examine
-from _flock import Failed, Flock
+import torch._dynamo  # noqa: F401  every optimiser loads it: once here instead of in each worker
+from _chaos_program import draw_program
+from _chaos_run import BOUND_S, run_one
+from _chaos_verdict import Verdict
 from _smoke import smoke, smoking
 
-MACHINES, SAMPLE_MS = "1,1,2,4,1,2", 2.5
-LEAST, MOST = 3, 6
-FIXED = "fixed:4,4,2,1,4,2"
-SECONDS = {"adaptive": 30.0, "joint": 30.0, "cutoff": 17.5, "equal": 17.5, FIXED: 17.5, "epoch": 17.5}
-QUICK = {"adaptive": 18.0, "joint": 18.0}
-FIRST_S, GAP_S, FREEZE_S, LAST_S = 3.0, (5.0, 8.0), (2.0, 5.0), 3.0
-"""Seconds before the first fault, between two, of a freeze, and after the last: what it did must show."""
-END_S = 30.0
-globals().update(smoke(QUICK={"adaptive": 4.0}, SAMPLE_MS=0.5, FIRST_S=1.5, GAP_S=(0.5, 1.0), LAST_S=1.0))
-"""An epoch and some seconds: a training that has not ended by then hangs."""
+import paceline.fleet  # noqa: F401
+
+RUNS, AT_ONCE = 20, max(1, (os.cpu_count() or 1) // 2)
+globals().update(smoke(RUNS=1))
+STUCK_S = BOUND_S + 60.0
+"""Seconds after which a run's own process is ended."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+VERDICT = "verdict.json"
+GROUPS_NEED = ("torch.distributed.fsdp", "torch.distributed.checkpoint")
+"""Modules that processes of groups load: once here instead of in each of them."""
 
 
-class Injector:
-    """Draws what happens next: each kind as often as the others, as far as the fleet's size allows."""
+class Runs:
+    """Runs in processes of their own, a number of them at a time. Use as a context manager: nothing survives it."""
 
-    def __init__(self, seed: str) -> None:
-        self._dice, self._bag = random.Random(seed), list[str]()
-        self.size = self._dice.choice((LEAST + 1, LEAST + 2))
-        self.next_s = FIRST_S
-        self.done: Counter[str] = Counter()
+    def __init__(self, folder: Path, *, at_once: int, keep: bool) -> None:
+        """``keep``: files of sound runs stay too."""
+        self._folder, self._at_once, self._keep = folder, at_once, keep
+        self._under_way: dict[int, tuple[int, float]] = {}
+        """Seed and beginning of each run, by its process."""
+        if sys.platform == "linux":  # whoever is orphaned becomes a child of this process, which waits for it
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
-    def play(self, flock: Flock, elapsed_s: float) -> None:
-        """Do what is due after so many seconds."""
-        if elapsed_s < self.next_s:
+    def __enter__(self) -> Runs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._under_way:
+            os.kill(process, signal.SIGKILL)
+        until = time.monotonic() + 10.0
+        with suppress(ChildProcessError):
+            while self._under_way or time.monotonic() < until:
+                process, _status = os.waitpid(-1, os.WNOHANG)
+                self._under_way.pop(process, None)
+                if not process:
+                    time.sleep(0.02)
+
+    @property
+    def full(self) -> bool:
+        """Whether no further run may begin now."""
+        return len(self._under_way) >= self._at_once
+
+    @property
+    def empty(self) -> bool:
+        """Whether no run is under way."""
+        return not self._under_way
+
+    def begin(self, seed: int) -> None:
+        """Start the run of this seed."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if process := os.fork():
+            self._under_way[process] = (seed, time.monotonic())
             return
-        self.next_s = elapsed_s + self._dice.uniform(*GAP_S)
-        kind = self.draw(len(flock.living))
-        self.done[kind] += 1
-        if kind == "join":
-            flock.note(f"worker {flock.add(new=self._dice.random() < 0.5)} is started")
-            return
-        target = self._dice.choice(sorted(flock.inside or flock.living))
-        if kind == "kill":
-            flock.kill(target, returns=False)
-            flock.note(f"worker {target} was killed")
-        else:
-            seconds = self._dice.uniform(*FREEZE_S)
-            flock.freeze(target, seconds=seconds)
-            flock.note(f"worker {target} stands still for {seconds:.1f} s")
+        try:
+            _live_as_run(seed, self._folder / str(seed))
+        finally:
+            os._exit(1)
 
-    def draw(self, living: int) -> str:
-        """kill, freeze or join."""
-        if not self._bag:
-            self._bag = ["kill", "freeze", "join"]
-            self._dice.shuffle(self._bag)
-        kind = self._bag.pop()
-        if kind == "kill" and living <= LEAST:
-            return "join"
-        return "kill" if kind == "join" and living >= MOST else kind
-
-
-def disturb(pace: str, seconds: float, *, machines: str, seed: int, folder: Path) -> tuple[Findings, Counter[str]]:
-    """One training of so many seconds under faults, and its audit."""
-    injector = Injector(f"{seed}/{pace}")
-    with Flock(
-        folder,
-        call="_chaos_training:train",
-        pace=pace,
-        machines=machines,
-        sample_ms=SAMPLE_MS,
-        minimum=1,
-        maximum=MOST,
-        label=f"{name_of(pace):<8}",
-    ) as flock:
-        for number in range(injector.size):
-            flock.start(number)
-        began = time.time()
-        while (elapsed := time.time() - began) < seconds:
-            flock.tick()
-            if elapsed < seconds - LAST_S:
-                injector.play(flock, elapsed)
+    def next_ended(self) -> Verdict:
+        """Wait for a run to end, and return its verdict."""
+        while True:
+            with suppress(ChildProcessError):
+                process, _ = os.waitpid(-1, os.WNOHANG)
+                if process in self._under_way:
+                    return self._verdict_on(self._under_way.pop(process)[0])
+            for process, (_, began) in self._under_way.items():
+                if time.monotonic() - began > STUCK_S:
+                    os.kill(process, signal.SIGKILL)
             time.sleep(0.02)
-        flock.end(within_s=END_S)
-        flock.note("ended")
-        return examine(flock, machines=machines, sample_ms=SAMPLE_MS), injector.done
+
+    def _verdict_on(self, seed: int) -> Verdict:
+        folder = self._folder / str(seed)
+        try:
+            facts = json.loads((folder / VERDICT).read_text())
+        except (OSError, ValueError):
+            said = (folder.with_suffix(".err")).read_text(errors="replace").strip()
+            return Verdict(seed, "", crashes=[f"{said.splitlines()[-1] if said else 'no verdict'}\n{said}"])
+        verdict = Verdict(**facts)
+        if verdict.sound and not self._keep:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.with_suffix(".err").unlink()
+        return verdict
 
 
-def name_of(pace: str) -> str:
-    return pace.partition(":")[0]
+def _live_as_run(seed: int, folder: Path) -> None:
+    """Make one run in this process, a fork, and leave its verdict in a file."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that has started this one ends it
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+    for number in (1, 2):
+        os.dup2(os.open(folder.with_suffix(".err"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
+    try:
+        verdict = run_one(seed, folder)
+        (folder / VERDICT).write_text(json.dumps(asdict(verdict)))
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
 
 
-def told(pace: str, one: Findings, faults: Counter[str]) -> str:
-    done = ", ".join(f"{count} {kind}" for kind, count in sorted(faults.items()))
-    return (
-        f"{name_of(pace):<8}  goodput {one.goodput:5.1%}  {one.steps:>4} steps, {one.epochs:>2} epochs, "
-        f"{one.generations} generations ({done})  lost {one.lost}, doubled {one.doubled}, replicas "
-        f"{'equal' if one.replicas_equal else 'UNLIKE'} on {one.ended}, off by {one.replay_off:.0e}"
-    )
-
-
-def figures(found: dict[str, Findings], faults: Counter[str], *, seed: int) -> dict[str, object]:
-    each = found.values()
-    wanted = [found[pace].goodput for pace in ("adaptive", "joint") if pace in found]
+def figures(verdicts: list[Verdict], *, seconds: float) -> dict[str, object]:
+    """Return what the last line says."""
+    faults = sum((Counter(verdict.faults) for verdict in verdicts), Counter[str]())
     return {
-        "goodput": round(min(wanted), 3) if wanted else None,
-        "goodput_by_pace": {name_of(pace): round(one.goodput, 3) for pace, one in found.items()},
-        "lost": sum(one.lost for one in each),
-        "doubled": sum(one.doubled for one in each),
-        "replicas_equal": all(one.replicas_equal for one in each),
-        "replay_off": float(f"{max(one.replay_off for one in each):.1e}"),
-        "loss_off": float(f"{max(one.loss_off for one in each):.1e}"),
-        "epochs": sum(one.epochs for one in each),
-        "faults": dict(faults),
-        "files_growth": max((one.files_growth for one in each if one.files_growth is not None), default=None),
-        "threads_growth": max((one.threads_growth for one in each if one.threads_growth is not None), default=None),
-        "left_running": sum(one.left_running for one in each),
-        "host_short": round(max(one.host_short for one in each), 3),
-        "restarts": sum(one.restarts for one in each),
-        "seed": seed,
+        "runs": len(verdicts),
+        "faults": dict(sorted(faults.items())),
+        "hangs": sum(verdict.hang for verdict in verdicts),
+        "crashes": sum(bool(verdict.crashes) for verdict in verdicts),
+        "lost": sum(verdict.lost for verdict in verdicts),
+        "doubled": sum(verdict.doubled for verdict in verdicts),
+        "unequal": sum(verdict.unequal for verdict in verdicts),
+        "left": sum(len(verdict.left) for verdict in verdicts),
+        "restarts": sum(verdict.restarts for verdict in verdicts),
+        "steps": sum(verdict.steps for verdict in verdicts),
+        "failed_seeds": sorted(verdict.seed for verdict in verdicts if not verdict.sound),
+        "slowest_s": round(max((verdict.seconds for verdict in verdicts), default=0.0), 1),
+        "seconds": round(seconds, 1),
     }
 
 
+def report(verdict: Verdict, so_far: dict[str, object], *, runs: int) -> None:
+    """Print one line about a run that has ended and all before it."""
+    faults = ", ".join(f"{count} {kind}" for kind, count in sorted(verdict.faults.items()))
+    bad = ", ".join(f"{so_far[name]} {name}" for name in ("hangs", "crashes", "lost", "doubled", "unequal", "left"))
+    total = sum(so_far["faults"].values())  # type: ignore[attr-defined]
+    print(
+        f"[{so_far['runs']}/{runs}] seed {verdict.seed}  {verdict.program}  {verdict.seconds:.1f} s  ({faults})  "
+        f"{verdict}  |  {total} faults, {bad}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
 def read_options() -> argparse.Namespace:
-    options = argparse.ArgumentParser(description="kill, freeze and add workers under every pace")
-    options.add_argument("--quick", action="store_true", help="adaptive and joint alone, 50 s")
-    options.add_argument("--seed", type=int, default=0, help="of the faults")
-    options.add_argument("--only", choices=[name_of(pace) for pace in SECONDS], help="this pace alone")
-    options.add_argument("--seconds", type=float, help="so long under each pace")
-    options.add_argument("--machines", default=MACHINES, help="as paceline run --emulate; with jitter, 1~0.1,2~0.1")
-    options.add_argument("--keep", type=Path, metavar="FOLDER", help="leave logs and diaries there")
-    asked = options.parse_args()
-    asked.quick = asked.quick or smoking()
-    return asked
+    """Return what was asked for on the command line."""
+    smoking()
+    options = argparse.ArgumentParser(description="random faults on real fleets, and whether they end well")
+    options.add_argument("--runs", type=int, default=RUNS, help=f"number of runs ({RUNS})")
+    options.add_argument("--at-once", type=int, default=AT_ONCE, help=f"runs at the same time ({AT_ONCE})")
+    options.add_argument("--seed", type=int, default=0, help="seed of the first run; the next ones follow")
+    options.add_argument("--only", type=int, metavar="SEED", help="repeat the run of this seed alone")
+    options.add_argument("--out", type=Path, metavar="FOLDER", help="for files of failed runs; with --only of any")
+    return options.parse_args()
 
 
 def main() -> int:
+    """Make the runs; return 1 if anything is wrong with one of them."""
     asked = read_options()
-    seconds = {pace: asked.seconds or usual for pace, usual in (QUICK if asked.quick else SECONDS).items()}
-    folder = asked.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
-    found: dict[str, Findings] = {}
-    faults: Counter[str] = Counter()
-    for pace in [pace for pace in seconds if asked.only in (None, name_of(pace))]:
-        where, faulty = folder / name_of(pace), {"machines": asked.machines, "seed": asked.seed}
+    seeds = [asked.only] if asked.only is not None else list(range(asked.seed, asked.seed + asked.runs))
+    folder = asked.out or Path(tempfile.mkdtemp(prefix="chaos-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    keep = asked.only is not None and asked.out is not None
+    if any(draw_program(seed).shards > 1 for seed in seeds):
+        for module in GROUPS_NEED:
+            importlib.import_module(module)
+    began, waiting, verdicts, notes = time.monotonic(), [*reversed(seeds)], list[Verdict](), set[str]()
+    with Runs(folder, at_once=max(1, asked.at_once), keep=keep) as runs:
         try:
-            found[pace], done = disturb(pace, seconds[pace], folder=where, **faulty)
-        except Failed as error:
-            print(f"seed {asked.seed}, {name_of(pace)}: {error}\nlogs: {folder}", file=sys.stderr)
-            return 1
-        faults += done
-        print(told(pace, found[pace], done), flush=True)
-    sound = all(one.sound for one in found.values())
-    if asked.keep is None and sound:
-        shutil.rmtree(folder)
-    elif not sound:
-        print(f"the audit has found something: logs in {folder}", file=sys.stderr)
-    print(json.dumps(figures(found, faults, seed=asked.seed)))
-    return 0 if sound else 1
+            while waiting or not runs.empty:
+                if waiting and not runs.full:
+                    runs.begin(waiting.pop())
+                    continue
+                verdicts.append(verdict := runs.next_ended())
+                if verdict.note and verdict.note not in notes:
+                    notes.add(verdict.note)
+                    print(verdict.note, file=sys.stderr, flush=True)
+                report(verdict, figures(verdicts, seconds=time.monotonic() - began), runs=len(seeds))
+        except KeyboardInterrupt:
+            print("broken off", file=sys.stderr)
+    found = figures(verdicts, seconds=time.monotonic() - began)
+    sound = all(verdict.sound for verdict in verdicts)
+    if not sound:
+        print(f"files of the runs that failed: {folder}", file=sys.stderr)
+    elif asked.out is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps(found))
+    return 0 if sound and len(verdicts) == len(seeds) else 1
 
 
 if __name__ == "__main__":

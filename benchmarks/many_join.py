@@ -35,8 +35,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from _chaos_training import Diary
 from _flock import Flock
+from _goodput_training import Diary
 from _smoke import smoke, smoking
 from nursery import Worker
 from torch import nn

@@ -3,7 +3,7 @@
 A trace of such machines (rows of milliseconds,add|remove,node) is played 300 times as fast on up to 8 real workers, on
 emulated machines: a node that is reclaimed is killed (-9), another takes its place when the trace has one. Some
 workers are gone before they had begun. The training goes on to the trace's end, and then the books are gone through as
-in chaos.py. `paceline run -n 1:8 --spot FILE --speed-up 300` plays the same on a script of yours; here workers are
+in goodput.py. `paceline run -n 1:8 --spot FILE --speed-up 300` plays the same on a script of yours; here workers are
 forked from a process that has torch loaded, since starting sixty of them would keep two cores busy all the time.
 
 Without a file a trace is made up, from a seed: a pool whose machines are reclaimed a few at a time, three times an
@@ -26,8 +26,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from _chaos_audit import Findings, examine
 from _flock import Failed, Flock
+from _goodput_audit import Findings, examine
 from _smoke import smoke
 
 from paceline.launcher.faults import Faults
@@ -63,7 +63,7 @@ def play(rows: Sequence[Row], *, speed_up: float, pace: str, folder: Path) -> tu
     """The whole trace on a training that ends after it, and its audit."""
     with Flock(
         folder,
-        call="_chaos_training:train",
+        call="_goodput_training:train",
         pace=pace,
         machines=MACHINES,
         sample_ms=SAMPLE_MS,

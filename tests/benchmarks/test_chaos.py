@@ -1,99 +1,138 @@
-"""What the benchmarks with faults count: who was alive for how long, what has grown, and which faults are drawn."""
+"""What chaos.py draws and how it judges; and that nothing of it runs on once it is broken off."""
 
-import json
+from __future__ import annotations
+
+import os
+import signal
+import socket
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from crew import nursery
+from hypothesis import given
 from hypothesis import strategies as st
-
-from paceline.machines.spot import read_spot
-from paceline.observe.log.reader import RunLog
-from paceline.records import StepRecord
-from quick import examples
+from nursery import end_all
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import _chaos_audit
-import _flock
-import chaos
-import spot
+import _chaos_fleet
+import _chaos_program
+import _chaos_sockets
+import _chaos_verdict
+
+SCRIPT = Path(_chaos_program.__file__).with_name("chaos.py")
 
 
-def life(folder: Path, notes: list[dict[str, Any]], **facts: Any) -> _flock.Life:
-    diary = folder / "diary"
-    diary.write_text("".join(json.dumps(note) + "\n" for note in notes) + '{"what": "cut of')
-    worker = _flock.Worker(None, pid=1)  # type: ignore[arg-type]
-    return _flock.Life(0, worker, diary, folder / "err", folder / "replica", **facts)
+@given(seed=st.integers(0, 10_000))
+def test_a_seed_gives_one_program_that_paceline_allows(seed: int) -> None:
+    program = _chaos_program.draw_program(seed)
+    assert program == _chaos_program.draw_program(seed)
+    waits = program.pace in _chaos_program.WAITING
+    assert waits or not (program.averages or program.shards > 1)
+    assert program.shards == 1 or not program.averages
+    assert 2 <= program.workers <= 4
+    assert program.wire == "float32" or program.combine["name"] != "elastic-average"
+    assert [fault.at_s for fault in program.faults] == sorted(fault.at_s for fault in program.faults)
+    assert all(fault.at_s < program.seconds for fault in program.faults)
+
+
+def test_all_paces_combines_and_faults_are_drawn() -> None:
+    programs = [_chaos_program.draw_program(seed) for seed in range(300)]
+    assert {program.pace for program in programs} == {*_chaos_program.WAITING, *_chaos_program.HASTY}
+    assert {program.combine["name"] for program in programs} == {"gradients", "average", "elastic-average"}
+    assert {program.wire for program in programs} == {"float32", "bf16", "fp16", "int8"}
+    assert {fault.kind for program in programs for fault in program.faults} == {*_chaos_program.KINDS}
+    assert {program.shards for program in programs} == {1, 2}
+
+
+def life(folder: Path, code: int | None, *struck: str, words: str = "") -> _chaos_fleet.Life:
+    (folder / "worker.err").write_text(words)
+    return _chaos_fleet.Life(0, [], [str(folder / "worker")], True, struck={*struck}, code=code)
 
 
 @pytest.mark.parametrize(
-    ("within", "seconds"), [((0.0, 100.0), 17.0), ((15.0, 100.0), 12.0), ((0.0, 22.0), 10.0), ((50.0, 60.0), 0.0)]
+    ("code", "struck", "crash"),
+    [
+        (0, "", False),
+        (75, "", False),
+        (1, "", True),
+        (1, "kill", True),
+        (-9, "kill", False),
+        (-9, "freeze", True),
+        (143, "leave", False),
+        (143, "", True),
+        (-6, "cut peer", False),
+        (-6, "cut store", True),
+        (-11, "cut peer", True),
+    ],
 )
-def test_a_worker_is_alive_from_ready_to_its_end_but_for_its_stops(
-    tmp_path: Path, within: tuple[float, float], seconds: float
-) -> None:
-    one = life(tmp_path, [{"what": "ready", "t": 10.0}], ended=30.0, stops=[(5.0, 8.0), (20.0, 23.0)])
-    assert _chaos_audit.alive_s(one, within) == pytest.approx(seconds)
+def test_an_exit_code_must_be_explained_by_a_fault(tmp_path: Path, code: int, struck: str, crash: bool) -> None:
+    assert bool(_chaos_verdict._crash(life(tmp_path, code, struck))) == crash
 
 
-def test_a_worker_that_never_said_ready_was_never_alive(tmp_path: Path) -> None:
-    assert _chaos_audit.alive_s(life(tmp_path, [], ended=30.0), (0.0, 100.0)) == 0.0
+def test_a_python_error_is_a_crash_whatever_the_exit_code(tmp_path: Path) -> None:
+    words = "[rank0]: Traceback (most recent call last):\n[rank0]:   File x\n[rank0]: KeyError: 3\n"
+    assert "KeyError: 3" in _chaos_verdict._crash(life(tmp_path, 75, words=words)).splitlines()[0]
 
 
-def epochs(*rows: tuple[int, int, int], leads: bool = False) -> list[dict[str, Any]]:
-    keys = ("size", "generation", "files")
-    return [{"what": "epoch", "t": 0.0, "leads": leads, **dict(zip(keys, row))} for row in rows]
+def test_who_is_hit_leaves_one_that_holds_the_state(tmp_path: Path) -> None:
+    fleet = object.__new__(_chaos_fleet.Fleet)
+    fleet.lives = [
+        _chaos_fleet.Life(slot, [SimpleNamespace(pid=-1)], [str(tmp_path / str(slot))], True)  # type: ignore[list-item]
+        for slot in range(3)
+    ]
+    assert fleet.holders() == fleet.lives, "before the first step"
+    fleet.lives[0].strike("kill", time.time())
+    assert fleet.holders() == fleet.lives[1:]
+    now = time.time()
+    for slot, at in ((0, now), (1, now), (2, now - 5)):
+        file = tmp_path / f"{slot}.progress"
+        file.touch()
+        os.utime(file, (at, at))
+    assert fleet.holders() == [fleet.lives[1]], "one was hit a moment ago, one makes no steps"
+    fleet.lives[0].calm_from = now - 2
+    assert fleet.holders() == fleet.lives[:2]
 
 
-def test_growth_compares_generations_of_one_size_and_the_least_of_each(tmp_path: Path) -> None:
-    notes = epochs((4, 1, 20), (3, 2, 30), (3, 2, 18), (4, 3, 23), (4, 3, 21))
-    assert _chaos_audit.growth([life(tmp_path, notes, code=0)], "files") == 1
+def test_connections_of_a_process_are_found_with_both_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        found = [end for end in _chaos_sockets.connections_of(os.getpid()) if client.getsockname()[1] in end.ports]
+        ports = {client.getsockname()[1], server.getsockname()[1]}
+    address = socket.inet_aton("127.0.0.1")
+    assert {end.local[0] for end in found} == {end.remote[0] for end in found} == {address}
+    assert all(end.ports == ports for end in found)
+    assert len(found) == 1, "the other end has not been accepted"
 
 
-def test_who_has_come_to_lead_holds_the_log_too_which_is_no_growth(tmp_path: Path) -> None:
-    notes = epochs((4, 1, 20), (4, 2, 20)) + epochs((4, 3, 21), leads=True)
-    assert _chaos_audit.growth([life(tmp_path, notes, code=0)], "files") == 0
+@pytest.mark.fleet
+def test_nothing_runs_on_when_it_is_broken_off(tmp_path: Path) -> None:
+    options = ["--smoke", "--out", str(tmp_path / "runs")]
+    out, err = tmp_path / "out", tmp_path / "err"
+    started = nursery().start(
+        "crew:program", str(SCRIPT), str(tmp_path), *options, env={}, out=out, err=err, quick=True
+    )
+    try:
+        until = time.monotonic() + 60
+        while not (found := list(tmp_path.glob("runs/0/*.progress"))) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert found, err.read_text()
+        os.kill(started.pid, signal.SIGINT)
+        assert started.wait(30) == 1, err.read_text()
+    finally:
+        end_all([started])
+    assert not [line for line in error_files() if str(tmp_path) in line]
+    assert "broken off" in err.read_text()
 
 
-def test_growth_is_not_known_when_no_size_came_twice_or_nobody_lived_to_the_end(tmp_path: Path) -> None:
-    assert _chaos_audit.growth([life(tmp_path, epochs((4, 1, 20), (3, 2, 99)), code=0)], "files") is None
-    assert _chaos_audit.growth([life(tmp_path, epochs((4, 1, 20), (4, 2, 99)), code=-9)], "files") is None
-
-
-@given(seed=st.integers(0, 1000))
-def test_faults_keep_the_fleet_between_its_bounds_and_all_kinds_come(seed: int) -> None:
-    injector, drawn = chaos.Injector(str(seed)), []
-    living = injector.size
-    for _ in range(60):
-        drawn.append(injector.draw(living))
-        living += {"kill": -1, "join": 1, "freeze": 0}[drawn[-1]]
-        assert chaos.LEAST <= living <= chaos.MOST
-    assert set(drawn) == {"kill", "join", "freeze"}
-    assert drawn.count("freeze") == 20
-
-
-@settings(max_examples=examples(20), deadline=None)
-@given(seed=st.integers(0, 200))
-def test_a_made_up_trace_is_one_that_can_be_read_and_ends_in_time(
-    tmp_path_factory: pytest.TempPathFactory, seed: int
-) -> None:
-    rows = spot.made_up(seed, hours=2.0)
-    file = tmp_path_factory.mktemp("spot") / "trace.csv"
-    file.write_text("".join(f"{row.at_s * 1000!r},{'add' if row.adds else 'remove'},{row.node}\n" for row in rows))
-    assert [row.node for row in read_spot(file)] == [row.node for row in rows]
-    assert rows[-1].at_s <= 2 * 3600
-    assert rows == spot.made_up(seed, hours=2.0)
-    assert rows != spot.made_up(seed + 1, hours=2.0)
-
-
-def test_goodput_is_what_was_committed_over_what_the_living_could_do_after_the_first_steps(tmp_path: Path) -> None:
-    speeds = _chaos_audit.speeds("1,4", 2.5)
-    assert speeds == pytest.approx([400.0, 100.0])
-    one = life(tmp_path, [{"what": "ready", "t": 0.0}], stops=[(8.0, 9.0)])
-    one.slot = 3  # the list of machines begins again: this is the slow one
-    records = tuple(StepRecord(step, 0, 1, (3,), (60,), (60,), (0.6,)) for step in range(11))
-    log = RunLog(Path("log"), records=records, times=tuple(map(float, range(11))))
-    skipped = _chaos_audit.SKIP
-    assert _chaos_audit.goodput(log, [one], speeds) == pytest.approx(60 * (11 - skipped) / (100 * (10 - skipped)))
+def error_files() -> list[str]:
+    """Return the files to which processes write their errors: those of a run are in its folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                found.append(os.readlink(entry / "fd" / "2"))
+            except OSError:
+                continue
+    return found

@@ -12,7 +12,7 @@ FILES = [*BENCHMARKS.glob("[a-z]*.py"), *BENCHMARKS.glob("papers/[a-z]*.py")]
 FOUND = sorted(str(file.relative_to(BENCHMARKS).with_suffix("")) for file in FILES if file.stem != "common")
 KEYS = {
     "auto": "calm_auto_over_adaptive calm_least stalls_auto_over_joint stalls_least",
-    "chaos": "goodput goodput_by_pace lost doubled replicas_equal replay_off faults left_running seed",
+    "chaos": "runs faults hangs crashes lost doubled unequal left restarts steps failed_seeds seconds",
     "convergence": "accuracy_sync accuracy_joint time_ratio whole_time_ratio spread_sync spread_joint seeds ways "
     "accuracy_gap accuracy_gap_error accuracy_gap_no_floor throughput_cost",
     "deep_forecast": "deep_over_true_bursts deep_over_last_bursts deep_over_oracle_periodic deep_over_last_periodic "
@@ -22,6 +22,7 @@ KEYS = {
     "elastic_overhead": "elastic_over_fixed elastic_over_fixed_interval membership_ms",
     "feed_scale": "open_ms state_bytes indices_per_s",
     "frameworks": "lightning_over_ddp lightning_alone_over_plain trainer_over_ddp trainer_alone_over_plain",
+    "goodput": "goodput goodput_by_pace lost doubled replicas_equal replay_off faults left_running seed",
     "gpu_alone": "gpt124_over_plain gpt124_compiled_over_plain gpt4_over_plain gpt4_compiled_over_plain",
     "gpu_beside_cpu": "large_fleet_over_gpu large_cpu_samples large_ddp_over_gpu small_fleet_over_gpu",
     "gpu_unlike": "adaptive_over_limit adaptive_over_ddp conv_ddp_over_limit gpt_joint_over_limit gpt_auto_over_ddp",

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _chaos_training import BATCH, LENGTH, replay
 from _flock import Flock, Life, left_behind
+from _goodput_training import BATCH, LENGTH, replay
 
 from paceline.machines import parse_fleet
 from paceline.observe import read_log

@@ -1,4 +1,4 @@
-"""The training that chaos.py and spot.py disturb, and the same steps once more on one machine, from the run's log.
+"""The training that goodput.py and spot.py disturb, and the same steps once more on one machine, from the run's log.
 
 In float64, so that a replay of the committed steps must give the same weights to many digits, whoever did which sample.
 """
