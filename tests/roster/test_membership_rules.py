@@ -391,3 +391,17 @@ def test_a_new_roster_whose_clock_is_behind_goes_on_beyond_the_fleets_numbers() 
     desk.rules = MembershipRules(RosterState(1, 8, 0), leap=1_700_000_000)
     desk.rules.register(desk.hello(0, generation=number))
     assert desk.rules.roster.number > number
+
+
+def test_a_restarted_roster_whose_book_is_a_generation_behind_goes_on_with_those_who_ask() -> None:
+    desk = Desk()
+    desk.begin(0)
+    behind = desk.rules.roster.to_json()
+    desk.ask(at_boundary(1), 0)
+    second = desk.published()
+    assert second is not None
+    after = Desk()
+    after.rules.roster.restore(behind)
+    after.rules.register(after.hello(0, generation=2, was=second))
+    after.ask(at_boundary(2), 0)
+    assert after.published() is not None, after.rules.waiting

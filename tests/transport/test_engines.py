@@ -214,3 +214,31 @@ def test_an_engine_is_given_up_once_and_then_closed(connected: Callable[[int], E
         engine.sum(torch.zeros(1))
     engine.abort()
     let_go(held)
+
+
+class EndsLate:
+    """Gloo's work that ends after a wait for it has timed out, and before it is asked whether it has."""
+
+    def __init__(self, error: str = "") -> None:
+        self.waits, self.error = 0, error
+
+    def wait(self, timeout: object) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_sum_that_ends_just_after_a_wait_for_it_timed_out_has_ended_well() -> None:
+    work = EndsLate()
+    GlooWork(work).wait(lambda: None)
+    assert work.waits == 2
+
+
+def test_a_sum_that_fails_just_after_a_wait_for_it_timed_out_raises_its_own_error() -> None:
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        GlooWork(EndsLate("Connection closed by peer")).wait(lambda: None)

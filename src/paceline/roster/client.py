@@ -72,6 +72,8 @@ class RosterClient:
         self._reason = ""
         self.network: Callable[[], str] = lambda: ""
         """Where the network between this worker and others does not pass, in words."""
+        self.on_beat: Callable[[], None] = lambda: None
+        """Called on the thread with every beat, while the roster is there."""
         self._answered_at = concurrency.monotonic()
         self._clock_ahead_s = 0.0
         self._said: tuple[str, int, dict[str, tuple[int, str, bool]]] = ("starting", 0, {})
@@ -203,6 +205,7 @@ class RosterClient:
                 count, beat_at = count + 1, max(beat_at + BEAT_S, now)
                 if not self._beat(count):
                     raise EOFError("the connection broke")
+                self.on_beat()
             if now - self._answered_at > QUIET_S and not warned:
                 warned = True
                 logger.warning("the roster has not answered for %.0f s; training goes on", QUIET_S)

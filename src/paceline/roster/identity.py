@@ -40,7 +40,8 @@ def adopt(roster: RosterState, hello: Hello, *, leap: int) -> bool:
     was, found_out = hello.was, hello.returning and not roster.number
     if found_out:
         roster.number, roster.searching = max(leap, hello.generation + LEAP), True
-    if was is None or was.number != hello.generation or not roster.searching:
+    behind = was is not None and roster.last is not None and roster.last.stale and was.number > roster.last.number
+    if was is None or was.number != hello.generation or not (roster.searching or behind):
         return found_out
     if roster.last is not None and was.number <= roster.last.number:  # of several, the youngest is the living one
         return found_out

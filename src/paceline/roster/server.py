@@ -269,8 +269,8 @@ class RosterServer:
         if id is None:
             return
         gone = not cut and connection.look().gone
-        if not gone and not cut:  # a cut cable says nothing of the process: it is waited for as long as it takes
-            self._timeouts.may_return(id, connection.session, connection.look)
+        if not gone:
+            self._timeouts.may_return(id, connection.session, connection.look, cut=cut)
         self._rules.lost(id, "was cut off (nothing gets through to it)" if cut else CLOSED, sure=gone)
 
     def _refuse(self, connection: WorkerConnection, kind: str, text: str, *, name: str = "") -> None:

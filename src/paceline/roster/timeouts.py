@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,9 +46,10 @@ class Timeouts:
         self._waiting_since, self._waiting_told = 0.0, ""
         self._told_at = 0.0
 
-    def may_return(self, id: int, session: str, look: Callable[[], Look]) -> None:
-        """Wait for a process whose connection closed, until ``look`` finds that it has ended."""
-        self._away[id, session] = (self._now + RETURN_S, look)
+    def may_return(self, id: int, session: str, look: Callable[[], Look], *, cut: bool = False) -> None:
+        """This process's connection closed, and it is not known to have ended. ``cut``: the path to it is dead, which
+        says nothing of the process: it may come back however late, unless it is seen to have ended."""
+        self._away[id, session] = (math.inf if cut else self._now + RETURN_S, look)
 
     def is_back(self, id: int, session: str) -> None:
         self._away.pop((id, session), None)
@@ -69,6 +71,8 @@ class Timeouts:
         for id, connection in list(self._workers.items()):
             if not connection.given_up:
                 self._check_silence(id, connection, now)
+            elif connection.look().gone:  # a child of it may hold its socket open
+                self._lose(connection)
         self._check_lost(now)
         self._check_absent(now)
         self._check_calls(now)

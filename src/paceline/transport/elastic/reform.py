@@ -318,6 +318,11 @@ class Reform:
         if forming is not None and number >= forming.generation.number:
             self.connector.break_off(forming.group)
 
+    def give_up(self) -> None:
+        """Leave the generation that stands, over new connections to the store; any thread that looks goes on."""
+        self.connector.forget_store()
+        self._on_over(self.number)
+
     def break_off(self) -> None:
         """What is under way in the group fails now."""
         self.connector.break_off(self.group)

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,8 +42,8 @@ from paceline.transport.pending import Never
 logger = logging.getLogger("paceline")
 
 WAITED = "left (SIGTERM) while it waited"
-BOARD_S = 2.0
-"""Seconds for which signals may fail while the roster answers; then the group is re-formed over a new connection."""
+STORE_S = 2.0
+"""Seconds for which the store may fail while the roster answers; then the group is re-formed over a new connection."""
 
 
 def joins_roster() -> bool:
@@ -77,12 +77,13 @@ class Elastic(Distributed):
         self.lanes = Lanes(self._sequences)
         self._here = concurrency.local()
         """By thread: the group of the round that it is in."""
-        self._board_failed_s: float | None = None
-        """When the store, over the connection for signals, began to fail."""
+        self._store_failed_s: float | None = None
+        """When a request of the store first failed in this generation."""
         self.hand_over = HandOver(self)
         facts = {**facts_of(device), "emulated": emulated}
         join = join or _join_from_env(facts)
         self.reform = Reform(self, device, join=join, gloo_only=backend == "gloo", connector=connector)
+        self.reform.client.on_beat = self._on_beat
         self.loop = FleetLoop(self, self.reform)
         self.entered(False)
         self.outside = self.reform.client.running
@@ -115,7 +116,7 @@ class Elastic(Distributed):
 
     def show(self, generation: Generation) -> None:
         """From now on the training sees the members of this generation."""
-        self.workers, self.generation = generation.workers, generation.number
+        self.workers, self.generation, self._store_failed_s = generation.workers, generation.number, None
         self.rank, self.size = self.workers.index(self.id), len(self.workers)
 
     def entered(self, inside: bool) -> None:
@@ -283,26 +284,32 @@ class Elastic(Distributed):
         self.reform.check()
         try:
             said = bool(self.group.board.check([name]))
-        except RuntimeError as error:  # the roster is away: each worker goes by what it knows itself
-            self._board_failed(error)
+        except RuntimeError:  # the roster is away: each worker goes by what it knows itself
+            self.roster_away = True
+            self._note_failure()
             return False
-        self.roster_away, self._board_failed_s = False, None
+        self.roster_away = False
         return said
 
-    def _board_failed(self, error: RuntimeError) -> None:
-        """A roster that is back, or was never away, answers again: then it is the connection that broke."""
-        now, self.roster_away = concurrency.monotonic(), True
-        if self._board_failed_s is None or self.reform.client.away:
-            self._board_failed_s = now
-        elif now - self._board_failed_s > BOARD_S:
-            self._board_failed_s = None
-            self.reform.connector.forget_store()
-            raise self.reform.failed(error)
-
     def _tell_store(self, request: Callable[[], Any]) -> Any:
-        with suppress(GenerationOver):  # the threads that listen learn of that too
+        try:
             return super()._tell_store(request)
+        except GenerationOver:  # the threads that listen learn of that too
+            self._note_failure()
         return 0
+
+    def _note_failure(self) -> None:
+        if self._store_failed_s is None:
+            self._store_failed_s = concurrency.monotonic()
+
+    def _on_beat(self) -> None:
+        """Leave the generation (on the client's thread) when the roster answers and its store still does not: the
+        connection is broken, what this worker said was lost, and others may wait for it."""
+        failed_s = self._store_failed_s
+        if failed_s is not None and concurrency.monotonic() - failed_s > STORE_S:
+            self._store_failed_s = None
+            logger.warning("the connection to the roster's store is broken; the group is re-formed")
+            self.reform.give_up()
 
     @property
     def calls(self) -> int:

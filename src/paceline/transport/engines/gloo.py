@@ -52,8 +52,9 @@ class GlooWork(EngineWork):
                 self._work.wait(LOOK)
                 return
             except RuntimeError:
-                if self._work.is_completed():
-                    raise
+                if self._work.is_completed():  # it failed, or it ended just after the wait for it had timed out
+                    self._work.wait(LOOK)
+                    return
             look()
 
     def abandon(self) -> bool:
