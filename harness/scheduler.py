@@ -78,6 +78,9 @@ class Scheduler:
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         """Sorted by point: what happens there."""
         self._alarms: list[tuple[float, int, Callable[[], None]]] = []
+        self._own_events: dict[tuple[Hashable, str], list[tuple[int, Callable[[], None]]]] = {}
+        """By process and thread: what happens when it comes to a point of its own."""
+        self._own_points: dict[tuple[Hashable, str], int] = {}
         self._until: Callable[[], bool] = lambda: False
         self._atomic = 0
         self.by_priority = self.rng.random() < 0.5
@@ -186,6 +189,23 @@ class Scheduler:
         self._events.append((point, len(self._events), happens))
         self._events.sort(key=lambda event: event[:2])
 
+    def at_point_of(self, process: Hashable, thread: str, point: int, happens: Callable[[], None]) -> None:
+        """When this thread of this process comes to this point of its own something happens."""
+        self._own_events.setdefault((process, thread), []).append((point, happens))
+
+    def _count_own(self, me: Task) -> bool:
+        """Count a point of a thread for which something waits, and whether it is due: then it happens next."""
+        waiting = self._own_events.get((me.process, me.name))
+        if not waiting:
+            return False
+        key = (me.process, me.name)
+        count = self._own_points[key] = self._own_points.get(key, 0) + 1
+        due = [happens for point, happens in waiting if point <= count]
+        self._own_events[key] = [(point, happens) for point, happens in waiting if point > count]
+        for happens in due:
+            self.at_point(self.points, happens)
+        return bool(due)
+
     def after(self, seconds: float, happens: Callable[[], None]) -> None:
         """After this virtual time something happens, whether or not anybody can run."""
         self._alarms.append((self.now + seconds, len(self._alarms), happens))
@@ -219,7 +239,7 @@ class Scheduler:
         me = self._enter()
         self.points += 1
         self.now += TICK_S
-        if self._events and self._events[0][0] <= self.points:
+        if (self._own_events and self._count_own(me)) or (self._events and self._events[0][0] <= self.points):
             self._happen()
         elif self.by_priority:
             if self.points in self._changes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ COMBINES: dict[str, Callable[[], Any]] = {
     "period": lambda: paceline.Averaging(period_s=0.06),
     "elastic": lambda: paceline.ElasticAverage(),
 }
+BOUNDED = ("deadline", "floor", "count", "calm", "joint")
+"""Paces with a deadline or a count in nearly every step."""
+PROXY, USER = "paceline-proxy", "user"
 FAULTS = ("kill", "kill for good", "freeze", "leave", "join", "roster", "store", "peers", "wedge", "roster restarts")
 
 
@@ -105,11 +109,11 @@ class Case:
     """By slot: seconds of one micro-batch."""
     stalls: float
     """How likely a micro-batch takes very long."""
-    faults: tuple[tuple[int, str, int], ...] = field(default=())
-    """Point of the schedule, kind and slot."""
+    faults: tuple[tuple[int, str, int, str], ...] = field(default=())
+    """Point, kind, slot, and the worker's thread whose points are counted; without one, all points of the schedule."""
 
     def __str__(self) -> str:
-        faults = ", ".join(f"{kind} {slot} at {point}" for point, kind, slot in self.faults)
+        faults = ", ".join(f"{kind} {slot} at {point} {thread}".strip() for point, kind, slot, thread in self.faults)
         calls = ", ".join(f"{what} after {step}" for step, what in self.calls.items())
         return (
             f"seed {self.seed}: {self.size} workers, {self.pace}, {self.combine}{', own order' if self.order else ''}; "
@@ -118,32 +122,46 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """Draw a case from its seed."""
+    """Draw a case from its seed. Half of them are about faults in rounds with deadlines and in calls beside them, where
+    a worker's threads meet."""
     dice = random.Random(f"case {seed}")
-    size = dice.choice((2, 3, 3, 4))
-    combine = dice.choice(("gradients",) * 6 + ("average", "period", "elastic"))
-    pace = dice.choice(list(PACES)) if combine == "gradients" else dice.choice(("adaptive", "equal"))
-    steps = LENGTH // BATCH * EPOCHS
+    size, narrow = dice.choice((2, 3, 3, 4)), dice.random() < 0.5
+    combine = "gradients" if narrow else dice.choice(("gradients",) * 4 + ("average", "period", "elastic"))
+    paces = BOUNDED if narrow else list(PACES) if combine == "gradients" else ("adaptive", "equal")
+    often = 0.6 if narrow else 0.25
     calls = {
         step: dice.choice(("evaluate", "evaluate", "gather", "save", "agree"))
-        for step in range(steps)
-        if dice.random() < 0.3
+        for step in range(LENGTH // BATCH * EPOCHS + 1)
+        if dice.random() < often
     }
-    slow = tuple(dice.choice((0.005, 0.01, 0.02, 0.04)) for _ in range(size + 2))
-    number = dice.choice((0, 1, 1, 2, 2, 3))
-    points = [200 + int(dice.random() ** 1.3 * 6000) for _ in range(number)]
-    faults = tuple(sorted((point, dice.choice(FAULTS), dice.randrange(size)) for point in points))
     return Case(
         seed=seed,
         size=size,
-        pace=pace,
+        pace=dice.choice(paces),
         combine=combine,
-        order=dice.random() < 0.3,
+        order=dice.random() < 0.4,
         calls=calls,
-        slow=slow,
-        stalls=dice.choice((0.0, 0.0, 0.05, 0.2)),
-        faults=faults,
+        slow=tuple(dice.choice((0.005, 0.01, 0.02, 0.04)) for _ in range(size + 2)),
+        stalls=dice.choice((0.0, 0.05, 0.2)),
+        faults=_draw_narrow(dice, size) if narrow else _draw_wide(dice, size),
     )
+
+
+def _draw_wide(dice: random.Random, size: int) -> tuple[tuple[int, str, int, str], ...]:
+    """Faults of every kind, anywhere."""
+    points = [200 + int(dice.random() ** 1.3 * 6000) for _ in range(dice.choice((0, 1, 1, 2, 2, 3)))]
+    return tuple(sorted((point, dice.choice(FAULTS), dice.randrange(size), "") for point in points))
+
+
+def _draw_narrow(dice: random.Random, size: int) -> tuple[tuple[int, str, int, str], ...]:
+    """Faults in a worker's own rounds and calls."""
+    faults = []
+    for _ in range(dice.choice((1, 1, 2))):
+        thread = dice.choice((PROXY, PROXY, USER))
+        point = dice.randrange(1, 400) if thread == PROXY else dice.randrange(250, 1200)
+        kind = dice.choice(("kill for good", "kill", "freeze", "freeze", "leave"))
+        faults.append((point, kind, dice.randrange(size), thread))
+    return tuple(faults)
 
 
 def play(seed: int, *, case: Case | None = None) -> Verdict:
@@ -153,8 +171,12 @@ def play(seed: int, *, case: Case | None = None) -> Verdict:
     scheduler = Scheduler(f"schedule {seed}")
     with Folder() as folder:
         world = World(scheduler, lambda world, slot: train(case, world, slot), size=case.size, folder=folder)
-        for point, kind, slot in case.faults:
-            scheduler.at_point(point, lambda kind=kind, slot=slot: inject(world, kind, slot))  # type: ignore[misc]
+        for point, kind, slot, thread in case.faults:
+            happens = partial(inject, world, kind, slot)
+            if thread:
+                scheduler.at_point_of(f"worker {slot}.0", thread, point, happens)
+            else:
+                scheduler.at_point(point, happens)
         verdict = world.run()
     judge(case, verdict)
     return verdict

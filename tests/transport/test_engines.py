@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.transport.engines.base import CLOSED, LOOK_S, Engine, EngineWork, Look
-from paceline.transport.engines.gloo import connect_gloo
+from paceline.transport.engines.gloo import GlooWork, connect_gloo
 from paceline.transport.engines.memory import MemoryEngine, MemoryNetwork
 from paceline.transport.group import let_go
 

@@ -134,7 +134,7 @@ class HandOver:
         later, self.later = self.later, None
         if later is None or self._transport.reform.is_over:
             return False
-        self._transport.outside = not self._take_over(*later)
+        self._transport.entered(self._take_over(*later))
         return not self._transport.outside
 
     def _take_over(self, data: torch.Tensor, change: MembershipChange) -> bool:

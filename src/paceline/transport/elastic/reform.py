@@ -229,7 +229,7 @@ class Reform:
                 transport.depart(agreed=False)
             raise
         except RunOver as over:
-            transport.outside = True
+            transport.entered(False)
             logger.warning("%s", over)
             raise SystemExit(0) from None
         except GenerationOver as error:

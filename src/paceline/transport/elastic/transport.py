@@ -120,7 +120,8 @@ class Elastic(Distributed):
         self.rank, self.size = self.workers.index(self.id), len(self.workers)
 
     def entered(self, inside: bool) -> None:
-        """Whether this worker is in the fleet. Outside, some other worker leads as far as this one knows."""
+        """Whether this worker is in the fleet. Outside, some other worker leads as far as this one knows. Nothing else
+        may change `outside`: rank, size and workers go with it."""
         self.outside = not inside
         if self.outside:  # the others wait for it in their next round
             self.rank, self.size, self.workers = 1, 2, (-1, self.id)
@@ -131,7 +132,7 @@ class Elastic(Distributed):
         """Leave for good, at a step boundary. ``agreed``: all know of it from the last round, and come to re-form the
         group."""
         self.reform.client.leave(LEFT if agreed else WAITED)
-        self.outside = True
+        self.entered(False)
 
     # -- from one generation to the next ---------------------------------------------------------------------------
 

@@ -1,0 +1,68 @@
+"""Whole elastic fleets under a scheduler: whatever the order of threads and faults, everybody ends as documented."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from mutants import mutant
+
+from schedules import PROXY, Case, draw, play
+
+CHUNK, LONG_CHUNK = 25, 250
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """One thread runs at a time: on one core its turn passes on fastest."""
+    before = os.sched_getaffinity(0)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(before)[worker % len(before)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def ends_well(seeds: range) -> None:
+    for seed in seeds:
+        verdict = play(seed)
+        assert not verdict.problems, "\n".join(
+            [str(draw(seed)), f"python benchmarks/schedules.py --only {seed}", *verdict.problems]
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize("start", range(0, 500, CHUNK))
+def test_fleets_end_well_whatever_the_schedule(start: int) -> None:
+    ends_well(range(start, start + CHUNK))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize("start", range(500, 20_000, LONG_CHUNK))
+def test_fleets_end_well_whatever_the_schedule_in_many_more(start: int) -> None:
+    ends_well(range(start, min(start + LONG_CHUNK, 20_000)))
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_schedule() -> None:
+    one, other = play(17), play(17)
+    assert (one.points, one.virtual_s, one.log) == (other.points, other.virtual_s, other.log)
+
+
+@pytest.mark.slow
+def test_a_group_that_is_called_in_before_it_is_settled_is_found() -> None:
+    """The shortest of the mended bugs: with it put back, one of the first schedules goes wrong."""
+    case = Case(0, 3, "deadline", "gradients", False, {1: "evaluate", 3: "evaluate"}, (0.01,) * 5, 0.2)
+    with mutant("sums_of_the_old_size"):
+        wrong = [seed for seed in range(60) if play(seed, case=faulty(case, seed)).problems]
+    assert wrong
+
+
+def faulty(case: Case, seed: int) -> Case:
+    """The case with a kill somewhere in its steps."""
+    return replace(case, seed=seed, faults=((20 + 5 * seed, "kill for good", seed % case.size, PROXY),))
