@@ -51,18 +51,19 @@ def play_all(seeds: range, name: str | None) -> dict[str, Any]:
     return found
 
 
-def _play_chunk(asked: tuple[range, str | None, int]) -> dict[str, Any]:
-    seeds, name, core = asked
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[core % len(cores)]})  # one runs at a time: a switch between cores only costs
-    gc.freeze()
+def _play_chunk(asked: tuple[range, str | None]) -> dict[str, Any]:
+    seeds, name = asked
+    worker, cores = multiprocessing.current_process()._identity, sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:  # one thread runs at a time: a switch between cores only costs
+        os.sched_setaffinity(0, {cores[worker[0] % len(cores)]})
+        gc.freeze()
     return play_all(seeds, name)
 
 
-def chunks(seeds: range, name: str | None) -> Iterator[tuple[range, str | None, int]]:
+def chunks(seeds: range, name: str | None) -> Iterator[tuple[range, str | None]]:
     """Cut the seeds into parts for several processes."""
-    for number, start in enumerate(range(seeds.start, seeds.stop, CHUNK)):
-        yield range(start, min(start + CHUNK, seeds.stop)), name, number
+    for start in range(seeds.start, seeds.stop, CHUNK):
+        yield range(start, min(start + CHUNK, seeds.stop)), name
 
 
 def run(seeds: range, *, at_once: int, name: str | None) -> dict[str, Any]:

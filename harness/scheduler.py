@@ -83,6 +83,8 @@ class Scheduler:
         self._own_points: dict[tuple[Hashable, str], int] = {}
         self._until: Callable[[], bool] = lambda: False
         self._atomic = 0
+        self._woken = True
+        """Whether somebody can run who could not when the running thread was chosen."""
         self.by_priority = self.rng.random() < 0.5
         self.switch = self.rng.choice((0.02, 0.1, 0.4))
         """In a random walk: how likely the baton passes on at a point."""
@@ -114,6 +116,7 @@ class Scheduler:
         task = Task(self, run, name, process)
         self.tasks.append(task)
         self._alive.append(task)
+        self._woken = True
         task.thread.start()
         return task
 
@@ -244,7 +247,7 @@ class Scheduler:
         elif self.by_priority:
             if self.points in self._changes:
                 me.priority = -self.rng.random()
-            elif self.rng.random() > 0.02 and not self._better(me):
+            elif not self._woken and self.points % 32:
                 return
         elif self.rng.random() >= self.switch:
             return
@@ -268,9 +271,6 @@ class Scheduler:
             raise Reaped
         return me
 
-    def _better(self, me: Task) -> bool:
-        return any(one.priority > me.priority for one in self._alive if one.runnable and one.process not in self.frozen)
-
     @contextmanager
     def atomic(self) -> Iterator[None]:
         """Keep the baton in the block, which must not wait."""
@@ -288,6 +288,7 @@ class Scheduler:
     def _wake(self, task: Task) -> None:
         if not task.runnable and not task.done:
             task.runnable, task.since, task.timed_out = True, self.now, False
+            self._woken = True
 
     def _pass_on(self, me: Task) -> None:
         """Let the next thread run; returns when this one's turn comes again."""
@@ -307,6 +308,7 @@ class Scheduler:
 
     def _pick(self, me: Task | None) -> Task | None:
         """The thread to run next; None when the run is over."""
+        self._woken = False
         while True:
             if self._until():
                 self._finish()
