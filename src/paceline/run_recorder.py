@@ -104,7 +104,8 @@ class RunRecorder:
 
     def _open_log(self, *, goes_on: bool) -> None:
         """Begin the log or, when the leader before is gone, continue it."""
-        begun = goes_on and log_file(self.run_dir).exists()
+        log = log_file(self.run_dir)
+        begun = goes_on and log.exists() and log.stat().st_size > 0  # its first writer may have come no further
         if self._lock is None:  # a predecessor that is cut off may hold it: the run goes on all the same
             with suppress(FolderInUse):
                 self._lock = lock_folder(self.run_dir, fleet=self._fleet, patience_s=0.0)

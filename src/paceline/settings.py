@@ -103,20 +103,25 @@ def read_settings(
     )
 
 
-def must_agree(transport: Transport, label: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Raise ValueError on every worker when their facts differ, saying which and how. Returns everybody's."""
-    own = dict(facts)
+def must_agree(
+    transport: Transport, label: str, facts: Mapping[str, Any], *, also: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Raise ValueError on every worker when their facts differ, saying which and how. Returns everybody's, with what
+    each says ``also``, which may differ."""
+    own = {**facts, **(also or {})}
     several = transport.shards > 1
     everybody: list[dict[str, Any]] = transport.gather(
         label, (lambda: _agreed_inside(transport, label, own)) if several else own
     )
     for name, expected in everybody[0].items():
+        if also and name in also:
+            continue
         others = {rank: theirs.get(name) for rank, theirs in enumerate(everybody) if theirs.get(name) != expected}
         if others:
             rank, theirs = next(iter(others.items()))
-            also = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+            more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
             raise ValueError(
-                f"workers disagree in {label}: {name} is {expected!r} on worker 0 and {theirs!r} on worker {rank}{also}"
+                f"workers disagree in {label}: {name} is {expected!r} on worker 0 and {theirs!r} on worker {rank}{more}"
             )
     return everybody
 

@@ -328,7 +328,8 @@ class TrainingState:
     def whole_state(self) -> dict[str, Any]:
         """Everything, for a newcomer among the same members."""
         recent = json.dumps([record.to_json() for record in self.recent])
-        return {**self.state_dict(), "pacer": self.pacer.state_dict(), "history": recent}
+        own = {"pacer": self.pacer.state_dict(), "history": recent, "for_all_next": self._for_all_next}
+        return {**self.state_dict(), **own}
 
     @property
     def recent(self) -> list[StepRecord]:
@@ -340,7 +341,7 @@ class TrainingState:
         self.pacer.load_state_dict(state["pacer"])
         self._history.replace(StepRecord.from_json(record) for record in json.loads(state["history"]))
         self.index, self.epoch_step, self.plan = state["step"], state["epoch_step"], None
-        self.first_epoch = state["first_epoch"]
+        self.first_epoch, self._for_all_next = state["first_epoch"], state["for_all_next"]
         self.finished = state["dealing"] is None
         if state["dealing"] is not None:
             self.dealing.take_over(state["dealing"], rank=self._transport.rank, ahead=ahead)

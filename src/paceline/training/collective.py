@@ -31,6 +31,7 @@ class CollectiveCalls:
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
+        self._speeds = evaluating.AgreedSpeeds(context)
 
     def evaluate(
         self, score: Callable[..., Any], data: Any, *, batch_size: int | None, tables: str | Sequence[str]
@@ -120,7 +121,8 @@ class CollectiveCalls:
         try:
             if source.length is None:
                 raise ValueError(f"{call} needs a dataset with a length, so that every sample counts once")
-            must_agree(context.transport, f"{call}()", {**evaluating.facts_of(source), **facts})
+            facts = {**evaluating.facts_of(source), **facts}
+            self._speeds.take(must_agree(context.transport, f"{call}()", facts, also=self._speeds.own()))
             own = context.steps.dealing.at_once if context.steps is not None else USUAL_BATCH
             yield source, whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
         finally:
@@ -135,13 +137,8 @@ class CollectiveCalls:
 
     def _own_batches(self, source: Source, size: int) -> evaluating.PlacedBatches:
         """Those of this worker: each of those who are there takes a part of the whole by its speed."""
-        speeds = (0, 1) if self._context.outside else self._speeds()
+        speeds = (0, 1) if self._context.outside else self._speeds.of_those_here()
         shares = proportional(np.asarray(speeds, dtype=float), evaluating.length_of(source)).tolist()
         transport = self._context.transport
         part = (transport.shard, transport.shards)
         return evaluating.each_batch(source, shares=shares, rank=transport.rank, batch_size=size, part=part)
-
-    def _speeds(self) -> tuple[int, ...]:
-        """In proportion to which work is dealt outside the steps: the last full shares, or equal parts."""
-        shares = self._context.steps.loop.full_shares if self._context.steps is not None else ()
-        return shares if any(shares) else (1,) * self._context.transport.size

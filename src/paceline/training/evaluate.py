@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,9 @@ from paceline.feed import Feed, Order, Source, split
 from paceline.feed import total as total_of
 from paceline.feed.ranges import Ranges
 from paceline.records import Range
+
+if TYPE_CHECKING:
+    from paceline.training.context import TrainingContext
 
 PlacedBatches = Iterable[tuple[tuple[Range, ...], Any]]
 """With their positions: of the dataset, or among the draws of a sampler."""
@@ -180,3 +183,29 @@ def evaluation_mode(models: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for module, training in were:
             module.training = training
+
+
+class AgreedSpeeds:
+    """The speeds by which workers divide work outside the steps: the leader's knowledge of them, for what each worker
+    knows itself may be a step older than what another does, and parts by unlike speeds would overlap."""
+
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        self._workers: tuple[int, ...] = ()
+        self._speeds: tuple[int, ...] = ()
+
+    def own(self) -> dict[str, Any]:
+        """Return what this worker knows, for `paceline.settings.must_agree` to hand round."""
+        steps = self._context.steps
+        shares = steps.loop.full_shares if steps is not None else ()
+        return {"workers": list(self._context.transport.workers), "speeds": list(shares)}
+
+    def take(self, everybody: Sequence[Mapping[str, Any]]) -> None:
+        """Keep what the leader said."""
+        self._workers, self._speeds = tuple(everybody[0]["workers"]), tuple(everybody[0]["speeds"])
+
+    def of_those_here(self) -> tuple[int, ...]:
+        """Return the speeds of those who are there, by rank: equal ones where the leader spoke of others."""
+        transport, speeds = self._context.transport, self._speeds
+        known = self._workers == transport.workers and len(speeds) == transport.size and any(speeds)
+        return speeds if known else (1,) * transport.size

@@ -207,7 +207,7 @@ def gathered(transport: Transport, mine: Callable[[], Part], length: int, *, out
     for _ in range(ATTEMPTS):
         form = agreed_form(transport.gather(LABEL, described))
         own = transport.collect(LABEL, packed(form, part, length))
-        sums = transport.once(LABEL, lambda own=own: own if outside else summed(transport, LABEL, [_added(own)]))  # type: ignore[misc]
+        sums = transport.once(LABEL, lambda own=own: own if outside else _sum(transport, own))  # type: ignore[misc]
         whole = None if sums is None else unpacked(form, _added(sums), length)
         if whole is not None:
             transport.gather("the predictions of fleet.gather()", None)  # nobody may still have to be given them
@@ -219,6 +219,11 @@ def _of_worker(said: Sequence[list[Any]]) -> list[Any]:
     """What the processes of a worker said, as one worker's: the first problem, or a form that one of them has."""
     problems, formed = [one for one in said if one[0]], [one for one in said if one[1] is not None]
     return [*problems, *formed, [None, None]][0]
+
+
+def _sum(transport: Transport, own: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Sum the buffers, whose size is the same whoever is there; rows that were lost are missed in the sum."""
+    return summed(transport, LABEL, lambda: [_added(own)])
 
 
 def _added(buffers: Sequence[torch.Tensor]) -> torch.Tensor:

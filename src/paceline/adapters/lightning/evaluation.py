@@ -19,7 +19,7 @@ from paceline.feed import Source
 from paceline.pace.shares import proportional
 from paceline.settings import must_agree
 from paceline.training.context import TrainingContext
-from paceline.training.evaluate import facts_of, length_of
+from paceline.training.evaluate import AgreedSpeeds, facts_of, length_of
 
 if TYPE_CHECKING:
     from paceline.adapters.lightning.strategy import PacelineStrategy
@@ -31,6 +31,7 @@ class EvaluationData:
     def __init__(self, strategy: PacelineStrategy, context: TrainingContext, trainer: Trainer, loader: Any) -> None:
         self.loader, self._strategy, self._context, self._trainer = loader, strategy, context, trainer
         self.sampler = getattr(loader, "sampler", None)
+        self._speeds = AgreedSpeeds(context)
         with _closing(self._source()) as source:
             if source.length is None:
                 raise ValueError(
@@ -67,7 +68,8 @@ class EvaluationData:
         metrics.begin()
         with context.meet("validation"):
             if not context.outside:
-                must_agree(context.transport, "validation", {**facts_of(source), "batches": count})
+                facts = {**facts_of(source), "batches": count}
+                self._speeds.take(must_agree(context.transport, "validation", facts, also=self._speeds.own()))
 
             def mine() -> dict[str, Any]:
                 results.parts = {}
@@ -90,9 +92,8 @@ class EvaluationData:
         context = self._context
         if context.outside:
             return range(count)
-        shares = context.steps.loop.full_shares if context.steps is not None else ()
-        speeds = shares if any(shares) else (1,) * context.transport.size
-        ends = np.cumsum([0, *proportional(np.asarray(speeds, dtype=float), count)])
+        speeds = np.asarray(self._speeds.of_those_here(), dtype=float)
+        ends = np.cumsum([0, *proportional(speeds, count)])
         return range(int(ends[context.transport.rank]), int(ends[context.transport.rank + 1]))
 
     def _go_through(self, loop: Any, source: Source, batches: range, number: int) -> None:

@@ -29,6 +29,8 @@ class OtherWriters:
         """``file``: the log, open for reading; ``position``: where to begin, in bytes."""
         self._file, self._position = file, position
         self._generations: list[GenerationEvent] = []
+        self._begun = False
+        """Whether others have begun the log."""
 
     def look(self) -> None:
         """Read what was appended since, as far as there are whole lines; the file may be unreadable."""
@@ -44,7 +46,10 @@ class OtherWriters:
             self._position += written
 
     def void(self, event: Mapping[str, Any]) -> bool:
-        """Whether it is a step that a later generation began at or before, or a generation earlier than theirs."""
+        """Whether it is a step that a later generation began at or before, a generation earlier than theirs, or the
+        beginning of a log that they have begun."""
+        if event["event"] == "run":
+            return self._begun
         if event["event"] == "generation":
             return any(each.number > sanitise.count_or(event.get("number"), 0) for each in self._generations)
         if event["event"] != "step":
@@ -62,6 +67,6 @@ class OtherWriters:
 
     def _add(self, line: bytes) -> None:
         if line.startswith(RUN):
-            self._generations = []
+            self._generations, self._begun = [], True
         elif line.startswith(GENERATION) and (change := parse_generation(parse_line(line) or {})) is not None:
             self._generations.append(change)

@@ -157,6 +157,8 @@ class _LogParser:
             self._unreadable += bool(line.strip())
         elif event["event"] == "step":
             self._add_step(event)
+        elif event["event"] == "run" and self._steps and not self._run:
+            self._run = event  # its writer, frozen when it had begun the log, came late
         elif event["event"] == "run":
             self._begin(event)
         elif event["event"] == "steps":

@@ -187,6 +187,11 @@ class Reform:
 
     # -- from one generation to the next ---------------------------------------------------------------------------
 
+    def standing(self) -> tuple[int, Group]:
+        """Return the generation that stands, with its group; waits while another thread forms the next."""
+        with self._lock:
+            return self.number, self.group
+
     def start(self) -> None:
         """Nobody has begun: wait for the first generation."""
         with self._lock:

@@ -196,7 +196,7 @@ class Elastic(Distributed):
         lane, built_for = ROUNDS if aside else CALLS, self.generation
         try:
             with super().round(label, aside=aside):
-                began, self._here.group = self.reform.number, self.group
+                began, self._here.group = self.reform.standing()
                 tensors = self.lanes[lane].pending = made(keeps)
                 if self.generation != began:  # another thread has heard of other members than those of the group
                     raise GenerationOver("members changed before the round", generation=began)
@@ -235,9 +235,13 @@ class Elastic(Distributed):
         """None: the fleet has gone on without this worker."""
         lane = self.lanes[CALLS]
         while True:
-            began, mine = self.reform.number, value() if callable(value) else value
+            began, group = self.reform.standing()
+            if self.generation != began:  # another thread has re-formed the group, and the training has not heard
+                self.deliver_members_changed()
+                continue
             try:
-                values = self._gather(f"call/{call}", label, mine)
+                mine = value() if callable(value) else value  # for the members of this group, whoever comes meanwhile
+                values = group.gather(f"call/{call}", label, mine, watch=self.watch)
                 if self.reform.finish(CALLS, began, facts=values, kept=()):
                     return values
             except RuntimeError as error:
