@@ -129,10 +129,10 @@ def ask_late_for_sums(case: dict[str, Any]) -> None:
     """Let worker 1 ask a second later than it could for some of the sums that it has given its part to."""
     plain, numbers = SmallExchange._run, itertools.count()
 
-    def run(exchange: SmallExchange) -> None:
+    def run(exchange: SmallExchange, look: Any) -> None:
         if next(numbers) in case.get("asks_late", ()) and os.environ.get("RANK") == "1":
             time.sleep(1.0)
-        plain(exchange)
+        plain(exchange, look)
 
     SmallExchange._run = run  # type: ignore[method-assign]
 
