@@ -119,9 +119,9 @@ def _lose_the_second_sum(ghost: Ghost, steps: Any) -> None:
                 ghost.at("half told", steps.rounds)
             sent(exchange, [other])
 
-    def finish(exchange: Any) -> None:
+    def finish(exchange: Any, look: Any) -> None:
         mark = beside(f"told.{steps.rounds}")
-        finished(exchange)
+        finished(exchange, look)
         if transport.rank == 1 and averages(exchange):
             mark.touch()
 
