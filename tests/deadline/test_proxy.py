@@ -490,7 +490,7 @@ def test_a_copy_is_asked_for_beyond_the_bound_and_not_before() -> None:
     backlog, _, _ = backlog_of()
     for index, wanted in enumerate([False, False, True]):
         backlog.keep(step_state(index))
-        backlog.make_room(lambda: False)
+        assert backlog.make_room(), "nobody has to wait"
         assert backlog.wants_copy == wanted, "two sums are 16 bytes"
 
 
@@ -502,37 +502,52 @@ def test_a_step_that_the_loop_has_taken_over_makes_room() -> None:
         backlog.keep(one)
     backlog.taken_over(steps[0])
     backlog.taken_over(steps[0])
-    backlog.make_room(lambda: False)
+    assert backlog.make_room()
     assert not backlog.wants_copy
 
 
 @pytest.mark.usefixtures("bounded")
-@pytest.mark.parametrize("end", ["taken over", "stopping"])
-def test_where_a_copy_would_not_hold_everything_the_others_wait_for_the_loop(end: str) -> None:
-    backlog, _, changed = backlog_of(copyable=False)
+@pytest.mark.parametrize("end", ["taken over", "stopping", "members changed"])
+def test_where_a_copy_would_not_hold_everything_the_others_wait_for_the_loop(hire: Hire, end: str) -> None:
+    prompt, _ = hire(length=64)
+    proxy, asked, through = prompt.proxy, threading.Event(), threading.Event()
+    proxy.backlog = Backlog(prompt.transport, prompt.training.changed, lambda: False)
     steps = [step_state(index) for index in range(3)]
     for one in steps:
-        backlog.keep(one)
-    asked, stopping, through = threading.Event(), threading.Event(), threading.Event()
+        proxy.backlog.keep(one)
+    overs = [GenerationOver("worker 7 died", generation=4)] if end == "members changed" else []
+    re_formed: list[GenerationOver] = []
 
-    def make_room() -> None:
-        backlog.make_room(lambda: asked.set() or stopping.is_set())  # type: ignore[func-returns-value]
+    def heard(name: str) -> bool:
+        if overs:
+            raise overs.pop()
+        asked.set()
+        return False
+
+    def close() -> None:
+        with pytest.raises(FleetError, match="far enough"):
+            proxy._close(steps[0])
+
+    def enter() -> None:
         through.set()
+        raise FleetError("far enough")
 
-    thread = threading.Thread(target=make_room, daemon=True)
+    proxy._await_count, proxy._enter = lambda step: None, enter
+    prompt.transport.heard = heard  # type: ignore[method-assign]
+    prompt.transport.re_form_after = re_formed.append  # type: ignore[method-assign]
+    thread = threading.Thread(target=close, daemon=True)
     thread.start()
     assert asked.wait(PATIENCE_S)
-    with changed:  # it waits, or this thread would not have the lock
+    with prompt.training.changed:
         assert not through.is_set()
-        assert not backlog.wants_copy
-    if end == "taken over":
-        backlog.taken_over(steps[1])
+        assert not proxy.backlog.wants_copy
+    if end == "stopping":
+        proxy.stop()
     else:
-        with changed:
-            stopping.set()
-            changed.notify_all()
+        proxy.backlog.taken_over(steps[1])
     assert through.wait(PATIENCE_S)
     thread.join(PATIENCE_S)
+    assert [over.generation for over in re_formed] == [4] * (end == "members changed"), "the others did not wait"
 
 
 @pytest.mark.usefixtures("bounded")
@@ -665,6 +680,23 @@ def test_a_loop_that_comes_to_its_end_ends_its_thread(hire: Hire) -> None:
     run(workers)
     for worker in workers:
         eventually(lambda worker=worker: not worker.proxy._thread.is_alive(), "the thread ends")
+
+
+def test_a_loop_whose_end_is_interrupted_ends_its_thread(hire: Hire) -> None:
+    """Ctrl-C while the workers agree after which round their threads end: the script may go on without the loop."""
+    prompt, other = workers = hire(length=64)
+
+    def interrupted(label: str, value: Any) -> list[Any]:
+        raise KeyboardInterrupt
+
+    def body(worker: Late) -> None:
+        worker.work(next(iter(worker.steps)))
+        worker.transport.gather = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            worker.proxy.stop_together()
+        eventually(lambda: not worker.proxy._thread.is_alive(), "the thread ends")
+
+    run(workers, lambda: body(prompt), lambda: body(other))
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
