@@ -9,7 +9,8 @@ order drawn from a seed, and sees a deadlock as soon as there is one.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty as Empty
 from queue import SimpleQueue as SimpleQueue
@@ -47,6 +48,12 @@ REPLACED = (
     "time",
 )
 """Names whose meaning `use` changes."""
+
+
+def before_threads_end(close: Callable[[], None]) -> None:
+    """Call ``close`` when the script has ended: before the interpreter waits for threads, after which it starts none,
+    and a fleet that is left may need one."""
+    threading._register_atexit(close)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -100,6 +100,30 @@ class Generous(Bounded):
         return super().plan(replace(ask, total=2 * ask.total))
 
 
+class Counting:
+    """The membership of a worker that stays, among others who do; it counts rounds."""
+
+    leaving = passed_by = still_outside = False
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def intentions(self) -> dict[str, float]:
+        return {}
+
+    def at_boundary(self) -> None:
+        return
+
+    def keep_up(self) -> None:
+        return
+
+    def heard(self, header: Header, **_: Any) -> None:
+        return
+
+    def round_over(self) -> None:
+        self.rounds += 1
+
+
 class Leaving:
     """The membership of a worker that was asked to leave."""
 
@@ -161,6 +185,14 @@ def test_workers_that_are_in_time_do_not_wait_for_the_deadline(hire: Hire) -> No
     assert torch.equal(prompt.parameters(), other.parameters())
     assert positions(*records(prompt)) == list(range(64))
     assert prompt.taken == other.taken == [(step, 8) for step in range(4)]
+
+
+def test_entries_are_told_of_rounds_with_a_deadline_too(hire: Hire) -> None:
+    workers = hire(length=64)
+    for worker in workers:
+        worker.loop.membership = Counting()  # type: ignore[assignment]
+    run(workers)
+    assert [worker.loop.membership.rounds for worker in workers] == [4, 4]  # type: ignore[union-attr]
 
 
 def test_a_round_closes_at_its_deadline_with_what_is_finished_while_a_loop_is_stuck(hire: Hire) -> None:
@@ -432,6 +464,49 @@ def test_a_worker_that_comes_back_takes_over_what_another_leaves_in_a_later_lap(
     assert torch.equal(prompt.parameters(), late.parameters())
 
 
+def done_in_last_step(worker: Late) -> StepState:
+    """The only step of an epoch, whose loop has done half of its share and waits for more."""
+    state = worker.training.open(Plan(generation=0, step=0, samples=(8, 8), deadline_s=PATIENCE_S))
+    state.start(time.perf_counter())
+    state.work.samples = 4
+    state.enter(LoopPhase.DONE)
+    assert state.last
+    assert state.idle
+    return state
+
+
+def test_a_lap_that_the_loop_has_not_woken_to_take_is_withdrawn_by_the_next_and_offered_again(
+    hire: Hire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, _ = hire(length=16)
+    state, proxy, taken = done_in_last_step(prompt), prompt.proxy, list[tuple[int, int]]()
+    monkeypatch.setattr(prompt.training.dealing, "take_up", lambda share, *, done: taken.append((share, done)))
+    prompt.training.lap(state, (4, 4), (4, 4))
+    assert (state.extra, state.loop_phase) == (4, LoopPhase.DONE), "offered, and the loop does not know it yet"
+    assert not state.idle
+    assert proxy._said(state)[:, 0].tolist() == [4.0, 0.0, 0.0]
+    assert state.extra == 4, "at a floor an offer stays"
+    assert proxy._said(state, cut_off=True)[:, 0].tolist() == [4.0, 1.0, 0.0], "it would take more"
+    assert (state.extra, state.loop_phase) == (0, LoopPhase.DONE)
+    assert state.idle
+    assert not proxy._take_extra(state), "what was withdrawn cannot be taken"
+    prompt.training.lap(state, (0, 0), (2, 6))
+    assert proxy.idle(state, gone=False, until=state.until)
+    assert taken == [(2, 0)]
+    assert (state.extra, state.loop_phase) == (0, LoopPhase.WORKING)
+    proxy._said(state, cut_off=True)
+    assert state.loop_phase is LoopPhase.CUT_OFF, "a loop that works is cut off by the next lap"
+
+
+def test_a_loop_that_has_left_its_micro_batches_is_offered_nothing(hire: Hire) -> None:
+    prompt, _ = hire(length=16)
+    state = done_in_last_step(prompt)
+    prompt.training.lap(state, (4, 4), (4, 4))
+    state.round_phase = RoundPhase.OVER
+    assert not prompt.proxy.idle(state, gone=True)
+    assert (state.extra, state.loop_phase) == (0, LoopPhase.WAITING)
+
+
 def test_an_epochs_order_that_workers_disagree_in_is_raised_in_both_loops(hire: Hire) -> None:
     prompt, other = workers = hire(length=16, epochs=2, order=lambda epoch: list(range(16)))
     other.loop.dealing.order_digest = lambda: f"{'a' if other.loop.dealing.epoch else 'b':>12}".replace(" ", "0")  # type: ignore[method-assign]
@@ -490,7 +565,7 @@ def test_a_copy_is_asked_for_beyond_the_bound_and_not_before() -> None:
     backlog, _, _ = backlog_of()
     for index, wanted in enumerate([False, False, True]):
         backlog.keep(step_state(index))
-        backlog.make_room(lambda: False)
+        assert backlog.make_room(), "nobody has to wait"
         assert backlog.wants_copy == wanted, "two sums are 16 bytes"
 
 
@@ -502,37 +577,52 @@ def test_a_step_that_the_loop_has_taken_over_makes_room() -> None:
         backlog.keep(one)
     backlog.taken_over(steps[0])
     backlog.taken_over(steps[0])
-    backlog.make_room(lambda: False)
+    assert backlog.make_room()
     assert not backlog.wants_copy
 
 
 @pytest.mark.usefixtures("bounded")
-@pytest.mark.parametrize("end", ["taken over", "stopping"])
-def test_where_a_copy_would_not_hold_everything_the_others_wait_for_the_loop(end: str) -> None:
-    backlog, _, changed = backlog_of(copyable=False)
+@pytest.mark.parametrize("end", ["taken over", "stopping", "members changed"])
+def test_where_a_copy_would_not_hold_everything_the_others_wait_for_the_loop(hire: Hire, end: str) -> None:
+    prompt, _ = hire(length=64)
+    proxy, asked, through = prompt.proxy, threading.Event(), threading.Event()
+    proxy.backlog = Backlog(prompt.transport, prompt.training.changed, lambda: False)
     steps = [step_state(index) for index in range(3)]
     for one in steps:
-        backlog.keep(one)
-    asked, stopping, through = threading.Event(), threading.Event(), threading.Event()
+        proxy.backlog.keep(one)
+    overs = [GenerationOver("worker 7 died", generation=4)] if end == "members changed" else []
+    re_formed: list[GenerationOver] = []
 
-    def make_room() -> None:
-        backlog.make_room(lambda: asked.set() or stopping.is_set())  # type: ignore[func-returns-value]
+    def heard(name: str) -> bool:
+        if overs:
+            raise overs.pop()
+        asked.set()
+        return False
+
+    def close() -> None:
+        with pytest.raises(FleetError, match="far enough"):
+            proxy._close(steps[0])
+
+    def enter() -> None:
         through.set()
+        raise FleetError("far enough")
 
-    thread = threading.Thread(target=make_room, daemon=True)
+    proxy._await_count, proxy._enter = lambda step: None, enter
+    prompt.transport.heard = heard  # type: ignore[method-assign]
+    prompt.transport.re_form_after = re_formed.append  # type: ignore[method-assign]
+    thread = threading.Thread(target=close, daemon=True)
     thread.start()
     assert asked.wait(PATIENCE_S)
-    with changed:  # it waits, or this thread would not have the lock
+    with prompt.training.changed:
         assert not through.is_set()
-        assert not backlog.wants_copy
-    if end == "taken over":
-        backlog.taken_over(steps[1])
+        assert not proxy.backlog.wants_copy
+    if end == "stopping":
+        proxy.stop()
     else:
-        with changed:
-            stopping.set()
-            changed.notify_all()
+        proxy.backlog.taken_over(steps[1])
     assert through.wait(PATIENCE_S)
     thread.join(PATIENCE_S)
+    assert [over.generation for over in re_formed] == [4] * (end == "members changed"), "the others did not wait"
 
 
 @pytest.mark.usefixtures("bounded")
@@ -665,6 +755,27 @@ def test_a_loop_that_comes_to_its_end_ends_its_thread(hire: Hire) -> None:
     run(workers)
     for worker in workers:
         eventually(lambda worker=worker: not worker.proxy._thread.is_alive(), "the thread ends")
+
+
+def test_a_loop_whose_end_is_interrupted_ends_its_thread(hire: Hire) -> None:
+    """Ctrl-C while the workers agree after which round their threads end: the script may go on without the loop."""
+    prompt, other = workers = hire(length=64)
+
+    def interrupted(label: str, value: Any) -> list[Any]:
+        raise KeyboardInterrupt
+
+    def body(worker: Late) -> None:
+        steps = iter(worker.steps)
+        for _ in range(3):
+            worker.work(next(steps))
+        assert not worker.proxy._step_state.over, "its thread has opened the next"
+        worker.transport.gather = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            worker.proxy.stop_together()
+        eventually(lambda: not worker.proxy._thread.is_alive(), "the thread ends")
+        steps.close()  # type: ignore[attr-defined]
+
+    run(workers, lambda: body(prompt), lambda: body(other))
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import paceline
 from lone import flat, join, linear, mse, numbers, sgd
 from paceline.combine.header import Header, Layout
-from paceline.errors import FleetError
+from paceline.errors import Dropped, FleetError
 from paceline.loop.membership import Membership
 from paceline.loop.passes import Passes
 from paceline.records import StepRecord
@@ -258,6 +259,23 @@ def test_who_is_asked_to_leave_while_it_waits_to_re_form_goes_unannounced(worker
         assert one.transport.did == ["deliver", "re-form", "before leaving", "depart"]
 
 
+def test_who_was_dropped_at_a_boundary_enters_anew_as_often_as_it_takes(worker: MakeWorker) -> None:
+    dropped = [Dropped("it was silent for 9 s"), Dropped("and once more")]
+
+    def drop() -> None:
+        if dropped:
+            raise dropped.pop(0)
+
+    with worker((4, 5)) as one:
+        notes: list[str] = []
+        one.steps.loop.observe = lambda event, fields: notes.append(fields["text"])
+        one.hear(changes=[0])
+        one.transport.in_re_form = drop
+        one.members.at_boundary()
+        assert one.transport.did == ["deliver", "re-form", *["waiting to enter", "re-form"] * 2]
+        assert notes == ["it was silent for 9 s; it enters anew"]
+
+
 @pytest.mark.parametrize("combine", ["gradients", paceline.Averaging(every_steps=2)])
 def test_a_loop_is_left_after_the_step_in_which_this_worker_was_asked_to(worker: MakeWorker, combine: Any) -> None:
     def train(one: Worker) -> None:
@@ -333,6 +351,14 @@ def test_members_change_while_the_trainings_state_is_held(worker: MakeWorker) ->
         assert held == [True]
         assert one.steps.dealing._ahead == [4, 5, 8], "what each worker's loader likes to hold"
         assert one.steps.loop.full_shares == (), "nobody knows the newcomer's"
+
+
+def test_a_member_whose_script_has_no_loop_yet_says_nothing_of_itself(worker: MakeWorker) -> None:
+    with worker((4, 5)) as one:
+        change = one.change((4, 8), renewed=[8])
+        one.follow(replace(change, facts=({"ahead": 4, "computes_on": "cpu"}, None)), id=4)
+        assert one.steps.dealing._ahead == [4, 0]
+        assert one.steps.loop.devices == ("cpu", "")
 
 
 def test_a_generation_is_announced_with_who_came_and_who_went_and_why(worker: MakeWorker) -> None:

@@ -13,15 +13,25 @@ import pytest
 import torch
 
 from clocks import give_clock
-from paceline.errors import GenerationOver
+from paceline.errors import Dropped, GenerationOver
 from paceline.roster import Generation
 from paceline.roster.calls import CALLS, ROUNDS
 from paceline.transport.elastic import reform
+from paceline.transport.elastic import transport as elastic
 from paceline.transport.elastic.changes import MembershipChange
 from paceline.transport.elastic.transport import Elastic
 from paceline.transport.engines.gloo import GlooWork
 from paceline.transport.group import Already, Group
 from paceline.transport.pending import Watched
+
+PATIENCE_S = 20.0
+"""How long anything here is waited for; only a failing test takes so long."""
+
+
+def in_thread(target: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    return thread
 
 
 def bare() -> Any:
@@ -35,6 +45,19 @@ def bare() -> Any:
 def in_generation(transport: Any, members: Generation, **group: Any) -> None:
     """The group of these members stands, of whom this worker is number 0."""
     transport.reform.now, transport.reform.group = members, Group(0, len(members.workers), **group)
+
+
+def shown_in(transport: Any, members: Generation, **group: Any) -> None:
+    """The same, and the training has heard of these members."""
+    in_generation(transport, members, **group)
+    transport.show(members)
+
+
+def hears_of(transport: Any, members: Generation) -> None:
+    """The group of these members stands, and the training is to hear of them."""
+    in_generation(transport, members)
+    facts = ({},) * len(members.workers)
+    transport.reform._undelivered = MembershipChange(kept=(), joined=(), left=(), facts=facts, generation=members)
 
 
 def generation(number: int, *workers: int) -> Generation:
@@ -106,11 +129,214 @@ def re_formed_by_another_thread(transport: Any) -> None:
 @pytest.mark.parametrize("aside", [False, True])
 def test_a_round_does_not_end_in_a_group_that_another_thread_has_re_formed(aside: bool) -> None:
     transport = bare()
-    in_generation(transport, generation(5, 4, 6))
+    shown_in(transport, generation(5, 4, 6))
     with pytest.raises(GenerationOver) as over, transport.round("the round of step 3", aside=aside):
         re_formed_by_another_thread(transport)
+    assert transport.reform.number == 6, "the round had begun"
     assert over.value.generation == 5, "the next stands: none of the round's sums has begun there"
     assert transport.lanes[ROUNDS if aside else CALLS].says()["finished"] == 0
+
+
+def test_tensors_of_a_round_are_made_inside_it_for_its_members() -> None:
+    transport = bare()
+    shown_in(transport, generation(5, 4, 6))
+    hears_of(transport, generation(6, 4, 6, 7))
+    with transport.round("the floor of step 3", aside=True, keeps=lambda: [torch.zeros(transport.size)]) as tensors:
+        assert [len(tensor) for tensor in tensors] == [3]
+
+
+def test_tensors_that_were_made_for_other_members_are_refused() -> None:
+    transport = bare()
+    shown_in(transport, generation(5, 4, 6))
+    hears_of(transport, generation(6, 4, 6, 7))
+    round = transport.round("the leader's broadcast", keeps=[torch.zeros(2)])
+    with pytest.raises(GenerationOver, match="since the round was written") as over, round:
+        pytest.fail("its sums would be of the old size")
+    assert over.value.generation == 5
+    with transport.round("the leader's broadcast", keeps=[torch.zeros(3)]) as tensors:
+        assert len(tensors) == 1, "made since, for those who are there"
+
+
+def test_sums_of_a_round_start_in_the_group_in_which_it_began() -> None:
+    transport, started = bare(), list[Group]()
+    shown_in(transport, generation(5, 4, 6))
+    began = transport.group
+
+    def start(group: Group) -> Already:
+        started.append(group)
+        return Already()
+
+    def run() -> None:
+        re_formed_by_another_thread(transport)
+        hears_of(transport, generation(6, 4, 7))
+        transport._started(start)
+        transport.deliver_members_changed()
+        assert transport.generation == 5, "in a round everything is for its members"
+
+    with pytest.raises(GenerationOver), transport.round("the round of step 3"):
+        run()
+    transport._started(start)
+    assert started == [began, transport.group]
+    assert began is not transport.group
+
+
+@pytest.mark.parametrize("recorded", ["release", "next call"])
+def test_the_training_hears_of_other_members_only_after_a_round_aside_is_recorded(
+    recorded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, waited = bare(), threading.Event()
+    monkeypatch.setattr(reform, "LOOK_S", 0.01)
+    transport.reform._raise_failure = waited.set
+    shown_in(transport, generation(5, 4, 6))
+    with transport.round("the round of step 3", aside=True):
+        pass
+    hears_of(transport, generation(6, 4, 7))
+    other = in_thread(transport.deliver_members_changed)
+    assert waited.wait(PATIENCE_S), "it looked, and the round was not recorded"
+    assert transport.generation == 5
+    assert other.is_alive()
+    own = in_thread(transport.release if recorded == "release" else partial(transport._enter, "a lap", lane=ROUNDS))
+    for thread in (own, other):
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "a thread waits for a record that it should have made itself"
+    assert transport.generation == 6
+
+
+def test_a_round_of_the_users_thread_is_recorded_at_once() -> None:
+    transport = bare()
+    shown_in(transport, generation(5, 4, 6))
+    with transport.round("the round of step 3"):
+        pass
+    hears_of(transport, generation(6, 4, 7))
+    transport.deliver_members_changed()
+    assert transport.generation == 6
+
+
+def forming(transport: Any, *, settle: Any) -> tuple[Group, list[Group]]:
+    """The group that is formed next, and which one stood while its members were connected and when they settled."""
+    store, stood = SimpleNamespace(set=lambda key, value: None, check=lambda keys: True), list[Group]()
+    group = Group(0, 2, store=store)
+
+    def settled(*_: Any, **__: Any) -> Any:
+        stood.append(transport.group)
+        return settle()
+
+    transport.reform.connector = SimpleNamespace(
+        open_store=lambda members, worker: group,
+        connect=lambda *_, **__: stood.append(transport.group),
+        forget_store=lambda: None,
+        break_off=Group.break_off,
+    )
+    transport.reform._settle = settled
+    return group, stood
+
+
+def test_a_group_stands_once_it_is_settled() -> None:
+    transport = bare()
+    shown_in(transport, generation(5, 4, 6))
+    before, brought = transport.group, list[Group]()
+    group, stood = forming(transport, settle=list)
+    transport.reform._bring_everybody_in = lambda said: brought.append(transport.group)
+    transport.reform._enter(generation(6, 4, 7), fresh=False)
+    assert stood == [before, before], "a call of another thread would meet the others in a group that settles"
+    assert brought == [group]
+    assert (transport.group, transport.reform.number) == (group, 6)
+
+
+def test_a_group_that_is_not_settled_never_stands() -> None:
+    def settle() -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    transport = bare()
+    shown_in(transport, generation(5, 4, 6))
+    before = transport.group
+    forming(transport, settle=settle)
+    with pytest.raises(GenerationOver) as over:
+        transport.reform._enter(generation(6, 4, 7), fresh=False)
+    assert over.value.generation == 6
+    assert (transport.group, transport.reform.number) == (before, 5)
+
+
+def test_a_thread_of_a_worker_that_has_fallen_out_does_not_enter_anew_in_mid_call() -> None:
+    transport, tried = bare(), list[bool]()
+    shown_in(transport, generation(5, 4, 6))
+    transport.reform._try = lambda *, boundary, orderly: not tried.append(boundary)
+    transport.listener = SimpleNamespace()
+    transport.entered(False)  # as another thread was told
+    with pytest.raises(Dropped) as dropped:
+        transport.re_form_after(GenerationOver("it is over", generation=5))
+    assert (dropped.value.generation, tried) == (5, [])
+    transport.re_form()
+    assert tried == [True], "at a boundary it does"
+    transport.listener = None
+    transport.re_form_after(GenerationOver("it is over", generation=5))
+    assert tried == [True, False], "and where its script has no loop yet"
+
+
+class BrokenStore:
+    """The roster's store over a connection that broke."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Broken pipe")
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("Broken pipe")
+
+    def clone(self) -> BrokenStore:
+        return self
+
+
+@pytest.mark.parametrize("request_of_store", ["heard", "signal"])
+def test_a_store_that_fails_while_the_roster_answers_is_opened_anew_in_the_next_generation(
+    request_of_store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, now, opened = bare(), [100.0], list[Any]()
+    give_clock(monkeypatch, elastic, SimpleNamespace(monotonic=lambda: now[0]))
+    connector = transport.reform.connector
+    monkeypatch.setattr(connector, "_open", lambda at: opened.append(at) or BrokenStore())
+    monkeypatch.setattr(connector, "_under", lambda prefix, store: store)
+    transport.reform.now = generation(5, 4, 6)
+    transport.reform.group = connector.open_store(transport.reform.now, worker=4)
+    transport.show(transport.reform.now)
+    on_beat = transport.reform.client.on_beat
+    now[0] += 60.0
+    on_beat()
+    assert not transport.reform.is_over, "nothing has failed"
+    assert not getattr(transport, request_of_store)("begun/0/3")
+    now[0] += elastic.STORE_S
+    on_beat()
+    assert not transport.reform.is_over, "the roster may be about to restart"
+    now[0] += 0.1
+    getattr(transport, request_of_store)("begun/0/4")
+    on_beat()
+    assert transport.reform.is_over
+    with pytest.raises(GenerationOver):
+        transport.reform.check()
+    connector.open_store(generation(6, 4, 6), worker=4)
+    connector.open_store(generation(7, 4, 6), worker=4)
+    assert len(opened) == 2, "one connection for generation 5, and one for those after it"
+
+
+class CutShort:
+    """An engine whose broadcasts write something and then fail."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        tensor.fill_(77)
+        return self
+
+    def wait(self, look: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_broadcast_that_is_cut_short_leaves_the_tensors_as_they_were() -> None:
+    transport = bare()
+    shown_in(transport, generation(5, 4, 6))
+    transport.group.connect(lambda rank, size: (CutShort(), "nothing"))
+    tensors = [torch.arange(3.0), torch.ones(2, dtype=torch.bfloat16)]
+    before = [tensor.clone() for tensor in tensors]
+    with pytest.raises(GenerationOver):
+        transport._broadcast(tensors)
+    assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
 
 
 def test_facts_that_came_while_another_thread_re_formed_the_group_are_asked_for_again() -> None:

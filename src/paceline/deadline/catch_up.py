@@ -64,16 +64,16 @@ class Backlog:
                 self._kept.remove(step_state)
             self._changed.notify_all()
 
-    def make_room(self, stopping: Callable[[], bool]) -> None:
-        """What a late loop has yet to take over is bounded: beyond that a copy of a peer's state replaces it or, where
-        the script does not track all that has state, the others wait for this worker."""
+    def make_room(self) -> bool:
+        """What a late loop has yet to take over is bounded: beyond that a copy of a peer's state replaces it. False
+        where the script does not track all that has state: the others have to wait for this worker's loop."""
         with self._changed:
-            if self._bytes() <= MOST_BYTES or (self.copied is not None and not self.copied.here):
-                return
+            if self.has_room() or (self.copied is not None and not self.copied.here):
+                return True
             if not self._copyable():
-                self._changed.wait_for(lambda: stopping() or self._bytes() <= MOST_BYTES)
-                return
+                return False
             self.wants_copy, self.copied = True, None
+            return True
 
     def forget_copy(self) -> None:
         """Members changed: what was on its way will not come, and whoever waits for it goes on."""
@@ -82,8 +82,8 @@ class Backlog:
                 self.copied = None
                 self._changed.notify_all()
 
-    def _bytes(self) -> int:
-        return sum(step_state.total.bytes for step_state in self._kept if step_state.total is not None)
+    def has_room(self) -> bool:
+        return sum(step_state.total.bytes for step_state in self._kept if step_state.total is not None) <= MOST_BYTES
 
 
 class Copy:

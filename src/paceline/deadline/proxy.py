@@ -106,11 +106,13 @@ class Proxy:
             self.stop()
             return
         self._stop(last=None)
+        entered = [0]
         try:
             entered = self._transport.gather("the end of the loop", self._entered)
         except FleetError:  # whatever comes next says so too
-            entered = [0]
-        self._stop(last=max(entered))
+            pass
+        finally:  # also after Ctrl-C: the thread waits to be told
+            self._stop(last=max(entered))
 
     def stop(self) -> None:
         """End the thread. A round it is in ends by itself, or by the transport's failure."""
@@ -194,7 +196,8 @@ class Proxy:
             pass
         while step_state.last and self._lap(step_state):
             pass
-        self.backlog.make_room(lambda: self._stopping)
+        while not (self._stopping or self.backlog.make_room()):  # nobody says this name: see who is there meanwhile
+            self._hear(self._name("room", step_state), self.backlog.has_room)
         self._enter()
         self._keep_up()
         entered = concurrency.perf_counter()

@@ -47,7 +47,7 @@ for _ in range(50):
     except FileNotFoundError:
         break
     except OSError:  # a process that is being killed still writes
-        concurrency.sleep(0.1)
+        time.sleep(0.1)
 """
 """Removes the group's folder when stdin ends, because this process has: killed, it cannot do it itself."""
 

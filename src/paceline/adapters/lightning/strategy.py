@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         self._trainer: Trainer | None = None
         self.metrics = FleetMetrics(torch.nn.Module())
         self._note_rank()
-        _before_threads_end(self.close)
+        concurrency.before_threads_end(self.close)
 
     def close(self) -> None:
         """Leave the fleet; it is done when the script ends, too."""
@@ -353,9 +352,3 @@ class PacelineStrategy(SingleDeviceStrategy):
         self._step.commit(optimizer)
         self._data.follow(self._step)
         return loss
-
-
-def _before_threads_end(close: Callable[[], None]) -> None:
-    """Call ``close`` when the script has ended: before the interpreter waits for threads, after which it starts none,
-    and a fleet that is left may need one."""
-    threading._register_atexit(close)  # type: ignore[attr-defined]

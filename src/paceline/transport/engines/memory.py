@@ -224,7 +224,7 @@ class MemoryWork(EngineWork):
             return
         if self.engine.wedged:
             self.engine.wedged = False
-            while True:
+            while True:  # on purpose: a thread that Gloo forgot to wake never leaves by itself
                 concurrency.Event().wait()
         raise RuntimeError(self._failure)
 
