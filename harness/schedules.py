@@ -26,7 +26,7 @@ from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
 from paceline.signals import LEFT
 
-LENGTH, BATCH, MICRO, EPOCHS = 24, 8, 2, 2
+LENGTH, BATCH, MICRO, EPOCHS = 16, 8, 2, 2
 CODES = (0, KILLED, FLEET_FAILED, LEFT)
 """Exit codes that are documented, or were a fault's own."""
 PACES: dict[str, Callable[[], Any]] = {
