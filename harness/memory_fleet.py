@@ -104,6 +104,7 @@ class World:
         """Things that are yet to happen: the run is not over before."""
         self.log: list[str] = []
         self.crashes: list[str] = []
+        self.restarting = False
         self.network = MemoryNetwork()
 
     # -- the run ---------------------------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ class World:
         if process.connection is not None:
             process.connection.close()
         self.network.kill(process.key)
-        if again or told:
+        if again or told or process.connection is None:  # of one that never came only its launcher knows
             self.later(self.scheduler.rng.choice((0.0, 0.05, 1.0)), partial(self._seen_to_end, process, again))
 
     def freeze(self, slot: int, seconds: float) -> None:
@@ -351,8 +352,9 @@ class World:
 
     def restart_roster(self, pause_s: float) -> None:
         """The roster ends, and another goes on from its state."""
-        if not self._has_server():
+        if not self._has_server() or self.restarting:
             return
+        self.restarting = True
         self.note("ROSTER RESTARTS")
         self.pending += 1
 
@@ -363,6 +365,7 @@ class World:
             self.store.start()
             self.server = self._host(expect=0)
             self.note("ROSTER IS BACK")
+            self.restarting = False
             self.pending -= 1
 
         self.scheduler.spawn(restart, name="restart", process=ROSTER)

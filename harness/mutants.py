@@ -30,7 +30,7 @@ def lost_wake_up() -> list[Patch]:
     def said(self: Any, step_state: StepState, *, cut_off: bool = False) -> torch.Tensor:
         table = torch.zeros(3, self._transport.size, dtype=torch.float64)
         with self._training.changed:
-            self._deadlines.in_flight.count_landed(step_state)
+            self._deadlines.in_flight.count_landed()
             if cut_off and not step_state.idle:
                 step_state.enter(LoopPhase.CUT_OFF)
             waits, done = step_state.loop_phase is LoopPhase.WAITING, step_state.loop_phase is LoopPhase.DONE

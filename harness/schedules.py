@@ -128,7 +128,7 @@ def draw(seed: int) -> Case:
     size, narrow = dice.choice((2, 3, 3, 4)), dice.random() < 0.5
     combine = "gradients" if narrow else dice.choice(("gradients",) * 4 + ("average", "period", "elastic"))
     paces = BOUNDED if narrow else list(PACES) if combine == "gradients" else ("adaptive", "equal")
-    often = 0.6 if narrow else 0.25
+    often = 0.6 if narrow else 0.25 if combine in ("gradients", "average") else 0.0  # else steps are each worker's own
     calls = {
         step: dice.choice(("evaluate", "evaluate", "gather", "save", "agree"))
         for step in range(LENGTH // BATCH * EPOCHS + 1)

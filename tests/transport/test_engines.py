@@ -88,6 +88,9 @@ class ToyEngine:
     def abort(self) -> None:
         self._aborted.set()
 
+    def lost(self) -> bool:
+        return False
+
     def unanswered(self) -> list[tuple[list[int], str, float]]:
         return []
 

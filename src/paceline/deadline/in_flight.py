@@ -19,6 +19,7 @@ from paceline.loop.step_state import StepState, Work
 class MicroBatchInFlight(NamedTuple):
     """A micro-batch under way on the device."""
 
+    step_state: StepState
     done: Work
     aside: Aside
     mark: StreamMark
@@ -49,28 +50,29 @@ class WorkInFlight:
         """The loop, which took it at ``began``, is done with one. A device is given one more to do meanwhile, and no
         more than that."""
         self._side_stream.keep(aside[0])
-        self._waiting.append(MicroBatchInFlight(done, aside, StreamMark(self._device), began))
-        self.land(step_state, leave=1 if self._device.type == "cuda" else 0)
+        self._waiting.append(MicroBatchInFlight(step_state, done, aside, StreamMark(self._device), began))
+        self.land(leave=1 if self._device.type == "cuda" else 0)
 
-    def land(self, step_state: StepState, *, leave: int = 0) -> None:
+    def land(self, *, leave: int = 0) -> None:
         """Wait for all but the last so many."""
         while (flight := self._first_of_more_than(leave)) is not None:
             flight.mark.wait()
             with self._changed:
                 if self._waiting and self._waiting[0] is flight:  # the proxy may have counted it
-                    self._count_first(step_state)
+                    self._count_first()
 
-    def count_landed(self, step_state: StepState) -> None:
+    def count_landed(self) -> None:
         """For the proxy, which closes the step: count what the device has done; the rest never counts."""
         while self._waiting and self._waiting[0].mark.passed():
-            self._count_first(step_state)
+            self._count_first()
 
     def _first_of_more_than(self, leave: int) -> MicroBatchInFlight | None:
         with self._changed:  # the proxy may take it in between
             return self._waiting[0] if len(self._waiting) > leave else None
 
-    def _count_first(self, step_state: StepState) -> None:
-        done, aside, _, began = self._waiting.popleft()
+    def _count_first(self) -> None:
+        """Count the first one in the step it was begun in, which may be over: the loop may be a step behind."""
+        step_state, done, aside, _, began = self._waiting.popleft()
         now = concurrency.perf_counter()
         if self._device.type == "cuda":  # only now is known how long it took
             done.slowest_s = now - max(began, self._landed)

@@ -286,7 +286,7 @@ class Proxy:
     def _seal(self, step_state: StepState) -> tuple[Header, Sum]:
         """Nothing joins any more: what this worker brings to the round."""
         with self._training.changed:
-            self._deadlines.in_flight.count_landed(step_state)
+            self._deadlines.in_flight.count_landed()
             step_state.enter(RoundPhase.CLOSED)
             counts = step_state.began is not None and (
                 step_state.plan.wait_for is None or step_state.idle or step_state.last
@@ -332,7 +332,7 @@ class Proxy:
         """For all to sum: what this worker has counted, whether it is done and would take more, whether it has left."""
         said = torch.zeros(3, self._transport.size, dtype=torch.float64)
         with self._training.changed:
-            self._deadlines.in_flight.count_landed(step_state)
+            self._deadlines.in_flight.count_landed()
             if cut_off:
                 step_state.extra = 0  # an offer that the loop has not woken to take: it is dealt again
                 if not step_state.idle:

@@ -182,7 +182,7 @@ class ProxyRound:
         step_state = self._step_state
         if step_state.closed or not (step_state.last or step_state.least):
             return False
-        self._deadlines.in_flight.land(step_state)  # else what is dealt again might still come in
+        self._deadlines.in_flight.land()  # else what is dealt again might still come in
         try:
             return self._deadlines.proxy.idle(step_state, gone=False, until=until)
         except Dropped:  # the commit says so
@@ -239,7 +239,7 @@ class ProxyRound:
     def run(self) -> bool:
         """It may be over long since."""
         step_state, deadlines, proxy = self._step_state, self._deadlines, self._deadlines.proxy
-        deadlines.in_flight.land(step_state)
+        deadlines.in_flight.land()
         if step_state.open and step_state.began is not None:
             self._check()
         if not step_state.over:

@@ -97,7 +97,9 @@ class Membership:
             return
         self._transport.deliver_members_changed()
         # The call is made by all who heard of the change or by none, however often the group was re-formed since.
-        if not agreed() or generation != self._transport.generation:
+        due = agreed()
+        self._transport.deliver_members_changed()  # who was handed the call's result has been re-formed with since
+        if not due or generation != self._transport.generation:
             return
         if mine:
             self._leave(agreed=True)

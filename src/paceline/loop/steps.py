@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from paceline.combine import Gradients
-from paceline.errors import DroppedInCall, MisuseError
+from paceline.errors import Dropped, DroppedInCall, MisuseError
 from paceline.loop.context import LoopContext
 from paceline.loop.schedules import held_at_their_end
 from paceline.loop.step import Step
@@ -101,8 +101,9 @@ class Steps:
             try:
                 self._look_at_the_script()
                 return self.combine.begin()
-            except DroppedInCall as dropped:  # no step is open: nothing of this worker's is lost
-                self.loop.observe("note", {"level": "warning", "text": f"{dropped.why}; it enters anew"})
+            except (Dropped, DroppedInCall) as dropped:  # no step is open: nothing of this worker's is lost
+                why = dropped.why if isinstance(dropped, DroppedInCall) else str(dropped)
+                self.loop.observe("note", {"level": "warning", "text": f"{why}; it enters anew"})
 
     def _look_at_the_script(self) -> None:
         """Before the first step, and before the second: what the first one used shows by then."""

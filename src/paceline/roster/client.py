@@ -238,9 +238,7 @@ class RosterClient:
         elif "fail" in message:
             self._fail(ERRORS.get(message["fail"], FleetError)(message["text"]))
         elif "ended" in message:
-            with self._changed:
-                self._ended = str(message["ended"])
-                self._changed.notify_all()
+            self._note_end(str(message["ended"]))
         elif "bye" in message:
             self._bye.set()
 
@@ -258,6 +256,14 @@ class RosterClient:
         if number > self.over:
             self.over = number
             self._call_on_over(number)
+
+    def _note_end(self, text: str) -> None:
+        """The run has ended without this worker: whoever waits in its last generation waits for nobody."""
+        with self._changed:
+            self._ended = text
+            self._changed.notify_all()
+        if self.generation is not None:
+            self._end(self.generation.number)
 
     def _fail(self, failure: FleetError) -> None:
         with self._changed:
@@ -338,9 +344,7 @@ class RosterClient:
     def _give_up(self, refused: wire.Refused, refused_s: float) -> None:
         """The run has ended, or goes on with another process in this one's place: say so to the thread that waits."""
         if refused.kind == "ended":
-            with self._changed:
-                self._ended = str(refused)
-                self._changed.notify_all()
+            self._note_end(str(refused))
         elif not self.failure and (refused.kind == "failed" or (refused.kind == "busy" and refused_s > BUSY_S)):
             self._fail(FleetError(f"this worker was given up by the roster: {refused}"))
 

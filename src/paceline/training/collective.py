@@ -87,7 +87,7 @@ class CollectiveCalls:
     def _evaluate(
         self, score: Callable[..., Any], data: Any, batch_size: int | None, tables: tuple[str, ...]
     ) -> dict[str, Any]:
-        context, transport = self._context, self._context.transport
+        context, transport, outside = self._context, self._context.transport, self._context.outside
         with self._whole_of(data, batch_size, "fleet.evaluate", tables=tables) as (source, size):
 
             def mine() -> dict[str, Any]:
@@ -97,7 +97,7 @@ class CollectiveCalls:
                 return evaluating.of_worker(transport.collect("the sums of fleet.evaluate()", own), tables=tables)
 
             sums = transport.gather("the sums of fleet.evaluate()", mine)
-        result = evaluating.total(sums[:1] if context.outside else sums, tables=tables)
+        result = evaluating.total(sums[:1] if outside else sums, tables=tables)
         context.recorder.event("evaluate", {"step": context.step, "result": result})
         return result
 

@@ -23,6 +23,7 @@ from paceline.training.evaluate import PlacedBatches, called
 from paceline.transport import Transport
 
 LABEL = "fleet.gather()"
+SUM = "the rows of fleet.gather()"
 ATTEMPTS = 10
 """Workers that may be lost, one after another, while predictions are gathered."""
 ALIGNED = 16
@@ -208,7 +209,7 @@ def gathered(transport: Transport, mine: Callable[[], Part], length: int, *, out
         form = agreed_form(transport.gather(LABEL, described))
         own = transport.collect(LABEL, packed(form, part, length))
         sums = transport.once(LABEL, lambda own=own: own if outside else _sum(transport, own))  # type: ignore[misc]
-        whole = None if sums is None else unpacked(form, _added(sums), length)
+        whole = unpacked(form, _added(sums), length)
         if whole is not None:
             transport.gather("the predictions of fleet.gather()", None)  # nobody may still have to be given them
             return whole
@@ -221,9 +222,12 @@ def _of_worker(said: Sequence[list[Any]]) -> list[Any]:
     return [*problems, *formed, [None, None]][0]
 
 
-def _sum(transport: Transport, own: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Sum the buffers, whose size is the same whoever is there; rows that were lost are missed in the sum."""
-    return summed(transport, LABEL, lambda: [_added(own)])
+def _sum(transport: Transport, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Sum the buffers, whose size is the same whoever is there, as often as members are lost meanwhile: rows that were
+    lost with one are missed in the sum, by all alike."""
+    while (sums := summed(transport, SUM, lambda: [_added(own).clone()])) is None:
+        pass
+    return sums
 
 
 def _added(buffers: Sequence[torch.Tensor]) -> torch.Tensor:

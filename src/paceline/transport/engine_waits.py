@@ -22,12 +22,13 @@ STUCK = "paceline: a thread of this worker is stuck in Gloo after its connection
 class EngineWait:
     """One wait of one thread, while it is entered."""
 
-    __slots__ = ("_waits",)
+    __slots__ = ("_waits", "since")
 
     def __init__(self, waits: set[EngineWait]) -> None:
-        self._waits = waits
+        self._waits, self.since = waits, 0.0
 
     def __enter__(self) -> None:
+        self.since = concurrency.monotonic()
         self._waits.add(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -43,6 +44,11 @@ class EngineWaits:
     def inside(self) -> EngineWait:
         """Return a context in which this thread counts as waiting."""
         return EngineWait(self._waits)
+
+    def longest_s(self) -> float:
+        """Return the seconds for which a thread has been in one wait; 0 when none waits."""
+        now = concurrency.monotonic()
+        return max((now - wait.since for wait in self._waits.copy()), default=0.0)
 
     def end_if_stuck(self) -> None:
         """End the process when a thread that waits now is in the same wait after `LEAVE_S`; returns at once."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline import concurrency
-from paceline.transport.engine_waits import EngineWaits
+from paceline.transport.engine_waits import LEAVE_S, EngineWaits
 from paceline.transport.engines.base import CLOSED, Engine, EngineWork, Look
 from paceline.transport.formats import Format
 from paceline.transport.nccl import NcclGroup
@@ -212,6 +212,13 @@ class Group:
             self.gpus.abort()
         if self._engine is not None:
             self._engine.abort()
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether a thread waits in the engine for long though a connection of this group is broken: nothing is bound
+        to wake it, for on a connection that breaks at the wrong moment Gloo may forget to."""
+        engine = self._engine
+        return not self._over and engine is not None and self.waits.longest_s() > LEAVE_S and engine.lost()
 
     def end_if_stuck(self) -> None:
         """End the process, some seconds from now, if a thread is still in a wait of this broken-off group."""

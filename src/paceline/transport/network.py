@@ -153,6 +153,22 @@ def unanswered(sockets: Sockets) -> dict[tuple[str, int], float]:
     return found
 
 
+ESTABLISHED = 1
+"""Linux's number for the state of a connection that stands."""
+
+
+def any_closed(sockets: Sockets) -> bool:
+    """Whether one of these connections has ended, at this end or the other. Linux tells; elsewhere none has."""
+    for descriptor, name in sockets:
+        try:
+            with _same(descriptor, name) as connection:
+                if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED:
+                    return True
+        except (OSError, AttributeError):
+            return hasattr(socket, "TCP_INFO")
+    return False
+
+
 def joining(sockets: Sockets, ports: Collection[int]) -> Sockets:
     """Those among ``sockets`` that are connected to one of these ports, at this end or the other. Others were opened
     meanwhile by somebody else."""

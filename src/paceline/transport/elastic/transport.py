@@ -196,17 +196,36 @@ class Elastic(Distributed):
         lane, built_for = ROUNDS if aside else CALLS, self.generation
         try:
             with super().round(label, aside=aside):
-                began, self._here.group = self.reform.standing()
-                tensors = self.lanes[lane].pending = made(keeps)
-                if self.generation != began:  # another thread has heard of other members than those of the group
-                    raise GenerationOver("members changed before the round", generation=began)
-                if not callable(keeps) and built_for != began:
-                    raise GenerationOver("members changed since the round was written", generation=built_for)
+                began, tensors = self._write_round(keeps, built_for)
+                self.lanes[lane].pending = tensors
                 yield tensors
         finally:
             self._here.group = None
         if not self.reform.finish(lane, began, facts=None, kept=tensors):
             raise GenerationOver("the group was re-formed", generation=began)
+
+    def _write_round(self, keeps: Keeps, built_for: int) -> tuple[int, list[torch.Tensor]]:
+        """Make the tensors of a round for the members of one group, in which its sums then start. Another thread may
+        re-form the group meanwhile: nothing has begun yet, so they are made again."""
+        while True:
+            began, group = self._standing()
+            if not callable(keeps) and built_for != began:
+                raise GenerationOver("members changed since the round was written", generation=built_for)
+            self._here.group = group
+            tensors = made(keeps)
+            if self.generation == began:
+                return began, tensors
+            self._here.group = None
+
+    def _standing(self) -> tuple[int, Group]:
+        """Return the generation that stands, of which the training has heard, and its group."""
+        while True:
+            if self.outside and self.listener is not None:
+                raise Dropped("the fleet went on without this worker", generation=self.reform.number)
+            began, group = self.reform.standing()
+            if self.generation == began:
+                return began, group
+            self.deliver_members_changed()
 
     @torch.no_grad()
     def given(self, into: Sequence[torch.Tensor], *, aside: bool = False) -> bool:
@@ -228,6 +247,8 @@ class Elastic(Distributed):
                 self._leave(lane=CALLS)
             if values is not None:
                 return values
+            if self.listener is not None:
+                raise DroppedInCall(f"{label}: the fleet went on without this worker")
         mine = json.dumps(value() if callable(value) else value)
         return [json.loads(mine) for _ in range(self.size)]
 
@@ -235,11 +256,8 @@ class Elastic(Distributed):
         """None: the fleet has gone on without this worker."""
         lane = self.lanes[CALLS]
         while True:
-            began, group = self.reform.standing()
-            if self.generation != began:  # another thread has re-formed the group, and the training has not heard
-                self.deliver_members_changed()
-                continue
             try:
+                began, group = self._standing()
                 mine = value() if callable(value) else value  # for the members of this group, whoever comes meanwhile
                 values = group.gather(f"call/{call}", label, mine, watch=self.watch)
                 if self.reform.finish(CALLS, began, facts=values, kept=()):
@@ -308,9 +326,13 @@ class Elastic(Distributed):
             self._store_failed_s = concurrency.monotonic()
 
     def _on_beat(self) -> None:
-        """Leave the generation (on the client's thread) when the roster answers and its store still does not: the
-        connection is broken, what this worker said was lost, and others may wait for it."""
+        """Leave the generation (on the client's thread) when it cannot go on for this worker, of which nobody else
+        knows: the roster answers and its store does not, so what this worker said was lost; or a thread waits for a
+        worker to which its connection is broken."""
         failed_s = self._store_failed_s
+        if self.group.hopeless:
+            logger.warning("a connection to another worker is broken; the group is re-formed")
+            self.reform.give_up()
         if failed_s is not None and concurrency.monotonic() - failed_s > STORE_S:
             self._store_failed_s = None
             logger.warning("the connection to the roster's store is broken; the group is re-formed")

@@ -68,6 +68,9 @@ class Engine(Protocol):
     def unanswered(self) -> list[tuple[list[int], str, float]]:
         """Return where the network does not pass: ranks, their address, and the seconds since an answer came."""
 
+    def lost(self) -> bool:
+        """Whether a connection to another worker is broken, so that no operation of the whole group can end."""
+
     def detach(self) -> list[Any]:
         """Give up the engine: nothing starts in it any more, though `abort` still works.
 

@@ -19,6 +19,7 @@ from paceline.transport.network import (
     ENGINE_TIMEOUT,
     Sockets,
     Store,
+    any_closed,
     break_off,
     close_listeners,
     dist,
@@ -126,6 +127,9 @@ class GlooEngine:
             if ranks := ranks - {self._rank}:
                 found[address] = (sorted(ranks), address, silent_s)
         return [found[address] for address in sorted(found)]
+
+    def lost(self) -> bool:
+        return any_closed(self._sockets)
 
     def detach(self) -> list[Any]:
         gloo, self._gloo = self._gloo, None

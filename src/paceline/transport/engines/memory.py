@@ -200,6 +200,9 @@ class MemoryEngine:
     def unanswered(self) -> list[tuple[list[int], str, float]]:
         return []
 
+    def lost(self) -> bool:
+        return self.first_broken(other for other in range(self.size) if other != self.rank) is not None
+
     def detach(self) -> list[Any]:
         if self.detached:
             return []
