@@ -87,17 +87,20 @@ class CollectiveCalls:
     def _evaluate(
         self, score: Callable[..., Any], data: Any, batch_size: int | None, tables: tuple[str, ...]
     ) -> dict[str, Any]:
-        context, transport, outside = self._context, self._context.transport, self._context.outside
+        context, transport = self._context, self._context.transport
         with self._whole_of(data, batch_size, "fleet.evaluate", tables=tables) as (source, size):
 
             def mine() -> dict[str, Any]:
-                """This worker's part among those who are there; once more when some are lost meanwhile."""
+                """This worker's part among those who are there, or all of it; again when some are lost meanwhile."""
+                alone = context.outside
                 with self._evaluation_mode():
-                    own = evaluating.own_sums(score, self._own_batches(source, size), tables=tables)
-                return evaluating.of_worker(transport.collect("the sums of fleet.evaluate()", own), tables=tables)
+                    own = evaluating.own_sums(score, self._own_batches(source, size, alone=alone), tables=tables)
+                sums = evaluating.of_worker(transport.collect("the sums of fleet.evaluate()", own), tables=tables)
+                return {"alone": alone, "sums": sums}
 
-            sums = transport.gather("the sums of fleet.evaluate()", mine)
-        result = evaluating.total(sums[:1] if outside else sums, tables=tables)
+            told = transport.gather("the sums of fleet.evaluate()", mine)
+        parts = [one["sums"] for one in evaluating.of_fleet(told)]
+        result = evaluating.total(parts, tables=tables)
         context.recorder.event("evaluate", {"step": context.step, "result": result})
         return result
 
@@ -107,7 +110,7 @@ class CollectiveCalls:
 
             def mine() -> gathering.Part:
                 with self._evaluation_mode():
-                    return gathering.own_part(predict, self._own_batches(source, size))
+                    return gathering.own_part(predict, self._own_batches(source, size, alone=context.outside))
 
             length = evaluating.length_of(source)
             whole = gathering.gathered(transport, mine, length, outside=context.outside)
@@ -135,9 +138,10 @@ class CollectiveCalls:
             yield
         reshard(self._context.models)
 
-    def _own_batches(self, source: Source, size: int) -> evaluating.PlacedBatches:
-        """Those of this worker: each of those who are there takes a part of the whole by its speed."""
-        speeds = (0, 1) if self._context.outside else self._speeds.of_those_here()
+    def _own_batches(self, source: Source, size: int, *, alone: bool) -> evaluating.PlacedBatches:
+        """Those of this worker: each of those who are there takes a part of the whole by its speed; one that is not in
+        the fleet takes all of it, ``alone``."""
+        speeds = (0, 1) if alone else self._speeds.of_those_here()
         shares = proportional(np.asarray(speeds, dtype=float), evaluating.length_of(source)).tolist()
         transport = self._context.transport
         part = (transport.shard, transport.shards)

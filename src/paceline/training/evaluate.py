@@ -185,6 +185,12 @@ def evaluation_mode(models: Sequence[torch.nn.Module]) -> Iterator[None]:
             module.training = training
 
 
+def of_fleet(told: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the parts that make up the whole: those of all workers, or this worker's own where it fell out of the fleet
+    and went through everything ``alone``."""
+    return told[:1] if told[0]["alone"] else told
+
+
 class AgreedSpeeds:
     """The speeds by which workers divide work outside the steps: the leader's knowledge of them, for what each worker
     knows itself may be a step older than what another does, and parts by unlike speeds would overlap."""

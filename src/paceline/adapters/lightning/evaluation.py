@@ -19,7 +19,7 @@ from paceline.feed import Source
 from paceline.pace.shares import proportional
 from paceline.settings import must_agree
 from paceline.training.context import TrainingContext
-from paceline.training.evaluate import AgreedSpeeds, facts_of, length_of
+from paceline.training.evaluate import AgreedSpeeds, facts_of, length_of, of_fleet
 
 if TYPE_CHECKING:
     from paceline.adapters.lightning.strategy import PacelineStrategy
@@ -72,15 +72,20 @@ class EvaluationData:
                 self._speeds.take(must_agree(context.transport, "validation", facts, also=self._speeds.own()))
 
             def mine() -> dict[str, Any]:
-                results.parts = {}
+                results.parts, alone = {}, context.outside
                 metrics.restart()
                 try:
-                    self._go_through(loop, source, self._own(count), number)
-                    return {"logged": _told(results), "metrics": metrics.part(), "objects": results.objects()}
+                    self._go_through(loop, source, range(count) if alone else self._own(count), number)
+                    return {
+                        "alone": alone,
+                        "logged": _told(results),
+                        "metrics": metrics.part(),
+                        "objects": results.objects(),
+                    }
                 finally:
                     results.parts = None
 
-            told = [mine()] if context.outside else context.transport.gather("what validation found", mine)
+            told = of_fleet(context.transport.gather("what validation found", mine))
         metrics.end([one["metrics"] for one in told])
         _give(results, [one["logged"] for one in told])
         for key, fx, dataloader, name, metric in (row for one in told for row in one["objects"]):
@@ -90,8 +95,6 @@ class EvaluationData:
     def _own(self, count: int) -> range:
         """This worker's batches: each takes a stretch by its speed."""
         context = self._context
-        if context.outside:
-            return range(count)
         speeds = np.asarray(self._speeds.of_those_here(), dtype=float)
         ends = np.cumsum([0, *proportional(speeds, count)])
         return range(int(ends[context.transport.rank]), int(ends[context.transport.rank + 1]))
