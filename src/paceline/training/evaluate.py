@@ -186,8 +186,8 @@ def evaluation_mode(models: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def of_fleet(told: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the parts that make up the whole: those of all workers, or this worker's own where it fell out of the fleet
-    and went through everything ``alone``."""
+    """Return the parts that make up the whole: those of all workers or, where this worker fell out of the fleet and
+    went through everything ``alone``, its own."""
     return told[:1] if told[0]["alone"] else told
 
 
