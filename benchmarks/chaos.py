@@ -30,6 +30,7 @@ import traceback
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import count, islice
 from pathlib import Path
 
 import torch._dynamo  # noqa: F401  every optimiser loads it: once here instead of in each worker
@@ -181,13 +182,22 @@ def read_options() -> argparse.Namespace:
     options.add_argument("--seed", type=int, default=0, help="seed of the first run; the next ones follow")
     options.add_argument("--only", type=int, metavar="SEED", help="repeat the run of this seed alone")
     options.add_argument("--out", type=Path, metavar="FOLDER", help="for files of failed runs; with --only of any")
+    options.add_argument("--no-groups", action="store_true", help="pass over seeds whose workers are groups")
     return options.parse_args()
+
+
+def asked_seeds(asked: argparse.Namespace) -> list[int]:
+    """Return the seeds of the runs to make."""
+    if asked.only is not None:
+        return [asked.only]
+    seeds = (seed for seed in count(asked.seed) if not (asked.no_groups and draw_program(seed).shards > 1))
+    return list(islice(seeds, asked.runs))
 
 
 def main() -> int:
     """Make the runs; return 1 if anything is wrong with one of them."""
     asked = read_options()
-    seeds = [asked.only] if asked.only is not None else list(range(asked.seed, asked.seed + asked.runs))
+    seeds = asked_seeds(asked)
     folder = asked.out or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     keep = asked.only is not None and asked.out is not None
