@@ -339,33 +339,36 @@ def test_a_broadcast_that_is_cut_short_leaves_the_tensors_as_they_were() -> None
     assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
 
 
-def test_facts_that_came_while_another_thread_re_formed_the_group_are_asked_for_again() -> None:
+def test_facts_that_came_while_another_thread_re_formed_the_group_are_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     transport = bare()
-    in_generation(transport, generation(5, 4, 6))
+    shown_in(transport, generation(5, 4, 6))
     asked: list[int] = []
 
-    def gather(key: str, label: str, mine: Any) -> list[Any]:
+    def gather(group: Group, key: str, label: str, mine: Any, *, watch: Any) -> list[Any]:
         asked.append(transport.reform.number)
         if len(asked) == 1:
-            re_formed_by_another_thread(transport)
+            in_thread(partial(hears_of, transport, generation(6, 4, 7))).join()
         return [mine, transport.reform.number]
 
-    transport._gather = gather
+    monkeypatch.setattr(Group, "gather", gather)
     assert transport.gather("fleet.evaluate()", "said") == ["said", 6]
     assert (asked, transport.lanes[CALLS].says()["finished"]) == ([5, 6], 1)
+    assert transport.generation == 6, "the training has heard before its facts were asked for again"
 
 
-def test_facts_that_others_gave_meanwhile_are_taken_up_and_can_be_given_on() -> None:
+def test_facts_that_others_gave_meanwhile_are_taken_up_and_can_be_given_on(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = bare()
-    in_generation(transport, generation(5, 4, 6))
+    shown_in(transport, generation(5, 4, 6))
 
-    def gather(key: str, label: str, mine: Any) -> list[Any]:
-        re_formed_by_another_thread(transport)
+    def gather(group: Group, key: str, label: str, mine: Any, *, watch: Any) -> list[Any]:
+        in_thread(partial(hears_of, transport, generation(6, 4, 7))).join()
         transport.lanes[CALLS].result = ["theirs"]
         transport.lanes[CALLS].finish_given(facts=True)
         return ["mine"]
 
-    transport._gather = gather
+    monkeypatch.setattr(Group, "gather", gather)
     assert transport.gather("fleet.evaluate()", "said") == ["theirs"]
     assert transport.lanes[CALLS].says() == {"finished": 1, "facts_kept": True}
     assert not transport.lanes[CALLS].given

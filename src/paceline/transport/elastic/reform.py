@@ -187,10 +187,11 @@ class Reform:
 
     # -- from one generation to the next ---------------------------------------------------------------------------
 
-    def standing(self) -> tuple[int, Group]:
-        """Return the generation that stands, with its group; waits while another thread forms the next."""
+    def standing(self) -> tuple[int, Group, bool]:
+        """Return the generation that stands, its group, and whether the training has yet to hear of it; waits while
+        another thread forms the next."""
         with self._lock:
-            return self.number, self.group
+            return self.number, self.group, self._undelivered is not None
 
     def start(self) -> None:
         """Nobody has begun: wait for the first generation."""

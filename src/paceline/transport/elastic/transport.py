@@ -220,11 +220,13 @@ class Elastic(Distributed):
     def _standing(self) -> tuple[int, Group]:
         """Return the generation that stands, of which the training has heard, and its group."""
         while True:
-            if self.outside and self.listener is not None:
-                raise Dropped("the fleet went on without this worker", generation=self.reform.number)
-            began, group = self.reform.standing()
+            began, group, unheard = self.reform.standing()
+            if self.outside:
+                raise Dropped("the fleet went on without this worker", generation=began)
             if self.generation == began:
                 return began, group
+            if not unheard:
+                raise GenerationOver("the training does not follow the group that stands", generation=began)
             self.deliver_members_changed()
 
     @torch.no_grad()
@@ -255,7 +257,7 @@ class Elastic(Distributed):
     def _try_gather(self, call: int, label: str, value: Any) -> list[Any] | None:
         """None: the fleet has gone on without this worker."""
         lane = self.lanes[CALLS]
-        while True:
+        while not self.outside:
             try:
                 began, group = self._standing()
                 mine = value() if callable(value) else value  # for the members of this group, whoever comes meanwhile
@@ -264,12 +266,11 @@ class Elastic(Distributed):
                     return values
             except RuntimeError as error:
                 self._re_form_in(label, error)
-            if self.outside:
-                return None
-            if lane.given:
+            if lane.given and not self.outside:
                 lane.finish(facts=lane.result, kept=())
                 return list(lane.result or [])
             self.deliver_members_changed()
+        return None
 
     def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
         while not self.outside:
