@@ -55,14 +55,13 @@ def test_the_same_seed_gives_the_same_schedule() -> None:
 
 
 @pytest.mark.slow
-def test_a_group_that_is_called_in_before_it_is_settled_is_found() -> None:
-    """The shortest of the mended bugs: with it put back, one of the first schedules goes wrong."""
-    case = Case(0, 3, "deadline", "gradients", False, {1: "evaluate", 3: "evaluate"}, (0.01,) * 5, 0.2)
-    with mutant("sums_of_the_old_size"):
-        wrong = [seed for seed in range(60) if play(seed, case=faulty(case, seed)).problems]
-    assert wrong
+def test_a_lost_wake_up_is_found() -> None:
+    """One of the mended bugs: with it put back, one of the first schedules with a freeze in a lap goes wrong."""
+    case = Case(0, 2, "deadline", "gradients", True, {}, (0.01,) * 4, 0.2)
+    with mutant("lost_wake_up"):
+        assert any(play(seed, case=frozen(case, seed)).problems for seed in range(120))
 
 
-def faulty(case: Case, seed: int) -> Case:
-    """The case with a kill somewhere in its steps."""
-    return replace(case, seed=seed, faults=((20 + 5 * seed, "kill for good", seed % case.size, PROXY),))
+def frozen(case: Case, seed: int) -> Case:
+    """The case with a freeze somewhere in its rounds."""
+    return replace(case, seed=seed, faults=((20 + 5 * seed, "freeze", seed % case.size, PROXY),))
