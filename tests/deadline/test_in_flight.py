@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,7 @@ class Flight:
 
     def launch(self, mark: StreamMark, *, began: float = 10.0) -> None:
         """One that the device is not known to be done with."""
-        flight = MicroBatchInFlight(Work(samples=4, micro_batches=1), self.aside(0), mark, began)
+        flight = MicroBatchInFlight(self.step_state, Work(samples=4, micro_batches=1), self.aside(0), mark, began)
         self.in_flight._waiting.append(flight)
 
     def sum(self) -> list[torch.Tensor]:
@@ -99,19 +100,29 @@ def test_a_micro_batch_that_comes_too_late_never_counts_and_says_by_how_much(fli
 def test_who_closes_the_step_counts_what_the_device_has_done_and_stops_there(flight: Flight) -> None:
     for passed in (True, True, False, True):
         flight.launch(Mark(passed=passed))
-    flight.in_flight.count_landed(flight.step_state)
+    flight.in_flight.count_landed()
     assert flight.step_state.work.samples == 8, "in the order of the loop"
     assert len(flight.in_flight._waiting) == 2
+
+
+def test_a_micro_batch_of_a_step_that_is_over_never_counts_in_the_next(flight: Flight) -> None:
+    """The loop may be a step behind the proxy, which has opened the next one."""
+    flight.launch(Mark(passed=True))
+    late, flight.step_state = flight.step_state, replace(flight.step_state, work=Work(), round_phase=RoundPhase.OPEN)
+    late.enter(RoundPhase.CLOSED)
+    flight.in_flight.count_landed()
+    assert (late.work.samples, flight.step_state.work.samples) == (0, 0)
+    assert flight.in_flight.late_s() > 0.0
 
 
 def test_the_loop_waits_for_all_but_the_last(flight: Flight) -> None:
     marks = [Mark(passed=False) for _ in range(3)]
     for mark in marks:
         flight.launch(mark)
-    flight.in_flight.land(flight.step_state, leave=1)
+    flight.in_flight.land(leave=1)
     assert [mark.is_passed for mark in marks] == [True, True, False]
     assert flight.step_state.work.samples == 8
-    flight.in_flight.land(flight.step_state)
+    flight.in_flight.land()
     assert flight.step_state.work.samples == 12
 
 
@@ -120,27 +131,27 @@ def test_a_micro_batch_that_the_proxy_has_counted_meanwhile_counts_once(flight: 
         def wait(self) -> None:
             self.is_passed = True
             with flight.changed:
-                flight.in_flight.count_landed(flight.step_state)
+                flight.in_flight.count_landed()
 
     flight.launch(Counted(passed=False))
-    flight.in_flight.land(flight.step_state)
+    flight.in_flight.land()
     assert flight.step_state.work.samples == 4
 
 
 def test_a_worker_is_busy_since_it_took_the_micro_batch_that_is_under_way(flight: Flight) -> None:
     flight.launch(Mark(passed=True), began=11.0)
     flight.launch(Mark(passed=False), began=12.0)
-    flight.in_flight.count_landed(flight.step_state)
+    flight.in_flight.count_landed()
     assert flight.step_state.busy_since == 12.0
     flight.step_state.busy_since = 13.0  # the loop is in the next one by now
-    flight.in_flight.land(flight.step_state)
+    flight.in_flight.land()
     assert flight.step_state.busy_since == 13.0
 
 
 def test_another_step_begins_with_nothing_in_flight(flight: Flight) -> None:
     flight.launch(Mark(passed=True))
     flight.in_flight.clear()
-    flight.in_flight.land(flight.step_state)
+    flight.in_flight.land()
     assert flight.step_state.work.samples == 0
 
 

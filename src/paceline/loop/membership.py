@@ -95,7 +95,6 @@ class Membership:
         generation, anew, mine = self._due
         if not anew:  # a worker that was handed the last round's result goes on as those do who had it
             return
-        self._transport.deliver_members_changed()
         # The call is made by all who heard of the change or by none, however often the group was re-formed since.
         due = agreed()
         self._transport.deliver_members_changed()  # who was handed the call's result has been re-formed with since
