@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import paceline
-from paceline.transport import group, small_sums
+from paceline.transport import small_sums
 from paceline.transport.elastic import handover
+from paceline.transport.engines import gloo
 
 ME = os.environ.get("PACELINE_WORKER", "")
 
@@ -206,13 +207,13 @@ def reachable(address: Any) -> bool:
 
 def open_doors_while_forming() -> None:
     """Another thread of the script happens to open listeners while the group is built."""
-    create, doors = group.gloo_device, []
+    create, doors = gloo.gloo_device, []
 
     def meanwhile(host: str, port: int) -> Any:
         doors.extend(socket.create_server(("127.0.0.1", 0)) for _ in range(20))
         return create(host, port)
 
-    group.gloo_device = meanwhile
+    gloo.gloo_device = meanwhile
 
 
 def normed() -> nn.Module:
