@@ -49,6 +49,7 @@ KEYS = {
     "ray_kill": "survivors_s back_s lost doubled ray_train_over_paceline ray_train_s kills workers",
     "roster_scale": "members join_s form_s beat_ms beat_ms_p99 cpu reform_s reform_cpu_s",
     "scale": "rows breaks breaks_first at slowest_row_s slowest_row_cpu_s",
+    "schedules": "schedules faults points virtual_s wrong seconds",
     "sim_vs_real": "worst_error worst_step_by_step scenarios",
     "slow_network": "gradients_s gradients_accuracy average_s average_accuracy average_over_gradients",
     "spot": "finished lost doubled replicas_equal replay_off goodput trace hours started killed left_running",
