@@ -26,8 +26,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "harness")]
 
 import torch  # noqa: E402
 from mutants import MUTANTS, mutant  # noqa: E402
-
-from schedules import draw, play  # noqa: E402
+from scheduled_fleets import draw, play  # noqa: E402
 
 CHUNK = 25
 """Schedules that a process plays before it says how they went."""

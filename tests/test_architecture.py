@@ -140,3 +140,19 @@ def test_no_two_classes_have_one_name() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert not {name for name, count in names.items() if count > 1}
+
+
+def test_no_two_programs_beside_the_library_have_one_name() -> None:
+    """Tests put several of these folders on the path, in the order in which they happen to run."""
+    folders = (
+        "harness",
+        "benchmarks",
+        "benchmarks/papers",
+        "examples",
+        "tests",
+        "tests/fleet",
+        "tests/natural",
+        "tests/cli",
+    )
+    names = Counter(file.stem for folder in folders for file in (ROOT / folder).glob("*.py"))
+    assert not {name for name, count in names.items() if count > 1}

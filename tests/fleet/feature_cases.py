@@ -507,4 +507,4 @@ def everything(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(f"parameters of worker {RANK}: {json.dumps(averaged({}))}", flush=True)
+    Path(f"parameters of worker {RANK}.json").write_text(json.dumps(averaged({})))

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 from mutants import mutant
-
-from schedules import PROXY, Case, draw, play
+from scheduled_fleets import PROXY, Case, draw, play
 
 CHUNK, LONG_CHUNK, LONG = 25, 250, 4500
 
