@@ -7,13 +7,14 @@ worker is a handful of threads that belong to its process; a fault takes all of 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,6 +107,8 @@ class World:
         self.crashes: list[str] = []
         self.restarting = False
         self.network = MemoryNetwork()
+        self._parts: dict[Hashable, int] = {}
+        self._after_received: dict[tuple[Hashable, int], Callable[[], None]] = {}
 
     # -- the run ---------------------------------------------------------------------------------------------------
 
@@ -118,6 +121,7 @@ class World:
             stack.enter_context(concurrency.use(scheduler))
             stack.enter_context(mock.patch.object(joining, "_make_transport", self._make_transport))
             stack.enter_context(mock.patch.object(gc, "get_referrers", return_value=[]))  # slow: it looks for scalers
+            stack.enter_context(mock.patch.object(atexit, "register"))  # the end of a process here is not this one's
             stack.enter_context(self._logging())
             scheduler.spawn(self._boot, name="boot", process=ROSTER)
             self.pending = 1
@@ -138,6 +142,7 @@ class World:
 
     def _boot(self) -> None:
         self.network = MemoryNetwork(point=self.scheduler.point)
+        self.network.ended = self._received
         self.rosters = RosterNetwork()
         self.store = MemoryServer(self.network, STORE)
         self.server = self._host(expect=self.size)
@@ -253,6 +258,15 @@ class World:
         if again:
             self.server.expect(1)
             self.start(process.slot)
+
+    def after_received(self, process: Hashable, number: int, happens: Callable[[], None]) -> None:
+        """Let something happen as soon as this process has so many results of sums and messages."""
+        self._after_received[process, number] = happens
+
+    def _received(self, process: Hashable) -> None:
+        number = self._parts[process] = self._parts.get(process, 0) + 1
+        if (happens := self._after_received.get((process, number))) is not None:
+            self.scheduler.at_point(self.scheduler.points, happens)
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
         """Let the launcher do something after a while."""

@@ -48,7 +48,9 @@ COMBINES: dict[str, Callable[[], Any]] = {
 }
 BOUNDED = ("deadline", "floor", "count", "calm", "joint")
 """Paces with a deadline or a count in nearly every step."""
-PROXY, USER = "paceline-proxy", "user"
+PROXY, USER, CALL, RECEIVED = "paceline-proxy", "user", "call", "received"
+"""Where faults are counted: at points of these threads, in a call of the script, or by what another has received."""
+WITHIN = {PROXY: (1, 400), USER: (250, 1200), CALL: (1, 250), RECEIVED: (4, 40)}
 FAULTS = ("kill", "kill for good", "freeze", "leave", "join", "roster", "store", "peers", "wedge", "roster restarts")
 
 
@@ -157,8 +159,8 @@ def _draw_narrow(dice: random.Random, size: int) -> tuple[tuple[int, str, int, s
     """Faults in a worker's own rounds and calls."""
     faults = []
     for _ in range(dice.choice((1, 1, 2))):
-        thread = dice.choice((PROXY, PROXY, USER))
-        point = dice.randrange(1, 400) if thread == PROXY else dice.randrange(250, 1200)
+        thread = dice.choice((PROXY, PROXY, USER, CALL, CALL, RECEIVED))
+        point = dice.randrange(*WITHIN[thread])
         kind = dice.choice(("kill for good", "kill", "freeze", "freeze", "leave"))
         faults.append((point, kind, dice.randrange(size), thread))
     return tuple(faults)
@@ -173,7 +175,9 @@ def play(seed: int, *, case: Case | None = None) -> Verdict:
         world = World(scheduler, lambda world, slot: train(case, world, slot), size=case.size, folder=folder)
         for point, kind, slot, thread in case.faults:
             happens = partial(inject, world, kind, slot)
-            if thread:
+            if thread == RECEIVED:
+                world.after_received(f"worker {(slot + 1) % case.size}.0", point, happens)
+            elif thread:
                 scheduler.at_point_of(f"worker {slot}.0", thread, point, happens)
             else:
                 scheduler.at_point(point, happens)
@@ -274,6 +278,8 @@ def train(case: Case, world: World, slot: int) -> dict[str, Any]:
 def call(case: Case, fleet: Any, step: Any, dataset: TensorDataset, world: World) -> None:
     """What the script does between two steps."""
     what = case.calls.get(step.index)
+    if what is not None:
+        world.scheduler.count_from_here(CALL)
     if what == "evaluate":
         found = fleet.evaluate(lambda x, y, numbers: {"seen": numbers.sum().double()}, dataset)
         assert (found["seen"], found["count"]) == (LENGTH * (LENGTH - 1) / 2, LENGTH), f"evaluated {found}"

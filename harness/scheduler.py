@@ -12,6 +12,7 @@ probabilistic concurrency testing, Burckhardt et al., ASPLOS 2010). The clock is
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import threading
@@ -50,6 +51,8 @@ class Task:
         self.handle: Any = self
         """What `current_thread` gives."""
         self.number = len(scheduler.tasks)
+        self.points, self.events = 0, scheduler._own_events.setdefault((process, name), [])
+        """Points it came to while something waited for one of them, and what waits."""
         self.thread = threading.Thread(target=scheduler._live, args=(self,), name=name, daemon=True)
 
 
@@ -80,7 +83,6 @@ class Scheduler:
         self._alarms: list[tuple[float, int, Callable[[], None]]] = []
         self._own_events: dict[tuple[Hashable, str], list[tuple[int, Callable[[], None]]]] = {}
         """By process and thread: what happens when it comes to a point of its own."""
-        self._own_points: dict[tuple[Hashable, str], int] = {}
         self._until: Callable[[], bool] = lambda: False
         self._atomic = 0
         self._woken = True
@@ -88,6 +90,7 @@ class Scheduler:
         self.by_priority = self.rng.random() < 0.5
         self.switch = self.rng.choice((0.02, 0.1, 0.4))
         """In a random walk: how likely the baton passes on at a point."""
+        self._switch_at = self._draw_gap()
         self.hurry = self.rng.choice((0.0, 0.02, 0.2))
         """In a random walk: how likely time goes on while somebody could run."""
         self.patience_s = self.rng.choice((0.0, 0.01, 0.2, 2.0))
@@ -196,17 +199,18 @@ class Scheduler:
         """When this thread of this process comes to this point of its own something happens."""
         self._own_events.setdefault((process, thread), []).append((point, happens))
 
+    def count_from_here(self, thread: str) -> None:
+        """Count, from here on, the running thread's points for what waits for those of ``thread`` of its process."""
+        me = self.current()
+        me.events += [(me.points + point, happens) for point, happens in self._own_events.pop((me.process, thread), [])]
+
     def _count_own(self, me: Task) -> bool:
         """Count a point of a thread for which something waits, and whether it is due: then it happens next."""
-        waiting = self._own_events.get((me.process, me.name))
-        if not waiting:
-            return False
-        key = (me.process, me.name)
-        count = self._own_points[key] = self._own_points.get(key, 0) + 1
-        due = [happens for point, happens in waiting if point <= count]
-        self._own_events[key] = [(point, happens) for point, happens in waiting if point > count]
-        for happens in due:
-            self.at_point(self.points, happens)
+        me.points += 1
+        due = [event for event in me.events if event[0] <= me.points]
+        for event in due:
+            me.events.remove(event)
+            self.at_point(self.points, event[1])
         return bool(due)
 
     def after(self, seconds: float, happens: Callable[[], None]) -> None:
@@ -239,24 +243,34 @@ class Scheduler:
         """A place where the baton may pass on."""
         if self._atomic:
             return
-        me = self._enter()
-        self.points += 1
+        me = self._current
+        if self.over or me is None or me.process in self.dead:
+            raise Reaped
+        points = self.points = self.points + 1
         self.now += TICK_S
-        if (self._own_events and self._count_own(me)) or (self._events and self._events[0][0] <= self.points):
+        if (me.events and self._count_own(me)) or (self._events and self._events[0][0] <= points):
             self._happen()
         elif self.by_priority:
-            if self.points in self._changes:
+            if points in self._changes:
                 me.priority = -self.rng.random()
-            elif not self._woken and self.points % 32:
+            elif not self._woken and points % 32:
                 return
-        elif self.rng.random() >= self.switch:
+        elif points < self._switch_at:
             return
+        else:
+            self._switch_at = points + self._draw_gap()
         self._pass_on(me)
+
+    def _draw_gap(self) -> int:
+        """Points until the baton passes on: as many as if each were drawn by itself."""
+        return 1 + int(math.log(1.0 - self.rng.random()) / math.log(1.0 - self.switch))
 
     def block(self, until: float | None) -> bool:
         """Wait until somebody wakes this thread: True; or for this time: False."""
         assert not self._atomic, "an atomic block waits"
-        me = self._enter()
+        me = self._current
+        if self.over or me is None or me.process in self.dead:
+            raise Reaped
         self.points += 1
         me.runnable, me.wake_at, me.timed_out = False, until, False
         if self._events and self._events[0][0] <= self.points:
@@ -264,12 +278,6 @@ class Scheduler:
         self._pass_on(me)
         me.wake_at = None
         return not me.timed_out
-
-    def _enter(self) -> Task:
-        me = self._current
-        if self.over or me is None or me.process in self.dead:
-            raise Reaped
-        return me
 
     @contextmanager
     def atomic(self) -> Iterator[None]:
@@ -316,24 +324,27 @@ class Scheduler:
             if self.now > self._end_s or self.points > self._end_points:
                 self._finish("the run does not end")
                 return None
-            able = [task for task in self._alive if task.runnable and task.process not in self.frozen]
-            timer = self._next_timer()
-            if not able and timer is None:
-                self._finish("nobody can run, and no timer is set")
-                return None
-            if timer is not None and (not able or self._clock_may_go(able, timer)):
+            frozen = self.frozen
+            able = [task for task in self._alive if task.runnable and task.process not in frozen]
+            if not able:
+                timer = self._next_timer()
+                if timer is None:
+                    self._finish("nobody can run, and no timer is set")
+                    return None
                 self._advance(timer)
                 continue
             if self.by_priority:
-                return max(able, key=lambda task: task.priority)
-            return self.rng.choice(able)
-
-    def _clock_may_go(self, able: list[Task], timer: float) -> bool:
-        if timer > min(task.since for task in able) + self.patience_s:
-            return False
-        if self.by_priority:
-            return self._clock_priority > max(task.priority for task in able)
-        return self.rng.random() < self.hurry
+                chosen = able[0] if len(able) == 1 else max(able, key=_priority)
+                clock_goes = self._clock_priority > chosen.priority
+            else:
+                chosen = able[int(self.rng.random() * len(able))]
+                clock_goes = self.rng.random() < self.hurry
+            if clock_goes:
+                timer = self._next_timer()
+                if timer is not None and timer <= min(task.since for task in able) + self.patience_s:
+                    self._advance(timer)
+                    continue
+            return chosen
 
     def _next_timer(self) -> float | None:
         times = [
@@ -379,6 +390,10 @@ class Scheduler:
     def end_process(self, code: int) -> None:
         """Replaced by whoever knows what a process is."""
         raise AssertionError(f"a process ended with {code}")
+
+
+def _priority(task: Task) -> float:
+    return task.priority
 
 
 def _bound(kind: type, scheduler: Scheduler) -> Any:

@@ -32,11 +32,13 @@ class MemoryNetwork:
     """Everything that the engines and stores of a process share.
 
     ``point`` is called before each operation on an engine or a store, and before each wait: a scheduler may run other
-    threads there. ``faults`` are errors of the workers that a real engine would not name, such as unlike operations.
+    threads there. ``ended`` is called with the process whose part in an operation has just ended; those of others may
+    be under way still. ``faults`` are errors of the workers that a real engine does not name, as unlike operations.
     """
 
     def __init__(self, *, point: Callable[[], None] | None = None) -> None:
         self.point: Callable[[], None] = point or _nothing
+        self.ended: Callable[[Hashable], None] = _nothing
         self.faults: list[str] = []
         self.servers: dict[tuple[str, int], MemoryServer] = {}
         """Stores by address; a `MemoryServer` enters itself."""
@@ -243,6 +245,7 @@ class MemoryWork(EngineWork):
         if not self._go_on():
             return False
         self.engine.network.changed.notify_all()
+        self.engine.network.ended(self.engine.process)
         return True
 
     def _fails(self) -> bool:
@@ -360,5 +363,5 @@ def scribble(tensor: torch.Tensor) -> None:
     tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
 
 
-def _nothing() -> None:
+def _nothing(*_: Hashable) -> None:
     return
