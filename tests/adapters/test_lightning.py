@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_cases import BATCH, Module, data, flat, trained
 from torch import nn
@@ -31,6 +32,7 @@ from torch.utils.data import (
 from torchmetrics.classification import MulticlassAccuracy
 
 from paceline.adapters.lightning import PacelineStrategy
+from paceline.adapters.lightning.loggers import take_over
 from paceline.adapters.lightning.logs import meta_of, name_of, weight_name
 from paceline.adapters.lightning.version import check_version
 from paceline.errors import MisuseError
@@ -436,3 +438,25 @@ def test_the_launchers_variables_are_hidden_once_the_fleet_is_joined(strategy: S
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     strategy()
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(os.environ)
+
+
+def test_a_new_leader_goes_on_with_the_columns_of_the_csv_file(tmp_path: Path) -> None:
+    first, second = (CSVLogger(tmp_path, version="same") for _ in range(2))
+
+    def log(logger: CSVLogger, step: int, **figures: float) -> None:
+        logger.log_metrics(figures, step)
+        logger.save()
+
+    log(first, 1, loss=1.0, val=2.0)
+    take_over([second])
+    log(second, 2, loss=3.0, accuracy=0.5)
+    take_over([first])
+    log(first, 3, val=4.0)
+    with open(tmp_path / "lightning_logs" / "same" / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    found = [{name: float(value) for name, value in row.items() if value} for row in rows]
+    assert found == [
+        {"loss": 1.0, "val": 2.0, "step": 1},
+        {"loss": 3.0, "accuracy": 0.5, "step": 2},
+        {"val": 4.0, "step": 3},
+    ]

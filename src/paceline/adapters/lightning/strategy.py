@@ -24,6 +24,7 @@ from paceline import concurrency
 from paceline.adapters.lightning.checks import check_fit, check_trainer, several_optimizers
 from paceline.adapters.lightning.environment import hide_launcher
 from paceline.adapters.lightning.evaluation import EvaluationData
+from paceline.adapters.lightning.loggers import take_over
 from paceline.adapters.lightning.logs import FleetResults, give_sums, sums_of
 from paceline.adapters.lightning.metrics import FleetMetrics
 from paceline.adapters.lightning.place import TrainerPlace
@@ -138,8 +139,11 @@ class PacelineStrategy(SingleDeviceStrategy):
 
     def _note_rank(self) -> None:
         """Loggers and messages ask a variable of Lightning's own; in an elastic fleet the leader may change."""
+        led = rank_zero_only.rank == 0
         self.global_rank = self.fleet.rank
         rank_zero_only.rank = 0 if self.fleet.is_leader else max(1, self.fleet.rank)
+        if self._trainer is not None and self.fleet.is_leader and not led:
+            take_over(self._trainer.loggers)
 
     def _everybody(self, label: str, value: Any) -> list[Any]:
         context = self._context
