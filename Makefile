@@ -49,7 +49,7 @@ test: lint browser
 	$(BIN)/python -m pytest -m "not long" -n 3 --dist worksteal
 
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -m long -n 2
+	$(BIN)/python -m pytest -m long -n 3 --dist worksteal
 
 bench: $(STAMP)
 	@for file in benchmarks/[a-z]*.py benchmarks/papers/[a-z]*.py; do quick=; \

@@ -78,7 +78,10 @@ def unsettled_group() -> list[Patch]:
         form(self, forming)
         self.group, self.now = forming.group, forming.generation
 
-    return [(Reform, "_form", formed)]
+    def standing(self: Elastic) -> tuple[int, Any]:
+        return self.reform.number, self.reform.group
+
+    return [(Reform, "_form", formed), (Elastic, "_standing", standing)]
 
 
 def waits_for_itself() -> list[Patch]:

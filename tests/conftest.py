@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from quick import FEW, PROFILE
+from quick import FEW, PROFILE, USUAL
 
 settings.register_profile("thorough", deadline=None)  # a busy computer is no failure
+settings.register_profile("usual", deadline=None, max_examples=USUAL)
 settings.register_profile("quick", deadline=None, max_examples=FEW)
 settings.load_profile(PROFILE)
 for folder in ("natural", "fleet", "cli"):

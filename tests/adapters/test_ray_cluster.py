@@ -171,6 +171,7 @@ def test_a_function_runs_on_the_nodes_and_its_values_come_back(place: Place) -> 
     place.nothing_is_left()
 
 
+@pytest.mark.long
 def test_a_node_is_lost_another_is_to_go_and_their_workers_return_on_others(place: Place) -> None:
     driver = place.start(*RUN, place.raylets.address, "-n", "2:3", "--per-worker", "cpus=1", "train.py")
     place.await_workers(3)
@@ -214,6 +215,7 @@ def drain(place: Place, address: str) -> None:
     assert command.returncode == 0, out + err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_driver_that_is_stopped_or_killed_leaves_nothing_running(place: Place, number: int) -> None:
     """Some of the nine workers wait for a node meanwhile; the script is brought to the nodes by Ray."""
@@ -225,6 +227,7 @@ def test_a_driver_that_is_stopped_or_killed_leaves_nothing_running(place: Place,
     place.nothing_is_left()
 
 
+@pytest.mark.long
 def test_what_the_nodes_lack_is_said_in_a_line_each(place: Place) -> None:
     driver = place.start(*RUN, "auto", "-n", "1:2", "--per-worker", "gpus=1", "--labels", "spot=maybe", "train.py")
     driver.wait_for("paceline: no node has gpus=1, label spot=maybe: the workers wait until one with it comes\n")

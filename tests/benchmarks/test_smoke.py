@@ -70,6 +70,7 @@ def test_every_benchmark_has_a_smoke_run() -> None:
     assert sorted(KEYS) == FOUND
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FOUND)
 def test_a_benchmark_runs_to_its_end_and_prints_its_figures(name: str, tmp_path: Path) -> None:
     done = run_program(BENCHMARKS / f"{name}.py", tmp_path, "--smoke", *OPTIONS.get(name, ()), within=240)

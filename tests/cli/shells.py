@@ -59,7 +59,7 @@ class Shell:
 
     def run(self, *args: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         process = self.start(*args, **environment)
-        out, err = process.communicate(timeout=40)
+        out, err = process.communicate(timeout=120)
         return subprocess.CompletedProcess(args, process.returncode, out, err)
 
     @staticmethod

@@ -122,6 +122,7 @@ def test_a_trainer_killed_from_outside_is_a_failure_too(caplog: pytest.LogCaptur
         assert len(caplog.records) == 1
 
 
+@pytest.mark.long
 @pytest.mark.fleet
 def test_a_trainer_whose_run_was_killed_ends_by_itself(tmp_path: Path) -> None:
     run = (

@@ -170,6 +170,7 @@ def test_a_worker_may_wait_for_long_periods_of_others(tmp_path: Path) -> None:
     assert told[0] == told[1] != []
 
 
+@pytest.mark.long
 def test_adahessian_in_several_processes_under_failures_equals_its_twin_in_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

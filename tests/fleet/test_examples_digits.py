@@ -46,6 +46,7 @@ def test_digits_trains_the_same_alone_under_torchrun_and_under_paceline_run(tmp_
             assert loss == pytest.approx(expected, abs=0.01), "the fleet's step is one machine's step"
 
 
+@pytest.mark.long
 def test_plain_ddp_learns_and_takes_as_long_as_the_slowest_machine(tmp_path: Path) -> None:
     emulated = {"PACELINE_EMULATE": "1,2", "PACELINE_SAMPLE_MS": "0.4", "PACELINE_RUN_DIR": str(tmp_path / "run")}
     epochs, _ = start(tmp_path, *TORCHRUN, PLAIN, "--epochs", "4", **emulated)

@@ -70,6 +70,7 @@ def last_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoints" / "last.pt"
 
 
+@pytest.mark.long
 def test_the_port_learns_as_well_as_the_ddp_script(tmp_path: Path) -> None:
     # Shares that follow measured speed would give batch norm other batches, and another accuracy, each time.
     options = ("--epochs", 8, "--patience", 9, "--amp")
@@ -109,6 +110,7 @@ def test_a_checkpoint_of_two_workers_resumes_on_one(last_words: Path, tmp_path: 
     assert content(tmp_path)["steps"]["step"] == 4 * 6
 
 
+@pytest.mark.long
 def test_after_kill_9_the_ddp_script_resumes_at_the_next_epoch(tmp_path: Path) -> None:
     with Script(DDP, *SMALL, folder=tmp_path / "killed", launcher=FORKED) as killed:
         killed.wait_for("epoch 2:")
@@ -118,6 +120,7 @@ def test_after_kill_9_the_ddp_script_resumes_at_the_next_epoch(tmp_path: Path) -
     assert [number for number, _ in epochs(resumed)] == list(range(done + 1, 5))
 
 
+@pytest.mark.long
 def test_an_early_stop_ends_all_workers_of_unlike_machines(tmp_path: Path) -> None:
     still = ("--epochs", 40, "--global-batch", 512, "--lr", 1e-9, "--patience", 1)
     stopped = run(PORT, *still, folder=tmp_path, launcher=EMULATED)
@@ -128,6 +131,7 @@ def test_an_early_stop_ends_all_workers_of_unlike_machines(tmp_path: Path) -> No
     assert content(tmp_path)["state"]["bad_epochs"] == 1
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_and_returns_decides_about_saving_and_stopping_as_the_others_do(tmp_path: Path) -> None:
     elastic = ("-m", "paceline.cli", "run", "-n", "2:3", "--emulate", "1,1", "--sample-ms", "2")
     options = ("--epochs", 6, "--global-batch", 256, "--patience", 9)

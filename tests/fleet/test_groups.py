@@ -146,6 +146,7 @@ def test_it_loads_without_groups_too_and_torch_reads_it_by_itself(tmp_path: Path
     assert "is not a whole checkpoint: its file" in outcome.err
 
 
+@pytest.mark.long
 def test_what_is_saved_by_itself_loads_on_another_grouping(tmp_path: Path) -> None:
     folder = str(tmp_path / "auto")
     run_groups(CASE, (2, 2), tmp_path / "first", args={"autosave": folder, "save_at": 7, "save": str(tmp_path / "s")})
@@ -221,6 +222,7 @@ def test_a_group_that_is_killed_is_done_without_and_comes_back_whole(tmp_path: P
     assert [len(change.workers) for change in run.changes] == [2, 3, 2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "point", ["in work", "in round", pytest.param("after round", marks=LONG), pytest.param("after commit", marks=LONG)]
 )
@@ -231,6 +233,7 @@ def test_a_process_of_a_group_may_die_at_any_point_of_a_step(tmp_path: Path, poi
     must_be_sound(tmp_path, outcomes, ended={1, 2})
 
 
+@pytest.mark.long
 def test_a_group_asked_to_leave_does_its_share_and_leaves(tmp_path: Path) -> None:
     with GroupFlock(ELASTIC, 2, tmp_path, args={"shard": True, **UNHURRIED}) as flock:
         flock.wait_for_step(8)

@@ -142,12 +142,14 @@ def test_with_deadlines_an_epoch_is_as_long_as_it_takes_and_everybody_counts_the
     assert workers[0]["counted"] == [70] * 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", [TORCHRUN, (*PACELINE, "--pace", "adaptive")], ids=["torchrun", "paceline run"])
 def test_the_example_learns_under_every_launcher(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     epochs, _ = start(tmp_path, *launcher, str(EXAMPLES / "lightning_digits.py"), "--epochs", "3")
     must_have_learned(epochs, tmp_path / "lightning", "lr-AdamW")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("loaded")
 def test_the_example_with_fabric_learns(tmp_path: Path) -> None:
     run("lightning_cases.py:example", 2, tmp_path, args={"name": "fabric_digits.py"})

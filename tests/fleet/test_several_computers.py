@@ -83,6 +83,7 @@ class FixedComputers(Crew):
             time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_fleet_on_a_rough_network_loses_nothing_to_a_cut_and_a_split(tmp_path: Path) -> None:
     """Delay, jitter, loss and 50 Mbit/s all along; one cable is cut for 4 s, then the network falls into halves."""
     with Computers(4, tmp_path) as flock:
@@ -126,6 +127,7 @@ def test_one_that_is_heard_and_hears_nothing_is_named_and_waited_for_or_done_wit
     must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=EPOCHS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("whom", "call"), [(1, "loading ahead"), pytest.param(0, "the plan of the first steps", marks=pytest.mark.long)]
 )
@@ -176,6 +178,7 @@ def test_a_fixed_fleet_outlasts_a_cut_of_4_s(tmp_path: Path) -> None:
     sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=4, length=LENGTH)
 
 
+@pytest.mark.long
 def test_in_a_fixed_fleet_who_is_cut_off_for_good_and_the_others_say_so(tmp_path: Path) -> None:
     settings = {"silent_s": 6.0, "args": {"epochs": 40, "pause_s": 0.1}}
     with Switch("abc") as switch, FixedComputers(switch, tmp_path, **settings) as crew:

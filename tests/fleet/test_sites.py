@@ -56,6 +56,7 @@ def slot_of(flock: Flock, worker: int) -> int:
     return next(slot for slot, process in flock.workers.items() if process.pid == pids[worker])
 
 
+@pytest.mark.long
 def test_the_death_of_one_that_crosses_is_survived_as_any_death_is(tmp_path: Path) -> None:
     sites = {slot: {"PACELINE_SITE": "far" if slot == 3 else "near"} for slot in range(4)}
     args = {"epochs": 20, "pause_s": 0.02, "die": {"3": [["in round", 6]]}}
@@ -78,6 +79,7 @@ def test_the_death_of_one_that_crosses_is_survived_as_any_death_is(tmp_path: Pat
     must_be_sound(tmp_path, outcomes, ended={0, 1, 2, 3} - {crosses}, epochs=20)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [2, 3])
 def test_a_fixed_fleet_names_whom_it_lost_in_another_site(victim: int, tmp_path: Path) -> None:
     with Crew("site_cases.py:train_forever", 4, tmp_path, args={"folder": str(tmp_path)}) as crew:
