@@ -281,6 +281,7 @@ class Step:
         """
         self._loop.own_updates |= whole
         self._combine(clip_norm=None, own=True)
+        self._loop.tracking.updates.combined(self.applied, self._gradients.everything)
 
     def commit(self, *optimizers: torch.optim.Optimizer, clip_norm: float | None = None) -> None:
         """Combine with the fleet, clip the mean gradient to ``clip_norm``, update, and zero the gradients."""
@@ -296,7 +297,8 @@ class Step:
         if not combined_before:
             self._parts.check_commit(optimizers)
             self._combine(clip_norm=clip_norm, own=False)
-        updated = concurrency.perf_counter()
+        updated, updates = concurrency.perf_counter(), self._loop.tracking.updates
+        updates.committing(self.applied)
         if self.applied:
             if combined_before and clip_norm is not None:
                 self._gradients.mean_gradient.norm()  # before it is clipped
@@ -305,8 +307,10 @@ class Step:
             with nullcontext() if factor == 1.0 else scaled_rates(optimizers, factor):
                 for optimizer in optimizers:
                     second_order.step(optimizer) if second_order.needs_graph(optimizer) else optimizer.step()
+        updates.updated()
         self._committed = True
         self._combine_with.commit(self, updated)
+        updates.committed(self._loop.finished)
         if self._own_numbers is not None:
             self._own_numbers.restore()
 

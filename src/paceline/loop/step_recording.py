@@ -41,6 +41,7 @@ def write_header(
         ended=loop.dealing.ended or step_state.shares[rank] == 0,
         fingerprint=step_state.fingerprint,
         rates=step_state.rates,
+        updates=step_state.updates,
         **loop.sizes,
         **more,
     )

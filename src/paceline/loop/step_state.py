@@ -125,6 +125,8 @@ class StepState:
     """Of its parameters, where they are compared."""
     rates: float = 0.0
     """A digest of its optimisers' settings as the step began."""
+    updates: float = 0.0
+    """What it tells of its updates in the step before: `UpdateGuard.reported`."""
     busy_since: float | None = None
     """When it took the micro-batch it is in."""
     loop_phase: LoopPhase = LoopPhase.NOT_BEGUN

@@ -78,6 +78,7 @@ class Steps:
                     loop.finished = True
                     return
                 loop.step = step
+                loop.tracking.updates.begin(loop, step.index)
                 with held_at_their_end(loop.tracking.things.values()) if self._beyond_promise else nullcontext():
                     yield step
                 if not step.committed:
@@ -87,6 +88,7 @@ class Steps:
             loop.at_boundary()
         finally:
             self.left = True
+            loop.tracking.updates.end(loop)
             self.combine.ended()
             loop.transport.doing("after the last step")
 
@@ -192,6 +194,7 @@ class Steps:
             return
         self.combine.close(orderly=orderly)
         loop.closed = True
+        loop.tracking.updates.end(loop)
         if orderly and loop.step is not None and not loop.step.committed:
             text = f"the loop was left in step {loop.step.index}, before its commit: its samples were not counted"
             self.combine.warn(text)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
 from paceline.combine.gradients.scaling import instances, take_over
 from paceline.loop.hyperparameters import Digest, rates_of, settings_of
+from paceline.loop.updates import UpdateGuard
 from paceline.loop.values import Values
 from paceline.settings import must_agree
 from paceline.transport import Transport
@@ -61,10 +61,10 @@ class Tracked:
         self._averaged: dict[int, int] = {}
         """How often averaged copies had been updated when `note_averages` looked, by ``id``."""
         self._digest = Digest()
-        self._hook = register_optimizer_step_post_hook(self._note_step)
+        self.updates = UpdateGuard(self._ours, self._note_step)
 
     def close(self) -> None:
-        self._hook.remove()
+        self.updates.close()
 
     def add(self, objects: Mapping[str, Any]) -> None:
         for name, thing in objects.items():
@@ -99,8 +99,8 @@ class Tracked:
 
     # -- optimisers --------------------------------------------------------------------------------------------------
 
-    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if all(seen() is not optimizer for seen in self._stepped) and self._ours(optimizer):
+    def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if all(seen() is not optimizer for seen in self._stepped):
             self._stepped.append(weakref.ref(optimizer))
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -123,6 +123,7 @@ class Tracked:
     def forget_steps(self) -> None:
         """A new loop begins: optimisers of earlier ones may not matter any more."""
         self._stepped.clear()
+        self.updates.forget()
 
     def _known(self) -> list[tuple[str, torch.optim.Optimizer]]:
         """Every optimiser that is tracked or was seen, by name."""

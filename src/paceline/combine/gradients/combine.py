@@ -25,6 +25,7 @@ from paceline.loop.rounds import InlineRound, ReplicaComparison, StepRound
 from paceline.loop.step import Step
 from paceline.loop.step_recording import has_gradient, void_record
 from paceline.loop.step_state import RoundPhase, StepState
+from paceline.loop.updates import unlike_updates
 from paceline.pace import deadlines_needed, may_set_deadlines
 from paceline.records import Plan
 from paceline.settings import must_agree
@@ -89,6 +90,7 @@ class GradientCombine:
             if not missed:
                 step_state.start(began)
                 step_state.fingerprint, step_state.rates = own_print, own_rates
+                step_state.updates = loop.tracking.updates.reported(step_state.index)
             loop.gradients.begin(step_state.dealt)
             if self._deadlines is not None:
                 self._deadlines.begin()
@@ -155,6 +157,7 @@ class GradientCombine:
         header = step_state.header
         assert header is not None
         self._compare_rates(step_state, header)
+        self._compare_updates(step_state, header)
         apply = may_apply(self, step, header) and here
         if apply:
             self.loop.gradients.mean(header, clip_norm, own=own)
@@ -176,6 +179,12 @@ class GradientCombine:
             everybody = self.loop.transport.gather("comparing learning rates", tracking.hyperparameters)
             if said_so := unlike_settings(everybody, step=step_state.index, missing=tracking.missing()):
                 raise MisuseError(said_so)
+
+    def _compare_updates(self, step_state: StepState, header: Header) -> None:
+        """Every worker must have made as many updates in the step before."""
+        said = header.column("updates").tolist()
+        if text := unlike_updates(said, workers=step_state.workers, step=step_state.index):
+            raise MisuseError(text)
 
     # -- its commit ----------------------------------------------------------------------------------------------------
 
