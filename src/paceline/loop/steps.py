@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.combine import Gradients
 from paceline.errors import Dropped, DroppedInCall, MisuseError
 from paceline.loop.context import LoopContext
-from paceline.loop.schedules import held_at_their_end
+from paceline.loop.schedules import ScheduleWatch, held_at_their_end
 from paceline.loop.step import Step
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Steps:
         self.dataset_length: int | None = None
         self.micro_batches: int | None = None
         """What a DataLoader would count as steps, in all epochs."""
+        self.schedule_watch: ScheduleWatch | None = None
+        """Looks at the script's schedules, until all of them are known."""
         self.left = False
         """Whether the script has come to the end of the loop, or has left it."""
 
@@ -99,6 +101,7 @@ class Steps:
     def _begin(self) -> Step | None:
         if self.loop.closed:
             raise MisuseError("this loop has ended: a later fleet.steps took its place, or the fleet was left")
+        self._look_at_schedules()
         while True:
             try:
                 self._look_at_the_script()
@@ -106,6 +109,13 @@ class Steps:
             except (Dropped, DroppedInCall) as dropped:  # no step is open: nothing of this worker's is lost
                 why = dropped.why if isinstance(dropped, DroppedInCall) else str(dropped)
                 self.loop.observe("note", {"level": "warning", "text": f"{why}; it enters anew"})
+
+    def _look_at_schedules(self) -> None:
+        """Between two steps: how often each is stepped shows in the first ones."""
+        watch, last = self.schedule_watch, self.loop.step
+        if watch is not None and last is not None:
+            watch.look(ends_epoch=last.ends_epoch, progress=self.loop.progress)
+            self.schedule_watch = None if watch.over else watch
 
     def _look_at_the_script(self) -> None:
         """Before the first step, and before the second: what the first one used shows by then."""

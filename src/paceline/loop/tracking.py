@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from paceline.combine.gradients.scaling import instances, take_over
+from paceline.loop.horizons import parts_of
 from paceline.loop.hyperparameters import Digest, rates_of, settings_of
 from paceline.loop.updates import UpdateGuard
 from paceline.loop.values import Values
@@ -147,6 +148,17 @@ class Tracked:
     def rates(self) -> list[Any]:
         """The learning rate of each parameter group of every known optimiser."""
         return rates_of(self._known())
+
+    def schedules(self) -> dict[str, LRScheduler]:
+        """By name: those that are tracked, and those of a known optimiser that are not. The process's objects are
+        scanned only where an optimiser has a schedule, as torch notes, and none is tracked."""
+        tracked = {name: thing for name, thing in self.things.items() if isinstance(thing, LRScheduler)}
+        held = {id(thing.optimizer) for thing in tracked.values()}
+        others = [one for _, one in self._known() if hasattr(one.step, "_wrapped_by_lr_sched") and id(one) not in held]
+        living = [one for one in Living(LRScheduler).objects if one.optimizer in others] if others else []
+        inner = {id(part) for one in living for part in parts_of(one) if part is not one}
+        untracked = [one for one in living if id(one) not in inner]
+        return tracked | {f"not tracked, number {number}": one for number, one in enumerate(untracked, 1)}
 
     # -- what is not tracked -----------------------------------------------------------------------------------------
 

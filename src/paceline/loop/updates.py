@@ -208,8 +208,9 @@ class UpdateGuard:
         cleared = bool(self._made)
         said = "the gradients were cleared between the round and the update" if cleared else "no optimizer stepped"
         return (
-            f"step {self._step} and the one before ended without an update: {said}, and no parameter has changed. Write "
-            "step.commit(optimizer), or step.combine(); optimizer.step(); step.commit(), without zero_grad between. "
+            f"step {self._step} and the one before ended without an update: {said}, and no parameter has changed. "
+            "Write step.commit(optimizer), or step.combine(); optimizer.step(); step.commit(), without zero_grad "
+            "between. "
             "Where no update is wanted, commit an optimizer with lr=0"
         )
 

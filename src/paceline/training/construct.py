@@ -148,8 +148,32 @@ class StepsConstructor:
             steps.micro_batches = settings.epochs * -(-source.length // source.batch_size)
         if isinstance(steps.dealing, BatchDealing):
             steps.micro_batches = settings.epochs * len(steps.dealing.batches)
+        steps.schedule_watch = self._watch_schedules(steps, source)
         steps.before_first, steps.after_first = self._before_first_step, self._untracked.after_first_step
         return steps
+
+    def _watch_schedules(self, steps: Steps, source: Source) -> schedules.ScheduleWatch | None:
+        """What compares schedules with the loop's length, where that is known."""
+        context, settings = self._context, steps.settings
+        if source.length is None:
+            return None
+        lengths: dict[int, str] = {}
+        if not source.batched:
+            equal_share = -(-settings.global_batch // context.transport.size)  # nobody counts by that
+            sizes = {source.batch_size, None if settings.micro_batch == equal_share else settings.micro_batch}
+            lengths = schedules.loader_lengths(
+                source.length,
+                epochs=settings.epochs,
+                batch_sizes=[int(size) for size in sizes if size is not None and size >= 1],
+                workers=context.transport.size,
+            )
+        elif steps.micro_batches is not None:
+            lengths = {steps.micro_batches: "epochs * len(loader)"}
+        return schedules.ScheduleWatch(
+            schedules.LoopLength(steps.most, settings.epochs, lengths),
+            find=context.tracking.schedules,
+            warn=context.warn,
+        )
 
     def _loop_context(self, plan: LoopPlan, gradients: Gradients, dealing: Dealing) -> LoopContext:
         context, place, models = self._context, plan.place, self._context.models
