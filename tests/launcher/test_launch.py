@@ -318,6 +318,15 @@ def test_a_quiet_run_keeps_its_log_and_says_nothing(shell: Shell) -> None:
     assert len(list((shell.folder / "runs").glob("*/events.jsonl"))) == 1
 
 
+def test_a_quiet_run_still_shows_warnings(shell: Shell) -> None:
+    notes = "".join(
+        f"if rank == 0: say(event='note', level='{level}', text='{level} told')\n" for level in ("info", "warning")
+    )
+    shell.script(LOGGING + notes)
+    done = shell.run("run", "-q", "-n", "2", "train.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "warning: warning told\n")
+
+
 def test_a_run_that_dies_tells_where_to_resume_and_still_gives_its_verdict(shell: Shell) -> None:
     shell.script(
         LOGGING + "if rank == 0: say(event='save', step=12, path='best.pt')\n" + PID + "time.sleep(60)",

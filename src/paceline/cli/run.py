@@ -96,7 +96,9 @@ Runs = Annotated[Path, typer.Option(help="Folder in which the run's own folder i
 Seed = Annotated[
     int | None, typer.Option(help="Seed of emulated jitter and of faults; the script finds it in PACELINE_SEED.")
 ]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No view and no verdict: only what the script prints.")]
+Quiet = Annotated[
+    bool, typer.Option("-q", "--quiet", help="No view and no verdict: only what the script prints, and warnings.")
+]
 Watch = Annotated[bool, typer.Option("--watch", help="Serve a live page of the run meanwhile, on this computer.")]
 Module = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")]
 

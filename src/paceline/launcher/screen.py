@@ -39,7 +39,7 @@ class LogFollower:
 
 
 class Screen:
-    """Prints, and shows the run in ``run_dir`` as its log grows; nothing of the latter when ``quiet``.
+    """Prints, and shows the run in ``run_dir`` as its log grows; of the latter the warnings alone when ``quiet``.
 
     On a terminal the live view takes over sys.stdout and sys.stderr, so that lines printed meanwhile appear above it;
     that is why they are looked up for every line.
@@ -52,8 +52,7 @@ class Screen:
         self._follower = LogFollower(run_dir, self._show)
 
     def __enter__(self) -> Screen:
-        if not self._quiet:
-            self._follower.start()
+        self._follower.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,13 +100,14 @@ class Screen:
 
     def _show(self, events: Iterator[Event]) -> None:
         from paceline.observe import make_view
+        from paceline.observe.views.plain import WarningsView
 
         view = None
         try:
             for event in events:
                 if event.get("event") == "end" and event.get("reason") == "error":
                     continue  # the launcher says it, once
-                view = view or make_view(sys.stderr)
+                view = view or (WarningsView(sys.stderr) if self._quiet else make_view(sys.stderr))
                 view.show(event)
         finally:
             if view:

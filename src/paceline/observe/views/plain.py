@@ -56,10 +56,29 @@ class PlainView:
         self._print(step_line(self._progress.snapshot()))
 
     def _print(self, text: str) -> None:
-        """A reader that went away, or a terminal without the character, is no reason to stop training."""
-        try:
-            encoding = getattr(self._stream, "encoding", None) or "utf-8"
-            self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
-            self._stream.flush()
-        except (OSError, ValueError, LookupError):
-            pass
+        print_line(self._stream, text)
+
+
+class WarningsView:
+    """Prints the run's warnings and nothing else: what a quiet run still shows."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        said = describe(event) if event.get("event") == "note" else None
+        if said is not None and said[0] not in ("info", "news"):
+            print_line(self._stream, line_of(*said))
+
+    def close(self) -> None:
+        pass
+
+
+def print_line(stream: TextIO, text: str) -> None:
+    """Print a line. A reader that went away, or a terminal without the character, is no reason to stop training."""
+    try:
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        stream.flush()
+    except (OSError, ValueError, LookupError):
+        pass
