@@ -94,7 +94,10 @@ def test_an_order_that_workers_do_not_share_is_refused(tmp_path: Path) -> None:
             yield from range(start, start + 24)
     result = train(DataLoader(numbered, sampler=Mine()))
     """
-    assert "workers disagree in order(0): the order's digest" in refusals(tmp_path, script, before=BEFORE + WEIGHTED)
+    for combine in ("gradients", "average"):
+        said = refusals(tmp_path / combine, script, before=BEFORE + WEIGHTED, PACELINE_COMBINE=combine)
+        assert "workers disagree in order(0): position 0 is sample 0 on worker 0 and sample 24 on worker 1" in said
+        assert "an unseeded shuffle" in said
 
 
 def test_weights_that_change_between_epochs_are_refused(tmp_path: Path) -> None:

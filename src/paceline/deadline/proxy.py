@@ -20,6 +20,7 @@ from paceline.combine.gradients.exchange import Sum, re_formed, summed
 from paceline.deadline.catch_up import Backlog
 from paceline.deadline.laps import lap_seconds, lap_shares
 from paceline.errors import Dropped, FleetError, GenerationOver
+from paceline.loop.orders import CAUSE
 from paceline.loop.step_state import LoopPhase, RoundPhase, StepState
 
 if TYPE_CHECKING:
@@ -276,8 +277,7 @@ class Proxy:
         others = np.flatnonzero(said.numpy() != said[0].item()).tolist()
         if others:
             raise ValueError(
-                f"workers disagree in order({epoch}): workers {others} have another order than worker 0; it must "
-                "depend on the epoch alone"
+                f"workers disagree in order({epoch}): workers {others} have another order than worker 0. {CAUSE}"
             )
 
     def _name(self, what: str, step_state: StepState, ago: int = 0) -> str:

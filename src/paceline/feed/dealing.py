@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.feed.batch_dealing import BatchDealing
 from paceline.feed.feed import Feed, Order
 from paceline.feed.loading import Source
@@ -57,6 +60,9 @@ class Dealing(Protocol):
 
     def order_digest(self) -> str | None:
         """Of the open epoch's custom order; None when there is none."""
+
+    def drawn(self) -> NDArray[np.int64]:
+        """The dataset indices of the open epoch's custom order; empty when there is none."""
 
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
         """Begin a step with these shares; returns the shares really dealt."""

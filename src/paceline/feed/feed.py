@@ -189,6 +189,11 @@ class Feed:
         """Of the open epoch's custom order; None when there is none."""
         return None if self._drawn is None else self._drawn_digest
 
+    @property
+    def drawn(self) -> NDArray[np.int64]:
+        """The dataset indices of the open epoch's custom order; empty when there is none."""
+        return np.empty(0, dtype=np.int64) if self._drawn is None else self._drawn[1]
+
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON types; a few ranges, whatever the length of the epoch."""
         return {

@@ -74,6 +74,9 @@ class SampleDealing:
     def order_digest(self) -> str | None:
         return self._feed.order_digest()
 
+    def drawn(self) -> NDArray[np.int64]:
+        return self._feed.drawn
+
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
         # Room to load ahead along the queue: what the loader likes to hold, and the next share behind this one.
         ahead = [more + share if more else 0 for more, share in zip(self._ahead, samples, strict=True)]

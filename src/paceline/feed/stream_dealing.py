@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.feed.loading import Source
 from paceline.feed.micro_batches import MicroBatch
 from paceline.records import Range, StepRecord
@@ -56,6 +59,9 @@ class StreamDealing:
 
     def order_digest(self) -> None:
         return None
+
+    def drawn(self) -> NDArray[np.int64]:
+        return np.empty(0, dtype=np.int64)
 
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
         """Where the stream is divided every worker has a share: nobody else would read its part."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.feed import Generators
 from paceline.loop.context import LoopContext
+from paceline.loop.orders import CAUSE
 
 
 def place_of(loop: LoopContext) -> dict[str, Any]:
@@ -51,5 +52,5 @@ def take_whole_state(loop: LoopContext, state: Mapping[str, Any], *, ahead: Sequ
     with loop.training.changed:
         loop.training.take_over(state["books"], ahead=ahead)
         if loop.dealing.order_digest() != state["order"]:
-            raise ValueError(f"this worker's order({loop.dealing.epoch}) is not the fleet's")
+            raise ValueError(f"this worker's order({loop.dealing.epoch}) is not the fleet's. {CAUSE}")
         loop.seed = state["seed"]

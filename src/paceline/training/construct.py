@@ -26,6 +26,7 @@ from paceline.loop import schedules
 from paceline.loop.context import LoopContext
 from paceline.loop.membership import Membership
 from paceline.loop.memory import Guard, shrink
+from paceline.loop.orders import check_order
 from paceline.loop.passes import LoopPlace
 from paceline.loop.sizing import Sizing
 from paceline.loop.steps import Steps
@@ -242,6 +243,8 @@ class StepsConstructor:
         """What a loop needs is there by now: everybody tracks the same, and schedules are of the loop's length."""
         tracking = self._context.tracking
         tracking.must_agree(self._context.transport, "the first step")
+        if kind_of(self._context.combine).local:  # gradients are of one order in every epoch's first step
+            check_order(self._context.transport, steps.dealing)
         for name, thing in tracking.things.items():
             if isinstance(thing, LRScheduler) and steps.dataset_length is not None:
                 schedules.check_length(name, thing, steps=steps.most, micro_batches=steps.micro_batches)

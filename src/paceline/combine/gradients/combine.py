@@ -21,6 +21,7 @@ from paceline.errors import Dropped, MisuseError, NonFiniteGradients
 from paceline.loop.context import LoopContext
 from paceline.loop.handover import take_whole_state, whole_state
 from paceline.loop.hyperparameters import unlike_settings
+from paceline.loop.orders import check_order
 from paceline.loop.rounds import InlineRound, ReplicaComparison, StepRound
 from paceline.loop.step import Step
 from paceline.loop.step_recording import has_gradient, void_record
@@ -28,7 +29,6 @@ from paceline.loop.step_state import RoundPhase, StepState
 from paceline.loop.updates import unlike_updates
 from paceline.pace import deadlines_needed, may_set_deadlines
 from paceline.records import Plan
-from paceline.settings import must_agree
 
 
 class GradientCombine:
@@ -142,8 +142,7 @@ class GradientCombine:
         if self._agreed_epoch == dealing.epoch:
             return
         self._agreed_epoch = dealing.epoch
-        if (digest := dealing.order_digest()) is not None:
-            must_agree(self.loop.transport, f"order({dealing.epoch})", {"the order's digest": digest})
+        check_order(self.loop.transport, dealing)
 
     # -- its round -----------------------------------------------------------------------------------------------------
 
