@@ -72,6 +72,8 @@ class RosterClient:
         self._reason = ""
         self.network: Callable[[], str] = lambda: ""
         """Where the network between this worker and others does not pass, in words."""
+        self.foreign: Callable[[], str] = lambda: ""
+        """A collective of the script's own that this worker is in, in words."""
         self.on_beat: Callable[[], None] = lambda: None
         """Called on the thread with every beat, while the roster is there."""
         self._answered_at = concurrency.monotonic()
@@ -216,6 +218,7 @@ class RosterClient:
 
     def _beat(self, count: int) -> bool:
         doing, begun, spots = self._said
+        doing = f"{doing}, in {foreign}"[:200] if (foreign := self.foreign()) else doing
         number = self.generation.number if self.generation else 0
         return self._send({"beat": count, "generation": number, "doing": doing, "begun": begun, "spots": spots})
 

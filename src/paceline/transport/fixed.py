@@ -86,7 +86,7 @@ class FixedTransport(Distributed):
             sequences=self._sequences,
             on_failure=self._unblock,
         )
-        self._heartbeat.network = self._network
+        self._heartbeat.network, self._heartbeat.refuses_foreign = self._network, ranked is None
         facts = self.gather("join", facts_of(device))
         self._names[:] = name_workers(dict(enumerate(facts))).values()
         self.backend, self._channels = backend or choose_backend(facts), channels(facts)

@@ -18,6 +18,7 @@ from paceline import concurrency
 from paceline.errors import FleetError, WorkerLost
 from paceline.roster.calls import CALLS, ERRORS, GROUP, Beat, Spot, passed_by, reminder_due_s, sentence, unlike_labels
 from paceline.transport.calls import CallPlace, CallSequences
+from paceline.transport.foreign import ForeignCalls
 from paceline.transport.network import Store
 
 logger = logging.getLogger("paceline")
@@ -31,6 +32,9 @@ SILENT_AFTER_RESET_S = 3.0
 """The same once a connection broke: then somebody is certainly gone."""
 QUIET_S = 5.0
 """A store that has not answered for so long is warned about."""
+FOREIGN_S = 15.0
+"""A worker that has been so long in a collective of the script's own, while all others wait in calls of the fleet, will
+never leave it."""
 ABSENT_S = 600.0
 """How long a worker may take to start at all, measured from the first that waits for it."""
 
@@ -43,6 +47,9 @@ class SeenBeat:
     count: int
     at: float
     """When it was first read, on the reader's clock."""
+    foreign: str = ""
+    foreign_s: float = 0.0
+    """A collective of the script's own that it is in, and for how long."""
 
 
 class Heartbeat:
@@ -71,6 +78,9 @@ class Heartbeat:
         self._on_failure, self._sequences = on_failure, sequences
         self.network: Callable[[], str] = lambda: ""
         """Where the network between this worker and others does not pass, in words."""
+        self.refuses_foreign = True
+        """Whether a collective of the script's own can only be one with the fleet's other workers."""
+        self._foreign = ForeignCalls()
         self._asked: float | None = None
         """Since when the store owes this worker's heartbeat an answer."""
         self._reminded = 0
@@ -145,7 +155,9 @@ class Heartbeat:
         while not self._stop.is_set():
             count += 1
             own = self._sequences
-            beat = [count, own.doing, own.begun, own.spots()]
+            foreign, foreign_s = self._foreign.look()
+            beat = [count, f"{own.doing}, in {foreign}" if foreign else own.doing, own.begun, own.spots()]
+            beat += [foreign, foreign_s]
             self._asked = concurrency.monotonic()
             with self._using_store:
                 if self.failure:  # it is over, and the store may be gone any moment
@@ -198,7 +210,7 @@ class Heartbeat:
         """Of a failure that others found while this worker works by itself, before the holder of the store is gone."""
         if self._store.check(["failure"]):
             self.publish("fleet", "")
-            if self._sequences.longest_wait()[1] is not None:
+            if self._sequences.longest_wait()[1] is not None or self._foreign.look()[0]:
                 self._on_failure()
 
     def _store_lost(self, error: BaseException) -> None:
@@ -226,9 +238,27 @@ class Heartbeat:
         silent = [rank for rank, last in seen.items() if rank != self._rank and now - last.at > silent_s]
         if silent:
             return self.publish("lost", self._lost_text(seen, silent))
+        if since is not None and now - since > FOREIGN_S and (stuck := self._stuck_in_foreign_calls(seen)):
+            return self.publish("fleet", stuck)
         if self._sequences.places[GROUP].since is not None:
             return self._look_for_strays(seen, self._sequences.places[GROUP])
         return self._look_for_mismatch(seen, at) if at.since is not None else None
+
+    def _stuck_in_foreign_calls(self, seen: dict[int, SeenBeat]) -> str:
+        """In words, who is in a collective of the script's own while all others wait in calls of the fleet; "" when it
+        may still end."""
+        stuck = {rank: last for rank, last in seen.items() if last.foreign_s > FOREIGN_S and not last.beat.waits()}
+        waiting = all(last.beat.waits() or rank in stuck for rank, last in seen.items() if rank != self._rank)
+        if not stuck or not waiting or len(seen) < self._size or not self.refuses_foreign:
+            return ""
+        rank, last = next(iter(stuck.items()))
+        lane, _ = self._sequences.longest_wait()
+        return (
+            f"{self._names[rank]} has been in {last.foreign} for {last.foreign_s:.0f} s, and the others wait in "
+            f"{self._sequences.places[lane].label}: neither can end. Workers have unequal numbers of micro-batches, so "
+            "a collective of the script's own cannot meet inside a step: sum figures with step.add(name=...), or call "
+            "it behind step.commit, on every worker"
+        )
 
     def _look_for_strays(self, seen: dict[int, SeenBeat], at: CallPlace) -> FleetError | None:
         # A member of my group that left out our call and waits in one of the whole fleet, to which I come only later.
@@ -257,10 +287,10 @@ class Heartbeat:
         """Note every worker's last beat, and when (on this worker's clock) it was first seen."""
         for rank in range(self._size):
             if self._store.check([f"beat/{rank}"]):
-                count, doing, begun, spots = json.loads(self._store.get(f"beat/{rank}"))
+                count, doing, begun, spots, *foreign = json.loads(self._store.get(f"beat/{rank}"))
                 if rank not in seen or seen[rank].count != count:
                     beat = Beat(doing=doing, begun=begun, spots={lane: Spot(*spot) for lane, spot in spots.items()})
-                    seen[rank] = SeenBeat(beat, count, concurrency.monotonic())
+                    seen[rank] = SeenBeat(beat, count, concurrency.monotonic(), *foreign)
 
     # -- in words --------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from paceline.transport.distributed import one_line
 from paceline.transport.elastic.changes import MembershipChange, change_to
 from paceline.transport.elastic.connector import PREFIX, Connector
 from paceline.transport.elastic.handover import chain_of
+from paceline.transport.foreign import ForeignCalls
 from paceline.transport.group import CLOSE_S, Group, let_go
 from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import Store
@@ -125,6 +126,8 @@ class Reform:
         self.connector = connector(device, check=self._check_forming, gloo_only=gloo_only)
         self.client = join(on_over=self._on_over)
         self.client.network = self._network
+        foreign = ForeignCalls()
+        self.client.foreign = lambda: foreign.look()[0]
 
     @property
     def number(self) -> int:
