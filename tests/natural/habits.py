@@ -84,7 +84,8 @@ class Habits:
     """The optimiser and the schedule."""
     schedule: str = "none"
     update: str = "commit"
-    """"commit"; "own": combine, optimizer.step(), a bare commit; "noise": combine, noise on the gradient, commit."""
+    """"commit"; "own": combine, optimizer.step(), a bare commit; "noise": combine, noise on the gradient, commit. Two
+    updates: "double": combine, optimizer.step(), commit of the same optimiser; "left": optimizer.step() behind it."""
     average: str = "none"
     """Of the weights: "none", "tracked" or "untracked"."""
     clip: bool = False
@@ -144,7 +145,7 @@ def habits(draw: st.DrawFn) -> Habits:
         optimizer=pick(*OPTIMIZERS),
         tracked=pick(True, True, True, True, False),
         schedule=schedule,
-        update=pick("commit", "own", "noise"),
+        update=pick(*4 * ("commit", "own", "noise"), "double", "left"),
         average="none" if layer else pick("none", "none", "none", "tracked", "tracked", "untracked"),
         clip=pick(False, True),
         early=pick("no", "evaluate", "state", "plain"),
@@ -171,6 +172,8 @@ def must_refuse(habits: Habits, *, loads: bool) -> str:
     """Why this program must end with an error; empty when it must not. ``loads``: it went on from a checkpoint."""
     if habits.schedule == "inside":
         return "the schedule is stepped once a micro-batch"
+    if habits.update in ("double", "left"):
+        return "a step has two updates"
     if _hidden_state(habits) and (habits.elastic or loads):
         return "state that is not tracked would begin anew"
     counts = habits.loop == "own" or (habits.loop == "phases" and habits.saving == "between")
@@ -370,6 +373,8 @@ def _step(habits: Habits, epoch: str) -> str:
             "        p.grad.add_(0.01 * torch.randn_like(p.grad))",
             f"step.commit(optimizer, counting{clip})",
         ),
+        "double": _lines("step.combine()", "optimizer.step()", f"step.commit(optimizer, counting{clip})"),
+        "left": _lines(f"step.commit(optimizer, counting{clip})", "optimizer.step()", "optimizer.zero_grad()"),
     }[habits.update]
     inside = habits.saving == "inside" and not (habits.loop == "one" or habits.phases)
     return _lines(
