@@ -103,6 +103,8 @@ class UpdateGuard:
 
     def committing(self, applied: bool) -> None:
         """``step.commit`` is about to call its optimisers."""
+        # Without a step.combine() before it, it has just run the round: nobody can have come between.
+        self._fed = self._fed or self._phase is not UpdatePhase.COMBINED
         self._enter(UpdatePhase.COMMITTING)
         self._applied = applied
 
@@ -156,9 +158,10 @@ class UpdateGuard:
             raise MisuseError(self._too_late(optimizer))
         if self._phase is UpdatePhase.COMBINED:
             refuse_closures(optimizer)
-        if not self._trains:
+        if not self._trains and not self._fed:
             probe = self._before_update
-            self._fed = self._fed or _has_gradient(_parameters(optimizer), nonzero=probe is not None and probe.nonzero)
+            look = probe is not None and probe.nonzero and not torch.compiler.is_compiling()
+            self._fed = _has_gradient(_parameters(optimizer), nonzero=look)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.is_ours(optimizer):
