@@ -162,7 +162,7 @@ def test_an_evaluation_while_a_steps_deadline_passes_sees_every_sample_once(tmp_
         ("zero", "cleared or changed"),
         ("zero in place", "cleared or changed"),
         ("clip", "cleared or changed"),
-        ("update", "parameters changed in the middle of a step"),
+        ("update", "SGD stepped in the middle of step"),
     ],
 )
 def test_meddling_between_micro_batches_is_an_error_and_never_averaged_in(

@@ -116,3 +116,15 @@ def test_hooks_end_with_the_fleet_and_fleets_may_follow_each_other(tmp_path: Pat
     with pytest.raises(RuntimeError, match="mine"), join(tmp_path / "error"):
         raise RuntimeError("mine")
     assert (len(hooks._global_optimizer_pre_hooks), len(hooks._global_optimizer_post_hooks)) == before
+
+
+def test_parameters_that_are_changed_by_hand_in_the_middle_of_a_step_are_refused(tmp_path: Path) -> None:
+    with join(tmp_path) as fleet:
+        model = fleet.model(linear())
+        step = next(iter(fleet.steps(numbers(), global_batch=8, micro_batch=4)))
+        for x, y in step:
+            step.backward(mse(model, x, y))
+            with torch.no_grad():
+                model.weight.add_(0.1)
+        with pytest.raises(MisuseError, match="parameters changed in the middle of a step"):
+            step.commit(SGD(model.parameters(), lr=0.1))
