@@ -26,7 +26,8 @@ class ForeignCalls:
 
     def look(self) -> tuple[str, float]:
         """Return the call that the main thread is in and for how many seconds it has been seen there; "" for none."""
-        frame = sys._current_frames().get(concurrency.main_thread().ident or 0)
+        # Where a test owns the threads, none of them is the main one.
+        frame = sys._current_frames().get(getattr(concurrency.main_thread(), "ident", None) or 0)
         said = described(frame)
         if not said:
             self._frame = None
