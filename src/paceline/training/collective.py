@@ -34,12 +34,18 @@ class CollectiveCalls:
         self._speeds = evaluating.AgreedSpeeds(context)
 
     def evaluate(
-        self, score: Callable[..., Any], data: Any, *, batch_size: int | None, tables: str | Sequence[str]
+        self,
+        score: Callable[..., Any],
+        data: Any,
+        *,
+        batch_size: int | None,
+        sums: str | Sequence[str],
+        tables: str | Sequence[str],
     ) -> dict[str, Any]:
         """``fleet.evaluate``."""
+        kinds = evaluating.Kinds.of(sums, tables)
         with self._context.meet("fleet.evaluate()"):
-            names = (tables,) if isinstance(tables, str) else tuple(tables)
-            return dict(self._remembered("evaluate", lambda: self._evaluate(score, data, batch_size, names)))
+            return dict(self._remembered("evaluate", lambda: self._evaluate(score, data, batch_size, kinds)))
 
     def gather(self, predict: Callable[..., Any], data: Any, *, batch_size: int | None, to: str) -> Any:
         """``fleet.gather``."""
@@ -85,23 +91,24 @@ class CollectiveCalls:
     # -- over a whole dataset ----------------------------------------------------------------------------------------
 
     def _evaluate(
-        self, score: Callable[..., Any], data: Any, batch_size: int | None, tables: tuple[str, ...]
+        self, score: Callable[..., Any], data: Any, batch_size: int | None, kinds: evaluating.Kinds
     ) -> dict[str, Any]:
         context, transport = self._context, self._context.transport
-        with self._whole_of(data, batch_size, "fleet.evaluate", tables=tables) as (source, size):
+        with self._whole_of(data, batch_size, "fleet.evaluate", **kinds.facts()) as (source, size):
 
             def mine() -> dict[str, Any]:
                 """This worker's part among those who are there, or all of it; again when some are lost meanwhile."""
                 alone = context.outside
                 with self._evaluation_mode():
-                    own = evaluating.own_sums(score, self._own_batches(source, size, alone=alone), tables=tables)
-                sums = evaluating.of_worker(transport.collect("the sums of fleet.evaluate()", own), tables=tables)
+                    own = evaluating.own_sums(score, self._own_batches(source, size, alone=alone), kinds)
+                sums = evaluating.of_worker(transport.collect("the sums of fleet.evaluate()", own))
                 return {"alone": alone, "sums": sums}
 
             told = transport.gather("the sums of fleet.evaluate()", mine)
         parts = [one["sums"] for one in evaluating.of_fleet(told)]
-        result = evaluating.total(parts, tables=tables)
-        context.recorder.event("evaluate", {"step": context.step, "result": result})
+        result = evaluating.whole(parts, kinds)
+        means = [name for name in result if name not in (*kinds.added, "count")]
+        context.recorder.event("evaluate", {"step": context.step, "result": result, "means": means})
         return result
 
     def _gather(self, predict: Callable[..., Any], data: Any, batch_size: int | None, to: str) -> Any:
