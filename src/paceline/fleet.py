@@ -32,6 +32,7 @@ from paceline.training.context import TrainingContext
 from paceline.training.join import join_training
 from paceline.training.loading import Loading
 from paceline.training.replica import Model, Replica
+from paceline.training.same_data import SameData
 from paceline.training.saving import Saving
 from paceline.training.untracked import UntrackedChecks
 
@@ -93,10 +94,11 @@ class Fleet:
         self._trackers = Trackers(leads=lambda: context.is_leader, observe=context.recorder.event)
         self._replica = Replica(context)
         untracked = UntrackedChecks(context)
-        self._calls = CollectiveCalls(context)
+        same_data = SameData(context)
+        self._calls = CollectiveCalls(context, same_data)
         self._saving = Saving(context, self._replica, untracked)
         self._loading = Loading(context, self._replica, untracked)
-        self._constructor = StepsConstructor(context, self._replica, untracked, self._saving)
+        self._constructor = StepsConstructor(context, self._replica, untracked, self._saving, same_data)
         self._loops = LoopBuilder(context, self._replica, untracked, self._loading, self._constructor)
 
     # -- what was asked for ----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from paceline.training import gather as gathering
 
 if TYPE_CHECKING:
     from paceline.training.context import TrainingContext
+    from paceline.training.same_data import SameData
 
 USUAL_BATCH = 64
 """Samples that go through at once where nobody says how many."""
@@ -29,8 +30,8 @@ USUAL_BATCH = 64
 class CollectiveCalls:
     """Deals a dataset over the fleet once, outside the steps, and hands every worker the same result."""
 
-    def __init__(self, context: TrainingContext) -> None:
-        self._context = context
+    def __init__(self, context: TrainingContext, same_data: SameData) -> None:
+        self._context, self._same_data = context, same_data
         self._speeds = evaluating.AgreedSpeeds(context)
 
     def evaluate(
@@ -132,7 +133,10 @@ class CollectiveCalls:
             if source.length is None:
                 raise ValueError(f"{call} needs a dataset with a length, so that every sample counts once")
             facts = {**evaluating.facts_of(source), **facts}
-            self._speeds.take(must_agree(context.transport, f"{call}()", facts, also=self._speeds.own()))
+            seen = self._same_data.look(source.dataset, source.length, source.look)
+            told = must_agree(context.transport, f"{call}()", facts, also=self._speeds.own(), each=seen)
+            self._same_data.check(f"{call}()", source.name, told, seen, source.look)
+            self._speeds.take(told)
             own = context.steps.dealing.at_once if context.steps is not None else USUAL_BATCH
             yield source, whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
         finally:

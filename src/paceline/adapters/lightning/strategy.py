@@ -37,6 +37,7 @@ from paceline.loop.step import Step
 from paceline.loop.user_code import refuse_closures
 from paceline.pace import Pacer
 from paceline.training.join import join_training
+from paceline.training.same_data import SameData
 
 
 class PacelineStrategy(SingleDeviceStrategy):
@@ -101,6 +102,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         self._context = join_training(pace, merge, device=device, seed=seed, nonfinite=nonfinite, wire=wire, **told)
         self.fleet = Fleet(self._context)
         """The fleet that this worker is in: its size, history, `Fleet.gather`."""
+        self.same_data = SameData(self._context)
         hide_launcher()
         super().__init__(device=self.fleet.device)
         self._asked = {
