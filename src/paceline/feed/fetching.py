@@ -35,7 +35,7 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Look:
+class Glance:
     """Samples that are read for their fingerprints alone."""
 
     indices: tuple[int, ...]

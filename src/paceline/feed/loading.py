@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.feed.batches import Batches, BatchOrder, once_each
-from paceline.feed.fetching import Fetcher, Look, Piece, make_fetcher
+from paceline.feed.fetching import Fetcher, Glance, Piece, make_fetcher
 from paceline.feed.loader_settings import read_settings
 from paceline.feed.pipeline import Pipeline
 from paceline.feed.placing import move, pin
@@ -83,11 +83,11 @@ class Source:
             self._pipeline.expect([Piece(epoch, ranges, indices) for ranges, indices in pieces])
 
     def look(self, indices: Sequence[int]) -> dict[str, Any]:
-        """Fingerprints of samples (`Look.of`), read where micro-batches are: in a loader process if there is one, for a
-        dataset may open there what processes cannot share. The user's random numbers stay as they were."""
+        """Fingerprints of samples (`Glance.of`), read where micro-batches are: in a loader process if there is one, as
+        a dataset may open there what processes cannot share. The user's random numbers stay as they were."""
         if self._stream is not None:
             return {"found": [], "seconds": 0.0, "why": "it is an IterableDataset"}
-        asked = Look(tuple(indices))
+        asked = Glance(tuple(indices))
         if self._pipeline is None:
             with generators_kept():
                 devices = TorchGenerators(self._device)
