@@ -26,7 +26,7 @@ POSITIONS = 4
 """Samples that are looked at, where time allows."""
 MOST_SECONDS = 0.05
 """Time after which no further sample is read."""
-MOST_VALUES = 1 << 16
+MOST_VALUES = 1 << 13
 """Values of an array that are looked at, spread over the whole of it."""
 MOST_LEAVES = 4096
 """Entries of a list that are looked at, spread in the same way."""
@@ -114,7 +114,11 @@ def _leaves(value: Any) -> Iterator[tuple[bytes, NDArray[np.float64] | None]]:
             yield from _leaves(value[name])
     elif isinstance(value, (list, tuple)):
         yield f"sequence {len(value)}".encode(), None
-        for part in value[:: -(-len(value) // MOST_LEAVES) or 1]:
+        parts = value[:: -(-len(value) // MOST_LEAVES) or 1]
+        if all(type(part) is int for part in parts):  # tokens
+            yield repr(list(parts)).encode(), None
+            return
+        for part in parts:
             yield from _leaves(part)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from _leaves({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
@@ -136,17 +140,14 @@ def _numpy(tensor: torch.Tensor) -> NDArray[Any]:
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
     """At most `MOST_VALUES` of a tensor's values, flat where it has more."""
-    if tensor.numel() <= MOST_VALUES:
-        return tensor
-    chosen = torch.linspace(0, tensor.numel() - 1, MOST_VALUES, dtype=torch.float64).long()
-    return tensor.reshape(-1)[chosen.to(tensor.device)]
+    return tensor if tensor.numel() <= MOST_VALUES else tensor.reshape(-1)[:: -(-tensor.numel() // MOST_VALUES)]
 
 
 def _array(array: NDArray[Any]) -> Iterator[tuple[bytes, NDArray[np.float64] | None]]:
     if array.dtype.kind not in "biufcSUMm":
         raise NoFingerprint(f"an array of {array.dtype}")
     if array.size > MOST_VALUES:
-        array = array.reshape(-1)[np.linspace(0, array.size - 1, MOST_VALUES).astype(np.int64)]
+        array = array.reshape(-1)[:: -(-array.size // MOST_VALUES)]
     if array.dtype.kind == "c":
         array = np.stack([array.real, array.imag])
     inexact = array.dtype.kind == "f" or (array.dtype == np.uint8 and array.size >= MANY)
