@@ -179,7 +179,7 @@ class Script:
 
     def _evaluate(self, fleet: paceline.Fleet, at: int) -> None:
         length = self.order["length"]
-        found = fleet.evaluate(lambda x, y, i: {"n": len(x), "sum": i.sum().double()}, self.data)
+        found = fleet.evaluate(lambda x, y, i: {"n": len(x), "sum": i.sum().double()}, self.data, sums=("n", "sum"))
         assert found["n"] == found["count"] == length, (at, found)
         assert found["sum"] == length * (length - 1) / 2, (at, found)
 

@@ -86,7 +86,7 @@ def ours(job: Job, seed: int, *, combine: str, wire: str, pace: str = "adaptive"
             step.commit(optimizer, clip_norm=5.0)
             if step.ends_epoch:
                 with clock.evaluation() as told:
-                    said = fleet.evaluate(lambda x, y: scores(model(x), y), test)
+                    said = fleet.evaluate(lambda x, y: scores(model(x), y), test, sums=("right", "loss"))
                     told.accuracy, told.loss = said["right"] / said["count"], said["loss"] / said["count"]
         rounds = len(fleet.history)
     return clock.figures(len(data), rounds)

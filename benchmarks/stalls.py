@@ -127,7 +127,8 @@ and what worker-seconds were lost to."""
 
 def _added_up(fleet: paceline.Fleet, figures: dict[str, float]) -> dict[str, float]:
     """Each figure's sum over the workers: everybody scores one sample of a set with one for each."""
-    return dict(fleet.evaluate(lambda _: figures, TensorDataset(torch.zeros(fleet.size)), batch_size=1))
+    one_each = TensorDataset(torch.zeros(fleet.size))
+    return dict(fleet.evaluate(lambda _: figures, one_each, batch_size=1, sums=tuple(figures)))
 
 
 def alone(seed: int, *, steps: int) -> float:

@@ -73,9 +73,8 @@ def main() -> None:
             step.commit(optimizer, clip_norm=5.0)
             scheduler.step()
             if step.ends_epoch:
-                result = fleet.evaluate(lambda x, y: {"correct": (model(x).argmax(1) == y).sum()}, test)
+                accuracy = fleet.evaluate(lambda x, y: {"correct": model(x).argmax(1) == y}, test)["correct"]
                 if fleet.is_leader:
-                    accuracy = result["correct"] / result["count"]
                     print(f"epoch {step.epoch + 1}: loss {step.loss:.3f}, test accuracy {accuracy:.1%}", flush=True)
 
 

@@ -92,7 +92,7 @@ def training(options: argparse.Namespace, fleet: paceline.Fleet) -> None:
 
     def score(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         with autocast:
-            return {"correct": (ema(x).argmax(1) == y).sum()}
+            return {"correct": ema(x).argmax(1) == y}
 
     for step in fleet.steps(loader, global_batch=options.global_batch, epochs=options.epochs):
         for x, y in step:
@@ -105,7 +105,7 @@ def training(options: argparse.Namespace, fleet: paceline.Fleet) -> None:
         if not step.ends_epoch:
             continue
 
-        accuracy = fleet.evaluate(score, test_loader)["correct"] / len(test)
+        accuracy = fleet.evaluate(score, test_loader)["correct"]
         fleet.state.bad_epochs = 0 if accuracy > fleet.state.best else fleet.state.bad_epochs + 1
         fleet.state.best = max(fleet.state.best, accuracy)
         fleet.save(options.folder / "last.pt")

@@ -95,7 +95,7 @@ def main() -> None:
             if fleet.is_leader and (step.index % 10 == 0 or step.ends_epoch):
                 print(f"step {step.index}: loss {step.loss:.3f}", flush=True)
 
-        figures = fleet.evaluate(lambda rows: {"loss": loss_of(rows, "sum")}, held_out, batch_size=32)
+        figures = fleet.evaluate(lambda rows: {"loss": loss_of(rows, "sum")}, held_out, batch_size=32, sums="loss")
         fleet.save("sharded")  # it loads on any grouping
         mine, whole = memory(optimizer)
         parts: list[int] = [0] * fleet.mesh.size()

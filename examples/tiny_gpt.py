@@ -117,7 +117,7 @@ def main() -> None:
                 step.backward(part["loss"] / part["tokens"], weight=part["tokens"])
             step.commit(optimizer, clip_norm=1.0)
             if step.ends_epoch:
-                held_out = fleet.evaluate(sums, test)
+                held_out = fleet.evaluate(sums, test, sums=("loss", "tokens"))
                 if fleet.is_leader:
                     nats = held_out["loss"] / held_out["tokens"]
                     print(f"epoch {step.epoch + 1}: loss {step.loss:.3f}, held out {nats:.3f} a character", flush=True)

@@ -281,7 +281,7 @@ def call(case: Case, fleet: Any, step: Any, dataset: TensorDataset, world: World
     if what is not None:
         world.scheduler.count_from_here(CALL)
     if what == "evaluate":
-        found = fleet.evaluate(lambda x, y, numbers: {"seen": numbers.sum().double()}, dataset)
+        found = fleet.evaluate(lambda x, y, numbers: {"seen": numbers}, dataset, sums="seen")
         assert (found["seen"], found["count"]) == (LENGTH * (LENGTH - 1) / 2, LENGTH), f"evaluated {found}"
     elif what == "gather":
         got = fleet.gather(lambda x, y, numbers: numbers.double(), dataset)

@@ -32,6 +32,7 @@ from paceline.training.context import TrainingContext
 from paceline.training.join import join_training
 from paceline.training.loading import Loading
 from paceline.training.replica import Model, Replica
+from paceline.training.same_data import SameData
 from paceline.training.saving import Saving
 from paceline.training.untracked import UntrackedChecks
 
@@ -93,10 +94,11 @@ class Fleet:
         self._trackers = Trackers(leads=lambda: context.is_leader, observe=context.recorder.event)
         self._replica = Replica(context)
         untracked = UntrackedChecks(context)
-        self._calls = CollectiveCalls(context)
+        same_data = SameData(context)
+        self._calls = CollectiveCalls(context, same_data)
         self._saving = Saving(context, self._replica, untracked)
         self._loading = Loading(context, self._replica, untracked)
-        self._constructor = StepsConstructor(context, self._replica, untracked, self._saving)
+        self._constructor = StepsConstructor(context, self._replica, untracked, self._saving, same_data)
         self._loops = LoopBuilder(context, self._replica, untracked, self._loading, self._constructor)
 
     # -- what was asked for ----------------------------------------------------------------------------------------
@@ -301,19 +303,28 @@ class Fleet:
         data: Any,
         *,
         batch_size: int | None = None,
+        sums: str | Sequence[str] = (),
         tables: str | Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Deal ``data`` over the fleet and return exact sums over the whole of it, the same on every worker.
+        """Deal ``data`` over the fleet and return exact means over its samples, the same on every worker.
 
-        ``score(*batch)`` returns a dict of sums over the batch; the result has those names and "count". The models
-        are in evaluation mode and no gradients are kept. All workers call it.
+        ``score(*batch)`` returns a dict of tensors with one value per sample of the batch. The result has the mean
+        of each over the whole of ``data``, and "count", the number of samples. A tensor without a name comes back as
+        "mean". The models are in evaluation mode and no gradients are kept. All workers call it.
 
         Args:
             batch_size: samples that go through at once; else the DataLoader's, else the training's micro-batch.
-            tables: names of those sums that are tables, such as a confusion matrix: tensors of one shape, added
-                element by element. Everything else must be a number; predictions are `gather`'s.
+            sums: names that are sums over the batch: added up, and not divided. One number for a batch is refused
+                unless it is named here, for it may be a mean or a sum.
+            tables: names that are tables, such as a confusion matrix: tensors of one shape, added element by element.
+                Predictions are `gather`'s.
+
+        Example:
+            ```python
+            accuracy = fleet.evaluate(lambda x, y: {"correct": model(x).argmax(1) == y}, test_set)["correct"]
+            ```
         """
-        return self._calls.evaluate(score, data, batch_size=batch_size, tables=tables)
+        return self._calls.evaluate(score, data, batch_size=batch_size, sums=sums, tables=tables)
 
     def gather(self, predict: Callable[..., Any], data: Any, *, batch_size: int | None = None, to: str = "all") -> Any:
         """Predictions of the whole of ``data``, in the dataset's order, each sample once: for AUC, F1 or mAP.

@@ -104,17 +104,23 @@ def read_settings(
 
 
 def must_agree(
-    transport: Transport, label: str, facts: Mapping[str, Any], *, also: Mapping[str, Any] | None = None
+    transport: Transport,
+    label: str,
+    facts: Mapping[str, Any],
+    *,
+    also: Mapping[str, Any] | None = None,
+    each: Any = None,
 ) -> list[dict[str, Any]]:
     """Raise ValueError on every worker when their facts differ, saying which and how. Returns everybody's, with what
-    each says ``also``, which may differ."""
+    each says ``also``, which may differ between workers, and a list of what ``each`` of its processes says, which may
+    differ between those too."""
     own = {**facts, **(also or {})}
     several = transport.shards > 1
     everybody: list[dict[str, Any]] = transport.gather(
-        label, (lambda: _agreed_inside(transport, label, own)) if several else own
+        label, (lambda: _agreed_inside(transport, label, own, each)) if several else {**own, EACH: [each]}
     )
     for name, expected in everybody[0].items():
-        if also and name in also:
+        if name == EACH or (also and name in also):
             continue
         others = {rank: theirs.get(name) for rank, theirs in enumerate(everybody) if theirs.get(name) != expected}
         if others:
@@ -126,15 +132,20 @@ def must_agree(
     return everybody
 
 
-def _agreed_inside(transport: Transport, label: str, facts: dict[str, Any]) -> dict[str, Any]:
+EACH = "each process"
+"""Under this name stands what the processes of a worker said, by shard."""
+
+
+def _agreed_inside(transport: Transport, label: str, facts: dict[str, Any], each: Any) -> dict[str, Any]:
     """A worker's facts; ValueError when its processes have unlike ones."""
-    for shard, theirs in enumerate(transport.collect(label, facts)):
+    said = transport.collect(label, [facts, each])
+    for shard, (theirs, _) in enumerate(said):
         if name := next((name for name in facts if theirs.get(name) != facts[name]), None):
             raise ValueError(
                 f"the processes of a worker disagree in {label}: {name} is {facts[name]!r} in the first and "
                 f"{theirs.get(name)!r} in process {shard}"
             )
-    return facts
+    return {**facts, EACH: [one for _, one in said]}
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

@@ -416,7 +416,7 @@ def test_a_strategy_fits_once_and_not_after_it_was_closed(strategy: Strategies) 
     one.fit(module := Module(), loader())
     with pytest.raises(MisuseError, match="a second fit with one PacelineStrategy"):
         one.fit(module, loader())
-    with pytest.raises(MisuseError, match="has left the fleet: a script joins once"):
+    with pytest.raises(MisuseError, match="this PacelineStrategy has left the fleet, in close"):
         one.test(module, loader())
 
 

@@ -63,8 +63,9 @@ def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None)
         {"label_smoothing_factor": 0.1, "dataloader_drop_last": True, "num_train_epochs": 1.5},
         {"compute_loss_func": smoothed, "num_train_epochs": 1},
         {"train_sampling_strategy": "sequential", "gradient_checkpointing": True, "dataloader_num_workers": 1},
+        {"train_sampling_strategy": "group_by_length", "num_train_epochs": 3},
     ],
-    ids=["evaluated", "max_steps", "label smoothing", "a loss of one's own", "in order"],
+    ids=["evaluated", "max_steps", "label smoothing", "a loss of one's own", "in order", "grouped"],
 )
 def test_unequal_micro_batches_of_tokens_equal_the_plain_trainer(
     tmp_path: Path, fleet: paceline.Fleet, options: dict[str, Any]
@@ -132,6 +133,10 @@ def test_a_second_training_begins_anew(tmp_path: Path, fleet: paceline.Fleet) ->
     trainer.train()
     assert counting.steps == [1, 2, 3, 4, 5, 6] * 2
     assert trainer.state.epoch == 2.0
+    theirs = Trainer(gpt(), plain_arguments(tmp_path / "plain"), train_dataset=texts())
+    theirs.train()
+    theirs.train()
+    assert apart(trainer.model, theirs.model) < 2e-6, "the order begins anew too"
 
 
 def test_early_stopping_stops_and_the_best_weights_come_back(tmp_path: Path, fleet: paceline.Fleet) -> None:

@@ -31,7 +31,7 @@ def train(fleet: paceline.Fleet, *, load: Path | None = None, save: Path | None 
             step.commit(optimizer)
             if save is not None and (loop, step.index) == (1, 4):
                 fleet.save(save, extra={"name": "second loop"})
-        figures = fleet.evaluate(lambda x, y: {"loss": float(mse(model, x, y)) * len(x)}, data)
+        figures = fleet.evaluate(lambda x, y: {"loss": float(mse(model, x, y)) * len(x)}, data, sums="loss")
         fleet.state.best = min(fleet.state.best, figures["loss"])
     return [flat(model), torch.tensor(fleet.state.best)]
 

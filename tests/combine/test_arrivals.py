@@ -53,7 +53,7 @@ def train(fleet: paceline.Fleet, *, slow: float = 0.0, epochs: int = 1, **asked:
         steps += 1
         ends.append(step.ends_epoch)
         if steps == asked["meets"] if "meets" in asked else step.ends_epoch:
-            met.append(fleet.evaluate(lambda x, y: {"loss": mse(model, x, y) * len(x)}, DATA)["loss"])
+            met.append(fleet.evaluate(lambda x, y: {"loss": mse(model, x, y) * len(x)}, DATA, sums="loss")["loss"])
         if step.ends_epoch and step.epoch == 0 and "save" in asked:
             fleet.save(asked["save"])
         if steps == asked.get("leaves"):
@@ -167,7 +167,7 @@ def test_unlike_calls_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyP
             for x, y in step:
                 step.backward(mse(model, x, y))
             step.commit(optimizer)
-            fleet.agree(True) if fleet.rank else fleet.evaluate(lambda x, y: {"n": len(x)}, DATA)
+            fleet.agree(True) if fleet.rank else fleet.evaluate(lambda x, y: {"x": x[:, 0]}, DATA)
 
     with pytest.raises(MisuseError, match="not every worker called"):
         together(monkeypatch, tmp_path, script, combine=ARRIVAL)

@@ -106,7 +106,7 @@ def test_no_parameters_travel_before_the_end(tmp_path: Path, monkeypatch: pytest
 
 
 CALLS: dict[str, Callable[[paceline.Fleet, Path], Any]] = {
-    "evaluate": lambda fleet, folder: fleet.evaluate(lambda *batch: {"seen": len(batch[0])}, DATA),
+    "evaluate": lambda fleet, folder: fleet.evaluate(lambda *batch: {"seen": len(batch[0])}, DATA, sums="seen"),
     "save": lambda fleet, folder: fleet.save(folder / "saved"),
     "agree": lambda fleet, folder: fleet.agree(False),
     "autosave": lambda fleet, folder: fleet.autosave(folder / "auto", every_steps=1),
@@ -157,7 +157,7 @@ def test_who_leaves_the_loop_early_is_averaged_in_the_next_call_of_all_or_as_the
         training.run(lambda step: step.index == (3, 4)[fleet.rank])
         apart = training.weights
         if asks:
-            fleet.evaluate(lambda *batch: {"seen": len(batch[0])}, DATA)
+            fleet.evaluate(lambda *batch: {"seen": len(batch[0])}, DATA, sums="seen")
         return apart
 
     combine = paceline.Averaging(every="end", every_steps=2)

@@ -53,7 +53,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             rounds.append(step.round)
             due = case.get("every") and step.index % case["every"] == 0
             if step.ends_epoch or due or step.index == case.get("at"):
-                hit = fleet.evaluate(lambda x, y, n: {"hit": (model(x).argmax(1) == y).sum()}, data)
+                hit = fleet.evaluate(lambda x, y, n: {"hit": model(x).argmax(1) == y}, data, sums="hit")
                 evaluations.append([hit["hit"], hit["count"]])
             if case.get("save") and step.ends_epoch and step.epoch == 0:
                 fleet.save(case["save"], extra={"epoch": step.epoch})

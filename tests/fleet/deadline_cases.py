@@ -205,7 +205,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             )
             if case.get("evaluate_every") and (step.index + 1) % case["evaluate_every"] == 0:
                 evaluations.append(
-                    fleet.evaluate(lambda x, y, n: {"hit": (model(x).argmax(1) == y).sum()}, data)["hit"]
+                    fleet.evaluate(lambda x, y, n: {"hit": model(x).argmax(1) == y}, data, sums="hit")["hit"]
                 )
             if case.get("nudge") == [fleet.rank, step.index]:
                 with torch.no_grad():

@@ -46,7 +46,8 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
             step.commit(optimizer)
             ghost.at("after commit", step.round)
             if args.get("evaluate") and step.ends_epoch:
-                found = fleet.evaluate(partial(score, model, lambda: ghost.at("evaluating", steps.rounds)), data())
+                scored = partial(score, model, lambda: ghost.at("evaluating", steps.rounds))
+                found = fleet.evaluate(scored, data(), sums=("n", "sum"))
                 assert found["n"] == found["count"] == LENGTH, found
                 evaluated.append([step.epoch, found["sum"]])
         rounds = steps.rounds

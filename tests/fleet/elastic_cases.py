@@ -99,7 +99,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
             scheduler.step()
             steps_seen.append(step.index)
             if args.get("evaluate") and step.index % args["evaluate"] == 0:
-                found = fleet.evaluate(lambda x, y: {"n": len(x)}, data())
+                found = fleet.evaluate(lambda x, y: {"n": len(x)}, data(), sums="n")
                 assert found["n"] == found["count"] == LENGTH, found
             if args.get("save") and step.index % args["save"] == 0:
                 ghost.at("before saving", step.index)

@@ -77,7 +77,7 @@ def leader_calls_alone(args: dict[str, Any]) -> None:
 
 def call(fleet: paceline.Fleet, name: str, folder: str) -> None:
     if name == "evaluate":
-        fleet.evaluate(lambda x, y: {"sum": x.sum()}, data(20))
+        fleet.evaluate(lambda x, y: {"sum": x.sum()}, data(20), sums="sum")
     elif name == "save":
         fleet.save(Path(folder) / "x.pt")
     else:

@@ -353,7 +353,7 @@ def memory(args: Args) -> dict[str, Any]:
         with join("fixed:1,1") as fleet:
             model = fleet.model(net())
             steps = list(loop(fleet, model, micro_batch="auto", whole=True))
-            total = fleet.evaluate(lambda x, y: {"sum": model(x).sum()}, data(), batch_size=48)
+            total = fleet.evaluate(lambda x, y: {"sum": model(x).sum()}, data(), batch_size=48, sums="sum")
             return {
                 "parameters": flat(model),
                 "micro_batches": [step.record.micro_batches for step in steps],
@@ -398,11 +398,13 @@ def evaluation(args: Args) -> list[dict[str, Any]]:
             table = torch.zeros(2, 2, dtype=torch.int64)
             for truth, guess in zip(y > 0, x[:, :1] > 0, strict=True):
                 table[int(truth), int(guess)] += 1
-            return {"table": table, "sum": y.sum()}
+            return {"table": table, "sum": y.sum(), "mean": y}
 
-        results = [fleet.evaluate(score, data(47), tables="table")]
+        results = [fleet.evaluate(score, data(47), sums="sum", tables="table")]
         next(loop(fleet, model))
-        results += [fleet.evaluate(score, data(length), batch_size=5, tables=["table"]) for length in (47, 1)]
+        results += [
+            fleet.evaluate(score, data(length), batch_size=5, sums=["sum"], tables=["table"]) for length in (47, 1)
+        ]
         results += [{"agree": [fleet.agree(fleet.rank == 1), fleet.agree(False)], "training": model.training}]
         return [{k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in result.items()} for result in results]
 

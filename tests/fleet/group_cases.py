@@ -75,7 +75,7 @@ def train(args: dict[str, Any] | None) -> dict[str, Any]:
             if step.index == args.get("save_at"):
                 fleet.save(args["save"])
                 break
-        evaluated = fleet.evaluate(score(model), data(37), batch_size=8)
+        evaluated = fleet.evaluate(score(model), data(37), batch_size=8, sums="right")
         predicted = fleet.gather(lambda x, y: model(x), data(37), batch_size=8)
         parameters = torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
         held = [local(p) for p in model.parameters()]
@@ -96,7 +96,7 @@ def train(args: dict[str, Any] | None) -> dict[str, Any]:
 def score(model: nn.Module) -> Any:
     def sums(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
         out = model(x)
-        return {"right": (out.argmax(1) == y).sum(), "loss": nn.functional.cross_entropy(out, y, reduction="sum")}
+        return {"right": (out.argmax(1) == y).sum(), "loss": nn.functional.cross_entropy(out, y, reduction="none")}
 
     return sums
 
@@ -193,7 +193,7 @@ def astray(args: dict[str, Any]) -> None:
         fleet.model(Net().double(), shard=True)
         if fleet.is_leader:
             fleet.agree(True)
-        fleet.evaluate(lambda x, y: {"n": len(x)}, data())
+        fleet.evaluate(lambda x, y: {"n": len(x)}, data(), sums="n")
 
 
 def newest(folder: str) -> str:

@@ -115,7 +115,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
                 step.commit(*optimizers, clip_norm=0.5)
             told.append([step.index, step.epoch, step.record.ranges, step.applied, sum(step.record.samples)])
             if case.get("evaluate_after") == step.index:
-                fleet.evaluate(lambda x, y, n: {"hit": (model(x).argmax(1) == y).sum()}, Numbered(50))
+                fleet.evaluate(lambda x, y, n: {"hit": model(x).argmax(1) == y}, Numbered(50))
         return {"parameters": flat(model), "steps": told, "trained": trained, "scale": scaler.get_scale()}
 
 
@@ -224,7 +224,7 @@ def score_before_the_work(case: dict[str, Any]) -> list[Any]:
         ):
             if step.index % 3 == 2:
                 time.sleep(0.013 * fleet.rank)
-                result = fleet.evaluate(lambda x, y, n: {"sum": n.sum()}, scored, batch_size=100)
+                result = fleet.evaluate(lambda x, y, n: {"sum": n.sum()}, scored, batch_size=100, sums="sum")
                 results.append([result["sum"], result["count"]])
             for x, y, _ in step:
                 time.sleep(0.004)

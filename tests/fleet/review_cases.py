@@ -143,7 +143,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
                 ghost.at("after commit", step.index)
                 if args.get("evaluate") and step.index % args["evaluate"] == args["evaluate"] - 1:
                     beside(f"evaluating.{ME}.{step.index}").touch()
-                    found = fleet.evaluate(partial(score, args, step.index), data())
+                    found = fleet.evaluate(partial(score, args, step.index), data(), sums="n")
                     evaluations.append([step.index, found["n"], found["count"]])
     return {
         "cut": lines.cut() if lines is not None else 0,

@@ -239,6 +239,7 @@ def test_evaluation_is_exact_for_any_shares_and_smaller_sets_than_fleets(told: T
         table = [[int(((truth == t) & (guess == g)).sum()) for g in (False, True)] for t in (False, True)]
         assert result["table"] == table
         assert result["sum"] == pytest.approx(float(y.sum()), abs=1e-12)
+        assert result["mean"] == pytest.approx(float(y.mean()), abs=1e-12)
         assert result["count"] == length
     assert first[3] == {"agree": [True, False], "training": True}
 

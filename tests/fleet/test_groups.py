@@ -56,7 +56,7 @@ def alone() -> dict[str, Any]:
         "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
         "losses": losses,
         "norms": norms,
-        "evaluated": {"right": float(evaluated["right"]), "loss": float(evaluated["loss"]), "count": 37},
+        "evaluated": {"right": float(evaluated["right"]), "loss": float(evaluated["loss"].mean()), "count": 37},
         "predicted": predicted.tolist(),
     }
 

@@ -106,7 +106,7 @@ class Worker:
             self.steps: Any = fleet.steps(
                 numbers(48), **{"global_batch": 12, "micro_batch": 4, "shuffle": False} | settings
             )
-        self.recorder, self.passes, self.led = Recorder(folder), Passes(), list[int]()
+        self.recorder, self.passes, self.led, self.checked = Recorder(folder), Passes(), list[int](), list[Any]()
         self.agreed: dict[str, Any] = {"global_batch": 12, "epochs": 1}
         self.members = Membership(
             transport,  # type: ignore[arg-type]
@@ -115,6 +115,8 @@ class Worker:
             agreed=lambda: self.agreed,
             recorder=self.recorder,  # type: ignore[arg-type]
             passes=self.passes,
+            seen=lambda: {"found": []},
+            check_seen=self.checked.append,
             leads=lambda: self.led.append(transport.rank),
             before_leaving=lambda: transport.did.append("before leaving"),
         )
@@ -457,6 +459,7 @@ def test_a_newcomer_takes_over_where_a_peer_is(worker: MakeWorker, combine: Any)
             assert one.steps.dealing.state_dict() == peer.steps.dealing.state_dict()
             assert (one.transport.lanes.rounds, one.transport.calls, one.passes.saves) == (17, 23, 3)
             assert one.recorder.went_on_in == [peer.recorder.run_dir.absolute()]
+            assert one.checked == [{"found": []}], "its data are compared with the peer's"
             one.members.at_boundary()
             assert one.transport.did == [], "what was due before it entered is not due any more"
 

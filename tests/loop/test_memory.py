@@ -162,7 +162,7 @@ def test_evaluation_survives_a_batch_that_does_not_fit(tmp_path: Path, monkeypat
         x = numbers().tensors[0]
         with torch.no_grad():
             expected = float((model.weight @ x.T).sum() + 40 * model.bias.sum())
-        result = fleet.evaluate(lambda x, y: {"sum": model(x).sum()}, numbers(), batch_size=32)
+        result = fleet.evaluate(lambda x, y: {"sum": model(x)}, numbers(), batch_size=32, sums="sum")
     assert result == {"sum": pytest.approx(expected, abs=1e-12), "count": 40}
 
 

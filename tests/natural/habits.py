@@ -395,7 +395,10 @@ def _save_inside(habits: Habits, loop: str) -> str:
 
 
 def _end_of_epoch(habits: Habits) -> str:
-    score = 'fleet.evaluate(lambda a, b, i: {"loss": nn.functional.cross_entropy(model(a), b) * len(a)}, data)["loss"]'
+    score = (
+        'fleet.evaluate(lambda a, b, i: {"loss": nn.functional.cross_entropy(model(a), b) * len(a)}, data, '
+        'sums="loss")["loss"]'
+    )
     where = "fleet.state." if habits.early == "state" else ""
     patience = "5" if habits.elastic else "2"
     return _lines(

@@ -265,7 +265,7 @@ def test_draws_with_replacement_count_once_each_and_evaluation_meets_every_sampl
             step.combine()
             found.append((model.counted.grad * step.record.weight).round().long().tolist()[:10])
             step.commit(optimizer)
-        sums = fleet.evaluate(lambda numbers, padded, noise: {"sum": numbers.sum()}, loader())
+        sums = fleet.evaluate(lambda numbers, padded, noise: {"sum": numbers.sum()}, loader(), sums="sum")
         rows = fleet.gather(lambda numbers, padded, noise: numbers, loader()).tolist()
         drawn = fleet.gather(lambda numbers, padded, noise: numbers, twice).tolist()
         result = [found, sums, rows, drawn]

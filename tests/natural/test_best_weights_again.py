@@ -33,7 +33,7 @@ with paceline.join() as fleet:
     fleet.load(path)
     best = network()
     best.load_state_dict(torch.load(path)["models"][0])
-    found = fleet.evaluate(lambda a, b: {"loss": loss_fn(model(a), b) * len(a)}, data)["loss"]
+    found = fleet.evaluate(lambda a, b: {"loss": loss_fn(model(a), b) * len(a)}, data, sums="loss")["loss"]
     result = {"weights": flat(model) == flat(best), "apart": abs(found - total(best)), "state": fleet.state.saved}
     for step in fleet.steps(data, global_batch=12, micro_batch=3, epochs=1):
         for a, b in step:

@@ -173,7 +173,7 @@ class Plain:
 
     def test_loss(self) -> float:
         with torch.no_grad():
-            return self.loss_fn(self.model(self.test[0]), self.test[1]).item() * 50
+            return self.loss_fn(self.model(self.test[0]), self.test[1]).item()
 
 
 def trained(steps: int | None = None, *, epochs: int = 5, on_gradient: Any = None, shuffle: bool = True) -> list[float]:
@@ -261,7 +261,7 @@ def evaluated() -> list[float]:
     plain = Plain()
     with torch.no_grad():
         right = (plain.model(plain.test[0]).argmax(1) == plain.test[1]).sum().item()
-    return [right / 50, plain.test_loss() / 50]
+    return [right / 50, plain.test_loss()]
 
 
 def predicted() -> list[float]:

@@ -125,7 +125,7 @@ for name, phase, epochs in (("pre-train", noisy, 2), ("fine-tune", small, 2)):
             break
     else:
         scheduler.step()
-        scores.append(fleet.evaluate(lambda a, b: {"right": (model(a).argmax(1) == b).sum()}, data)["right"])
+        scores.append(fleet.evaluate(lambda a, b: {"right": model(a).argmax(1) == b}, data)["right"])
         continue
     break
 fleet.leave()
@@ -199,7 +199,7 @@ with paceline.join() as fleet:
             seen.append(step.index)
             if PAUSE and not (FOLDER / "hurry").exists():
                 time.sleep(PAUSE)
-        score = fleet.evaluate(lambda a, b: {"figure": figures[epoch] * len(a) / 48}, data)["figure"]
+        score = fleet.evaluate(lambda a, b: {"figure": torch.full((len(a),), figures[epoch])}, data)["figure"]
         if score < fleet.state.best:
             fleet.state.best, fleet.state.bad = score, 0
             if path:

@@ -1,4 +1,5 @@
-"""Evaluation as people write it: sums are added, predictions are gathered, and neither is taken for the other."""
+"""Evaluation as people write it: values per sample give means, sums are named, predictions are gathered, and none is
+taken for another."""
 
 from __future__ import annotations
 
@@ -12,14 +13,38 @@ pytestmark = pytest.mark.fleet
 CLASSES = """
 with paceline.join(combine=os.environ.get("COMBINE", "gradients")) as fleet:
     model = fleet.model(network())
-    result = fleet.evaluate(lambda x, y: {"classes": model(x).argmax(1)}, data, batch_size=8)
+    result = fleet.evaluate(lambda x, y: {"classes": model(x).softmax(1)}, data, batch_size=8)
 """
 
 
 def test_predictions_given_to_evaluate_are_refused_and_not_added_up(tmp_path: Path) -> None:
     said = refusals(tmp_path, CLASSES)
-    assert "ValueError: fleet.evaluate adds up numbers, and 'classes' has the shape (8,)" in said
-    assert "for predictions of each sample call fleet.gather" in said
+    assert "ValueError: fleet.evaluate: 'classes' has the shape (8, 3) for a batch of 8 samples" in said
+    assert "For predictions of each sample call fleet.gather" in said
+
+
+def test_an_evaluation_gives_one_processs_means_and_a_batchs_mean_is_refused(tmp_path: Path) -> None:
+    script = """
+    held_out = TensorDataset(x[:47], y[:47])
+    with paceline.join(pace="fixed:1,3") as fleet:
+        model = fleet.model(network())
+        try:
+            fleet.evaluate(lambda x, y: {"loss": loss_fn(model(x), y)}, held_out, batch_size=5)  # as everywhere else
+        except ValueError as error:
+            refused = str(error)
+        each = nn.CrossEntropyLoss(reduction="none")
+        score = lambda x, y: {"loss": each(model(x), y), "right": model(x).argmax(1) == y, "rows": len(y)}
+        found = fleet.evaluate(score, held_out, batch_size=5, sums="rows")
+        with torch.no_grad():
+            out = model(x[:47])
+            loss, right = loss_fn(out, y[:47]), (out.argmax(1) == y[:47]).double().mean()
+        off = [abs(found["loss"] - loss.item()), found["right"] - right.item()]
+        result = [refused, *off, found["rows"], found["count"]]
+    """
+    for refused, loss, right, rows, count in results(tmp_path, script):
+        assert "'loss' is one number for a batch of 5 samples, which may be their mean or their sum" in refused
+        assert loss < 1e-14
+        assert (right, rows, count) == (0, 47, 47)
 
 
 def test_a_name_that_only_one_workers_samples_gave_is_refused(tmp_path: Path) -> None:
@@ -28,7 +53,7 @@ def test_a_name_that_only_one_workers_samples_gave_is_refused(tmp_path: Path) ->
         model = fleet.model(network())
         rare = torch.arange(48) >= 40
         def score(x, rare):
-            return {"right": 1, **({"rare": rare.sum()} if rare.any() else {})}
+            return {"right": rare, **({"rare": rare} if rare.any() else {})}
         result = fleet.evaluate(score, TensorDataset(x, rare), batch_size=24)
     """
     assert "the function returned 'rare' on one worker and not on another" in refusals(tmp_path, script)

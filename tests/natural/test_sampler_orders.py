@@ -79,7 +79,7 @@ def test_a_sampler_of_a_part_is_what_is_evaluated(tmp_path: Path) -> None:
     loader = DataLoader(numbered, batch_size=5, sampler=SubsetRandomSampler(range(30, 47)))
     with paceline.join() as fleet:
         model = fleet.model(network())
-        sums = fleet.evaluate(lambda number, x, y: {"sum": number.sum()}, loader)
+        sums = fleet.evaluate(lambda number, x, y: {"sum": number.sum()}, loader, sums="sum")
         result = [sums, sorted(fleet.gather(lambda number, x, y: number, loader).tolist())]
     """
     for result in results(tmp_path, script, before=BEFORE + WEIGHTED):

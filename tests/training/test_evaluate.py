@@ -1,4 +1,4 @@
-"""Evaluation: exact sums over the whole set for any shares, and models left as they were."""
+"""Evaluation: exact means and sums over the whole set for any shares, and models left as they were."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fleet(tmp_path: Path) -> Iterator[paceline.Fleet]:
 
 
 @given(data=st.data(), workers=st.integers(1, 5), length=st.integers(1, 40), batch_size=st.integers(1, 50))
-def test_sums_and_tables_are_exact_for_any_shares(
+def test_means_sums_and_tables_are_exact_for_any_shares(
     data: st.DataObject, workers: int, length: int, batch_size: int
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, length), min_size=workers - 1, max_size=workers - 1)))
@@ -40,27 +40,57 @@ def test_sums_and_tables_are_exact_for_any_shares(
         table = torch.zeros(3, 4, dtype=torch.int64)
         for value in x.tolist():
             table[value % 3, value % 4] += 1
-        return {"sum": x.sum(), "squares": float((x**2).sum()), "table": table, "rows": len(x)}
+        return {"sum": x.sum(), "mean": x, "squares": (x**2)[:, None], "table": table, "rows": len(x)}
 
-    parts = []
+    kinds, parts = evaluating.Kinds.of(["sum", "squares", "rows"], "table"), []
     for rank in range(workers):
         source = Source(TensorDataset(numbers), device=CPU, seed=0)
         batches = evaluating.each_batch(source, shares=shares, rank=rank, batch_size=batch_size)
-        own = evaluating.own_sums(score, batches, tables=["table"])
+        own = evaluating.own_sums(score, batches, kinds)
         parts.append(json.loads(json.dumps(own)))  # as it travels
-    result = evaluating.total(parts, tables=["table"])
+    result = evaluating.whole(parts, kinds)
     expected = score(numbers)
     assert torch.equal(result.pop("table"), expected.pop("table").double())
-    assert result == {"sum": float(numbers.sum()), "squares": expected["squares"], "rows": length, "count": length}
+    total, squares = float(numbers.sum()), float((numbers**2).sum())
+    assert result.pop("mean") == pytest.approx(total / length, rel=1e-14)
+    assert result == {"sum": total, "squares": squares, "rows": length, "count": length}
 
 
-def test_the_result_is_the_users_names_and_the_count(fleet: paceline.Fleet) -> None:
+def test_values_per_sample_give_their_mean_and_sums_are_named(fleet: paceline.Fleet) -> None:
     model = fleet.model(linear())
     x, y = numbers().tensors
     with torch.no_grad():
-        expected = float((model(x) - y).abs().sum())
-    result = fleet.evaluate(lambda x, y: {"error": (model(x) - y).abs().sum()}, numbers(), batch_size=7)
-    assert result == {"error": pytest.approx(expected, abs=1e-12), "count": 40}
+        errors = (model(x) - y).abs()
+    mean, total = (pytest.approx(float(found), abs=1e-12) for found in (errors.mean(), errors.sum()))
+
+    def score(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        error = (model(x) - y).abs()
+        return {"error": error, "listed": error.flatten().tolist(), "total": error.sum(), "each": error}
+
+    result = fleet.evaluate(score, numbers(), batch_size=7, sums=("total", "each"))
+    assert result == {"error": mean, "listed": mean, "total": total, "each": total, "count": 40}
+    assert fleet.evaluate(lambda x, y: (model(x) - y).abs(), numbers()) == {"mean": mean, "count": 40}
+
+
+@pytest.mark.parametrize("value", [lambda loss: loss, lambda loss: loss.item()])
+def test_one_number_for_a_batch_is_refused_with_both_ways_to_write_it(fleet: paceline.Fleet, value: Any) -> None:
+    model = fleet.model(linear())
+    loss_fn = nn.MSELoss()
+    with pytest.raises(ValueError) as error:
+        fleet.evaluate(lambda x, y: {"loss": value(loss_fn(model(x), y))}, numbers(), batch_size=7)
+    said = str(error.value)
+    assert "'loss' is one number for a batch of 7 samples, which may be their mean or their sum" in said
+    assert 'reduction="none"' in said
+    assert 'fleet.evaluate(..., sums=("loss",))' in said
+    with pytest.raises(ValueError, match="'mean' is one number"):
+        fleet.evaluate(lambda x, y: value(loss_fn(model(x), y)), numbers())
+
+
+def test_a_name_is_a_sum_or_a_table_and_not_both(fleet: paceline.Fleet) -> None:
+    with pytest.raises(ValueError, match="'n' is in sums= and in tables="):
+        fleet.evaluate(lambda x, y: {"n": len(x)}, numbers(), sums="n", tables=["n"])
+    with pytest.raises(ValueError, match="returns nothing called 'n'"):
+        fleet.evaluate(lambda x, y: {}, numbers(), sums="n")
 
 
 def test_a_table_is_in_the_result_and_in_the_log(fleet: paceline.Fleet) -> None:
@@ -68,8 +98,8 @@ def test_a_table_is_in_the_result_and_in_the_log(fleet: paceline.Fleet) -> None:
     assert torch.equal(result["table"], torch.eye(2, dtype=torch.float64) * 40)
     fleet.leave()
     events = [json.loads(line) for line in (fleet.run_dir / "events.jsonl").read_text().splitlines()]
-    logged = [event["result"] for event in events if event["event"] == "evaluate"]
-    assert logged == [{"table": [[40.0, 0.0], [0.0, 40.0]], "count": 40}]
+    logged = [(event["result"], event["means"]) for event in events if event["event"] == "evaluate"]
+    assert logged == [({"table": [[40.0, 0.0], [0.0, 40.0]], "count": 40}, [])]
 
 
 @pytest.mark.parametrize("raised", [False, True])
@@ -82,7 +112,7 @@ def test_every_module_is_in_its_own_mode_again_afterwards(fleet: paceline.Fleet,
         seen.append((model.training, model[1].training, torch.is_grad_enabled()))
         if raised:
             raise KeyError("a bug in the script")
-        return {"sum": model(x).sum()}
+        return {"mean": model(x).mean(1)}
 
     with pytest.raises(KeyError) if raised else join(fleet.run_dir.parent / "unused"):
         fleet.evaluate(score, numbers())
@@ -98,7 +128,7 @@ def test_evaluating_between_steps_changes_nothing_in_the_training(tmp_path: Path
             model = fleet.model(nn.Sequential(deep(), nn.Dropout(0.3), nn.BatchNorm1d(1).double()))
             for _ in training(fleet, model, sgd(model), numbers(), global_batch=8, micro_batch=4):
                 if evaluates:
-                    fleet.evaluate(lambda x, y, model=model: {"sum": model(x).sum()}, numbers(), batch_size=3)
+                    fleet.evaluate(lambda x, y, model=model: model(x), numbers(), batch_size=3)
             results.append(torch.cat([t.double().flatten() for t in model.state_dict().values()]))
     assert torch.equal(*results)
 
@@ -108,7 +138,7 @@ def test_evaluating_in_the_middle_of_a_step_leaves_its_gradient_alone(fleet: pac
     step = next(iter(fleet.steps(numbers(), global_batch=8, micro_batch=4)))
     for x, y in step:
         step.backward(nn.functional.mse_loss(model(x), y))
-        assert fleet.evaluate(lambda x, y: {"sum": model(x).sum()}, numbers())["count"] == 40
+        assert fleet.evaluate(lambda x, y: model(x), numbers())["count"] == 40
     step.commit(sgd(model))
     assert step.applied
 
@@ -120,26 +150,26 @@ def test_any_data_with_a_length_can_be_evaluated(fleet: paceline.Fleet, kind: st
         data = DataLoader(data, batch_size=7, shuffle=True, drop_last=True, num_workers=int("process" in kind))
     if kind == "dicts":
         rows = [{"x": row, "y": row.sum()} for row in numbers().tensors[0]]
-        result = fleet.evaluate(lambda batch: {"sum": batch["y"].sum()}, rows)
+        result = fleet.evaluate(lambda batch: {"sum": batch["y"].sum()}, rows, sums="sum")
     else:
-        result = fleet.evaluate(lambda x, y: {"sum": y.sum()}, data)
+        result = fleet.evaluate(lambda x, y: {"sum": y.sum()}, data, sums="sum")
     assert result == {"sum": pytest.approx(float(numbers().tensors[1].sum()), abs=1e-12), "count": 40}
 
 
 @pytest.mark.parametrize(
     ("score", "said"),
     [
-        (lambda x, y: x.sum(), "must return a dict of sums over the batch"),
-        (lambda x, y: None, "must return a dict of sums over the batch"),
+        (lambda x, y: None, "must return one value per sample of the batch, or a dict of such"),
+        (lambda x, y: [1.0], "must return one value per sample of the batch, or a dict of such"),
         (lambda x, y: {"count": 3}, '"count" is its own name'),
         (lambda x, y: {"name": "many"}, "name"),
-        (lambda x, y: {"guess": x[:, 0] > 0}, "for predictions of each sample call fleet.gather"),
-        (lambda x, y: {"table": torch.eye(3)}, 'say tables=("table",)'),
-        (lambda x, y: x[:, 0] > 0, "call fleet.gather"),
-        (lambda x, y: {"rare": 1} if len(x) == 7 else {}, "'rare' for one batch and not for another"),
+        (lambda x, y: {"logits": x}, "(7, 3) for a batch of 7 samples, and must have one value per sample"),
+        (lambda x, y: {"few": y[:3]}, "For predictions of each sample call fleet.gather"),
+        (lambda x, y: {"table": torch.eye(3)}, 'is named: tables=("table",)'),
+        (lambda x, y: {"rare": y} if len(x) == 7 else {}, "'rare' for one batch and not for another"),
     ],
 )
-def test_a_score_that_is_no_dict_of_sums_is_refused(fleet: paceline.Fleet, score: Any, said: str) -> None:
+def test_a_score_without_one_value_per_sample_is_refused(fleet: paceline.Fleet, score: Any, said: str) -> None:
     with pytest.raises(ValueError) as error:
         fleet.evaluate(score, numbers(), batch_size=7)
     assert said in str(error.value)
@@ -158,8 +188,9 @@ def test_a_table_that_changes_its_shape_or_is_not_there_is_refused(fleet: paceli
 
 def test_names_that_only_one_worker_returned_are_refused() -> None:
     with pytest.raises(ValueError, match="returned 'rare' on one worker and not on another"):
-        evaluating.total([{"sum": 1.0, "count": 3}, {"sum": 1.0, "rare": 2.0, "count": 4}, {"count": 0}])
-    assert evaluating.total([{"sum": 1.0, "count": 3}, {"count": 0}]) == {"sum": 1.0, "count": 3}
+        evaluating.whole([{"sum": 1.0, "count": 3}, {"sum": 1.0, "rare": 2.0, "count": 4}, {"count": 0}])
+    sums = evaluating.Kinds.of("sum", ())
+    assert evaluating.whole([{"sum": 1.0, "count": 3}, {"count": 0}], sums) == {"sum": 1.0, "count": 3}
 
 
 @pytest.mark.parametrize("batch_size", [0, -3, 2.5, "many"])

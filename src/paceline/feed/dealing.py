@@ -58,6 +58,9 @@ class Dealing(Protocol):
     def progress(self) -> float:
         """The part of this epoch that is done, in [0, 1]."""
 
+    def look(self, indices: Sequence[int]) -> dict[str, Any]:
+        """Fingerprints of these samples of the dataset, on the script's thread and before the first micro-batch."""
+
     def order_digest(self) -> str | None:
         """Of the open epoch's custom order; None when there is none."""
 

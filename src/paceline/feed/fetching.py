@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import StackDataset, Subset, TensorDataset, default_collate
 
+from paceline import concurrency
+from paceline.feed.fingerprints import MOST_SECONDS, NoFingerprint, fingerprint
 from paceline.feed.keys import keys
 from paceline.feed.randomness import seed_generators
 from paceline.feed.ranges import positions
@@ -30,6 +32,34 @@ class Piece:
     def name(self) -> tuple[int, tuple[Range, ...], bytes]:
         """Equal for pieces that ask for the same thing."""
         return self.epoch, self.ranges, self.indices.tobytes()
+
+
+@dataclass(eq=False)
+class Glance:
+    """Samples that are read for their fingerprints alone."""
+
+    indices: tuple[int, ...]
+
+    @property
+    def name(self) -> tuple[str, tuple[int, ...]]:
+        return "look", self.indices
+
+    def of(self, fetch: Fetcher | TensorFetcher) -> dict[str, Any]:
+        """Return the fingerprints of the first of them, for as long as time allows, and the seconds that it took; with
+        ``why`` where they have none."""
+        began, found = concurrency.perf_counter(), list[Any]()
+        spent = 0.0
+        try:
+            for index in self.indices:
+                found.append(fingerprint(fetch.sample(index)))
+                spent = concurrency.perf_counter() - began
+                if spent > MOST_SECONDS:
+                    break
+        except NoFingerprint as none:
+            return {"found": [], "seconds": spent, "why": f"a sample holds {none}, which has no stable bytes"}
+        except Exception as error:  # whatever the dataset raises: the loop will meet it, and say so
+            return {"found": [], "seconds": spent, "why": f"sample {index} raised {type(error).__name__}"}
+        return {"found": found, "seconds": spent, "why": None}
 
 
 def _never() -> bool:
@@ -67,6 +97,13 @@ class Fetcher:
             samples.append(self._dataset[index])
         return self._collate(samples)
 
+    def sample(self, index: int) -> Any:
+        """One sample, not collated, with noise that belongs to its index, whatever the run's seed."""
+        where = np.array([index])
+        ((chosen,), (sample_key,)) = choose(self._chosen, where).tolist(), keys(0, 0, where).tolist()
+        seed_generators(sample_key)
+        return self._dataset.__getitems__([chosen])[0] if self._many else self._dataset[chosen]
+
 
 class TensorFetcher:
     """Loads pieces of a TensorDataset by one indexing per tensor: equal to fetch and collate, many times faster."""
@@ -76,6 +113,11 @@ class TensorFetcher:
     def __init__(self, dataset: Any) -> None:
         base, self._chosen = unwrap(dataset)
         self._tensors = base.tensors
+
+    def sample(self, index: int) -> list[torch.Tensor]:
+        """One sample, as a list of its tensors."""
+        chosen = int(choose(self._chosen, np.array([index]))[0])
+        return [tensor[chosen] for tensor in self._tensors]
 
     def __call__(self, piece: Piece) -> list[torch.Tensor]:
         where = torch.from_numpy(choose(self._chosen, piece.indices))

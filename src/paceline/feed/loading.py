@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.feed.batches import Batches, BatchOrder, once_each
-from paceline.feed.fetching import Fetcher, Piece, make_fetcher
+from paceline.feed.fetching import Fetcher, Glance, Piece, make_fetcher
 from paceline.feed.loader_settings import read_settings
 from paceline.feed.pipeline import Pipeline
 from paceline.feed.placing import move, pin
-from paceline.feed.randomness import generators_kept
+from paceline.feed.randomness import TorchGenerators, generators_kept
 from paceline.feed.samplers import SamplerOrder
 from paceline.feed.stream import Stream
 from paceline.records import Range
@@ -81,6 +81,24 @@ class Source:
         """What will likely be taken next, in order; it replaces what was expected before. Never blocks for loading."""
         if self._pipeline is not None:
             self._pipeline.expect([Piece(epoch, ranges, indices) for ranges, indices in pieces])
+
+    def look(self, indices: Sequence[int]) -> dict[str, Any]:
+        """Fingerprints of samples (`Glance.of`), read where micro-batches are: in a loader process if there is one, as
+        a dataset may open there what processes cannot share. The user's random numbers stay as they were."""
+        if self._stream is not None:
+            return {"found": [], "seconds": 0.0, "why": "it is an IterableDataset"}
+        asked = Glance(tuple(indices))
+        if self._pipeline is None:
+            with generators_kept():
+                devices = TorchGenerators(self._device)
+                found = asked.of(self._fetch)
+                devices.restore()
+            return found
+        try:
+            return dict(self._pipeline.take(asked))
+        except Exception as error:  # of the user's init, or a process that died: the loop will meet it, and say so
+            self._pipeline.close()
+            return {"found": [], "seconds": 0.0, "why": f"a loader process raised {type(error).__name__}"}
 
     @property
     def batched(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.feed.fetching import Fetcher, Piece
+from paceline.feed.fetching import Fetcher, Glance, Piece
 from paceline.feed.keys import key
 from paceline.feed.loader_settings import Settings
 from paceline.feed.processes import InitWorker, LoaderFailure, as_it_is, received, shut_down
@@ -31,7 +31,7 @@ class Task:
     """What travels to a loader process: a piece or nothing, and where to look whether it was called off."""
 
     slot: int
-    piece: Piece | None = None
+    piece: Piece | Glance | None = None
 
 
 class Remote(Dataset[Any]):
@@ -49,6 +49,8 @@ class Remote(Dataset[Any]):
             return None
         try:
             self._fetcher = self._fetcher or Fetcher(self.dataset, collate=self._collate, seed=self._seed)
+            if isinstance(task.piece, Glance):
+                return task.piece.of(self._fetcher)
             return self._fetcher(task.piece, unwanted=lambda: bool(self._called_off[task.slot]))
         except Exception as error:
             return LoaderFailure.of(error)
@@ -75,7 +77,7 @@ class Pipeline:
         self._iterator: Iterator[Any] | None = None
         self._issued = 0
         self._in_flight: deque[Task] = deque()
-        self._expected: dict[_Name, Piece] = {}
+        self._expected: dict[_Name, Piece | Glance] = {}
         self._loaded: dict[_Name, Any] = {}
 
     def expect(self, pieces: Sequence[Piece]) -> None:
@@ -89,8 +91,8 @@ class Pipeline:
         while self._in_flight[0].piece is None and self._next_piece() is not None:
             self._receive()
 
-    def take(self, piece: Piece) -> Any:
-        """The collated piece, waited for if need be."""
+    def take(self, piece: Piece | Glance) -> Any:
+        """The collated piece, or what was looked for, waited for if need be."""
         name = piece.name
         if name not in self._expected:
             self._expected = {name: piece, **self._expected}
@@ -120,7 +122,7 @@ class Pipeline:
         self._in_flight.append(task)
         return task
 
-    def _next_piece(self) -> Piece | None:
+    def _next_piece(self) -> Piece | Glance | None:
         coming = {t.piece.name for t in self._in_flight if t.piece is not None and not self._called_off[t.slot]}
         return next((p for name, p in self._expected.items() if name not in self._loaded and name not in coming), None)
 

@@ -82,17 +82,25 @@ class SampleDealing:
         ahead = [more + share if more else 0 for more, share in zip(self._ahead, samples, strict=True)]
         return self._feed.deal(samples, ahead=ahead)
 
+    def look(self, indices: Sequence[int]) -> dict[str, Any]:
+        self._load_epoch()
+        return self._source.look(indices)
+
     def take_up(self, share: int, *, done: int = 0) -> None:
         queue = Ranges(self._feed.queue(self._rank))
         queue.take_front(done)
         self._pieces_epoch = self._feed.epoch
-        if share and self._loaded_epoch != self._feed.epoch:
-            # On the script's thread, which has seen the last epoch end.
-            self._loaded_epoch = self._feed.epoch
-            self._source.new_epoch(self._feed.epoch)
+        if share:
+            self._load_epoch()
         self._pieces = deque(self._cut(queue.take_front(share)))
         if self._source.ahead and share:
             self._expect(queue, share)
+
+    def _load_epoch(self) -> None:
+        """On the script's thread, which has seen the last epoch end."""
+        if self._loaded_epoch != self._feed.epoch:
+            self._loaded_epoch = self._feed.epoch
+            self._source.new_epoch(self._feed.epoch)
 
     def _expect(self, queue: Ranges, share: int) -> None:
         """Load this step's pieces and, supposing that the share stays as it is, the next steps' pieces."""

@@ -57,6 +57,9 @@ class StreamDealing:
     def progress(self) -> float:
         return float(self._all_ended)
 
+    def look(self, indices: Sequence[int]) -> dict[str, Any]:
+        return self._source.look(indices)
+
     def order_digest(self) -> None:
         return None
 

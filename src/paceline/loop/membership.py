@@ -7,6 +7,7 @@ a peer's whole state: models, everything tracked, feed, history and pace.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,14 +44,18 @@ class Membership:
         agreed: Callable[[], Mapping[str, Any]],
         recorder: RunRecorder,
         passes: Passes,
+        seen: Callable[[], Any],
+        check_seen: Callable[[Any], None],
         leads: Callable[[], None],
         before_leaving: Callable[[], None],
     ) -> None:
         """``ahead``: samples that this worker's loader likes to hold. ``agreed``: what must be the same in every
-        worker's script. ``leads`` is called when this worker comes to lead, ``before_leaving`` when it was asked to
-        leave, at a step boundary."""
+        worker's script. ``seen``: what this worker saw of its data; ``check_seen`` raises ValueError on a newcomer
+        that sees other data than the fleet's. ``leads`` is called when this worker comes to lead, ``before_leaving``
+        when it was asked to leave, at a step boundary."""
         self._transport, self._steps, self._recorder = transport, steps, recorder
         self._ahead, self._agreed, self._passes = ahead, agreed, passes
+        self._seen, self._check_seen = seen, check_seen
         self._leads, self._before_leaving = leads, before_leaving
         self._due = (0, False, False)
         """Of the last round: its generation, whether the group is to be re-formed after it, and whether this worker
@@ -184,6 +189,7 @@ class Membership:
     def give_state(self) -> torch.Tensor:
         run = {
             "agreed": dict(self._agreed()),
+            "seen": json.dumps(self._seen()),
             "run_dir": str(self._recorder.run_dir.absolute()),
             "rounds": self._transport.lanes.rounds,
             "loop": self._loop,
@@ -205,6 +211,7 @@ class Membership:
                 raise ValueError(
                     f"this worker's script is not the fleet's: {name} is {ours.get(name)!r} here and {theirs!r} there"
                 )
+        self._check_seen(json.loads(state.get("seen", "null")))
         self._transport.lanes.rounds = state["rounds"]
         self._passes.load_state_dict(state["passes"])
         self._steps.combine.take_over(state, ahead=_ahead(change))

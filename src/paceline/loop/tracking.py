@@ -82,9 +82,10 @@ class Tracked:
             take_over(scaler)
             self.scaler = scaler
 
-    def must_agree(self, transport: Transport, label: str) -> None:
-        """Raise ValueError on every worker when they do not track the same names."""
-        must_agree(transport, label, self.facts())
+    def must_agree(self, transport: Transport, label: str, each: Any = None) -> list[dict[str, Any]]:
+        """Raise ValueError on every worker when they do not track the same names. Returns what everybody said, with
+        what ``each`` process says."""
+        return must_agree(transport, label, self.facts(), each=each)
 
     def facts(self) -> dict[str, Any]:
         """What must be the same on every worker."""

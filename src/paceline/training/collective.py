@@ -21,6 +21,7 @@ from paceline.training import gather as gathering
 
 if TYPE_CHECKING:
     from paceline.training.context import TrainingContext
+    from paceline.training.same_data import SameData
 
 USUAL_BATCH = 64
 """Samples that go through at once where nobody says how many."""
@@ -29,17 +30,23 @@ USUAL_BATCH = 64
 class CollectiveCalls:
     """Deals a dataset over the fleet once, outside the steps, and hands every worker the same result."""
 
-    def __init__(self, context: TrainingContext) -> None:
-        self._context = context
+    def __init__(self, context: TrainingContext, same_data: SameData) -> None:
+        self._context, self._same_data = context, same_data
         self._speeds = evaluating.AgreedSpeeds(context)
 
     def evaluate(
-        self, score: Callable[..., Any], data: Any, *, batch_size: int | None, tables: str | Sequence[str]
+        self,
+        score: Callable[..., Any],
+        data: Any,
+        *,
+        batch_size: int | None,
+        sums: str | Sequence[str],
+        tables: str | Sequence[str],
     ) -> dict[str, Any]:
         """``fleet.evaluate``."""
+        kinds = evaluating.Kinds.of(sums, tables)
         with self._context.meet("fleet.evaluate()"):
-            names = (tables,) if isinstance(tables, str) else tuple(tables)
-            return dict(self._remembered("evaluate", lambda: self._evaluate(score, data, batch_size, names)))
+            return dict(self._remembered("evaluate", lambda: self._evaluate(score, data, batch_size, kinds)))
 
     def gather(self, predict: Callable[..., Any], data: Any, *, batch_size: int | None, to: str) -> Any:
         """``fleet.gather``."""
@@ -85,23 +92,24 @@ class CollectiveCalls:
     # -- over a whole dataset ----------------------------------------------------------------------------------------
 
     def _evaluate(
-        self, score: Callable[..., Any], data: Any, batch_size: int | None, tables: tuple[str, ...]
+        self, score: Callable[..., Any], data: Any, batch_size: int | None, kinds: evaluating.Kinds
     ) -> dict[str, Any]:
         context, transport = self._context, self._context.transport
-        with self._whole_of(data, batch_size, "fleet.evaluate", tables=tables) as (source, size):
+        with self._whole_of(data, batch_size, "fleet.evaluate", **kinds.facts()) as (source, size):
 
             def mine() -> dict[str, Any]:
                 """This worker's part among those who are there, or all of it; again when some are lost meanwhile."""
                 alone = context.outside
                 with self._evaluation_mode():
-                    own = evaluating.own_sums(score, self._own_batches(source, size, alone=alone), tables=tables)
-                sums = evaluating.of_worker(transport.collect("the sums of fleet.evaluate()", own), tables=tables)
+                    own = evaluating.own_sums(score, self._own_batches(source, size, alone=alone), kinds)
+                sums = evaluating.of_worker(transport.collect("the sums of fleet.evaluate()", own))
                 return {"alone": alone, "sums": sums}
 
             told = transport.gather("the sums of fleet.evaluate()", mine)
         parts = [one["sums"] for one in evaluating.of_fleet(told)]
-        result = evaluating.total(parts, tables=tables)
-        context.recorder.event("evaluate", {"step": context.step, "result": result})
+        result = evaluating.whole(parts, kinds)
+        means = [name for name in result if name not in (*kinds.added, "count")]
+        context.recorder.event("evaluate", {"step": context.step, "result": result, "means": means})
         return result
 
     def _gather(self, predict: Callable[..., Any], data: Any, batch_size: int | None, to: str) -> Any:
@@ -125,7 +133,10 @@ class CollectiveCalls:
             if source.length is None:
                 raise ValueError(f"{call} needs a dataset with a length, so that every sample counts once")
             facts = {**evaluating.facts_of(source), **facts}
-            self._speeds.take(must_agree(context.transport, f"{call}()", facts, also=self._speeds.own()))
+            seen = self._same_data.look(source.dataset, source.length, source.look)
+            told = must_agree(context.transport, f"{call}()", facts, also=self._speeds.own(), each=seen)
+            self._same_data.check(f"{call}()", source.name, told, seen, source.look)
+            self._speeds.take(told)
             own = context.steps.dealing.at_once if context.steps is not None else USUAL_BATCH
             yield source, whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
         finally:

@@ -40,6 +40,7 @@ from paceline.transport import Alone
 if TYPE_CHECKING:
     from paceline.training.context import TrainingContext
     from paceline.training.replica import Replica
+    from paceline.training.same_data import SameData, Seen
     from paceline.training.saving import Saving
     from paceline.training.untracked import UntrackedChecks
 
@@ -71,8 +72,18 @@ class StepsConstructor:
     """Makes a loop's steps out of a plan, and holds what lives as long as the fleet does: learner, memory guards and
     the sizes that were found."""
 
-    def __init__(self, context: TrainingContext, replica: Replica, untracked: UntrackedChecks, saving: Saving) -> None:
+    def __init__(
+        self,
+        context: TrainingContext,
+        replica: Replica,
+        untracked: UntrackedChecks,
+        saving: Saving,
+        same_data: SameData,
+    ) -> None:
         self._context, self._replica, self._untracked, self._saving = context, replica, untracked, saving
+        self._same_data = same_data
+        self._seen: Seen | None = None
+        """What this process saw of the newest loop's dataset."""
         self._guards: list[Guard] = []
         self._learner: Any = None
         self._told: set[str] = set()
@@ -80,6 +91,7 @@ class StepsConstructor:
         """For micro-batches, by the number of the dataset and the global batch: loops over it have one."""
 
     def make(self, plan: LoopPlan) -> Steps:
+        self._seen = None
         gradients = self._gradients(plan.settings.auto)
         gradients.varying = plan.varying
         try:
@@ -150,7 +162,8 @@ class StepsConstructor:
         if isinstance(steps.dealing, BatchDealing):
             steps.micro_batches = settings.epochs * len(steps.dealing.batches)
         steps.schedule_watch = self._watch_schedules(steps, source)
-        steps.before_first, steps.after_first = self._before_first_step, self._untracked.after_first_step
+        steps.before_first = partial(self._before_first_step, source)
+        steps.after_first = self._untracked.after_first_step
         return steps
 
     def _watch_schedules(self, steps: Steps, source: Source) -> schedules.ScheduleWatch | None:
@@ -239,10 +252,13 @@ class StepsConstructor:
         found = self._searches.setdefault((plan.place.data, settings.global_batch), search)
         return Sizing(found, dealing, context.device)
 
-    def _before_first_step(self, steps: Steps) -> None:
-        """What a loop needs is there by now: everybody tracks the same, and schedules are of the loop's length."""
-        tracking = self._context.tracking
-        tracking.must_agree(self._context.transport, "the first step")
+    def _before_first_step(self, source: Source, steps: Steps) -> None:
+        """What a loop needs is there by now: everybody tracks the same and has the same data, and schedules are of the
+        loop's length."""
+        tracking, look = self._context.tracking, steps.dealing.look
+        self._seen = self._same_data.look(source.dataset, source.length, look)
+        told = tracking.must_agree(self._context.transport, "the first step", each=self._seen)
+        self._same_data.check("fleet.steps()", source.name, told, self._seen, look)
         if kind_of(self._context.combine).local:  # gradients are of one order in every epoch's first step
             check_order(self._context.transport, steps.dealing)
         for name, thing in tracking.things.items():
@@ -276,9 +292,15 @@ class StepsConstructor:
             agreed=lambda: {**own, **context.tracking.facts()},
             recorder=context.recorder,
             passes=context.passes,
+            seen=lambda: self._seen,
+            check_seen=partial(self._check_newcomer, steps, plan.source.name),
             leads=lambda: self._learn(steps),
             before_leaving=lambda: self._saving.before_leaving(steps),
         )
+
+    def _check_newcomer(self, steps: Steps, name: str, theirs: Seen | None) -> None:
+        if theirs is not None and self._seen is not None:
+            self._same_data.check_newcomer(name, theirs, self._seen, steps.dealing.look)
 
     # -- what lives as long as the fleet -------------------------------------------------------------------------------
 

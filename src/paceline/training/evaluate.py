@@ -1,12 +1,18 @@
-"""Evaluation: the test set is dealt once over the fleet, and its sums are exact whatever the shares."""
+"""Evaluation: the test set is dealt once over the fleet, and means and sums over it are exact whatever the shares.
+
+A score gives one value per sample, whose mean over all samples comes back. One number for a batch may be its mean or
+its sum, and batches have unlike sizes: it is a sum where the call names it so, and refused otherwise.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from paceline.feed import Feed, Order, Source, split
@@ -17,6 +23,8 @@ from paceline.records import Range
 if TYPE_CHECKING:
     from paceline.training.context import TrainingContext
 
+MEAN = "mean"
+"""The name of values that were given without one."""
 PlacedBatches = Iterable[tuple[tuple[Range, ...], Any]]
 """With their positions: of the dataset, or among the draws of a sampler."""
 
@@ -77,7 +85,36 @@ def called(function: Callable[..., Any], batch: Any) -> Any:
     return function(*batch) if isinstance(batch, (list, tuple)) else function(batch)
 
 
-def own_sums(score: Callable[..., Any], batches: PlacedBatches, *, tables: Sequence[str] = ()) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Kinds:
+    """How the values of a name are put together: a mean over the samples, unless the call names it otherwise."""
+
+    sums: tuple[str, ...] = ()
+    """Numbers that are sums over the batch."""
+    tables: tuple[str, ...] = ()
+    """Tensors of one shape that are added element by element."""
+
+    @classmethod
+    def of(cls, sums: str | Sequence[str], tables: str | Sequence[str]) -> Kinds:
+        ones, others = ((names,) if isinstance(names, str) else tuple(names) for names in (sums, tables))
+        if both := set(ones) & set(others):
+            raise ValueError(f"fleet.evaluate: {min(both)!r} is in sums= and in tables=: name it in one of them")
+        return cls(ones, others)
+
+    def facts(self) -> dict[str, list[str]]:
+        """Return what must be the same on every worker."""
+        return {"sums": list(self.sums), "tables": list(self.tables)}
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """Names that are not divided by the number of samples."""
+        return (*self.sums, *self.tables)
+
+
+MEANS = Kinds()
+
+
+def own_sums(score: Callable[..., Any], batches: PlacedBatches, kinds: Kinds = MEANS) -> dict[str, Any]:
     """Run ``score`` over this worker's part of the data and add up what it returns, in float64.
 
     Every batch must give the same names, and a table the same shape: which batches a worker meets is the pace's
@@ -86,53 +123,73 @@ def own_sums(score: Callable[..., Any], batches: PlacedBatches, *, tables: Seque
     sums: dict[str, torch.Tensor] = {}
     count = 0
     for piece, batch in batches:
-        figures = {name: _sum(name, value, name in tables) for name, value in _named(called(score, batch)).items()}
+        found = called(score, batch)
         if not piece:
             continue
+        samples = total_of(piece)
+        figures = {name: _added_up(name, value, samples, kinds) for name, value in _named(found).items()}
         if count:
             _same_names(sums, figures, "for one batch and not for another")
         for name, value in figures.items():
             sums[name] = _added(name, sums[name], value) if name in sums else value
-        count += total_of(piece)
+        count += samples
     return {name: value.tolist() for name, value in sums.items()} | {"count": count}
 
 
-def of_worker(parts: Sequence[Mapping[str, Any]], *, tables: Sequence[str] = ()) -> dict[str, Any]:
+def of_worker(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The sums of a worker's processes as one worker's; of one process as they are."""
     if len(parts) < 2 or not any(part["count"] for part in parts):
         return dict(parts[0]) if parts else {"count": 0}
-    sums = total(parts, tables=tables)
-    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in sums.items()}
+    return {name: value.tolist() for name, value in _total(parts).items()}
 
 
-def total(parts: Sequence[Mapping[str, Any]], *, tables: Sequence[str] = ()) -> dict[str, Any]:
-    """Add up the workers' sums; a worker that had no samples knows no names. Numbers stay numbers, tables tensors."""
-    filled = [part for part in parts if part["count"]]
+def whole(parts: Sequence[Mapping[str, Any]], kinds: Kinds = MEANS) -> dict[str, Any]:
+    """Add up the workers' sums, and divide those that are means by the number of samples. Numbers stay numbers, tables
+    tensors."""
+    sums = _total(parts)
+    for argument, names in kinds.facts().items():
+        for name in names:
+            if name not in sums:
+                raise ValueError(f"fleet.evaluate(..., {argument}=...): the function returns nothing called {name!r}")
+    count = int(sums.pop("count"))
+    figures = {name: value if name in kinds.added else value / count for name, value in sums.items()}
+    return {name: value.item() if value.dim() == 0 else value for name, value in figures.items()} | {"count": count}
+
+
+def _total(parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """The sums of those who had samples: who had none knows no names."""
     sums: dict[str, torch.Tensor] = {}
-    for part in filled:
+    for part in (part for part in parts if part["count"]):
         values = {name: torch.tensor(value, dtype=torch.float64) for name, value in part.items()}
         if sums:
             _same_names(sums, values, "on one worker and not on another")
         sums = {name: _added(name, sums[name], value) if sums else value for name, value in values.items()}
-    for name in tables:
-        if name not in sums:
-            raise ValueError(f"fleet.evaluate(..., tables=...): the function returns nothing called {name!r}")
-    result = {name: value.item() if value.dim() == 0 else value for name, value in sums.items()}
-    return result | {"count": int(result["count"])}
+    return sums
 
 
-def _sum(name: str, value: Any, table: bool) -> torch.Tensor:
+def _added_up(name: str, value: Any, samples: int, kinds: Kinds) -> torch.Tensor:
+    """What a batch of so many samples gave under this name, as one number, or as a table."""
     try:
-        number = torch.as_tensor(value).detach().to(torch.float64)
+        values = torch.as_tensor(value, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"fleet.evaluate: {name!r} must be a number or a tensor, got {value!r}") from None
-    if number.dim() and not table:
+    if name in kinds.tables or (name in kinds.sums and not values.dim()):
+        return values
+    if values.dim() and len(values) == samples == values.numel():
+        return values.sum()
+    if not values.dim():
         raise ValueError(
-            f"fleet.evaluate adds up numbers, and {name!r} has the shape {tuple(number.shape)}: sum it over the batch "
-            f'first; for a table that is added element by element, such as a confusion matrix, say tables=("{name}",); '
-            "for predictions of each sample call fleet.gather"
+            f"fleet.evaluate: {name!r} is one number for a batch of {samples} samples, which may be their mean or "
+            'their sum. For the mean over all samples return one value per sample (a loss with reduction="none", '
+            f"model(x).argmax(1) == y). For the sum return the batch's sum and name it: "
+            f'fleet.evaluate(..., sums=("{name}",))'
         )
-    return number
+    raise ValueError(
+        f"fleet.evaluate: {name!r} has the shape {tuple(values.shape)} for a batch of {samples} samples, and must have "
+        "one value per sample, whose mean over all samples comes back (values.flatten(1).mean(1) makes one of "
+        "several). A table that is added element by element, such as a confusion matrix, is named: "
+        f'tables=("{name}",). For predictions of each sample call fleet.gather'
+    )
 
 
 def _added(name: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -149,26 +206,22 @@ def _same_names(ones: Mapping[str, Any], others: Mapping[str, Any], where: str) 
     odd = [name for name in dict.fromkeys([*ones, *others]) if (name in ones) != (name in others)]
     if odd:
         raise ValueError(
-            f"fleet.evaluate: the function returned {odd[0]!r} {where}: return the same names for every batch, with 0 "
-            "where there is nothing to add"
+            f"fleet.evaluate: the function returned {odd[0]!r} {where}: return the same names for every batch"
         )
 
 
 def _named(figures: Any) -> dict[str, Any]:
-    if isinstance(figures, torch.Tensor) and figures.dim():
-        raise ValueError(
-            "the function given to fleet.evaluate must return a dict of sums over the batch, such as "
-            f'{{"correct": n, "loss": total}}; got a tensor of shape {tuple(figures.shape)}: for predictions of each '
-            "sample call fleet.gather"
-        )
-    if not isinstance(figures, Mapping):
-        raise ValueError(
-            "the function given to fleet.evaluate must return a dict of sums over the batch, such as "
-            f'{{"correct": n, "loss": total}}; got {type(figures).__name__}'
-        )
-    if "count" in figures:
-        raise ValueError('fleet.evaluate counts the samples itself: "count" is its own name')
-    return dict(figures)
+    """A tensor by itself is called "mean"."""
+    if isinstance(figures, Mapping):
+        if "count" in figures:
+            raise ValueError('fleet.evaluate counts the samples itself: "count" is its own name')
+        return dict(figures)
+    if isinstance(figures, (torch.Tensor, np.ndarray, int, float)):
+        return {MEAN: figures}
+    raise ValueError(
+        "the function given to fleet.evaluate must return one value per sample of the batch, or a dict of such: "
+        f'{{"correct": model(x).argmax(1) == y}}; got {type(figures).__name__}'
+    )
 
 
 @contextmanager

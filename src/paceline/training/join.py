@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,28 @@ from paceline.training.context import TrainingContext
 from paceline.transport import Alone, Elastic, FixedTransport, Transport, joins_roster, launched
 from paceline.transport.inside.meet import GroupPlace, leave_group, meet, place_from_env
 
+_hidden: dict[str, str] = {}
+"""Variables of the launcher that the script hides from other libraries: of this process, as the environment is."""
 
+
+def hide_variables(names: Iterable[str]) -> None:
+    """Take these variables out of the environment; `join_training` still sees them."""
+    _hidden.update({name: os.environ.pop(name) for name in names if name in os.environ})
+
+
+@contextmanager
+def _launcher_shown() -> Iterator[None]:
+    """Inside, the environment is as the launcher made it: a script that joins again joins the same workers."""
+    shown = {name: value for name, value in _hidden.items() if name not in os.environ}
+    os.environ.update(shown)
+    try:
+        yield
+    finally:
+        for name in shown:
+            os.environ.pop(name, None)
+
+
+@_launcher_shown()
 def join_training(
     pace: str | Pacer,
     combine: Choice,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from paceline.training.join import hide_variables
 
 HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 
@@ -11,7 +11,7 @@ def hide_launcher() -> None:
     """Hide from Lightning or Fabric that a launcher started several workers; call it once the fleet is joined.
 
     `PacelineStrategy` does it by itself. A script with `paceline.join` and Fabric does it before it makes ``Fabric()``,
-    which is then one process's, as it should be: the workers are the fleet's.
+    which is then one process's, as it should be: the workers are the fleet's. A later `paceline.join` in the script
+    still finds the others.
     """
-    for variable in HIDDEN:
-        os.environ.pop(variable, None)
+    hide_variables(HIDDEN)

@@ -68,8 +68,11 @@ class EvaluationData:
         metrics.begin()
         with context.meet("validation"):
             if not context.outside:
-                facts = {**facts_of(source), "batches": count}
-                self._speeds.take(must_agree(context.transport, "validation", facts, also=self._speeds.own()))
+                facts, same = {**facts_of(source), "batches": count}, self._strategy.same_data
+                seen = same.look(source.dataset, source.length, source.look)
+                told = must_agree(context.transport, "validation", facts, also=self._speeds.own(), each=seen)
+                same.check("validation", source.name, told, seen, source.look)
+                self._speeds.take(told)
 
             def mine() -> dict[str, Any]:
                 results.parts, alone = {}, context.outside
@@ -85,10 +88,10 @@ class EvaluationData:
                 finally:
                     results.parts = None
 
-            told = of_fleet(context.transport.gather("what validation found", mine))
-        metrics.end([one["metrics"] for one in told])
-        _give(results, [one["logged"] for one in told])
-        for key, fx, dataloader, name, metric in (row for one in told for row in one["objects"]):
+            parts = of_fleet(context.transport.gather("what validation found", mine))
+        metrics.end([one["metrics"] for one in parts])
+        _give(results, [one["logged"] for one in parts])
+        for key, fx, dataloader, name, metric in (row for one in parts for row in one["objects"]):
             meta = {"fx": fx, "dataloader_idx": dataloader, "metric_attribute": metric, **(meta_of(name) or {})}
             results.give_object(key, meta, metrics.named(metric))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,33 @@ from paceline.loop.step import Step
 from paceline.loop.user_code import refuse_closures
 from paceline.pace import Pacer
 from paceline.training.join import join_training
+from paceline.training.same_data import SameData
+from paceline.transport import joins_roster
+
+_JOINED: list[weakref.ref[PacelineStrategy]] = []
+"""The strategies that this process has made: a worker is in one fleet at a time."""
+
+
+def _leave_earlier() -> None:
+    """End what an earlier strategy of the script has of the fleet, so that a new one can join the same workers."""
+    earlier = [one for made in _JOINED if (one := made()) is not None]
+    if _JOINED and joins_roster():
+        raise ValueError(
+            "a second PacelineStrategy in one script, where workers come and go: one that comes later would begin with "
+            "the script's first training, and take over the state of another; write a script for each training, the "
+            "second of which begins with the first one's checkpoint"
+        )
+    for one in earlier:
+        one.close()
+    _JOINED.clear()
 
 
 class PacelineStrategy(SingleDeviceStrategy):
     """Trains a LightningModule on a fleet of unlike workers, at the sum of their speeds.
 
     Module and DataLoader stay as they are; start the script with ``paceline run``, torchrun, or alone. It joins the
-    fleet here, and leaves it when the script ends or `close` is called.
+    fleet here, and leaves it when the script ends, when `close` is called, or when another strategy is made: a script
+    may pre-train with one Trainer and fine-tune with the next.
 
     Args:
         global_batch: samples of one update, over the whole fleet (batches, with a DataLoader that has a
@@ -98,9 +119,11 @@ class PacelineStrategy(SingleDeviceStrategy):
                 'rounds, which callbacks and validation would see; use "gradients", or a loop with paceline.join()'
             )
         told: dict[str, Any] = {"name": name, "run_dir": run_dir, "quiet": quiet}
+        _leave_earlier()
         self._context = join_training(pace, merge, device=device, seed=seed, nonfinite=nonfinite, wire=wire, **told)
         self.fleet = Fleet(self._context)
         """The fleet that this worker is in: its size, history, `Fleet.gather`."""
+        self.same_data = SameData(self._context)
         hide_launcher()
         super().__init__(device=self.fleet.device)
         self._asked = {
@@ -116,6 +139,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         self._trainer: Trainer | None = None
         self.metrics = FleetMetrics(torch.nn.Module())
         self._note_rank()
+        _JOINED.append(weakref.ref(self))
         concurrency.before_threads_end(self.close)
 
     def close(self) -> None:
@@ -206,14 +230,17 @@ class PacelineStrategy(SingleDeviceStrategy):
         super().connect(model)
         self._trainer = trainer = model.trainer
         if self._closed:
-            raise MisuseError("this PacelineStrategy has left the fleet: a script joins once")
+            raise MisuseError(
+                "this PacelineStrategy has left the fleet, in close() or because another was made: make each one "
+                "where its Trainer begins, and use the Trainer before the next is made"
+            )
         check_trainer(trainer, self.fleet.device)
         if trainer.state.fn == TrainerFn.FITTING:
             check_fit(trainer, model)
             if self._fitted:
                 raise MisuseError(
-                    "a second fit with one PacelineStrategy: train longer with max_epochs, or start the script again "
-                    "with ckpt_path"
+                    "a second fit with one PacelineStrategy: train longer with max_epochs, or make another Trainer "
+                    "with another PacelineStrategy, which takes the fleet over"
                 )
         loops: list[Any] = [trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
         for loop in (*loops, trainer.validate_loop, trainer.test_loop):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
-from accelerate.data_loader import SeedableRandomSampler
+import torch
 from torch.utils.data import DataLoader, Sampler
+from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
 from paceline.errors import MisuseError
 from paceline.fleet import Fleet
@@ -76,30 +77,64 @@ class FleetEpochs:
         iterator.close()
 
 
-class SeededOrder(Sampler[int]):
-    """Accelerate's random sampler, which draws by its seed and the epoch. It lies in a slot: a sampler is looked at for
-    changes in every epoch, attribute by attribute, and this one holds the whole dataset."""
+class TrainingOrder(Sampler[int]):
+    """A sampler that draws by the epoch of this training, as the Trainer counts: the fleet goes on counting passes over
+    a dataset from one training to the next. All of it lies in slots: a sampler is looked at for changes in every epoch,
+    attribute by attribute, and one of Accelerate's holds the whole dataset."""
 
-    __slots__ = ("_drawn",)
+    __slots__ = ("_draw", "_epoch", "_first", "_length")
 
-    def __init__(self, drawn: SeedableRandomSampler) -> None:
-        self._drawn = drawn
+    def __init__(self, draw: Callable[[int], Iterable[int]], length: int) -> None:
+        self._draw, self._length = draw, length
+        self._first: int | None = None
+        """The epoch that the fleet began this training with."""
+        self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        self._drawn.set_epoch(epoch)
+        self._first = epoch if self._first is None else self._first
+        self._epoch = epoch - self._first
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._drawn)
+        return iter(self._draw(self._epoch))
 
     def __len__(self) -> int:
-        return len(self._drawn)
+        return self._length
 
 
-def make_epochs(fleet: Fleet, loader: DataLoader[Any], args: Any) -> FleetEpochs:
-    """The steps of a training as these arguments ask for it."""
+def told_of_epochs(sampler: Any) -> TrainingOrder:
+    """The order of a sampler that draws by its seed and the epoch that it is told."""
+
+    def draw(epoch: int) -> Iterable[int]:
+        sampler.set_epoch(epoch)
+        return cast(Iterable[int], sampler)
+
+    return TrainingOrder(draw, len(sampler))
+
+
+def grouped_by_length(lengths: Sequence[int], batch: int, *, seed: int, before: int) -> TrainingOrder:
+    """The order of ``group_by_length`` for steps of ``batch`` samples. The plain Trainer draws it from torch's global
+    generator, which it has seeded: each epoch a seed for loader processes, and then a permutation. ``before``: epochs
+    of earlier trainings."""
+
+    def draw(epoch: int) -> Iterable[int]:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(before + epoch):
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+            torch.randperm(len(lengths), generator=generator)
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        return cast(Iterable[int], get_length_grouped_indices(lengths, batch, generator=generator))
+
+    return TrainingOrder(draw, len(lengths))
+
+
+def make_epochs(fleet: Fleet, loader: DataLoader[Any], args: Any, *, before: int = 0) -> FleetEpochs:
+    """The steps of a training as these arguments ask for it; ``before``: epochs of the trainer's earlier trainings."""
     batches: Any = loader.batch_sampler
-    if isinstance(batches.sampler, SeedableRandomSampler):
-        batches.sampler = SeededOrder(batches.sampler)
+    if isinstance(batches.sampler, LengthGroupedSampler):
+        lengths, batch = batches.sampler.lengths, args.global_batch
+        batches.sampler = grouped_by_length(lengths, batch, seed=args.seed, before=before)
+    elif callable(getattr(batches.sampler, "set_epoch", None)):
+        batches.sampler = told_of_epochs(batches.sampler)
     draws = len(batches.sampler)
     whole = (math.floor if args.dataloader_drop_last else math.ceil)(draws / args.global_batch)
     if whole < 1:

@@ -64,7 +64,7 @@ def losses(fleet: Fleet, batches: EvaluationBatches, workers: int, predict: Pred
         size = len(batches.indices[number])
         return {"loss": 0.0 if loss is None else float(loss) * size, "samples": 0 if loss is None else size}
 
-    sums = fleet.evaluate(score, batches.loader(workers), batch_size=1)
+    sums = fleet.evaluate(score, batches.loader(workers), batch_size=1, sums=("loss", "samples"))
     return [sums["loss"] / sums["samples"]] if sums["samples"] else None
 
 

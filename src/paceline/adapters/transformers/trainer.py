@@ -70,6 +70,8 @@ class PacelineTrainer(Trainer):
         self._tr_loss = torch.zeros((), device=args.device)
         self._globalstep_last_logged = 0
         self._trainings, self._left = 0, False
+        self._epochs_before = 0
+        """Epochs of earlier trainings, as their arguments asked for them."""
         self._resume: Path | None = None
         try:
             with as_if_alone():
@@ -147,7 +149,8 @@ class PacelineTrainer(Trainer):
     def get_train_dataloader(self) -> FleetEpochs:
         """The fleet's steps over the Trainer's own loader, whose dataset, order and collator are used."""
         loader = super().get_train_dataloader()
-        self.epochs = make_epochs(self.fleet, loader, self.args)
+        self.epochs = make_epochs(self.fleet, loader, self.args, before=self._epochs_before)
+        self._epochs_before += self.epochs.epochs
         self.before = self.epochs.steps.index
         return self.epochs
 

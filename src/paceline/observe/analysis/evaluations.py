@@ -1,4 +1,4 @@
-"""What `fleet.evaluate` found and `fleet.log` wrote, and what sums are called as means."""
+"""What `fleet.evaluate` found and `fleet.log` wrote, as means over samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ class Evaluation:
 
 def evaluations(events: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
     """The evaluations among a log's events, in order; results that are no numbers are left out."""
-    return [Evaluation(step, t, _means(numbers)) for step, t, numbers in _figures(events, "evaluate", "result")]
+    told = [event for event in events if event.get("event") == "evaluate"]
+    return [
+        Evaluation(step, t, _means(numbers, event.get("means")))
+        for event in told
+        for step, t, numbers in _figures([event], "evaluate", "result")
+    ]
 
 
 def logged_figures(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, float, dict[str, float]]]:
@@ -40,9 +45,12 @@ def _figures(events: Iterable[Mapping[str, Any]], kind: str, key: str) -> Iterat
             yield step, sanitise.timestamp(event.get("t")), _numbers(told)
 
 
-def _means(numbers: dict[str, float]) -> dict[str, float]:
-    count = numbers.pop("count", 0.0)
-    return {MEANS.get(k, k): v / count for k, v in numbers.items()} if count >= 1 else numbers
+def _means(numbers: dict[str, float], already: Any) -> dict[str, float]:
+    """Divide the sums by the number of samples; ``already`` names those that are means as they are."""
+    count, whole = numbers.pop("count", 0.0), already if isinstance(already, list) else []
+    if count < 1:
+        return numbers
+    return {MEANS.get(k, k): v if k in whole else v / count for k, v in numbers.items()}
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -1,0 +1,149 @@
+"""The same data on every worker: a few samples of a dataset are compared before it is dealt.
+
+A dataset that each worker makes for itself differs where its making is random and unseeded, or depends on the machine.
+Samples would then count not at all or several times, and held-out ones would be trained on. What cannot be compared
+(streams, samples without stable bytes, datasets that give another sample each time) is noted in the log.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.feed.fingerprints import alike, look_at
+from paceline.settings import EACH
+
+if TYPE_CHECKING:
+    from paceline.training.context import TrainingContext
+
+SLOW_S = 0.1
+"""A dataset whose first sample takes longer to read is looked at once, and not again."""
+CAUSES = (
+    "Make the same dataset on every worker. It usually differs because of random_split without "
+    "generator=torch.Generator().manual_seed(0), random.shuffle(files) without random.seed(0) before it, or "
+    "os.listdir and glob, whose order differs between machines: sort what they give"
+)
+
+Looker = Callable[[Sequence[int]], dict[str, Any]]
+"""Gives the fingerprints of samples: `paceline.feed.Source.look`."""
+Seen = dict[str, Any]
+"""What a process found, as JSON: ``indices``, their fingerprints ``found``, ``seconds``, and ``why`` it found none."""
+
+
+class SameData:
+    """Looks at samples of this worker's datasets, and refuses those that the others do not have."""
+
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        self._slow: list[Callable[[], Any]] = []
+        self._noted: set[str] = set()
+
+    def look(self, dataset: Any, length: int | None, looker: Looker) -> Seen:
+        """Return what this process sees of a dataset, for `check`. Nothing is read where nobody could differ."""
+        context = self._context
+        indices = look_at(length) if length else []
+        nobody = context.transport.solitary and context.elastic is None and context.transport.shards == 1
+        if nobody or any(slow() is dataset for slow in self._slow):
+            return {"indices": indices, "found": [], "seconds": 0.0, "why": None}
+        seen = looker(indices)
+        if seen["why"] is not None:
+            self._note(f"{type(dataset).__name__} is not compared between workers: {seen['why']}")
+        elif seen["found"] and seen["seconds"] > SLOW_S:
+            self._remember_slow(dataset)
+            self._note(
+                f"{type(dataset).__name__} is compared between workers by {len(seen['found'])} samples, once: reading "
+                f"them took {seen['seconds']:.2f} s"
+            )
+        return {"indices": indices, **seen}
+
+    def check(self, label: str, name: str, told: Sequence[Mapping[str, Any]], own: Seen, looker: Looker) -> None:
+        """Raise ValueError on every worker when a sample differs between them. ``told``: what `must_agree` returned,
+        with what every process has seen. All workers call it."""
+        everybody = [said[EACH] for said in told]
+        differing = unlike(everybody)
+        if differing is None:
+            return
+        index, workers = differing
+        transport, call = self._context.transport, f"the data of {label}, read again"
+
+        def stable() -> bool:
+            return all(transport.collect(call, self._reads_again(own, looker)))
+
+        if all(transport.gather(call, stable)):
+            raise ValueError(f"{label}: the workers' data differ: {who_differs(index, name, workers)}. {CAUSES}")
+        self._note_unstable(name)
+
+    def check_newcomer(self, name: str, theirs: Seen, own: Seen, looker: Looker) -> None:
+        """Raise ValueError when this worker, which joins, has other samples than the fleet."""
+        differing = unlike([[theirs], [own]])
+        if differing is None:
+            return
+        if not self._reads_again(own, looker):
+            self._note_unstable(name)
+            return
+        said = f"sample {differing[0]} of {name} is another here than in the fleet"
+        raise ValueError(f"this worker's data are not the fleet's: {said}. {CAUSES}")
+
+    def _reads_again(self, seen: Seen, looker: Looker) -> bool:
+        """Whether a second reading gives the same samples."""
+        again = looker(seen["indices"][: len(seen["found"])])["found"]
+        return all(alike(one, other) for one, other in zip(seen["found"], again))
+
+    def _remember_slow(self, dataset: Any) -> None:
+        try:
+            self._slow.append(weakref.ref(dataset))
+        except TypeError:  # a list
+            self._slow.append(lambda: dataset)
+
+    def _note_unstable(self, name: str) -> None:
+        self._note(f"{name} is not compared between workers: it gives another sample each time the same is read")
+
+    def _note(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            self._context.inform(text)
+
+
+def unlike(everybody: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[int, list[tuple[int, int]]] | None:
+    """The first sample that differs, and the (worker, process) pairs that have another than the first one that looked;
+    None: all have the same, as far as they have looked.
+
+    >>> unlike([[{"indices": [4], "found": [["a", []]]}], [{"indices": [4], "found": [["b", []]]}]])
+    (4, [(0, 0), (1, 0)])
+    """
+    looked = [
+        ((worker, process), seen["indices"], seen["found"])
+        for worker, parts in enumerate(everybody)
+        for process, seen in enumerate(parts)
+        if seen["found"]
+    ]
+    for number in range(max((len(found) for _, _, found in looked), default=0)):
+        deep = [(who, indices, found[number]) for who, indices, found in looked if len(found) > number]
+        first, indices, wanted = deep[0]
+        others = [who for who, theirs, its in deep if theirs == indices and not alike(wanted, its)]
+        if others:
+            return indices[number], [first, *others]
+    return None
+
+
+def who_differs(index: int, name: str, who: Sequence[tuple[int, int]]) -> str:
+    """Who has another sample than the first.
+
+    >>> who_differs(7, "TensorDataset", [(0, 0), (1, 0), (3, 0)])
+    'sample 7 of TensorDataset is another on workers 1 and 3 than on worker 0'
+    >>> who_differs(7, "TensorDataset", [(0, 0), (0, 1)])
+    'sample 7 of TensorDataset is another in process 1 of worker 0 than in its process 0'
+    """
+    first, *others = who
+    workers = sorted({worker for worker, _ in others if worker != first[0]})
+    if not workers:
+        return (
+            f"sample {index} of {name} is another in process {others[0][1]} of worker {first[0]} than in its process "
+            f"{first[1]}"
+        )
+    listed = " and ".join(filter(None, [", ".join(map(str, workers[:-1])), str(workers[-1])]))
+    return (
+        f"sample {index} of {name} is another on worker{'s' if len(workers) > 1 else ''} {listed} than on worker "
+        f"{first[0]}"
+    )
