@@ -210,13 +210,16 @@ class Fleet:
 
     # -- what is trained -------------------------------------------------------------------------------------------
 
-    def model(self, module: Model, *, overlap: bool = True, shard: bool = False) -> Model:
+    def model(self, module: Model, *, overlap: bool = True, shard: bool = False, buffers: str = "shared") -> Model:
         """Your own module back: on ``fleet.device``, with the leader's weights on every worker.
 
         ``overlap=False`` starts the sums only when backward is over (for parameters that get their gradient in several
         parts: re-entrant checkpoints). ``shard=True`` divides it over this worker's processes (``run --group``).
+
+        Buffers that forward changes are the leader's on every worker after each round, as in DDP; batch norm's
+        statistics are merged by count. ``buffers="own"`` leaves each worker its own, but for batch norm's.
         """
-        return self._replica.add_model(module, overlap=overlap, shard=shard)
+        return self._replica.add_model(module, overlap=overlap, shard=shard, buffers=buffers)
 
     @property
     def mesh(self) -> DeviceMesh:

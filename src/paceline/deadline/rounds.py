@@ -256,7 +256,8 @@ class ProxyRound:
         if total is None:
             deadlines.promises.decline()
             return False
-        deadlines.side_stream.lend([*total.flats, total.statistics])
+        buffers = [total.buffers[1]] if total.buffers is not None else []
+        deadlines.side_stream.lend([*total.flats, total.statistics, *buffers])
         self._gradients.exchange.adopt(total, step_state.header)
         return True
 

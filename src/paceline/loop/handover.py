@@ -21,6 +21,7 @@ def place_of(loop: LoopContext) -> dict[str, Any]:
         "progress": loop.progress,
         "full_shares": list(loop.full_shares),
         "trained": loop.gradients.accumulation.trained,
+        "buffers": loop.gradients.accumulation.buffers.unsaved(),
         "random": Generators().state_dict(),
     }
 
@@ -30,6 +31,7 @@ def take_place(loop: LoopContext, state: Mapping[str, Any]) -> None:
     loop.restore(state)
     loop.gradients.accumulation.train_only(state["trained"])
     loop.gradients.load_state_dict(state["gradients"])
+    loop.gradients.accumulation.buffers.take_unsaved(state["buffers"])
     loop.gradients.statistics_were_set()
     loop.transport.calls = state["calls"]
     loop.next, loop.finished, loop.progress = state["next"], state["finished"], state["progress"]

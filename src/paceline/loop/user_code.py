@@ -58,6 +58,27 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def refuse_untrainable(model: torch.nn.Module) -> None:
+    """Raise ValueError for parameters whose gradients cannot be summed over a fleet."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"parameter {name} has no shape before its first forward (a lazy module): run one batch through the "
+                "model before fleet.model"
+            )
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}, and gradients of complex numbers cannot be summed over the "
+                "fleet: make torch.view_as_real(...) of it the parameter, and use torch.view_as_complex in forward"
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            raise ValueError(
+                f"the embedding {name or type(module).__name__} has sparse=True, and sparse gradients cannot be summed "
+                "over the fleet: build it with sparse=False"
+            )
+
+
 def hooks_text(models: Iterable[torch.nn.Module]) -> str | None:
     """A warning where parameters have hooks on their gradients; None where they have none.
 

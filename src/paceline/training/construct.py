@@ -110,7 +110,11 @@ class StepsConstructor:
                 raise ValueError(f"{text.partition(',')[0]}, which torch does not call in a sharded model: {AFTER}")
             context.warn(text)
         gradients = Gradients(
-            transport, context.models, overlap=self._replica.overlap and not auto, form=format_of(context.wire)
+            transport,
+            context.models,
+            overlap=self._replica.overlap and not auto,
+            form=format_of(context.wire),
+            shared=context.shared,
         )
         gradients.next_scaler = context.tracking.scaler
         optimizers = context.tracking.optimizers.values()

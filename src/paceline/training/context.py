@@ -48,6 +48,8 @@ class TrainingContext:
     at_the_end: ExitStack = field(default_factory=ExitStack)
     """Closed when the fleet is left."""
     models: list[torch.nn.Module] = field(default_factory=list)
+    own_buffers: set[int] = field(default_factory=set)
+    """By ``id``: the models whose buffers are each worker's own."""
     history: History = field(default_factory=History)
     passes: Passes = field(default_factory=Passes)
     steps: Steps | None = None
@@ -57,6 +59,11 @@ class TrainingContext:
 
     def __post_init__(self) -> None:
         self.tracking = Tracked(lambda: (p for model in self.models for p in model.parameters()))
+
+    @property
+    def shared(self) -> list[torch.nn.Module]:
+        """The models whose buffers all workers share."""
+        return [model for model in self.models if id(model) not in self.own_buffers]
 
     # -- who is here -------------------------------------------------------------------------------------------------
 

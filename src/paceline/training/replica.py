@@ -15,6 +15,7 @@ from paceline.checkpoint.divided_folder import TakenOut
 from paceline.checkpoint.shards import gathered, local, reshard
 from paceline.errors import MisuseError
 from paceline.loop.replicas import Repair, check_same_shape, distance, hand_round, moved, shape_of, spread
+from paceline.loop.user_code import refuse_untrainable
 from paceline.settings import is_compiled, must_agree
 from paceline.training import sharding
 from paceline.training.context import TrainingContext
@@ -34,9 +35,9 @@ class Replica:
         self.overlap = True
         """Whether sums may start while backward runs."""
 
-    def add_model(self, module: Model, *, overlap: bool, shard: bool = False) -> Model:
+    def add_model(self, module: Model, *, overlap: bool, shard: bool = False, buffers: str = "shared") -> Model:
         """Take a model in: on this worker's device, with the leader's weights; ``shard``: divided over the worker's
-        processes."""
+        processes; ``buffers``: "shared" or each worker's "own"."""
         context = self._context
         if not isinstance(module, torch.nn.Module):
             raise ValueError(f"fleet.model takes a torch.nn.Module, got {type(module).__name__}")
@@ -47,6 +48,9 @@ class Replica:
                 f"the model is wrapped in {type(wrapped).__name__}: pass the plain module, Paceline combines the "
                 "gradients itself"
             )
+        if buffers not in ("shared", "own"):
+            raise ValueError(f'buffers must be "shared" or "own", got {buffers!r}')
+        refuse_untrainable(module)
         if context.steps is not None:
             raise MisuseError("fleet.model after fleet.steps: bring every model before the first step")
         sharding.check(context.transport, module, shard=shard)
@@ -59,6 +63,8 @@ class Replica:
         if context.transport.grouped:
             sharding.prepare(context.transport, module)
         context.models.append(module)
+        if buffers == "own":
+            context.own_buffers.add(id(module))
         self._known += module.parameters()
         if not is_compiled(module):
             self._hooks.append(module.register_forward_pre_hook(_refuse_ddp))

@@ -12,7 +12,8 @@ from paceline.combine.averaging.merging import SAMPLES, Averages, Merging, momen
 from paceline.combine.averaging.period import NOTHING, Period, Unaveraged
 from paceline.combine.averaging.rounds import Round
 from paceline.combine.flats import Flats
-from paceline.combine.gradients.exchange import broken_off
+from paceline.combine.gradients.buffers import ModuleBuffers
+from paceline.combine.gradients.exchange import broken_off, share
 from paceline.combine.gradients.statistics import RunningStatistics
 from paceline.combine.header import Layout
 from paceline.combine.wire import start_sum, wait_for_sums
@@ -43,7 +44,8 @@ class RoundExchange:
         self._form = form
         self._loop, self.merging, self._overlaps, self._averages = loop, merging, overlaps, averages
         self.statistics = RunningStatistics(models)
-        self.layout = Layout(loop.transport.size, 0, len(self.statistics))
+        self.buffers = ModuleBuffers(loop.gradients.shared)
+        self.fit()
 
     # -- written -----------------------------------------------------------------------------------------------------
 
@@ -74,7 +76,11 @@ class RoundExchange:
         table[transport.rank] = torch.tensor([call, period.wall_s, *row], dtype=torch.float64)
         header = self._write_period(period, number, first_member)
         statistics, total = self.statistics.payload(done.samples), Flats(self._loop.gradients.everything)
-        return Round(period, header=header, table=table, statistics=statistics, total=total)
+        seen = self.buffers.look()
+        header.counters[len(self.statistics) :] = self.buffers.flags(seen.changed)
+        round = Round(period, header=header, table=table, statistics=statistics, total=total)
+        round.seen = seen
+        return round
 
     def _write_period(self, period: Period, number: int, first_member: bool) -> Header:
         loop, header = self._loop, Header(self.layout)
@@ -91,7 +97,7 @@ class RoundExchange:
         if loop.transport.rank == 0:
             header.write_plan(loop.training.plan_for(number + 1))
         if first_member:  # batch norm's layers have counted the whole group's micro-batches on each member
-            header.counters[:] = self.statistics.moved
+            header.counters[: len(self.statistics)] = self.statistics.moved
         return header
 
     def persistently(self, write: Callable[[], Written]) -> Written:
@@ -118,6 +124,10 @@ class RoundExchange:
                 if round.averages:
                     round.total.fill(self._part(round))
                     self._sum(round.total.flats, sums, self._form)
+                    copies = round.seen.copies if round.seen is not None else None
+                    round.buffers = share(
+                        self._loop.transport, self.buffers, round.header, len(self.statistics), sums, copies
+                    )
                 if self._overlaps:
                     self.finish_kernels()
         except GenerationOver as over:
@@ -151,10 +161,14 @@ class RoundExchange:
     # -- over --------------------------------------------------------------------------------------------------------
 
     def merge_statistics(self, round: Round) -> None:
-        """Batch norm's running statistics: their mean by samples, as in every round."""
+        """Batch norm's running statistics: their mean by samples, as in every round; and other buffers."""
         if len(self.statistics):
             samples = float(round.facts[:, SAMPLES].sum())
-            self.statistics.merge(round.statistics, samples, round.header.counters.tolist())
+            counts = round.header.counters[: len(self.statistics)].tolist()
+            self.statistics.merge(round.statistics, samples, counts)
+        if round.buffers is not None:
+            self.buffers.take(*round.buffers)
+        if len(self.statistics) or round.buffers is not None:
             self._loop.gradients.statistics_were_set()
 
     def members_changed(self, kept: Sequence[int | None]) -> None:
@@ -163,4 +177,4 @@ class RoundExchange:
 
     def fit(self) -> None:
         """The header has room for those who are there."""
-        self.layout = Layout(self._loop.transport.size, 0, len(self.statistics))
+        self.layout = Layout(self._loop.transport.size, 0, len(self.statistics) + len(self.buffers))

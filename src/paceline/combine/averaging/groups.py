@@ -75,6 +75,6 @@ def over_group(
     if not hasattr(transport, "subgroup"):
         raise ValueError(f"the transport {transport.name!r} cannot form groups: leave groups out")
     gradients.detach()
-    combined = Gradients(transport.subgroup(members), models, overlap=gradients.overlap)
+    combined = Gradients(transport.subgroup(members), models, overlap=gradients.overlap, shared=gradients.shared)
     combined.next_scaler, combined.whole, combined.varying = gradients.next_scaler, gradients.whole, gradients.varying
     return combined

@@ -353,6 +353,7 @@ class Periods:
         """The parameters were set by somebody else."""
         self.merging.rebase()
         self.exchange.statistics.rebase()
+        self.exchange.buffers.rebase()
 
     def state_dict(self) -> dict[str, Any]:
         return {"round": self.number, "merging": self.merging.state_dict(), **self.dealer.state_dict()}
@@ -366,6 +367,7 @@ class Periods:
         self.merging.load_state_dict(state["merging"])
         self.dealer.load_state_dict(state)
         self.exchange.statistics.rebase()
+        self.exchange.buffers.rebase()
 
 
 def _dropped_in_a_call() -> FleetError:

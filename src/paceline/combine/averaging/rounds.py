@@ -15,6 +15,8 @@ from paceline import concurrency
 from paceline.combine import Header
 from paceline.combine.averaging.period import Period
 from paceline.combine.flats import Flats
+from paceline.combine.gradients.buffers import Seen
+from paceline.combine.gradients.exchange import Buffers
 from paceline.combine.header import Layout
 
 
@@ -29,6 +31,10 @@ class Round:
         self.period, self.header, self.table, self.statistics, self.total = period, header, table, statistics, total
         self.update: Sequence[torch.Tensor] | None = None
         """Beside local steps: this worker's update as it was when the round began."""
+        self.seen: Seen | None = None
+        """This worker's buffers as they were when the round began."""
+        self.buffers: Buffers | None = None
+        """Those that all workers take over; None: none had changed."""
         self.averages = True
         """Whether parameters were averaged in it, and not only samples counted."""
         self.ended: float | None = None

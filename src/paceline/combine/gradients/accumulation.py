@@ -14,6 +14,7 @@ import torch
 
 from paceline.checkpoint.shards import any_sharded, local
 from paceline.combine.gradients.buckets import REACHED_NO_MODEL, Among, Buckets
+from paceline.combine.gradients.buffers import ModuleBuffers, Seen
 from paceline.combine.gradients.scaling import is_active, scale_in
 from paceline.combine.gradients.scaling import scaled as scale_loss
 from paceline.combine.gradients.sharded import ShardedBuckets
@@ -28,8 +29,8 @@ _REACHED_NOTHING = (
     "returned"
 )
 
-Aside = tuple[list[torch.Tensor | None], Look]
-"""What one micro-batch left, by parameter, and the running statistics after it."""
+Aside = tuple[list[torch.Tensor | None], tuple[Look, Seen]]
+"""What one micro-batch left, by parameter, and the running statistics and other buffers after it."""
 
 
 class Accumulation:
@@ -39,8 +40,14 @@ class Accumulation:
     """
 
     def __init__(
-        self, transport: Collective, models: Sequence[torch.nn.Module], start: Callable[[torch.Tensor], None]
+        self,
+        transport: Collective,
+        models: Sequence[torch.nn.Module],
+        start: Callable[[torch.Tensor], None],
+        *,
+        shared: Sequence[torch.nn.Module] | None = None,
     ) -> None:
+        """``shared``: the models whose buffers all workers share; all of them unless given."""
         self._transport = transport
         self._start = None if transport.solitary else start
         self.everything = _unique(p for model in models for p in model.parameters())
@@ -50,7 +57,11 @@ class Accumulation:
         self.statistics = RunningStatistics(models)
         self.counters = 0 if transport.solitary else len(self.statistics)
         """Layers whose running statistics the round merges."""
+        self.buffers = ModuleBuffers([] if transport.solitary else models if shared is None else shared)
+        """Other buffers, which are one worker's after every round."""
         self.buckets = self._make_buckets()
+        self.seen: Seen | None = None
+        """The buffers after the work of this step that has joined, where it does so beside the loop."""
         self.planned = 1.0
         """The weight that the whole fleet plans for this step."""
         self.unscale = 1.0
@@ -114,6 +125,7 @@ class Accumulation:
         self._begun, self._versions = False, []
         self.planned, self._scaler = planned, scaler
         self.statistics.begin()
+        self.seen = None
         self.unscale = 1.0 / scaler.get_scale() if is_active(scaler) else 1.0
 
     def backward(self, loss: torch.Tensor, weight: Any, **how: Any) -> None:
@@ -188,11 +200,14 @@ class Accumulation:
         grads = self.buckets.backward_aside(scaled, gradient, among=among, **graph)
         if all(grad is None for grad in grads):
             raise MisuseError(_REACHED_NOTHING if among is None else REACHED_NO_MODEL)
-        return grads, self.statistics.look()
+        return grads, self._look()
 
     def no_gradient(self) -> Aside:
         """Of a micro-batch that was left out."""
-        return [None] * len(self.buckets.slots), self.statistics.look()
+        return [None] * len(self.buckets.slots), self._look()
+
+    def _look(self) -> tuple[Look, Seen]:
+        return self.statistics.look(), self.buffers.look()
 
     def begin_whole(self) -> None:
         """Before a micro-batch's first part is computed beside the sum in a step without a deadline."""
@@ -221,7 +236,7 @@ class Accumulation:
     def join(self, aside: Aside) -> None:
         """A micro-batch of a step with a deadline is finished: its gradient and its statistics count. Any thread may
         call this."""
-        grads, look = aside
+        grads, (look, self.seen) = aside
         self.buckets.join(grads)
         self.statistics.note(look)
 

@@ -11,15 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+import numpy as np
 import torch
 
 from paceline.combine.gradients.accumulation import Accumulation
+from paceline.combine.gradients.buffers import ModuleBuffers, Seen
 from paceline.combine.header import Header
 from paceline.combine.wire import start_sum, wait_for_sums
 from paceline.errors import GenerationOver
 from paceline.transport import Collective, Pending
 from paceline.transport.base import Keeps
 from paceline.transport.formats import Format
+
+Buffers = tuple[list[int], torch.Tensor]
+"""Which buffers a round gives to all workers, and their bytes."""
 
 
 @dataclass
@@ -31,6 +36,10 @@ class Sum:
     statistics: torch.Tensor
     moved: list[int]
     finite: bool = True
+    seen: Seen | None = None
+    """This worker's buffers."""
+    buffers: Buffers | None = None
+    """Those that all workers take over; None: none had changed."""
 
     @property
     def bytes(self) -> int:
@@ -96,14 +105,19 @@ class GradientExchange:
         """Run the round with the header that ``write`` makes for its members. When it returns a header, this and the
         gradients hold the fleet's sums; None: the members changed in the round, which is to be run again."""
         work, parts, header = self._work, list[torch.Tensor](), list[Header]()
+        buffers: Buffers | None = None
 
         def keeps() -> list[torch.Tensor]:
             header.append(write())
             header[0].used[:] = work.buckets.used()
             if work.counters:
                 work.statistics.note()
-                header[0].counters[:] = work.statistics.moved
+                header[0].counters[: work.counters] = work.statistics.moved
                 parts.append(work.statistics.payload(samples))
+            if len(work.buffers) and (changed := work.buffers.changed()):
+                if self._transport.shards > 1:
+                    work.buffers.refuse(changed)
+                header[0].counters[work.counters :] = work.buffers.flags(changed)
             parts.append(header[0].tensor())
             return [*work.buckets.tensors(), *parts, self.norm]
 
@@ -111,6 +125,7 @@ class GradientExchange:
             with self._transport.round(label, keeps=keeps):
                 self._sums += [self._transport.sum(part) for part in parts]
                 wait_for_sums(self._sums)
+                buffers = self._share(header[0], None, self._sums)
         except GenerationOver as over:
             given = self.re_form(over, parts)
             if given is None:
@@ -119,7 +134,17 @@ class GradientExchange:
             header[0].vector[:] = parts[-1].numpy()
         if work.counters:
             self._merge(parts[0], header[0])
+        if buffers is not None:
+            work.buffers.take(*buffers)
         return header[0]
+
+    def _share(self, header: Header, seen: Seen | None, sums: list[Pending]) -> Buffers | None:
+        """Once the header holds the fleet's sums, sum the buffers that have changed somewhere. ``seen``: this worker's,
+        where its loop may be at work. A worker that is handed the round's result goes on with its own until the next
+        round, in which it says that they have changed."""
+        return share(
+            self._transport, self._work.buffers, header, self._work.counters, sums, seen.copies if seen else None
+        )
 
     def re_form(self, over: GenerationOver, parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor] | None:
         """Re-form the group among the workers that live. What ``parts`` should have held, when some of these workers
@@ -140,7 +165,9 @@ class GradientExchange:
         return None
 
     def _merge(self, statistics: torch.Tensor, header: Header) -> None:
-        self._work.statistics.merge(statistics, header.total("samples"), header.counters.tolist())
+        self._work.statistics.merge(
+            statistics, header.total("samples"), header.counters[: self._work.counters].tolist()
+        )
 
     # -- a round with a deadline, which any thread may close -------------------------------------------------------
 
@@ -155,7 +182,8 @@ class GradientExchange:
         if self._transport.elastic:  # the round may have to be run again
             flats = [flat.clone() for flat in flats]
         statistics = self._work.statistics
-        return Sum(flats, self._work.buckets.used(), statistics.payload(samples), list(statistics.moved), finite)
+        used, seen = self._work.buckets.used(), self._work.seen
+        return Sum(flats, used, statistics.payload(samples), list(statistics.moved), finite, seen)
 
     def nothing(self) -> Sum:
         """The same of a worker that has finished nothing, in tensors of its own."""
@@ -172,11 +200,17 @@ class GradientExchange:
             header, mine = seal()
             sealed.append((header, mine))
             header.used[:] = mine.used
-            header.counters[:] = mine.moved
+            header.counters[: self._work.counters] = mine.moved[: self._work.counters]
+            if mine.seen is not None and mine.seen.changed:
+                header.counters[self._work.counters :] = self._work.buffers.flags(mine.seen.changed)
             return [*mine.flats, *([mine.statistics] if self._work.counters else []), header.tensor()]
 
+        def buffers(sums: list[Pending]) -> None:
+            header, mine = sealed[0]
+            mine.buffers = self._share(header, mine.seen, sums)
+
         forms = [self.form] * len(self._work.buckets.buckets)
-        given = summed(self._transport, label, parts, aside=True, forms=forms)
+        given = summed(self._transport, label, parts, aside=True, forms=forms, then=buffers)
         if given is None:
             return None
         header, mine = sealed[0]
@@ -193,6 +227,28 @@ class GradientExchange:
                 bucket.flat.copy_(flat)
         if self._work.counters:
             self._merge(total.statistics, header)
+        if total.buffers is not None:
+            self._work.buffers.take(*total.buffers)
+
+
+def share(
+    transport: Collective,
+    buffers: ModuleBuffers,
+    header: Header,
+    first: int,
+    sums: list[Pending],
+    copies: dict[int, torch.Tensor] | None = None,
+) -> Buffers | None:
+    """Sum the bytes of the buffers that a summed header names, from its counter ``first`` on; None: it names none. They
+    are those of the first worker that did something. The sum is noted in ``sums`` when it starts."""
+    if not len(buffers) or not (flags := header.counters[first:]).any():
+        return None
+    chosen = np.flatnonzero(flags).tolist()
+    giver = int(np.argmax(header.column("samples") > 0))
+    message = buffers.message(chosen, mine=giver == transport.rank, copies=copies)
+    sums.append(transport.sum(message))
+    wait_for_sums(sums[-1:])
+    return chosen, message
 
 
 def _extremes(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -215,16 +271,19 @@ def summed(
     *,
     aside: bool = False,
     forms: Sequence[Format | None] = (),
+    then: Callable[[list[Pending]], None] = lambda sums: None,
 ) -> list[torch.Tensor] | None:
     """The fleet's sums, in the tensors that ``keeps`` makes for the round's members or in others like them; ``aside``:
-    on the thread of rounds with a deadline. ``forms``: the formats on the wire of the first tensors. None: the members
-    changed, and nothing came of the round."""
+    on the thread of rounds with a deadline. ``forms``: the formats on the wire of the first tensors. ``then`` starts
+    further sums when these are over, notes them and waits for them. None: the members changed, and nothing came of the
+    round."""
     sums: list[Pending] = []
     tensors: Sequence[torch.Tensor] = ()
     try:
         with transport.round(label, aside=aside, keeps=keeps) as tensors:
             sums += [start_sum(transport, tensor, form) for tensor, form in zip_longest(tensors, forms)]
             wait_for_sums(sums)
+            then(sums)
     except GenerationOver as over:
         return re_formed(transport, over, sums, tensors, aside=aside)
     return list(tensors)

@@ -36,8 +36,10 @@ class Gradients:
         *,
         overlap: bool = True,
         form: Format | None = None,
+        shared: Sequence[torch.nn.Module] | None = None,
     ) -> None:
-        """``form``: of the gradients on the wire; None: as they are."""
+        """``form``: of the gradients on the wire; None: as they are. ``shared``: the models whose buffers all workers
+        share; all of them unless given."""
         self._transport = transport
         self.overlap = overlap
         self.keep_graph = False
@@ -49,7 +51,8 @@ class Gradients:
         """Takes effect with the next step: half a step with a scale and half without would be wrong."""
         self.varying: VaryingCount | None = None
         """Scales the learning rate of steps whose count is not the global batch."""
-        self.accumulation = Accumulation(transport, models, self._start_sum)
+        self.shared = models if shared is None else shared
+        self.accumulation = Accumulation(transport, models, self._start_sum, shared=self.shared)
         self.everything = self.accumulation.everything
         self.exchange = GradientExchange(transport, self.accumulation, form)
         self.mean_gradient = MeanGradient(transport, self.accumulation, self.exchange)
@@ -61,7 +64,8 @@ class Gradients:
     @property
     def layout(self) -> Layout:
         """Of the round's header, among the members of this moment."""
-        return layout_of(self._transport.size, len(self.buckets.parameters), self.accumulation.counters)
+        work = self.accumulation
+        return layout_of(self._transport.size, len(self.buckets.parameters), work.counters + len(work.buffers))
 
     def state_dict(self) -> dict[str, float]:
         varying = {} if self.varying is None else self.varying.state_dict()
@@ -73,8 +77,9 @@ class Gradients:
             self.varying.load_state_dict(state)
 
     def statistics_were_set(self) -> None:
-        """Running statistics were loaded or broadcast: count from there."""
+        """Running statistics and other buffers were loaded or broadcast: count from there."""
         self.accumulation.statistics.rebase()
+        self.accumulation.buffers.rebase()
 
     def detach(self) -> None:
         """Give the parameters back, and let go of the transport's group."""
