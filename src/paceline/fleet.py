@@ -229,6 +229,7 @@ class Fleet:
     def track(self, **objects: Any) -> None:
         """Name what has state (optimizer, scheduler, scaler, your own): it is saved, loaded and sent along.
 
+        All workers call it: modules, optimisers and schedules get the leader's state, as a model does.
         Everybody tracks the same names, before the first step where workers come and go: one that joins takes over what
         the others track. Plain values have a place in `state`.
         """
@@ -239,6 +240,7 @@ class Fleet:
                 "step; track everything before the loop"
             )
         tracking.add(objects)
+        self._replica.share_tracked(objects)
         if steps is not None:
             steps.gradients.next_scaler = tracking.scaler
 

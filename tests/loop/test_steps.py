@@ -16,6 +16,7 @@ from one_process import Facts, Scripted, Worker
 from paceline.errors import Dropped, FleetError, GenerationOver, MisuseError, NonFiniteGradients
 from paceline.loop.replicas import Repair
 from paceline.loop.rounds import COMPARE_EARLY, COMPARE_EVERY
+from paceline.loop.sameness import parameters_of
 from paceline.loop.step_state import RoundPhase
 from paceline.transport import Alone
 
@@ -489,31 +490,41 @@ def test_unlike_devices_are_not_compared_early(hire: Hire) -> None:
     assert worker.repaired == 0
 
 
-def test_replicas_that_differ_are_made_equal_and_the_run_goes_on(hire: Hire) -> None:
-    worker = parted(hire, {2}, FAR, length=80)
-    assert len(worker.train()) == 20
-    assert worker.repaired == 1
-    (text,) = worker.notes
-    assert "after step 2 the parameters of workers [1] were not worker 0's (by 0.5)" in text
-    assert text.endswith("Parameters and everything tracked were set to worker 0's")
+def test_replicas_that_differ_are_refused_before_the_update_and_what_differs_is_named(hire: Hire) -> None:
+    worker = parted(hire, {2}, length=80)
+    worker.loop.contents = lambda: parameters_of([worker.model])
+    theirs = {**worker.loop.contents().by_name(), "parameter weight": 5}
+    worker.transport.others = lambda label: [theirs] if label == "comparing replicas" else []  # type: ignore[attr-defined]
+    steps = iter(worker.steps)
+    for _ in range(2):
+        worker.work(next(steps))
+    step, before = next(steps), worker.parameters()
+    with pytest.raises(MisuseError, match=r"in step 2 worker 1 does not hold what worker 0 does: parameter \w+ .*load"):
+        worker.work(step)
+    assert torch.equal(worker.parameters(), before)
+    assert worker.repaired == 0
 
 
-def test_replicas_that_differ_again_soon_stop_the_run(hire: Hire) -> None:
-    worker = parted(hire, {2, 64}, FAR, FAR)
-    with pytest.raises(MisuseError, match=r"after step 64 .*second time within 100 steps.*stopped"):
+def test_modules_that_train_on_one_worker_and_evaluate_on_another_are_refused(hire: Hire) -> None:
+    transport = Scripted(2)
+    worker = hire(transport)
+    transport.answer = lambda number, facts: facts.write(1, samples=2.0, modes=77.0)
+    transport.others = lambda label: [["Linear"]] if label == "comparing modes" else []
+    with pytest.raises(MisuseError, match=r"in step 0 the module Linear trains on worker 0 and evaluates on worker 1"):
         worker.train()
-    assert worker.repaired == 2
-    assert len(worker.notes) == 1
 
 
-def test_replicas_that_differ_again_much_later_are_made_equal_again(hire: Hire) -> None:
-    worker = parted(hire, {64, 200}, FAR, FAR)
-    worker.train()
-    assert len(worker.notes) == worker.repaired == 2
+def test_unlike_devices_that_are_far_apart_stop_the_run(hire: Hire) -> None:
+    worker = parted(hire, {100}, FAR)
+    worker.loop.alike = False
+    with pytest.raises(MisuseError, match=r"after step 100 the parameters of workers \[1\] were not worker 0's"):
+        worker.train()
+    assert worker.repaired == 1
 
 
 def test_the_rounding_of_unlike_devices_never_stops_the_run(hire: Hire) -> None:
-    worker = parted(hire, {8, 16, 32}, ROUNDED, ROUNDED, ROUNDED, length=200)
+    worker = parted(hire, {100, 200}, ROUNDED, ROUNDED)
+    worker.loop.alike = False
     worker.train()
-    assert len(worker.notes) == 3
+    assert len(worker.notes) == worker.repaired == 2
     assert all("unlike devices (cpu, cuda) round differently" in text for text in worker.notes)

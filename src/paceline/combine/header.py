@@ -28,6 +28,7 @@ FIELDS = (
     "fingerprint",
     "rates",
     "updates",
+    "modes",
     "leaves",
     "changes",
 )
@@ -36,7 +37,8 @@ FIELDS = (
 ``loss`` is the weighted sum; ``squares``: its own mean gradient's squared norm times its weight, where the learning
 rate needs it; ``ended``: its stream has no more samples; ``rates``: a digest of its optimisers' rates and other
 settings, 0 where it knows none; ``updates``: one more than the updates it made in the step before, 0 where it knows
-of none; ``wants_state``: it is so far behind that it asks for a copy of a peer's state;
+of none; ``modes``: a digest of which of its modules train, where that is compared; ``wants_state``: it is so far
+behind that it asks for a copy of a peer's state;
 ``leaves``: it leaves after this step; ``changes``: it has heard that the group is to be re-formed, with others."""
 
 _COLUMN = {name: number for number, name in enumerate(FIELDS)}

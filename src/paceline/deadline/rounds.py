@@ -267,5 +267,8 @@ class ProxyRound:
     def commit(self, header: Header, began: float) -> None:
         self._deadlines.proxy.backlog.taken_over(self._step_state)
 
+    def refuse(self, header: Header) -> None:
+        """The next step does, which waits for everybody."""
+
     def compare(self, header: Header) -> None:
         """Where they differ, the next step waits for everybody, and looks again."""

@@ -13,6 +13,7 @@ from paceline.combine import Gradients, Header
 from paceline.feed.dealing import Dealing
 from paceline.loop.passes import LoopPlace
 from paceline.loop.replicas import Repair
+from paceline.loop.sameness import Contents
 from paceline.loop.sizing import Sizing
 from paceline.loop.step_recording import SIZES, WORK, said
 from paceline.loop.tracking import Tracked
@@ -49,6 +50,8 @@ class LoopContext:
     snapshot: Callable[[], dict[str, Any]]
     restore: Callable[[Mapping[str, Any]], None]
     """This worker's models and everything tracked: their state, and setting it."""
+    contents: Callable[[], Contents] = lambda: Contents([])
+    """What must be the same on every worker."""
     whole: bool = False
     """Micro-batches are not cut."""
     alike: bool = True
@@ -85,6 +88,8 @@ class LoopContext:
     """The loop's first step."""
     next: int = 0
     """The step that comes next, or is under way."""
+    compared: int | None = None
+    """The step before which the contents were found equal, so that its round need not compare them."""
     finished: bool = False
     progress: float = 0.0
     """The part of the whole training that is done."""

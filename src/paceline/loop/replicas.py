@@ -26,7 +26,7 @@ def fingerprint(tensors: Iterable[torch.Tensor], inside: Collective | None = Non
     Whole numbers below 2**52, so it travels exactly in a float64. Within a tensor it does not see the order, so the
     parts that the processes of a worker hold add up to it (``inside``: all of them call).
     """
-    sums = [int(_bits(local(tensor)).sum(dtype=torch.int64)) for tensor in tensors]
+    sums = sums_of([local(tensor) for tensor in tensors], divided=inside is not None and inside.grouped)
     parts = inside.collect("comparing replicas", sums) if inside is not None else [sums]
     total = 0
     for own in zip(*parts, strict=True):
@@ -34,8 +34,40 @@ def fingerprint(tensors: Iterable[torch.Tensor], inside: Collective | None = Non
     return float(total if inside is None else inside.said("comparing replicas", total))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.uint8))
+@torch.no_grad()
+def sums_of(tensors: Sequence[torch.Tensor], *, divided: bool = False) -> list[int]:
+    """The sum of each tensor's bits. ``divided``: such that those of its parts add up to it, which takes
+    2.5 times as long as sums of 8 bytes at a time. On a device, one wait for all."""
+    sums = [_sum_of_parts(tensor) if divided else _sum_of_words(tensor) for tensor in tensors]
+    there = [one for one in sums if not one.is_cpu]
+    fetched = {id(one): number for one, number in zip(there, _fetched(there), strict=True)}
+    return [fetched[id(one)] if id(one) in fetched else int(one) for one in sums]
+
+
+def _fetched(sums: Sequence[torch.Tensor]) -> list[int]:
+    if len({one.device for one in sums}) == 1:
+        numbers: list[int] = torch.stack(list(sums)).tolist()
+        return numbers
+    return [int(one) for one in sums]
+
+
+def _sum_of_parts(tensor: torch.Tensor) -> torch.Tensor:
+    return _bits(tensor.detach().contiguous().reshape(-1)).sum(dtype=torch.int64)
+
+
+def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().contiguous().reshape(-1)
+    per_word = max(1, 8 // flat.element_size())
+    whole = flat.numel() // per_word * per_word
+    words = flat[:whole]
+    if words.storage_offset() % per_word:
+        words = words.clone()
+    total = words.view(torch.int64).sum()
+    return total if whole == flat.numel() else 31 * total + _bits(flat[whole:]).sum(dtype=torch.int64)
+
+
+def _bits(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(_INTEGERS.get(flat.element_size(), torch.uint8))
 
 
 def _wrapped(number: int) -> int:
@@ -95,14 +127,19 @@ class Repair:
         said = f"after step {step} the parameters of workers {astray} were not worker 0's (by {far})"
         if self.harmless:
             return f"{said}: unlike devices ({', '.join(sorted(set(self.devices)))}) round differently"
-        causes = [
-            "code of the script changes parameters or gradients by something that is each worker's own (random numbers "
-            "drawn outside of the steps, its data, its rank)",
-            "parameters are changed outside step.commit on some workers only",
-            "an optimiser computes differently on unlike devices",
-        ]
-        untracked = [f"{', '.join(missing)} is not tracked and began anew on a worker that joined"] if missing else []
-        return f"{said}. Likely causes: {'; '.join(untracked + causes)}"
+        return f"{said}. Likely causes: {'; '.join(likely_causes(missing))}"
+
+
+def likely_causes(missing: Sequence[str]) -> list[str]:
+    """Why replicas may part, the likeliest first. ``missing``: what is not tracked."""
+    untracked = [f"{', '.join(missing)} is not tracked and began anew on a worker that joined"] if missing else []
+    return [
+        *untracked,
+        "code of the script changes parameters or gradients by something that is each worker's own (random numbers "
+        "drawn outside of the steps, its data, its rank)",
+        "parameters are changed outside step.commit on some workers only",
+        "an optimiser computes differently on unlike devices",
+    ]
 
 
 ROUNDING = 1e-2

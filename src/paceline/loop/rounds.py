@@ -19,7 +19,8 @@ from paceline.errors import MisuseError
 from paceline.feed.micro_batches import MicroBatch
 from paceline.loop.context import LoopContext
 from paceline.loop.device_clock import DeviceClock, mark, wait_for
-from paceline.loop.replicas import fingerprint
+from paceline.loop.replicas import likely_causes
+from paceline.loop.sameness import unlike_modes, unlike_text
 from paceline.loop.step_recording import record_of, write_header
 from paceline.loop.step_state import RoundPhase, StepState, Work
 from paceline.loop.training_state import differ
@@ -67,8 +68,11 @@ class StepRound(Protocol):
     def commit(self, header: Header, began: float) -> None:
         """The update was made: this worker is done with the step, which it began at ``began``."""
 
+    def refuse(self, header: Header) -> None:
+        """Before the update: raise MisuseError where the workers do not hold the same, if this is the place to see."""
+
     def compare(self, header: Header) -> None:
-        """Look whether the replicas are still equal, where this is the place for it."""
+        """After the commit: make replicas equal that have drifted apart, where this is the place for it."""
 
 
 class InlineRound:
@@ -210,41 +214,57 @@ class InlineRound:
             loop.training.changed.notify_all()
         loop.training.note(record)
 
+    def refuse(self, header: Header) -> None:
+        if self._replicas is not None:
+            self._replicas.refuse(self._step_state.index, header)
+
     def compare(self, header: Header) -> None:
         if self._replicas is not None:
             self._replicas.compare(self._step_state.index, header)
 
 
 class ReplicaComparison:
-    """Replicas are compared now and then. Where they differ they are made equal, and the run is stopped where that does
-    not hold."""
+    """Replicas are compared now and then. Where they differ the run is stopped, or, where unlike devices round
+    differently, they are made equal."""
 
     def __init__(self, loop: LoopContext) -> None:
         self._loop = loop
-        self._last: int | None = None
-        """The step after which replicas were made equal last."""
 
     def fingerprint(self, step_state: StepState) -> float:
-        """Of this worker's parameters, in steps in which replicas are compared; else 0."""
+        """Of what this worker holds, in steps in which replicas are compared; else 0."""
         early = self._loop.alike and step_state.index in COMPARE_EARLY
         regular = step_state.index % COMPARE_EVERY == 0 or early
         due = self._loop.transport.size > 1 and (regular or step_state.compare)
-        return 1.0 + fingerprint(self._loop.gradients.everything, self._loop.transport) if due else 0.0
+        self._loop.gradients.accumulation.asks_modes = due
+        if not due or self._loop.compared == step_state.index:
+            return 0.0
+        return 1.0 + self._loop.contents().number(self._loop.transport)
+
+    def refuse(self, step: int, header: Header) -> None:
+        """Before the update of a step that all have waited for: raise MisuseError where workers of like devices do not
+        hold the same, or have unlike modules in evaluation mode. Unlike devices round differently (`compare`)."""
+        loop = self._loop
+        if loop.alike and differ(header):
+            everybody = loop.transport.gather("comparing replicas", lambda: loop.contents().by_name())
+            causes = likely_causes(loop.tracking.missing())
+            raise MisuseError(
+                unlike_text(everybody, when=f"in step {step}", causes=causes)
+                or f"workers did not hold the same when step {step} began"
+            )
+        if differ(header, "modes"):
+            everybody = loop.transport.gather("comparing modes", loop.gradients.accumulation.evaluating)
+            if text := unlike_modes(everybody, step=step):
+                raise MisuseError(text)
 
     def compare(self, step: int, header: Header) -> None:
         """All workers' fingerprints are in the header of a round that all have waited for."""
         if not differ(header):
             return
-        found, again = self._loop.repair(), self._last
+        found = self._loop.repair()
         self._loop.gradients.statistics_were_set()
-        self._last = step
-        within = again is not None and step - again <= COMPARE_EVERY
         text = found.text(step, missing=self._loop.tracking.missing())
-        if within and not found.harmless:
-            raise MisuseError(
-                f"{text}. It is the second time within {COMPARE_EVERY} steps, so making them equal does not help: "
-                "stopped"
-            )
+        if not found.harmless:
+            raise MisuseError(text)
         self._loop.warn_all(f"{text}. Parameters and everything tracked were set to worker 0's")
 
 

@@ -42,6 +42,7 @@ def write_header(
         fingerprint=step_state.fingerprint,
         rates=step_state.rates,
         updates=step_state.updates,
+        modes=gradients.accumulation.modes,
         **loop.sizes,
         **more,
     )

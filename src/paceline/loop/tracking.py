@@ -82,10 +82,17 @@ class Tracked:
             take_over(scaler)
             self.scaler = scaler
 
-    def must_agree(self, transport: Transport, label: str, each: Any = None) -> list[dict[str, Any]]:
+    def must_agree(
+        self, transport: Transport, label: str, *, also: Mapping[str, Any] | None = None, each: Any = None
+    ) -> list[dict[str, Any]]:
         """Raise ValueError on every worker when they do not track the same names. Returns what everybody said, with
-        what ``each`` process says."""
-        return must_agree(transport, label, self.facts(), each=each)
+        what each says ``also`` and what ``each`` process says."""
+        return must_agree(transport, label, self.facts(), also=also, each=each)
+
+    def parts(self) -> list[tuple[str, Any]]:
+        """Everything tracked, what it is made of, and optimisers that were seen to make a step, by name."""
+        tracked = [(name, part) for name, thing in self.things.items() for part in _parts(thing)]
+        return [*tracked, *((f"the untracked {type(one).__name__}", one) for one in self.stepped_untracked())]
 
     def facts(self) -> dict[str, Any]:
         """What must be the same on every worker."""

@@ -244,7 +244,7 @@ class TrainingState:
         if self.plan is None and len(self._history) > 1 and not self._transport.elastic:
             self.plan = replace(step_state.plan, step=self.index)  # the leader thought that this was the last step
         # A step for everybody: to compare replicas that differed, or because workers enter or leave after it.
-        self._for_all_next = by_deadline and (differ(header) or changes(header))
+        self._for_all_next = by_deadline and (differ(header) or differ(header, "modes") or changes(header))
         step_state.ends_epoch = self.dealing.remaining == 0
         if step_state.ends_epoch:
             self._open_epoch(self.dealing.epoch + 1)
@@ -371,11 +371,11 @@ class TrainingState:
         self.epoch_step = saved if same else done // batch
 
 
-def differ(header: Header) -> bool:
-    """Whether the workers that gave a fingerprint of their parameters gave unlike ones."""
-    if not header.total("fingerprint"):
+def differ(header: Header, what: str = "fingerprint") -> bool:
+    """Whether the workers that gave a fingerprint of what they hold, or of their modes, gave unlike ones."""
+    if not header.total(what):
         return False
-    prints = header.column("fingerprint")
+    prints = header.column(what)
     return len(set(prints[prints > 0].tolist())) > 1
 
 

@@ -226,6 +226,7 @@ class StepsConstructor:
             tracking=context.tracking,
             observe=context.recorder.event,
             repair=self._replica.make_equal,
+            contents=self._replica.contents,
             snapshot=self._replica.state,
             restore=partial(self._replica.restore, Path("a peer's state")),
             whole=unit > 1,
@@ -261,7 +262,7 @@ class StepsConstructor:
         loop's length."""
         tracking, look = self._context.tracking, steps.dealing.look
         self._seen = self._same_data.look(source.dataset, source.length, look)
-        told = tracking.must_agree(self._context.transport, "the first step", each=self._seen)
+        told = self._replica.must_be_equal(steps, each=self._seen)
         self._same_data.check("fleet.steps()", source.name, told, self._seen, look)
         if kind_of(self._context.combine).local:  # gradients are of one order in every epoch's first step
             check_order(self._context.transport, steps.dealing)

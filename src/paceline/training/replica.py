@@ -6,19 +6,24 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint.divided_folder import TakenOut
 from paceline.checkpoint.shards import gathered, local, reshard
+from paceline.combine.choose import kind_of
 from paceline.errors import MisuseError
 from paceline.loop.replicas import Repair, check_same_shape, distance, hand_round, moved, shape_of, spread
+from paceline.loop.sameness import Contents, parameters_of, saved_buffers_of, state_of, together, unlike_text
 from paceline.loop.user_code import refuse_untrainable
 from paceline.settings import is_compiled, must_agree
 from paceline.training import sharding
 from paceline.training.context import TrainingContext
+
+if TYPE_CHECKING:
+    from paceline.loop.steps import Steps
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 """The user's own class."""
@@ -32,6 +37,8 @@ class Replica:
         self._known: list[torch.nn.Parameter] = []
         """Parameters that were made equal on all workers."""
         self._hooks: list[Any] = []
+        self._compared = False
+        """Whether a loop's first step has compared what the workers hold."""
         self.overlap = True
         """Whether sums may start while backward runs."""
 
@@ -83,7 +90,8 @@ class Replica:
         parameters = [parameter for model in context.models for parameter in model.parameters()]
         known = {id(parameter) for parameter in self._known}
         new = sum(id(parameter) not in known for parameter in parameters)
-        facts = {"the number of parameters": len(parameters), "of them new since fleet.model": new}
+        facts: dict[str, Any] = {"the number of parameters": len(parameters), "of them new since fleet.model": new}
+        facts["the frozen parameters (requires_grad)"] = _frozen(context.models)
         must_agree(context.transport, "fleet.steps()", facts)
         if new:
             for model in context.models:
@@ -92,6 +100,84 @@ class Replica:
             self._spread(context.models)
             context.inform(f"{new} new parameters: every worker has the leader's")
         self._known = parameters
+
+    # -- the same everywhere -------------------------------------------------------------------------------------------
+
+    def contents(self) -> Contents:
+        """What must be the same on every worker, in every step: parameters, and the state of everything tracked."""
+        context = self._context
+        parameters = parameters_of(context.models)
+        if context.transport.grouped:  # optimisers hold the state of each process's part
+            return parameters
+        return together(parameters, state_of(context.tracking.parts()))
+
+    def must_be_equal(self, steps: Steps, *, each: Any = None) -> list[dict[str, Any]]:
+        """Before a loop's first step: raise ValueError or MisuseError on every worker when they do not track the same,
+        or do not hold the same. Buffers are made the leader's. Returns what everybody said, with what ``each`` process
+        says."""
+        context, local = self._context, kind_of(self._context.combine).local
+        transport = context.transport
+        alone = transport.size == 1 or context.outside
+        # In local steps optimisers go their own ways, and a loop that was left early leaves parameters unlike.
+        checked = not alone and not (local and self._compared)
+        also = {
+            **({"contents": self.contents().number(transport)} if checked else {}),
+            **({} if alone or transport.grouped else {"buffers": saved_buffers_of(context.shared).number()}),
+        }
+        everybody = context.tracking.must_agree(transport, "the first step", also=also, each=each)
+        self._compared = True
+        if len({one.get("buffers") for one in everybody}) > 1:
+            self._share_buffers(steps)
+        if len({one.get("contents") for one in everybody}) > 1:
+            self._refuse_unlike(steps)
+        elif checked:
+            steps.loop.compared = steps.index
+        return everybody
+
+    def _share_buffers(self, steps: Steps) -> None:
+        """Some were changed since fleet.model on some workers only, as by a forward of the leader's own."""
+        context = self._context
+        own = saved_buffers_of(context.shared).tensors
+        state = hand_round(context.transport, dict(own), device=context.state_device)
+        with torch.no_grad():
+            for name, tensor in own:
+                tensor.copy_(state[name])
+        steps.combine.models_were_set()
+        context.inform("before the first step some buffers were not the leader's: every worker has the leader's")
+
+    def _refuse_unlike(self, steps: Steps) -> None:
+        context = self._context
+        if steps.loop.alike:
+            when = "before the first step"
+            everybody = context.transport.gather("comparing replicas", lambda: self.contents().by_name())
+            raise MisuseError(unlike_text(everybody, when=when) or f"{when} workers did not hold the same")
+        found = self.make_equal()
+        steps.combine.models_were_set()
+        text = found.text(steps.index - 1, missing=context.tracking.missing())
+        if not found.harmless:
+            raise MisuseError(text)
+        context.warn(f"{text}. Parameters and everything tracked were set to worker 0's")
+
+    def share_tracked(self, objects: Mapping[str, Any]) -> None:
+        """Give every worker the leader's state of modules, optimisers and schedules that are tracked from now on."""
+        context, steps = self._context, self._context.steps
+        transport = context.transport
+        in_loop = steps is not None and steps.begun and not steps.left
+        if transport.size == 1 or context.outside or transport.grouped or in_loop:
+            return
+        own = {name: state_of([(name, thing)]).number() for name, thing in objects.items()}
+        everybody = transport.gather("fleet.track()", own)
+        if any(set(theirs) != set(own) for theirs in everybody):
+            return  # the first step says so
+        unlike = sorted(name for name in own if len({theirs[name] for theirs in everybody}) > 1)
+        if not unlike:
+            return
+        mine = {name: checkpoint.plain(objects[name].state_dict(), f"the state of {name}") for name in unlike}
+        state = hand_round(transport, mine, device=context.state_device)
+        if not context.leads:
+            for name in unlike:
+                checkpoint.load_into(objects[name], deepcopy(state[name]))
+        context.inform(f"fleet.track: {', '.join(unlike)} differed between workers, and every worker has the leader's")
 
     def shapes_digest(self) -> str:
         """The same on workers whose models have the same shapes."""
@@ -160,6 +246,18 @@ class Replica:
         """Leave the models as they came."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _frozen(models: Sequence[torch.nn.Module]) -> list[str]:
+    """The first frozen parameters by name, and a digest of the rest."""
+    frozen = [name for model in models for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    rest = frozen[NAMED:]
+    digest = blake2b(repr(rest).encode(), digest_size=4).hexdigest()
+    return frozen[:NAMED] + ([f"{len(rest)} more ({digest})"] if rest else [])
+
+
+NAMED = 6
+"""Parameters that an error names."""
 
 
 def _refuse_ddp(module: torch.nn.Module, inputs: Any) -> None:

@@ -15,7 +15,7 @@ from paceline import concurrency
 from paceline.combine import Header
 from paceline.combine.averaging.period import Period
 from paceline.combine.flats import Flats
-from paceline.combine.gradients.buffers import Seen
+from paceline.combine.gradients.buffers import SeenBuffers
 from paceline.combine.gradients.exchange import Buffers
 from paceline.combine.header import Layout
 
@@ -31,7 +31,7 @@ class Round:
         self.period, self.header, self.table, self.statistics, self.total = period, header, table, statistics, total
         self.update: Sequence[torch.Tensor] | None = None
         """Beside local steps: this worker's update as it was when the round began."""
-        self.seen: Seen | None = None
+        self.seen: SeenBuffers | None = None
         """This worker's buffers as they were when the round began."""
         self.buffers: Buffers | None = None
         """Those that all workers take over; None: none had changed."""

@@ -7,6 +7,7 @@ done the fleet's sum already is the mean, and half-precision gradients stay in r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
 from operator import attrgetter
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from paceline.checkpoint.shards import any_sharded, local
 from paceline.combine.gradients.buckets import REACHED_NO_MODEL, Among, Buckets
-from paceline.combine.gradients.buffers import ModuleBuffers, Seen
+from paceline.combine.gradients.buffers import ModuleBuffers, SeenBuffers
 from paceline.combine.gradients.scaling import is_active, scale_in
 from paceline.combine.gradients.scaling import scaled as scale_loss
 from paceline.combine.gradients.sharded import ShardedBuckets
@@ -29,7 +30,7 @@ _REACHED_NOTHING = (
     "returned"
 )
 
-Aside = tuple[list[torch.Tensor | None], tuple[Look, Seen]]
+Aside = tuple[list[torch.Tensor | None], tuple[Look, SeenBuffers]]
 """What one micro-batch left, by parameter, and the running statistics and other buffers after it."""
 
 
@@ -60,7 +61,7 @@ class Accumulation:
         self.buffers = ModuleBuffers([] if transport.solitary else models if shared is None else shared)
         """Other buffers, which are one worker's after every round."""
         self.buckets = self._make_buckets()
-        self.seen: Seen | None = None
+        self.seen: SeenBuffers | None = None
         """The buffers after the work of this step that has joined, where it does so beside the loop."""
         self.planned = 1.0
         """The weight that the whole fleet plans for this step."""
@@ -70,6 +71,11 @@ class Accumulation:
         self._begun = False
         self._versions: list[int] = []
         self._last_factor: tuple[Any, torch.Tensor] | None = None
+        self._models, self._modules = models, [module for model in models for module in model.modules()]
+        self.asks_modes = False
+        """Whether this step's modes are compared: which modules train."""
+        self.modes = 0.0
+        """A digest of them at the step's first backward."""
         self.refrozen = False
         """Whether parameters were frozen or unfrozen since the beginning."""
         self.follows_freezing = False
@@ -116,13 +122,25 @@ class Accumulation:
             raise ValueError("workers disagree on which parameters are frozen (requires_grad)")
         self._rebuild(trained)
 
+    # -- which modules train ---------------------------------------------------------------------------------------
+
+    def _modes_digest(self) -> float:
+        """A number that workers share whose modules train and evaluate alike."""
+        training = bytes(module.training for module in self._modules)
+        return 1.0 + int.from_bytes(blake2b(training, digest_size=6).digest(), "big")
+
+    def evaluating(self) -> list[str]:
+        """The modules in evaluation mode, by name."""
+        named = (pair for model in self._models for pair in model.named_modules())
+        return [name or type(module).__name__ for name, module in named if not module.training]
+
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def begin(self, planned: float, scaler: Any) -> None:
         """A step begins in which the whole fleet plans to do so much weight."""
         if self._begun:  # the last step was left half done
             self.buckets.clear()
-        self._begun, self._versions = False, []
+        self._begun, self._versions, self.modes = False, [], 0.0
         self.planned, self._scaler = planned, scaler
         self.statistics.begin()
         self.seen = None
@@ -137,6 +155,8 @@ class Accumulation:
 
     def _begin_work(self) -> None:
         self._begun = True
+        if self.asks_modes:
+            self.modes = self._modes_digest()
         self._versions = self._versions_now()
 
     def _scaled(self, loss: torch.Tensor, weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -206,7 +226,7 @@ class Accumulation:
         """Of a micro-batch that was left out."""
         return [None] * len(self.buckets.slots), self._look()
 
-    def _look(self) -> tuple[Look, Seen]:
+    def _look(self) -> tuple[Look, SeenBuffers]:
         return self.statistics.look(), self.buffers.look()
 
     def begin_whole(self) -> None:

@@ -22,7 +22,7 @@ _MERGED_BY_COUNT = ("running_mean", "running_var", "num_batches_tracked")
 _ALIGNED = 16
 
 
-class Seen(NamedTuple):
+class SeenBuffers(NamedTuple):
     """The buffers after some work: which of them had changed since the last round, and copies of those that ever
     have."""
 
@@ -94,12 +94,12 @@ class ModuleBuffers:
             )
         return False
 
-    def look(self) -> Seen:
+    def look(self) -> SeenBuffers:
         """The buffers as they stand; costs no wait for the device."""
         changed = self.changed()
         self._ever.update(changed)
         live = ((number, self._places[number].home.get(self._places[number].key)) for number in sorted(self._ever))
-        return Seen(changed, {number: tensor.detach().clone() for number, tensor in live if tensor is not None})
+        return SeenBuffers(changed, {number: tensor.detach().clone() for number, tensor in live if tensor is not None})
 
     def flags(self, changed: Sequence[int]) -> list[float]:
         """For the header: 1 for each that has changed."""

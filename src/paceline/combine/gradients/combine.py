@@ -157,6 +157,7 @@ class GradientCombine:
         assert header is not None
         self._compare_rates(step_state, header)
         self._compare_updates(step_state, header)
+        step.work.refuse(header)
         apply = may_apply(self, step, header) and here
         if apply:
             self.loop.gradients.mean(header, clip_norm, own=own)

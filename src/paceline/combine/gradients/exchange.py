@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from paceline.combine.gradients.accumulation import Accumulation
-from paceline.combine.gradients.buffers import ModuleBuffers, Seen
+from paceline.combine.gradients.buffers import ModuleBuffers, SeenBuffers
 from paceline.combine.header import Header
 from paceline.combine.wire import start_sum, wait_for_sums
 from paceline.errors import GenerationOver
@@ -36,7 +36,7 @@ class Sum:
     statistics: torch.Tensor
     moved: list[int]
     finite: bool = True
-    seen: Seen | None = None
+    seen: SeenBuffers | None = None
     """This worker's buffers."""
     buffers: Buffers | None = None
     """Those that all workers take over; None: none had changed."""
@@ -138,7 +138,7 @@ class GradientExchange:
             work.buffers.take(*buffers)
         return header[0]
 
-    def _share(self, header: Header, seen: Seen | None, sums: list[Pending]) -> Buffers | None:
+    def _share(self, header: Header, seen: SeenBuffers | None, sums: list[Pending]) -> Buffers | None:
         """Once the header holds the fleet's sums, sum the buffers that have changed somewhere. ``seen``: this worker's,
         where its loop may be at work. A worker that is handed the round's result goes on with its own until the next
         round, in which it says that they have changed."""
