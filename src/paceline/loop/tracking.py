@@ -112,7 +112,7 @@ class Tracked:
         if all(seen() is not optimizer for seen in self._stepped):
             self._stepped.append(weakref.ref(optimizer))
 
-    def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
+    def is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it updates parameters of the fleet's models."""
         ours = {id(parameter) for parameter in self._parameters()}
         return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
@@ -198,7 +198,7 @@ class Tracked:
     def _missing(self, living: Living, *, optimizers: bool) -> list[str]:
         alive = living.objects
         missing = [thing for thing in alive if not self.is_tracked(thing)]
-        ours = [one for one in alive if optimizers and isinstance(one, torch.optim.Optimizer) and self._ours(one)]
+        ours = [one for one in alive if optimizers and isinstance(one, torch.optim.Optimizer) and self.is_ours(one)]
         known = [*self.optimizers.values(), *self._seen(), *ours]
         scheduled = [one.optimizer for one in alive if isinstance(one, LRScheduler)]
         found = []

@@ -20,6 +20,7 @@ from paceline.loop.sameness import Contents, parameters_of, saved_buffers_of, st
 from paceline.loop.user_code import refuse_untrainable
 from paceline.settings import is_compiled, must_agree
 from paceline.training import sharding
+from paceline.training.bystanders import Bystanders
 from paceline.training.context import TrainingContext
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Replica:
         self._known: list[torch.nn.Parameter] = []
         """Parameters that were made equal on all workers."""
         self._hooks: list[Any] = []
+        self._bystanders = Bystanders(self._current_step)
         self._compared = False
         """Whether a loop's first step has compared what the workers hold."""
         self.overlap = True
@@ -123,6 +125,7 @@ class Replica:
         also = {
             **({"contents": self.contents().number(transport)} if checked else {}),
             **({} if alone or transport.grouped else {"buffers": saved_buffers_of(context.shared).number()}),
+            **({} if alone or transport.grouped else {"others": self._look_around()}),
         }
         everybody = context.tracking.must_agree(transport, "the first step", also=also, each=each)
         self._compared = True
@@ -132,7 +135,20 @@ class Replica:
             self._refuse_unlike(steps)
         elif checked:
             steps.loop.compared = steps.index
+        if "others" in also:
+            self._bystanders.refuse_unlike([one["others"] for one in everybody])
         return everybody
+
+    def _look_around(self) -> dict[str, Any]:
+        """What the script has beside what the fleet was given."""
+        context = self._context
+        known = [*context.models, *(part for _, part in context.tracking.parts())]
+        return self._bystanders.look(known, context.tracking.is_ours)
+
+    def _current_step(self) -> str:
+        steps = self._context.steps
+        step = steps.loop.step if steps is not None else None
+        return "" if step is None or step.committed or steps is None or steps.left else f"step {step.index}"
 
     def _share_buffers(self, steps: Steps) -> None:
         """Some were changed since fleet.model on some workers only, as by a forward of the leader's own."""
@@ -246,6 +262,7 @@ class Replica:
         """Leave the models as they came."""
         for hook in self._hooks:
             hook.remove()
+        self._bystanders.close()
 
 
 def _frozen(models: Sequence[torch.nn.Module]) -> list[str]:

@@ -151,7 +151,11 @@ class Accumulation:
         if not self._begun:
             self._notice_freezing()
             self._begin_work()
-        self.buckets.backward(*self._scaled(loss, weight), **how)
+        try:
+            self.buckets.backward(*self._scaled(loss, weight), **how)
+        except RuntimeError:
+            self.buckets.check_kinds()
+            raise
 
     def _begin_work(self) -> None:
         self._begun = True
@@ -217,7 +221,11 @@ class Accumulation:
             if not among:
                 return self.no_gradient()
         scaled, gradient = self._scaled(loss, weight)
-        grads = self.buckets.backward_aside(scaled, gradient, among=among, **graph)
+        try:
+            grads = self.buckets.backward_aside(scaled, gradient, among=among, **graph)
+        except RuntimeError:
+            self.buckets.check_kinds()
+            raise
         if all(grad is None for grad in grads):
             raise MisuseError(_REACHED_NOTHING if among is None else REACHED_NO_MODEL)
         return grads, self._look()

@@ -235,9 +235,10 @@ class Buckets:
             )
         if parameter.grad is None:
             raise MisuseError(
-                "a hook took a parameter's gradient away during backward (an optimiser that steps in "
-                "register_post_accumulate_grad_hook?): it would update from one micro-batch of one worker; remove the "
-                "hooks, and give step.commit an optimizer of all parameters"
+                "a hook of the script on a parameter (register_post_accumulate_grad_hook) set its gradient to None "
+                "during backward, as an optimiser does that updates inside backward: it would update from one "
+                "micro-batch of one worker, and the fleet's mean is known after the round alone. Remove the hook, "
+                "build one optimizer of all parameters, and write step.commit(optimizer)"
             )
         if self._aside:
             return
@@ -344,6 +345,17 @@ class Buckets:
             bucket.awaited, bucket.started = len(bucket.slots), False
             if self._keeps:
                 bucket.turn_over()
+
+    def check_kinds(self) -> None:
+        """Raise MisuseError when parameters were given another type or device since the loop was made."""
+        for slot in self.slots:
+            now, home = slot.parameter, slot.home
+            if home is not None and (now.dtype, now.device) != (home.dtype, home.device):
+                raise MisuseError(
+                    f"parameters of the model changed from {home.dtype} on {home.device} to {now.dtype} on "
+                    f"{now.device} while training (model.float(), .half() or .to()): convert the model before "
+                    "fleet.model, and use torch.autocast to compute in another type"
+                )
 
     def check_untouched(self) -> None:
         """Raise MisuseError when somebody cleared or changed gradients since the last backward of this step."""

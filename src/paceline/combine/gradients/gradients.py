@@ -140,7 +140,11 @@ class Gradients:
     def mean(self, header: Header, clip_norm: float | None, *, own: bool = False) -> None:
         """Leave the fleet's mean gradient, clipped, in ``p.grad``. ``own``: the script may change it there, which must
         not change what may have to be handed to a worker that missed the round's end."""
-        self.mean_gradient.make(header, clip_norm, own=own, varying=self.varying)
+        try:
+            self.mean_gradient.make(header, clip_norm, own=own, varying=self.varying)
+        except RuntimeError:
+            self.buckets.check_kinds()
+            raise
 
     def lr_factor(self, weight: float) -> float:
         """By what the learning rate of an update from so much weight is scaled."""
