@@ -124,7 +124,8 @@ class Repair:
         """Who was astray after a step and why that may be, the likeliest first."""
         astray = [worker for worker, distance in enumerate(self.distances) if distance > 0]
         far = f"{max(self.distances):.1g}"
-        said = f"after step {step} the parameters of workers {astray} were not worker 0's (by {far})"
+        when = f"after step {step}" if step >= 0 else "before the first step"
+        said = f"{when} the parameters of workers {astray} were not worker 0's (by {far})"
         if self.harmless:
             return f"{said}: unlike devices ({', '.join(sorted(set(self.devices)))}) round differently"
         return f"{said}. Likely causes: {'; '.join(likely_causes(missing))}"

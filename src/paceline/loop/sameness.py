@@ -155,7 +155,8 @@ def unlike_text(everybody: Sequence[Mapping[str, int]], *, when: str, causes: Se
     for name in tracked[:2]:
         advice.append(
             f"the state of {name} must be loaded and updated on every worker alike: load it on all, or before "
-            f"fleet.track({name if name.isidentifier() else '...'}=...), which gives every worker the leader's"
+            f"fleet.track({name if name.isidentifier() else '...'}=...), which gives every worker the leader's (a "
+            "module whose buffers forward changes belongs in fleet.model)"
         )
     likely = f". Other causes: {'; '.join(causes)}" if causes else ""
     said = f"{when} worker {others[0]} does not hold what worker 0 does: {names[0]}{more}{also}"

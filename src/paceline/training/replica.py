@@ -163,7 +163,7 @@ class Replica:
 
     def _refuse_unlike(self, steps: Steps) -> None:
         context = self._context
-        if steps.loop.alike:
+        if steps.loop.alike or steps.index == 0:  # before any update unlike devices have nothing to round
             when = "before the first step"
             everybody = context.transport.gather("comparing replicas", lambda: self.contents().by_name())
             raise MisuseError(unlike_text(everybody, when=when) or f"{when} workers did not hold the same")
