@@ -8,9 +8,9 @@ are sent, in a sum to which all others add zeros. Batch norm's statistics are me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -113,14 +113,16 @@ class ModuleBuffers:
         return flags
 
     @torch.no_grad()
-    def message(self, chosen: Sequence[int], *, mine: bool, copies: dict[int, torch.Tensor] | None = None) -> Any:
+    def message(
+        self, chosen: Sequence[int], *, mine: bool, copies: Mapping[int, torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """The bytes of the ``chosen`` ones, or zeros where they are not ``mine`` to give. ``copies``: of those that
         may be changing while a round runs beside the loop."""
         device = next((tensor.device for tensor in self._tensors if tensor is not None), torch.device("cpu"))
         message = torch.zeros(sum(self._places[number].bytes for number in chosen), dtype=torch.uint8, device=device)
         if mine:
             for number, room in zip(chosen, self._rooms(chosen, message), strict=True):
-                room.copy_((copies or {}).get(number, self._live(number)))
+                room.copy_(copies[number] if copies is not None and number in copies else self._live(number))
         return message
 
     # -- what the round gave -----------------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ class ModuleBuffers:
         return {str(number): self._live(number).detach() for number in numbers}
 
     @torch.no_grad()
-    def take_unsaved(self, unsaved: dict[str, torch.Tensor]) -> None:
+    def take_unsaved(self, unsaved: Mapping[str, torch.Tensor]) -> None:
         for number, tensor in unsaved.items():
             self._ever.add(int(number))
             self._live(int(number)).detach().copy_(tensor)
