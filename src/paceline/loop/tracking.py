@@ -62,7 +62,7 @@ class Tracked:
         self._averaged: dict[int, int] = {}
         """How often averaged copies had been updated when `note_averages` looked, by ``id``."""
         self._digest = Digest()
-        self.updates = UpdateGuard(self._ours, self._note_step)
+        self.updates = UpdateGuard(self.is_ours, self._note_step)
 
     def close(self) -> None:
         self.updates.close()
