@@ -147,6 +147,12 @@ class LoopContext:
             self.told.add(text)
             self.observe("note", {"level": "info", "text": text})
 
+    def warn_once(self, text: str) -> None:
+        """A warning that every worker may have, unless the run's log has it."""
+        if text not in self.told:
+            self.told.add(text)
+            self.warn_all(text)
+
     def add_figures(self, header: Header, added: Mapping[str, Any]) -> None:
         """Figures of ``step.add``, under the numbers that the fleet knows their names by."""
         for name, value in added.items():

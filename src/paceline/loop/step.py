@@ -18,7 +18,7 @@ from paceline.errors import MisuseError
 from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
 from paceline.feed.micro_batches import MicroBatch
 from paceline.loop.hyperparameters import changed_rate, scaled_rates
-from paceline.loop.loss_weights import check_loss, check_weight, weighted
+from paceline.loop.loss_weights import Tally, check_loss, check_weight, read_weight, weighted
 from paceline.loop.memory import OutOfMemory, shrink
 from paceline.loop.several_losses import ADVICE, Parts, check_together
 from paceline.loop.step_state import StepState, Work
@@ -166,16 +166,17 @@ class Step:
     ) -> None:
         """Add the gradient of this micro-batch's mean loss.
 
-        ``weight`` says how much the mean counts: the number of samples unless given (for a loss that is a mean over
-        tokens, the number of tokens). 0 drops the micro-batch.
+        ``weight`` says how much the mean counts. Unless given, it is what the loss was divided by, as autograd's graph
+        has it: samples, or tokens, pixels, class weights; samples where the graph does not show it (a compiled loss). 0
+        drops the micro-batch.
 
         ``models``: the gradient is for the parameters of these alone, and other models may have a loss of their own in
         the same micro-batch, with the same weight; ``step.loss`` is then the sum of the losses. ``retain_graph``: a
         later one of them goes through the same graph.
         """
         micro = self._require_open("step.backward(loss)")
-        weight = float(micro.rows) if weight is None or micro.own == 0 else check_weight(weight)
         check_loss(loss)
+        weight, tally = self._weigh(loss, weight, micro, part=models is not None or self._part is not None)
         together = self._loop.transport.shards > 1
         if together:
             check_together(loss, weight, models)
@@ -186,7 +187,7 @@ class Step:
         if together or isinstance(weight, torch.Tensor) or weight > 0:
             if not self._try_backward(loss, weight, micro, among=among, retain_graph=retain_graph):
                 return
-            done.weight = weight
+            done.weight, done.tally = weight, tally
             done.loss_sum = done.loss_sum + weighted(loss, weight)
         self._part = done
         if among is None:
@@ -195,6 +196,20 @@ class Step:
         self._parts.add(among)
         if self._parts.given.issuperset(map(id, self._gradients.buckets.parameters)):
             self._end_parts()
+
+    def _weigh(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, part: bool) -> tuple[Any, Tally]:
+        """How much a loss of the micro-batch counts, and how that came about. ``part``: it is for some models alone."""
+        tally = Tally() if self._part is None else self._part.tally
+        if micro.own == 0:
+            return float(micro.rows), tally
+        if weight is not None:
+            weight = check_weight(weight)
+            tally.given = isinstance(weight, torch.Tensor) or weight > 0
+            return weight, tally
+        weight, odd = read_weight(loss, micro.rows, tally, unit=self._gradients.mean_gradient.unit, part=part)
+        if odd:
+            self._loop.warn_once(odd)
+        return weight, tally
 
     def _end_parts(self) -> None:
         """The micro-batch has had its backward, or those that it gets."""

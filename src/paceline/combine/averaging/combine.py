@@ -34,6 +34,7 @@ from paceline.combine.gradients.combine import may_apply
 from paceline.combine.gradients.scaling import is_active
 from paceline.errors import MisuseError
 from paceline.loop.context import LoopContext
+from paceline.loop.loss_weights import check_weights
 from paceline.loop.rounds import InlineRound
 from paceline.loop.step import Step
 from paceline.loop.step_recording import WORK
@@ -139,6 +140,7 @@ class AveragingCombine:
         self._waited_s = concurrency.perf_counter() - entered
         self._word = int(header.column("ended")[0])
         step_state.header = header
+        check_weights(loop, step_state.index, header)
         apply = may_apply(self, step, header, ranks=self._members)
         if apply:
             loop.gradients.mean(header, clip_norm)
@@ -152,6 +154,7 @@ class AveragingCombine:
             self._member,
             **{fact: getattr(work, fact) for fact in WORK},
             weight=float(work.weight),
+            **work.tally.facts(float(work.weight)),
             loss=float(work.loss_sum),
             squares=gradients.exchange.squares(float(work.weight)),
             overflow=overflow,
