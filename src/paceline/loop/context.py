@@ -59,6 +59,10 @@ class LoopContext:
     """Whether a copy of a peer's state would hold everything that has state."""
     own_updates: bool = False
     """Whether the script makes updates of its own, from the gradient that ``step.combine()`` leaves."""
+    looks_for_coupling: bool = True
+    """Whether a loss is still to be looked at: it may couple the samples of a batch."""
+    coupling: Any = 0.0
+    """By how much one was found to, until a round is over."""
     told: set[str] = field(default_factory=set)
     """What this run's log has been told once."""
     at_boundary: Callable[[], None] = lambda: None

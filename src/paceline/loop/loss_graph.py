@@ -247,11 +247,11 @@ _KINDS: dict[str, Handler] = {
 @cache
 def _handler(kind: Any) -> Handler:
     """What reads a node of this kind."""
-    return _leaf if kind.__name__ == "AccumulateGrad" else _KINDS.get(_stem(kind), _unread)
+    return _leaf if kind.__name__ == "AccumulateGrad" else _KINDS.get(stem_of(kind), _unread)
 
 
 @cache
-def _stem(kind: Any) -> str:
+def stem_of(kind: Any) -> str:
     """The name without the suffix of autograd's generated nodes, which a user's own do not have."""
     name: str = kind.__name__
     return name[: -len("Backward0")] if name[:-1].endswith("Backward") and name[-1].isdigit() else ""
@@ -279,7 +279,7 @@ def is_constant(node: Node) -> bool:
             if not isinstance(node.variable, torch.nn.Parameter):
                 return False
             continue
-        stem = _stem(node.__class__)
+        stem = stem_of(node.__class__)
         children = [child for child, _ in node.next_functions]
         whole = None not in children or _keeps_shape(node)
         if seen > LARGEST_TERM or not children or not (stem in _PURE or stem in _JOINT) or not whole:

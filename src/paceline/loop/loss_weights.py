@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from paceline.errors import MisuseError
+from paceline.loop.coupling import warn_of_coupling
 from paceline.loop.loss_graph import LossReading, read_loss
 
 if TYPE_CHECKING:
@@ -209,6 +210,7 @@ def check_weights(loop: LoopContext, step: int, header: Header) -> None:
         )
     if kinds & UNREAD and _unlike_sizes(header, kinds):
         loop.warn_once(_UNREAD)
+    warn_of_coupling(loop)
 
 
 def _unlike_sizes(header: Header, kinds: int) -> bool:

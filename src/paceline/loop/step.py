@@ -17,6 +17,7 @@ from paceline.combine.gradients import second_order
 from paceline.errors import MisuseError
 from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
 from paceline.feed.micro_batches import MicroBatch
+from paceline.loop.coupling import look_for_coupling
 from paceline.loop.hyperparameters import changed_rate, scaled_rates
 from paceline.loop.loss_weights import Tally, check_loss, check_weight, read_weight, weighted
 from paceline.loop.memory import OutOfMemory, shrink
@@ -183,6 +184,8 @@ class Step:
         among: Among = None
         if models is not None or self._part is not None:
             among = self._parts.choose(models, self._gradients.everything, weight, used=self._part is not None)
+        if self._loop.looks_for_coupling and among is None:
+            look_for_coupling(self._loop, loss, micro.rows if micro.own else 0)
         done = self._part or Work(samples=micro.samples, micro_batches=1)
         if together or isinstance(weight, torch.Tensor) or weight > 0:
             if not self._try_backward(loss, weight, micro, among=among, retain_graph=retain_graph):
@@ -206,9 +209,14 @@ class Step:
             weight = check_weight(weight)
             tally.given = isinstance(weight, torch.Tensor) or weight > 0
             return weight, tally
-        weight, odd = read_weight(loss, micro.rows, tally, unit=self._gradients.mean_gradient.unit, part=part)
+        mean, alone = self._gradients.mean_gradient, self._loop.transport.solitary
+        weight, odd = read_weight(loss, micro.rows, tally, unit=mean.unit, part=part)
+        if alone and mean.unit is None and tally.raw and not isinstance(weight, torch.Tensor):  # nobody to agree with
+            mean.unit = float(weight // micro.rows) if weight and weight % micro.rows == 0 else 1.0
+            weight, tally.raw, tally.read = weight / mean.unit, False, [(weight / mean.unit, micro.rows)]
         if odd:
             self._loop.warn_once(odd)
+            self._loop.looks_for_coupling = False
         return weight, tally
 
     def _end_parts(self) -> None:
