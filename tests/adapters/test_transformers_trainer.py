@@ -299,16 +299,15 @@ def class_weighted(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any =
     return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), weight=rarity.to(logits.dtype))
 
 
-def test_what_a_loss_was_divided_by_is_read_from_its_graph(
-    tmp_path: Path, fleet: paceline.Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_loss_was_divided_by_is_read_from_its_graph(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="paceline"):
-        for number, (model, more) in enumerate([(gpt, {"compute_loss_func": class_weighted}), (Shifting, {})]):
-            theirs = Trainer(model(), plain_arguments(tmp_path / f"plain{number}"), train_dataset=texts(), **more)
-            args = arguments(tmp_path / f"ours{number}")
-            ours = PacelineTrainer(model(), args, fleet=fleet, train_dataset=texts(), **more)
+        for model, more in ((gpt, {"compute_loss_func": class_weighted}), (Shifting, {})):
+            folder = tmp_path / model.__name__
+            theirs = Trainer(model(), plain_arguments(folder / "plain"), train_dataset=texts(), **more)
             theirs.train()
-            ours.train()
+            with join(folder, seed=42, device="cpu") as fleet:
+                ours = PacelineTrainer(model(), arguments(folder), fleet=fleet, train_dataset=texts(), **more)
+                ours.train()
             assert apart(ours.model, theirs.model) < 1e-6
     assert "is no mean" not in caplog.text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from crew import nursery
 from programs import apart, outcomes, results
 
 pytestmark = pytest.mark.fleet
@@ -144,6 +145,80 @@ def test_a_step_is_the_mean_of_one_process_whatever_the_loss_is_a_mean_over(tmp_
     for name in ("features, a penalty", "proportional means", "sums"):
         assert two[0][name][2] == [16.0] * 3, "such a mean counts by samples"
     assert two[0]["tokens"][2] != [16.0] * 3
+
+
+LIGHTNING = """
+import lightning.pytorch as pl
+from paceline.adapters.lightning import PacelineStrategy
+
+class Texts(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.gpt = GPT()
+        self.loss = nn.CrossEntropyLoss(weight=rarity, label_smoothing=0.1)
+    def training_step(self, batch):
+        return self.loss(self.gpt(batch[0]).flatten(0, 1), batch[1].flatten())
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+def trained(strategy, size):
+    options = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "max_epochs": 2}
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, precision="64-true", **options)
+    module = Texts()
+    trainer.fit(module, torch.utils.data.DataLoader(Rows(texts), batch_size=size, collate_fn=padded))
+    return flat(module)
+
+ours = trained(PacelineStrategy(16, 3, quiet=True), 3)
+result = [ours, trained("auto", 16)]
+"""
+
+TRANSFORMERS = """
+import os
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from paceline.adapters.transformers import PacelineArguments, PacelineTrainer
+
+def gpt():
+    torch.manual_seed(5)
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=20, n_embd=16, n_layer=1, n_head=2, **still))
+
+def collate(rows):
+    tokens, labels = padded(rows)
+    return {"input_ids": tokens, "labels": labels}
+
+def loss(outputs, labels, num_items_in_batch=None):
+    return text_loss(outputs["logits"], labels, weight=rarity.float())
+
+usual = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1, "num_train_epochs": 2, "save_strategy": "no",
+    "report_to": [], "use_cpu": True, "disable_tqdm": True, "remove_unused_columns": False}
+given = {"train_dataset": Rows(texts), "data_collator": collate, "compute_loss_func": loss}
+args = PacelineArguments("ours", global_batch=16, micro_batch=3, quiet=True, **usual)
+ours = PacelineTrainer(gpt(), args, **given)
+ours.train()
+plain = Trainer(gpt(), TrainingArguments("plain", per_device_train_batch_size=16, **usual), **given)
+if ours.fleet.size == 1:
+    plain.train()
+ours.end()
+result = [flat(ours.model), flat(plain.model)]
+"""
+
+
+def test_lightning_takes_the_same_weight(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    nursery().load("lightning.pytorch")
+    two = results(tmp_path, LIGHTNING, before=BEFORE, PACELINE_PACE="fixed:1,3")
+    assert two[0] == two[1]
+    assert apart(*two[0]) < 1e-12
+
+
+def test_transformers_takes_the_same_weight(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    nursery().load("paceline.adapters.transformers")
+    two = results(tmp_path / "two", TRANSFORMERS, before=BEFORE, PACELINE_PACE="fixed:1,3")
+    ((alone, plain),) = results(tmp_path / "one", TRANSFORMERS, workers=1, before=BEFORE)
+    assert two[0][0] == two[1][0]
+    assert apart(two[0][0], plain) < 1e-6
+    assert apart(alone, plain) < 1e-6
 
 
 COUPLED = """

@@ -158,6 +158,7 @@ def _ratio(counts: Iterable[Any], base: Any, place: int) -> Any:
         return math.nan
     total: Any = 0.0
     for number, count in enumerate(counts, start=place):
+        count = count.to(torch.float64) if isinstance(count, torch.Tensor) else count
         total = total + math.sqrt(2 * number + 3) * (count / base)
     return total
 

@@ -19,7 +19,7 @@ from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
 from paceline.feed.micro_batches import MicroBatch
 from paceline.loop.coupling import look_for_coupling
 from paceline.loop.hyperparameters import changed_rate, scaled_rates
-from paceline.loop.loss_weights import Tally, check_loss, check_weight, read_weight, weighted
+from paceline.loop.loss_weights import Tally, check_loss, check_weight, check_weights, read_weight, weighted
 from paceline.loop.memory import OutOfMemory, shrink
 from paceline.loop.several_losses import ADVICE, Parts, check_together
 from paceline.loop.step_state import StepState, Work
@@ -185,7 +185,7 @@ class Step:
         if models is not None or self._part is not None:
             among = self._parts.choose(models, self._gradients.everything, weight, used=self._part is not None)
         if self._loop.looks_for_coupling and among is None:
-            look_for_coupling(self._loop, loss, micro.rows if micro.own else 0)
+            look_for_coupling(self._loop, loss, 0 if micro.own == 0 else micro.rows)
         done = self._part or Work(samples=micro.samples, micro_batches=1)
         if together or isinstance(weight, torch.Tensor) or weight > 0:
             if not self._try_backward(loss, weight, micro, among=among, retain_graph=retain_graph):
@@ -348,9 +348,12 @@ class Step:
         self.work.end_work(self._work_began)
         self._combined = True
         self.applied = self._combine_with.exchange(self, clip_norm, own=own)
+        header = self.step_state.header
         if self.applied and self._parts.partial and float(self.step_state.work.weight) > 0:
-            assert self.step_state.header is not None
-            self._parts.check_round(self._gradients.buckets.parameters, self.step_state.header.used.tolist())
+            assert header is not None
+            self._parts.check_round(self._gradients.buckets.parameters, header.used.tolist())
+        if header is not None:
+            check_weights(self._loop, self.index, header)
 
     def _check_finished(self) -> None:
         if self.work.may_be_left(self._open is not None):

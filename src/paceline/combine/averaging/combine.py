@@ -34,7 +34,6 @@ from paceline.combine.gradients.combine import may_apply
 from paceline.combine.gradients.scaling import is_active
 from paceline.errors import MisuseError
 from paceline.loop.context import LoopContext
-from paceline.loop.loss_weights import check_weights
 from paceline.loop.rounds import InlineRound
 from paceline.loop.step import Step
 from paceline.loop.step_recording import WORK
@@ -140,7 +139,6 @@ class AveragingCombine:
         self._waited_s = concurrency.perf_counter() - entered
         self._word = int(header.column("ended")[0])
         step_state.header = header
-        check_weights(loop, step_state.index, header)
         apply = may_apply(self, step, header, ranks=self._members)
         if apply:
             loop.gradients.mean(header, clip_norm)

@@ -22,7 +22,6 @@ from paceline.loop.context import LoopContext
 from paceline.loop.handover import take_whole_state, whole_state
 from paceline.loop.hyperparameters import unlike_settings
 from paceline.loop.orders import check_order
-from paceline.loop.loss_weights import check_weights
 from paceline.loop.rounds import InlineRound, ReplicaComparison, StepRound
 from paceline.loop.step import Step
 from paceline.loop.step_recording import has_gradient, void_record
@@ -158,7 +157,6 @@ class GradientCombine:
         assert header is not None
         self._compare_rates(step_state, header)
         self._compare_updates(step_state, header)
-        check_weights(self.loop, step_state.index, header)
         apply = may_apply(self, step, header) and here
         if apply:
             self.loop.gradients.mean(header, clip_norm, own=own)
