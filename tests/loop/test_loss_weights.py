@@ -177,3 +177,15 @@ def test_losses_of_several_models_have_their_samples_as_one_weight() -> None:
         assert read_weight(loss, 6, tally, unit=None, part=True) == (6.0, "")
     assert tally.facts(6.0)["kinds"] == SAMPLES | FINE
     assert tally.ratio == pytest.approx(4 * 3**0.5 + 5**0.5)
+
+
+def test_a_mean_over_nothing_beside_one_over_something_is_refused() -> None:
+    out, ignored = net()(X[:3]), torch.full((3,), -100)
+    assert weighed(F.cross_entropy(out, ignored), 3)[0] == 0.0
+    with pytest.raises(MisuseError, match="means over unlike things"):
+        weighed(F.cross_entropy(out, ignored) + out.square().mean(), 3)
+
+
+def test_a_count_that_is_not_finite_is_left_to_the_gradient() -> None:
+    out = net()(X[:3])
+    assert weighed(out.sum() / torch.tensor(float("nan")), 3)[0] == 3.0

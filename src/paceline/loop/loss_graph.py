@@ -81,13 +81,13 @@ class _Reader:
 
     def below(self, node: Node, pending: Pending) -> None:
         """Go on with everything that a node was made of."""
-        children = [child for child, _ in node.next_functions if child is not None]
+        children = [(child, pending) for child, _ in node.next_functions if child is not None]
         self._several = self._several or len(children) > 1
-        self.todo.extend((child, pending) for child in reversed(children))
+        self.todo += children[::-1]
 
     # -- what a term may be ------------------------------------------------------------------------------------------
 
-    def mean(self, node: Node, count: Any, pending: Pending = ()) -> None:
+    def mean(self, node: Node, count: Any) -> None:
         if not (self._several and is_constant(node)):
             self.found.counts.append(_number(count))
 
@@ -179,7 +179,7 @@ def _stacked(reader: _Reader, node: Node, shape: tuple[int, ...], pending: Pendi
 
 def _mean(reader: _Reader, node: Node, pending: Pending) -> None:
     if not _stacked(reader, node, node._saved_self_sym_sizes, pending):
-        reader.mean(node, node._saved_self_sym_numel, pending)
+        reader.mean(node, node._saved_self_sym_numel)
 
 
 def _sum(reader: _Reader, node: Node, pending: Pending) -> None:
@@ -194,7 +194,7 @@ def _some_sum(reader: _Reader, node: Node, pending: Pending) -> None:
 def _class_loss(reader: _Reader, node: Node, pending: Pending) -> None:
     """The loss of class numbers: the mean is over the weights of their classes, without those that are ignored."""
     if node._saved_reduction == 1:
-        reader.mean(node, node._saved_total_weight, pending)
+        reader.mean(node, node._saved_total_weight)
     else:
         shape = _shape_below(node)
         shape = (shape[0], *shape[2:]) if len(shape) > 1 else ()
@@ -215,7 +215,7 @@ def _reduced(reader: _Reader, node: Node, shape: tuple[int, ...], count: int, pe
     if node._saved_reduction == 2:
         reader.sum(node, shape, pending)
     else:
-        reader.mean(node, count, pending)
+        reader.mean(node, count)
 
 
 def _shape_below(node: Node) -> tuple[int, ...]:
@@ -259,14 +259,11 @@ def stem_of(kind: Any) -> str:
 
 # -- terms of parameters alone ----------------------------------------------------------------------------------------
 
-_OF_ONE = (
+_PURE = frozenset(
     f"{_LINEAR} {_BENDING} Mean Sum Square Transpose Slice Select Diagonal Trace Triu Tril Max Min Logsumexp "
-    "LinalgMatrixNorm LinalgSvd"
+    "LinalgMatrixNorm LinalgSvd Mul Div Mm Bmm Mv Dot Stack Cat".split()
 )
-_OF_TWO = "Mul Div Mm Bmm Mv Dot Stack Cat"
 """Operations that make a number of parameters, and, where all their arguments are, of nothing else."""
-_PURE = frozenset(_OF_ONE.split())
-_JOINT = frozenset(_OF_TWO.split())
 
 
 def is_constant(node: Node) -> bool:
@@ -275,17 +272,21 @@ def is_constant(node: Node) -> bool:
     while todo:
         node = todo.pop()
         seen += 1
-        if type(node).__name__ == "AccumulateGrad":
-            if not isinstance(node.variable, torch.nn.Parameter):
-                return False
+        role = _role(node.__class__)
+        if role == "leaf" and isinstance(node.variable, torch.nn.Parameter):
             continue
-        stem = stem_of(node.__class__)
-        children = [child for child, _ in node.next_functions]
-        whole = None not in children or _keeps_shape(node)
-        if seen > LARGEST_TERM or not children or not (stem in _PURE or stem in _JOINT) or not whole:
+        if role != "pure" or seen > LARGEST_TERM:
             return False
-        todo.extend(child for child in children if child is not None)
+        children = [child for child, _ in node.next_functions if child is not None]
+        if not children or (len(children) < len(node.next_functions) and not _keeps_shape(node)):
+            return False
+        todo += children
     return True
+
+
+@cache
+def _role(kind: Any) -> str:
+    return "leaf" if kind.__name__ == "AccumulateGrad" else "pure" if stem_of(kind) in _PURE else ""
 
 
 def _keeps_shape(node: Node) -> bool:

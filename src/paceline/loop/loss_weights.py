@@ -115,8 +115,8 @@ class Tally:
             mixed = self.given or self.unread
             whole = sum(_numbers(one for one, _ in self.read)) if mixed else weight
             kinds |= SAMPLES if whole == sum(rows for _, rows in self.read) else ITEMS
-        if ratios := [ratio for ratio in _numbers(self.ratios) if math.isfinite(ratio)]:
-            facts["ratio"] = ratios[0]
+        if ratios := [ratio for ratio in _numbers(self.ratios) if not math.isnan(ratio)]:
+            facts["ratio"] = ratios[0] if math.isfinite(ratios[0]) else 0.0
             kinds |= APART * _apart(ratios, self.precision)
         return {"kinds": float(kinds), **facts}
 
@@ -136,8 +136,10 @@ def read_weight(loss: torch.Tensor, rows: int, tally: Tally, *, unit: float | No
         return float(rows), _bent_text(found.bends) if found.bends else ""
     tally.precision |= PRECISION.get(loss.dtype, ROUGH)
     base = next((count for count in found.counts if not isinstance(count, torch.Tensor)), found.counts[0])
-    if part:
+    if part or (not isinstance(base, torch.Tensor) and not math.isfinite(base)):  # then the gradient shows it
         base = rows
+    elif _some_empty(found.counts):
+        raise MisuseError(_apart_text("a micro-batch"))
     if part or len(found.counts) > 1:
         ratio = _ratio(found.counts, base, tally.means)
         tally.ratio = ratio if tally.ratio is None else tally.ratio + ratio
@@ -150,6 +152,12 @@ def read_weight(loss: torch.Tensor, rows: int, tally: Tally, *, unit: float | No
         tally.read.append((weight, rows))
     tally.raw |= unit is None and not part
     return weight, _odd_text(found) if found.bends or found.unread else ""
+
+
+def _some_empty(counts: list[Any]) -> bool:
+    """Whether one mean is over nothing, and another over something: dropping the micro-batch would drop both."""
+    known = [count for count in counts if not isinstance(count, torch.Tensor)]
+    return len(known) > 1 and 0 in known and any(known)
 
 
 def _ratio(counts: Iterable[Any], base: Any, place: int) -> Any:
@@ -183,7 +191,7 @@ def _numbers(values: Iterable[Any]) -> list[float]:
 
 def _apart(ratios: list[float], precision: int) -> bool:
     allowed = TOLERANCE[ROUGH if precision & ROUGH else precision & FINE]
-    return max(ratios) - min(ratios) > allowed * abs(ratios[0])
+    return math.isinf(max(ratios)) or max(ratios) - min(ratios) > allowed * abs(ratios[0])
 
 
 def check_weights(loop: LoopContext, step: int, header: Header) -> None:
@@ -194,11 +202,7 @@ def check_weights(loop: LoopContext, step: int, header: Header) -> None:
         kinds |= one
     ratios = [ratio for ratio in header.column("ratio").tolist() if ratio]
     if kinds & APART or (len(ratios) > 1 and _apart(ratios, kinds)):
-        raise MisuseError(
-            f"the losses of step {step} add up means over unlike things (tokens here, samples there), whose counts are "
-            "not proportional from micro-batch to micro-batch, so that no weight makes the step that of one process: "
-            "make them means over the same, or give step.backward(loss, weight=...) the count that the step is to go by"
-        )
+        raise MisuseError(_apart_text(f"step {step}"))
     if kinds & ITEMS and kinds & (GIVEN | UNREAD):
         why = (
             "others were given a weight: give every step.backward a weight, or none"
@@ -241,6 +245,14 @@ def _sum_text(divided_by: str, rows: int) -> str:
         f"the loss is a sum divided by {divided_by}, which is neither the micro-batch's number of samples ({rows}) nor "
         "the number of values in the sum, so the step would depend on how samples are dealt: divide by len(x), or by "
         f"the count as a tensor (mask.sum() without .item()), {give}"
+    )
+
+
+def _apart_text(where: str) -> str:
+    return (
+        f"the losses of {where} add up means over unlike things (tokens here, samples there), whose counts are not "
+        "proportional from micro-batch to micro-batch, so that no weight makes the step that of one process: make them "
+        "means over the same, or give step.backward(loss, weight=...) the count that the step is to go by"
     )
 
 

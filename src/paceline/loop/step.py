@@ -353,6 +353,7 @@ class Step:
             assert header is not None
             self._parts.check_round(self._gradients.buckets.parameters, header.used.tolist())
         if header is not None:
+            self._gradients.mean_gradient.agree_on_unit(header)
             check_weights(self._loop, self.index, header)
 
     def _check_finished(self) -> None:

@@ -37,6 +37,11 @@ class MeanGradient:
         """A step begins."""
         self.known_norm = None
 
+    def agree_on_unit(self, header: Header) -> None:
+        """A round is over, with an update or without: the first with counts that were read settles their unit."""
+        if self.unit is None and header.column("unit").any():
+            self.unit = header.unit()
+
     def measure_alone(self) -> None:
         """Unscale and measure the gradients of a worker alone, whose sum is its own; `finite_alone` tells."""
         tensors = self._work.buckets.tensors()
@@ -91,8 +96,6 @@ class MeanGradient:
         self._tensors = [] if self._alone else self._work.buckets.tensors()
         self._versions = self._versions_now()
         samples, unit = header.total("samples"), header.unit()
-        if self.unit is None and header.column("unit").any():
-            self.unit = unit
         self.weight_per_sample = total / unit / samples if samples else self.weight_per_sample
 
     def _versions_now(self) -> list[int]:
@@ -119,10 +122,11 @@ class MeanGradient:
 
 
 def _learn(varying: VaryingCount, header: Header, total: float, norm: float) -> None:
+    unit = header.unit()
     varying.observe(
-        weighted_squares=float(header.column("squares").sum()),
+        weighted_squares=float(header.column("squares").sum()) / unit,
         squared_norm=norm**2,
-        weight=total,
+        weight=total / unit,
         workers=int((header.column("weight") > 0).sum()),
     )
 
