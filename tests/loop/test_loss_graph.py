@@ -79,6 +79,32 @@ def test_the_count_of_a_mean_is_read(name: str) -> None:
     assert (found.sum_over, found.unread, found.bends) == (None, None, None)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: NET(x).square().mean(1).mean(),
+        lambda x: (NET(x).square().mean(1) * 1.0).sum() / torch.tensor(1),
+        lambda x: NET(x).square().mean(1).sum() / len(x),
+        lambda x: NET(x)[:, :1].square().squeeze(),
+        lambda x: (NET(x)[:, 0] - 1).abs(),
+        lambda x: F.cross_entropy(NET(x), Y[:1], reduction="none").mean(),
+    ],
+)
+def test_one_sample_counts_one(loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    found = read_loss(loss(X[:1]), 1)
+    assert (found.counts, found.unread, found.bends, found.sum_over) == ([1], None, None, None)
+
+
+def test_what_a_mask_leaves_is_a_mean_also_when_it_is_one_value() -> None:
+    only = torch.tensor([False, True, False, False, False, False])
+    assert read_loss(each()[only].mean(), ROWS).counts == [1]
+    assert read_loss(F.cross_entropy(out(), Y).view(1).mean(), ROWS).counts == [4]
+    assert read_loss(torch.cat([F.cross_entropy(out(), Y)[None], F.mse_loss(out(), TARGET)[None]]).sum(), 6).counts == [
+        4,
+        30,
+    ]
+
+
 class Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

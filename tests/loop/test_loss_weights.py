@@ -73,6 +73,30 @@ def test_ignored_labels_do_not_count_and_a_micro_batch_of_them_counts_nothing(tm
     assert weights == [float((part >= 0).sum()) for part in Y.split(8)]
 
 
+def masked(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    kept = y >= 0
+    return (model(x).square().mean(1) * kept).sum() / kept.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, x, y: F.cross_entropy(model(x), y),
+        lambda model, x, y: F.cross_entropy(model(x), y, label_smoothing=0.1),
+        masked,
+    ],
+    ids=["ignored", "smoothed", "a mask"],
+)
+def test_counts_that_stay_on_a_device_weigh_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: Losses
+) -> None:
+    kept = lambda count: count.detach().reshape(()) if isinstance(count, torch.Tensor) else count  # noqa: E731
+    monkeypatch.setattr("paceline.loop.loss_graph._number", kept)
+    ours, weights = trained(tmp_path, loss, micro_batch=1)
+    assert torch.allclose(ours, plain(loss), rtol=0, atol=1e-14)
+    assert weights == [float((part >= 0).sum()) for part in Y.split(8)]
+
+
 def test_means_over_features_count_by_samples_and_whole_batches_are_torchs_to_the_bit(tmp_path: Path) -> None:
     def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(model(x)[:, :3], x)

@@ -84,7 +84,7 @@ def _between_halves(loss: torch.Tensor, edges: list[GradientEdge]) -> Any:
 def _signs(like: torch.Tensor) -> torch.Tensor:
     """Plus and minus one by turns of unequal length, so that nothing cancels; drawn from no generator of the user's."""
     steps = torch.arange(like.numel(), device=like.device).reshape(like.shape)
-    return torch.where(steps * steps % 7 < 3, 1.0, -1.0).to(like.dtype)
+    return (steps * steps % 7 < 3).to(like.dtype) * 2 - 1
 
 
 def _outputs(root: Any, rows: int) -> tuple[list[GradientEdge], bool] | None:

@@ -112,8 +112,14 @@ class _Reader:
             by = prod(value if divides else 1 / value if value else float("inf") for value, divides in plain)
             self.found.sum_over = f"{by:g}" if plain else ""
 
+    def is_one_value(self, node: Node) -> bool:
+        """Whether a node that is no reduction gives the value of the one sample there is."""
+        return self.rows == 1 and bool(_shape(node, 0)) and not is_constant(node)
+
     def unread(self, node: Node) -> None:
-        if self.found.unread is None and not is_constant(node):
+        if self.is_one_value(node):
+            self.found.counts.append(1)
+        elif self.found.unread is None and not is_constant(node):
             self.found.unread = str(node.name())
 
 
@@ -163,18 +169,36 @@ def _product(reader: _Reader, node: Node, children: list[Node], pending: Pending
 
 def _bends(reader: _Reader, node: Node, pending: Pending) -> None:
     """A function of a mean that is no multiple of it."""
-    if not is_constant(node):
+    if reader.is_one_value(node):
+        reader.mean(node, 1)
+    elif not is_constant(node):
         reader.found.bends = reader.found.bends or str(node.name())
         reader.below(node, pending)
 
 
 def _stacked(reader: _Reader, node: Node, shape: tuple[int, ...], pending: Pending) -> bool:
-    """Whether a sum or mean is over single numbers: of one, or of several losses put together."""
-    below, length = node.next_functions[0][0], prod(shape)
-    together = type(below).__name__ in ("StackBackward0", "CatBackward0") and len(below.next_functions) == length
-    if together or length == 1:
-        reader.below(below if together else node, pending)
-    return together or length == 1
+    """Whether a sum or mean is over single numbers, of one loss or of several put together. One value of one sample is
+    none."""
+    if not shape:
+        reader.below(node, pending)
+        return True
+    below = node.next_functions[0][0]
+    kind, children = stem_of(below.__class__), below.next_functions
+    length = len(children) if kind in ("Stack", "Cat", *_RESHAPING) else 0
+    together = length == prod(shape) and all(child is None or _is_single(child, output) for child, output in children)
+    if together:
+        reader.below(below, pending)
+    return together
+
+
+_RESHAPING = ("View", "Unsqueeze")
+
+
+def _is_single(node: Node, output: int) -> bool:
+    """Whether a node gives a number without dimensions, or one that was given some."""
+    if not _shape(node, output):
+        return True
+    return stem_of(node.__class__) in _RESHAPING and not _shape_below(node)
 
 
 def _mean(reader: _Reader, node: Node, pending: Pending) -> None:
@@ -219,8 +243,12 @@ def _reduced(reader: _Reader, node: Node, shape: tuple[int, ...], count: int, pe
 
 
 def _shape_below(node: Node) -> tuple[int, ...]:
-    child, output = next(pair for pair in node.next_functions if pair[0] is not None)
-    return tuple(child._input_metadata[output].shape)
+    return _shape(*next(pair for pair in node.next_functions if pair[0] is not None))
+
+
+def _shape(node: Node, output: int) -> tuple[int, ...]:
+    """Of what a node gives."""
+    return tuple(node._input_metadata[output].shape)
 
 
 def _unread(reader: _Reader, node: Node, pending: Pending) -> None:
@@ -292,12 +320,8 @@ def _role(kind: Any) -> str:
 def _keeps_shape(node: Node) -> bool:
     """Whether an operation with a number or another tensor has the shape of what it was made of: data would have
     brought rows of its own."""
-    shape = tuple(node._input_metadata[0].shape)
-    return all(
-        tuple(child._input_metadata[output].shape) == shape
-        for child, output in node.next_functions
-        if child is not None
-    )
+    shape = _shape(node, 0)
+    return all(_shape(child, output) == shape for child, output in node.next_functions if child is not None)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
