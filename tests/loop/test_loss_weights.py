@@ -206,8 +206,11 @@ def test_losses_of_several_models_have_their_samples_as_one_weight() -> None:
 def test_a_mean_over_nothing_beside_one_over_something_is_refused() -> None:
     out, ignored = net()(X[:3]), torch.full((3,), -100)
     assert weighed(F.cross_entropy(out, ignored), 3)[0] == 0.0
-    with pytest.raises(MisuseError, match="means over unlike things"):
-        weighed(F.cross_entropy(out, ignored) + out.square().mean(), 3)
+    weight, tally, _ = weighed(F.cross_entropy(out, ignored) + out.square().mean(), 3)
+    total = Tally()
+    total.add(tally)
+    assert weight == 12.0
+    assert int(total.facts(weight)["kinds"]) & APART
 
 
 def test_a_count_that_is_not_finite_is_left_to_the_gradient() -> None:

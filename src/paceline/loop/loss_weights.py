@@ -135,11 +135,9 @@ def read_weight(loss: torch.Tensor, rows: int, tally: Tally, *, unit: float | No
         tally.rows.add(rows)
         return float(rows), _bent_text(found.bends) if found.bends else ""
     tally.precision |= PRECISION.get(loss.dtype, ROUGH)
-    base = next((count for count in found.counts if not isinstance(count, torch.Tensor)), found.counts[0])
+    base = _base(found.counts)
     if part or (not isinstance(base, torch.Tensor) and not math.isfinite(base)):  # then the gradient shows it
         base = rows
-    elif _some_empty(found.counts):
-        raise MisuseError(_apart_text("a micro-batch"))
     if part or len(found.counts) > 1:
         ratio = _ratio(found.counts, base, tally.means)
         tally.ratio = ratio if tally.ratio is None else tally.ratio + ratio
@@ -154,19 +152,24 @@ def read_weight(loss: torch.Tensor, rows: int, tally: Tally, *, unit: float | No
     return weight, _odd_text(found) if found.bends or found.unread else ""
 
 
-def _some_empty(counts: list[Any]) -> bool:
-    """Whether one mean is over nothing, and another over something: dropping the micro-batch would drop both."""
+def _base(counts: list[Any]) -> Any:
+    """The count that is the weight: any, as they are proportional; a number where there is one. A mean over nothing
+    beside one over something must not drop both: then they are not proportional, and `_ratio` says so."""
     known = [count for count in counts if not isinstance(count, torch.Tensor)]
-    return len(known) > 1 and 0 in known and any(known)
+    return next(filter(None, known), known[0]) if known else counts[0]
 
 
 def _ratio(counts: Iterable[Any], base: Any, place: int) -> Any:
-    """A number that stays the same while the counts are proportional to ``base``; ``place``: of the first of them."""
+    """A number that stays the same while the counts are proportional to ``base``, infinite where some are 0 and others
+    not; ``place``: of the first of them."""
     if not isinstance(base, torch.Tensor) and base == 0:
         return math.nan
     total: Any = 0.0
     for number, count in enumerate(counts, start=place):
-        count = count.to(torch.float64) if isinstance(count, torch.Tensor) else count
+        if isinstance(count, torch.Tensor):
+            count = count.to(torch.float64)
+        elif count == 0:
+            return math.inf
         total = total + math.sqrt(2 * number + 3) * (count / base)
     return total
 
@@ -202,7 +205,7 @@ def check_weights(loop: LoopContext, step: int, header: Header) -> None:
         kinds |= one
     ratios = [ratio for ratio in header.column("ratio").tolist() if ratio]
     if kinds & APART or (len(ratios) > 1 and _apart(ratios, kinds)):
-        raise MisuseError(_apart_text(f"step {step}"))
+        raise MisuseError(_apart_text(step))
     if kinds & ITEMS and kinds & (GIVEN | UNREAD):
         why = (
             "others were given a weight: give every step.backward a weight, or none"
@@ -248,9 +251,9 @@ def _sum_text(divided_by: str, rows: int) -> str:
     )
 
 
-def _apart_text(where: str) -> str:
+def _apart_text(step: int) -> str:
     return (
-        f"the losses of {where} add up means over unlike things (tokens here, samples there), whose counts are not "
+        f"the losses of step {step} add up means over unlike things (tokens here, samples there), whose counts are not "
         "proportional from micro-batch to micro-batch, so that no weight makes the step that of one process: make them "
         "means over the same, or give step.backward(loss, weight=...) the count that the step is to go by"
     )
