@@ -126,7 +126,7 @@ class StepRecord(_Json):
     round_s: float = 0.0
     """Of that, the round itself: what is left of this worker's wait once the slowest had arrived."""
     weight: float = 0.0
-    """Sum of the micro-batches' weights: what the gradient was divided by."""
+    """Sum of the micro-batches' weights: what the gradient was divided by, in samples or in other items."""
     loss: float | None = None
     """The fleet's weighted mean loss."""
     grad_norm: float | None = None

@@ -364,7 +364,7 @@ def test_a_workers_own_bad_gradients_are_seen_by_the_worker(hire: Hire, nonfinit
     worker = hire(Scripted(2), nonfinite=nonfinite)
     step = next(iter(worker.steps))
     for x, _ in step:
-        step.backward(worker.model(x).sum() * float("nan"))
+        step.backward(worker.model(x).mean() * float("nan"))
     if nonfinite == "skip":
         step.commit(worker.optimizer)
         assert not step.applied

@@ -19,6 +19,9 @@ from paceline.records import REPORTED, Plan
 FIELDS = (
     *REPORTED,
     "weight",
+    "unit",
+    "kinds",
+    "ratio",
     "loss",
     "squares",
     "wants_state",
@@ -34,7 +37,9 @@ FIELDS = (
 )
 """What each worker says of its step: first what the step's record has of it, then what the round is run by.
 
-``loss`` is the weighted sum; ``squares``: its own mean gradient's squared norm times its weight, where the learning
+``unit``, where weights are counts as they were read: items per sample, -1 where these vary; ``kinds``: bits that say
+how weights came about (loop/loss_weights.py); ``ratio``: between counts of several means; ``loss`` is the weighted sum;
+``squares``: its own mean gradient's squared norm times its weight, where the learning
 rate needs it; ``ended``: its stream has no more samples; ``rates``: a digest of its optimisers' rates and other
 settings, 0 where it knows none; ``updates``: one more than the updates it made in the step before, 0 where it knows
 of none; ``modes``: a digest of which of its modules train, where that is compared; ``wants_state``: it is so far
@@ -105,6 +110,13 @@ class Header:
         if self._totals is None:
             self._totals = self.facts.sum(axis=0).tolist()
         return self._totals[_COLUMN[name]]
+
+    def unit(self) -> float:
+        """By what the weights of this round are divided to be samples, where they are counts of items and every sample
+        has as many; else 1."""
+        units = set(self.column("unit").tolist()) - {0.0}
+        unit = units.pop() if len(units) == 1 else 1.0
+        return max(unit, 1.0)
 
     def write_plan(self, plan: Plan) -> None:
         count = len(plan.samples)

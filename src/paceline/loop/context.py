@@ -62,6 +62,10 @@ class LoopContext:
     """Whether a copy of a peer's state would hold everything that has state."""
     own_updates: bool = False
     """Whether the script makes updates of its own, from the gradient that ``step.combine()`` leaves."""
+    looks_for_coupling: bool = True
+    """Whether a loss is still to be looked at: it may couple the samples of a batch."""
+    coupling: Any = 0.0
+    """By how much one was found to, until a round is over."""
     told: set[str] = field(default_factory=set)
     """What this run's log has been told once."""
     at_boundary: Callable[[], None] = lambda: None
@@ -151,6 +155,12 @@ class LoopContext:
         if text not in self.told:
             self.told.add(text)
             self.observe("note", {"level": "info", "text": text})
+
+    def warn_once(self, text: str) -> None:
+        """A warning that every worker may have, unless the run's log has it."""
+        if text not in self.told:
+            self.told.add(text)
+            self.warn_all(text)
 
     def add_figures(self, header: Header, added: Mapping[str, Any]) -> None:
         """Figures of ``step.add``, under the numbers that the fleet knows their names by."""

@@ -17,8 +17,9 @@ from paceline.combine.gradients import second_order
 from paceline.errors import MisuseError
 from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
 from paceline.feed.micro_batches import MicroBatch
+from paceline.loop.coupling import look_for_coupling
 from paceline.loop.hyperparameters import changed_rate, scaled_rates
-from paceline.loop.loss_weights import check_loss, check_weight, weighted
+from paceline.loop.loss_weights import Tally, check_loss, check_weight, check_weights, read_weight, weighted
 from paceline.loop.memory import OutOfMemory, shrink
 from paceline.loop.several_losses import ADVICE, Parts, check_together
 from paceline.loop.step_state import StepState, Work
@@ -166,27 +167,30 @@ class Step:
     ) -> None:
         """Add the gradient of this micro-batch's mean loss.
 
-        ``weight`` says how much the mean counts: the number of samples unless given (for a loss that is a mean over
-        tokens, the number of tokens). 0 drops the micro-batch.
+        ``weight`` says how much the mean counts. Unless given, it is what the loss was divided by, as autograd's graph
+        has it: samples, or tokens, pixels, class weights; samples where the graph does not show it (a compiled loss). 0
+        drops the micro-batch.
 
         ``models``: the gradient is for the parameters of these alone, and other models may have a loss of their own in
         the same micro-batch, with the same weight; ``step.loss`` is then the sum of the losses. ``retain_graph``: a
         later one of them goes through the same graph.
         """
         micro = self._require_open("step.backward(loss)")
-        weight = float(micro.rows) if weight is None or micro.own == 0 else check_weight(weight)
         check_loss(loss)
+        weight, tally = self._weigh(loss, weight, micro, part=models is not None or self._part is not None)
         together = self._loop.transport.shards > 1
         if together:
             check_together(loss, weight, models)
         among: Among = None
         if models is not None or self._part is not None:
             among = self._parts.choose(models, self._gradients.everything, weight, used=self._part is not None)
+        if self._loop.looks_for_coupling and among is None:
+            look_for_coupling(self._loop, loss, 0 if micro.own == 0 else micro.rows)
         done = self._part or Work(samples=micro.samples, micro_batches=1)
         if together or isinstance(weight, torch.Tensor) or weight > 0:
             if not self._try_backward(loss, weight, micro, among=among, retain_graph=retain_graph):
                 return
-            done.weight = weight
+            done.weight, done.tally = weight, tally
             done.loss_sum = done.loss_sum + weighted(loss, weight)
         self._part = done
         if among is None:
@@ -195,6 +199,25 @@ class Step:
         self._parts.add(among)
         if self._parts.given.issuperset(map(id, self._gradients.buckets.parameters)):
             self._end_parts()
+
+    def _weigh(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, part: bool) -> tuple[Any, Tally]:
+        """How much a loss of the micro-batch counts, and how that came about. ``part``: it is for some models alone."""
+        tally = Tally() if self._part is None else self._part.tally
+        if micro.own == 0:
+            return float(micro.rows), tally
+        if weight is not None:
+            weight = check_weight(weight)
+            tally.given = isinstance(weight, torch.Tensor) or weight > 0
+            return weight, tally
+        mean, alone = self._gradients.mean_gradient, self._loop.transport.solitary
+        weight, odd = read_weight(loss, micro.rows, tally, unit=mean.unit, part=part)
+        if alone and mean.unit is None and tally.raw and not isinstance(weight, torch.Tensor):  # nobody to agree with
+            mean.unit = float(weight // micro.rows) if weight and weight % micro.rows == 0 else 1.0
+            weight, tally.raw, tally.read = weight / mean.unit, False, [(weight / mean.unit, micro.rows)]
+        if odd:
+            self._loop.warn_once(odd)
+            self._loop.looks_for_coupling = False
+        return weight, tally
 
     def _end_parts(self) -> None:
         """The micro-batch has had its backward, or those that it gets."""
@@ -325,9 +348,13 @@ class Step:
         self.work.end_work(self._work_began)
         self._combined = True
         self.applied = self._combine_with.exchange(self, clip_norm, own=own)
+        header = self.step_state.header
         if self.applied and self._parts.partial and float(self.step_state.work.weight) > 0:
-            assert self.step_state.header is not None
-            self._parts.check_round(self._gradients.buckets.parameters, self.step_state.header.used.tolist())
+            assert header is not None
+            self._parts.check_round(self._gradients.buckets.parameters, header.used.tolist())
+        if header is not None:
+            self._gradients.mean_gradient.agree_on_unit(header)
+            check_weights(self._loop, self.index, header)
 
     def _check_finished(self) -> None:
         if self.work.may_be_left(self._open is not None):

@@ -29,13 +29,14 @@ def write_header(
     does. ``more``: facts that only some rounds have."""
     gradients, rank = loop.gradients, loop.transport.rank
     header, work = Header(gradients.layout), step_state.work if counts else Work()
-    overflow = not finite and is_active(gradients.scaler)
+    overflow, weight = not finite and is_active(gradients.scaler), float(work.weight)
     header.write(
         rank,
         **{**measured(work), "seconds": step_state.work.seconds},
-        weight=float(work.weight),
+        weight=weight,
+        **work.tally.facts(weight),
         loss=float(work.loss_sum),
-        squares=gradients.exchange.squares(float(work.weight)) if counts else 0.0,
+        squares=gradients.exchange.squares(weight) if counts else 0.0,
         overflow=overflow,
         nonfinite=not finite and not overflow,
         ended=loop.dealing.ended or step_state.shares[rank] == 0,
@@ -70,7 +71,7 @@ def said(header: Header, name: Callable[[int], str], facts: Sequence[str] = WORK
     weight = header.total("weight")
     return {
         **{fact: tuple(map(REPORTED[fact].kind, header.column(fact).tolist())) for fact in facts},
-        "weight": weight,
+        "weight": weight / header.unit(),
         "loss": header.total("loss") / weight if weight else None,
         "sums": {name(slot): value for slot, value in header.sums().items()},
     }

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from paceline.feed import total as samples_in
+from paceline.loop.loss_weights import Tally
 from paceline.records import Plan, Range, StepRecord
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Work:
     loss_sum: Any = 0.0
     added: dict[str, Any] = field(default_factory=dict)
     """Figures of ``step.add``."""
+    tally: Tally = field(default_factory=Tally)
+    """What the weights are made of."""
 
     def add(self, done: Work) -> None:
         """One more micro-batch."""
@@ -79,13 +82,14 @@ class Work:
         self.shortfall_s += done.shortfall_s
         self.weight = self.weight + done.weight
         self.loss_sum = self.loss_sum + done.loss_sum
+        self.tally.add(done.tally)
         for name, value in done.added.items():
             self.added[name] = self.added.get(name, 0.0) + value
 
     def sums(self) -> Work:
         """What a further process of a worker adds to its first one's: losses and figures; the samples are the same."""
         added = {name: float(value) for name, value in self.added.items()}
-        return Work(weight=float(self.weight), loss_sum=float(self.loss_sum), added=added)
+        return Work(weight=float(self.weight), loss_sum=float(self.loss_sum), added=added, tally=self.tally.plain())
 
 
 @dataclass

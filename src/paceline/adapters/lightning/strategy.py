@@ -75,8 +75,8 @@ class PacelineStrategy(SingleDeviceStrategy):
         combine: "gradients"; averages of parameters need a loop of your own.
         device: of this worker; a GPU of its own where there is one, unless given.
         seed: of the shuffle and of everything random in a micro-batch; the same on every worker.
-        weight: ``weight(batch)`` says how much a micro-batch's mean loss counts: the number of samples unless given
-            (for a loss that is a mean over tokens, the number of tokens).
+        weight: ``weight(batch)`` says how much a micro-batch's mean loss counts; unless given, what it was divided by,
+            as `Step.backward` has it.
         whole: micro-batches of one size alone; on by itself for compiled modules.
         varying_count: how the learning rate follows a step that counted more or fewer samples, as `Fleet.steps` has it.
         nonfinite: "stop" or "skip" the update when gradients are NaN or infinite.

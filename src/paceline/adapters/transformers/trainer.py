@@ -18,7 +18,7 @@ from paceline.adapters.transformers.epochs import MORE, FleetEpochs, make_epochs
 from paceline.adapters.transformers.evaluation import EvaluationBatches, flattened, losses, nested, predictions
 from paceline.adapters.transformers.refusals import check_dataset
 from paceline.adapters.transformers.versions import check_hooks
-from paceline.adapters.transformers.weights import LossCheck, label_tokens
+from paceline.adapters.transformers.weights import LossCheck, count_of, label_tokens
 from paceline.errors import FleetError, MisuseError
 from paceline.fleet import Fleet, join
 from paceline.loop.step import Step
@@ -201,10 +201,14 @@ class PacelineTrainer(Trainer):
 
     def _micro_batch(self, model: Any, step: Step, batch: Any) -> None:
         items = self._get_num_items_in_batch([batch], self.args.device)
-        weight = self.loss_weight(batch, items)
         self._loss_check(model, batch)
         step.add(flops=self.floating_point_ops(batch), input_tokens=self._input_tokens(batch))
-        step.backward(self.mean_loss(model, batch, items), weight=weight)
+        loss = self.mean_loss(model, batch, items)
+        step.backward(loss, weight=None if self.shows_count(loss, step.rows) else self.loss_weight(batch, items))
+
+    def shows_count(self, loss: torch.Tensor, rows: int) -> bool:
+        """Whether the loss's graph shows what it was divided by, and the script counts nothing of its own."""
+        return type(self).loss_weight is PacelineTrainer.loss_weight and count_of(loss, rows) is not None
 
     def mean_loss(self, model: Any, batch: Any, num_items: Any) -> torch.Tensor:
         """The loss of a micro-batch, the mean over its own items."""
@@ -214,8 +218,9 @@ class PacelineTrainer(Trainer):
             return self.compute_loss(model, batch, num_items_in_batch=num_items)  # type: ignore[no-any-return]
 
     def loss_weight(self, batch: Any, num_items: Any = None) -> Any:
-        """How much a micro-batch's mean loss counts in the step: the label tokens that the Trainer counts, else those
-        of ``batch["labels"]`` that are not -100; None, for labels that are no class numbers: its samples.
+        """How much a micro-batch's mean loss counts in the step, where its graph does not show what it was divided by:
+        the label tokens that the Trainer counts, else those of ``batch["labels"]`` that are not -100; None, for labels
+        that are no class numbers: its samples.
 
         Override it for a loss that is a mean over something else, and return how many there are of it.
         """

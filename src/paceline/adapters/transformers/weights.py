@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.loop.loss_graph import read_loss
+
 if TYPE_CHECKING:
     from paceline.adapters.transformers.trainer import PacelineTrainer
 
@@ -32,9 +34,16 @@ def label_tokens(batch: Mapping[str, Any], *, shifted: bool) -> torch.Tensor | N
     return labels.ne(IGNORED).sum()
 
 
+def count_of(loss: torch.Tensor, rows: int) -> Any:
+    """What the loss was divided by, where its graph shows one mean and nothing else; None where it does not."""
+    found = read_loss(loss, rows)
+    plain = len(found.counts) == 1 and not (found.unread or found.bends or found.sum_over is not None)
+    return found.counts[0] if plain else None
+
+
 class LossCheck:
-    """Looks once, at the leader's first micro-batch of two samples or more: weighted by `loss_weight`, the losses of
-    its halves must add up to that of the whole. Else the update would depend on how shares are cut, unseen."""
+    """Looks once, at the leader's first micro-batch of two samples or more: weighted as in a step, the losses of its
+    halves must add up to that of the whole. Else the update would depend on how shares are cut, unseen."""
 
     def __init__(self, trainer: PacelineTrainer) -> None:
         self._trainer = trainer
@@ -50,14 +59,14 @@ class LossCheck:
         parts = [{k: v[cut] if torch.is_tensor(v) else v for k, v in batch.items()} for cut in _halves(rows)]
         devices = [self._trainer.args.device] if self._trainer.args.device.type == "cuda" else []
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices):
             whole, halves = self._weighted(model, dict(batch)), sum(self._weighted(model, part) for part in parts)
         model.train()
         if abs(whole - halves) > (2e-2 if self._trainer.args.bf16 else 2e-5) * abs(whole):
             name = type(self._trainer.model).__name__
             logger.warning(
-                "the loss of %s is no mean over its label tokens: weighted by loss_weight, the losses of two halves of "
-                "a micro-batch add up to %.6g, and the whole has %.6g. The update depends on how shares are cut; "
+                "the loss of %s is no mean over its label tokens: weighted as in a step, the losses of two halves of a "
+                "micro-batch add up to %.6g, and the whole has %.6g. The update depends on how shares are cut; "
                 "override PacelineTrainer.loss_weight(batch, num_items) to count what the loss is a mean over",
                 name,
                 halves,
@@ -67,9 +76,11 @@ class LossCheck:
     def _weighted(self, model: Any, batch: dict[str, Any]) -> float:
         trainer = self._trainer
         items = trainer._get_num_items_in_batch([batch], trainer.args.device)
-        weight = trainer.loss_weight(batch, items)
-        count = _rows(batch) if weight is None else float(weight)
-        return float(trainer.mean_loss(model, batch, items)) * float(count or 0) if count else 0.0
+        loss = trainer.mean_loss(model, batch, items)
+        rows = _rows(batch) or 0
+        weight = count_of(loss, rows) if trainer.shows_count(loss, rows) else trainer.loss_weight(batch, items)
+        count = float(rows if weight is None else weight)
+        return float(loss.detach()) * count if count else 0.0
 
 
 def _halves(rows: int) -> tuple[slice, slice]:

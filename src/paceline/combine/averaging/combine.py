@@ -152,6 +152,7 @@ class AveragingCombine:
             self._member,
             **{fact: getattr(work, fact) for fact in WORK},
             weight=float(work.weight),
+            **work.tally.facts(float(work.weight)),
             loss=float(work.loss_sum),
             squares=gradients.exchange.squares(float(work.weight)),
             overflow=overflow,

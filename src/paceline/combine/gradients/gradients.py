@@ -69,10 +69,12 @@ class Gradients:
 
     def state_dict(self) -> dict[str, float]:
         varying = {} if self.varying is None else self.varying.state_dict()
-        return {"weight_per_sample": self.mean_gradient.weight_per_sample, **varying}
+        unit = self.mean_gradient.unit or 0.0
+        return {"weight_per_sample": self.mean_gradient.weight_per_sample, "unit": unit, **varying}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.mean_gradient.weight_per_sample = state["weight_per_sample"]
+        self.mean_gradient.unit = state.get("unit") or None
         if self.varying is not None and "seen" in state:
             self.varying.load_state_dict(state)
 

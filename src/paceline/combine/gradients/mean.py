@@ -23,6 +23,8 @@ class MeanGradient:
         self._work, self._exchange = work, exchange
         self.weight_per_sample = 1.0
         """In the last round: steps a planned count into a planned weight."""
+        self.unit: float | None = None
+        """Items per sample by which counts that are read are divided, since the first round with such; None before."""
         self.known_norm: float | None = None
         """Of this step's mean before clipping, where it had to be measured anyway."""
         self._norm_alone = torch.zeros((), dtype=torch.float64)
@@ -34,6 +36,11 @@ class MeanGradient:
     def begin(self) -> None:
         """A step begins."""
         self.known_norm = None
+
+    def agree_on_unit(self, header: Header) -> None:
+        """A round is over, with an update or without: the first with counts that were read settles their unit."""
+        if self.unit is None and header.column("unit").any():
+            self.unit = header.unit()
 
     def measure_alone(self) -> None:
         """Unscale and measure the gradients of a worker alone, whose sum is its own; `finite_alone` tells."""
@@ -88,8 +95,8 @@ class MeanGradient:
         self._norm_wanted = False
         self._tensors = [] if self._alone else self._work.buckets.tensors()
         self._versions = self._versions_now()
-        samples = header.total("samples")
-        self.weight_per_sample = total / samples if samples else self.weight_per_sample
+        samples, unit = header.total("samples"), header.unit()
+        self.weight_per_sample = total / unit / samples if samples else self.weight_per_sample
 
     def _versions_now(self) -> list[int]:
         return [tensor._version for tensor in self._tensors]
@@ -115,10 +122,11 @@ class MeanGradient:
 
 
 def _learn(varying: VaryingCount, header: Header, total: float, norm: float) -> None:
+    unit = header.unit()
     varying.observe(
-        weighted_squares=float(header.column("squares").sum()),
+        weighted_squares=float(header.column("squares").sum()) / unit,
         squared_norm=norm**2,
-        weight=total,
+        weight=total / unit,
         workers=int((header.column("weight") > 0).sum()),
     )
 
