@@ -77,7 +77,7 @@ def hooked(model):
 def test_an_optimiser_that_steps_during_backward_is_refused_by_what_it_is(tmp_path: Path, pace: str) -> None:
     text = script("hooked(model)", pace=pace)
     said = refusals(tmp_path, text, before=BEFORE + BOUNDED + HOOKS, PACELINE_PACE="")
-    assert "register_post_accumulate_grad_hook) set its gradient to None" in said
+    assert "an optimiser that steps in register_post_accumulate_grad_hook" in said
     assert "AssertionError" not in said
 
 

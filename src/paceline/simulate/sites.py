@@ -45,7 +45,7 @@ FAST_BITS = 2.5e9
 """Bits a second from which on one ring within a site is as fast."""
 FIRST_WINDOW = 14_600
 """Bytes that TCP sends before the first answer."""
-HEADER_NUMBERS, HEADER_FIXED = 23, 135
+HEADER_NUMBERS, HEADER_FIXED = 28, 135
 """Numbers of eight bytes in a round's header (`paceline.combine.header`): for each worker, and besides."""
 
 
