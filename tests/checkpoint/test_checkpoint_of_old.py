@@ -47,12 +47,12 @@ def test_a_run_goes_on_from_a_checkpoint_of_an_older_library(tmp_path: Path) -> 
         assert torch.allclose(one, other, rtol=1e-6)
 
 
-def test_what_is_saved_today_has_the_same_parts(tmp_path: Path) -> None:
+def test_what_is_saved_today_has_the_parts_of_then(tmp_path: Path) -> None:
     with join(tmp_path, seed=3) as fleet:
         train(fleet, save=tmp_path / "new")
     old, new = (torch.load(path, weights_only=True) for path in (OLD, tmp_path / "new"))
     assert list(old) == list(new)
     assert list(old["steps"]) == list(new["steps"])
     for part in ("dealing", "passes", "gradients"):
-        assert list(old["steps"][part]) == list(new["steps"][part])
+        assert set(old["steps"][part]) <= set(new["steps"][part])
     assert old["steps"]["passes"]["told"][0][0] == new["steps"]["passes"]["told"][0][0] == "evaluate"
