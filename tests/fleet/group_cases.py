@@ -158,7 +158,7 @@ def _trained(wrong: Any) -> None:
                 loss = nn.functional.cross_entropy(model(x), y)
                 if wrong is _branches:
                     block = model.blocks[int(os.environ["PACELINE_SHARD"])]
-                    loss = loss.detach() + block(torch.ones(1, WIDTH, dtype=torch.float64)).sum()
+                    loss = loss.detach() + block(torch.ones(1, WIDTH, dtype=torch.float64)).mean()
                 step.backward(loss)
                 wrong(model, schedule)
             step.commit(optimizer)
