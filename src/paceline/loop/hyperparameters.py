@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
+
+from paceline.combine.header import number_of
 
 _PLAIN = {bool, int, float, str, type(None)}
 """Kinds of values that cannot change in place."""
@@ -60,8 +61,7 @@ def digest_of(settings: Settings) -> float:
     """A number that workers share when these are equal; 0 when there are none. Whole and below 2**52."""
     if not settings:
         return 0.0
-    digest = blake2b(repr(settings).encode(), digest_size=6).digest()
-    return 1.0 + int.from_bytes(digest, "big")
+    return 1.0 + number_of(repr(settings).encode())
 
 
 def unlike_settings(everybody: Sequence[Sequence[Sequence[Any]]], *, step: int, missing: Sequence[str]) -> str:

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.combine.header import number_of
 from paceline.loop.replicas import fingerprint, sums_of
 from paceline.transport import Collective
-
-Named = Iterable[tuple[str, torch.Tensor]]
-"""Tensors, each with its name."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +28,28 @@ class Contents:
     def number(self, inside: Collective | None = None) -> float:
         """A number that workers with equal contents share: whole, and below 2**52. One wait for a device."""
         number = fingerprint((tensor for _, tensor in self.tensors), inside)
-        return float((int(number) * 1_000_003 + _digest(repr(self.plain))) % (1 << 52)) if self.plain else number
+        return (
+            float((int(number) * 1_000_003 + number_of(repr(self.plain).encode())) % (1 << 52))
+            if self.plain
+            else number
+        )
 
     def by_name(self) -> dict[str, int]:
         """The same of each tensor and value."""
         sums = sums_of([tensor for _, tensor in self.tensors])
         values = {name: number % (1 << 52) for (name, _), number in zip(self.tensors, sums, strict=True)}
-        return {**values, **{name: _digest(value) for name, value in self.plain}}
+        return {**values, **{name: number_of(value.encode()) for name, value in self.plain}}
 
 
 def parameters_of(models: Sequence[torch.nn.Module]) -> Contents:
     """All parameters of some models."""
-    return Contents([(f"parameter {name}", tensor) for name, tensor in _named(models, "named_parameters")])
+    return Contents(
+        [
+            (f"parameter {_prefix(models, number)}{name}", tensor)
+            for number, model in enumerate(models)
+            for name, tensor in model.named_parameters()
+        ]
+    )
 
 
 def saved_buffers_of(models: Sequence[torch.nn.Module]) -> Contents:
@@ -63,10 +70,10 @@ def state_of(things: Iterable[tuple[str, Any]]) -> Contents:
     plain: list[tuple[str, str]] = []
     for name, thing in things:
         if isinstance(thing, torch.nn.Module):
-            tensors += [(f"{name}: {key}", value) for key, value in thing.state_dict().items() if _is_plain(value)]
+            tensors += [(f"{name}: {key}", value) for key, value in thing.state_dict().items() if is_readable(value)]
         elif isinstance(thing, torch.optim.Optimizer):
             for key, value in _optimizer_state(thing):
-                if _is_plain(value):
+                if is_readable(value):
                     tensors.append((f"{name}: {key}", value))
                 elif (said := _said(value)) is not None:
                     plain.append((f"{name}: {key}", said))
@@ -81,12 +88,6 @@ def together(*contents: Contents) -> Contents:
     )
 
 
-def _named(models: Sequence[torch.nn.Module], kind: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for number, model in enumerate(models):
-        for name, tensor in getattr(model, kind)():
-            yield f"{_prefix(models, number)}{name}", tensor
-
-
 def _prefix(models: Sequence[torch.nn.Module], number: int) -> str:
     return f"of model {number}: " if len(models) > 1 else ""
 
@@ -99,7 +100,8 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, An
             yield from ((f"{key} of its parameter {number}", value) for key, value in state.items())
 
 
-def _is_plain(value: Any) -> bool:
+def is_readable(value: Any) -> bool:
+    """Whether it is a tensor with numbers of its own."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
 
 
@@ -119,10 +121,6 @@ def _said(value: Any) -> str | None:
         pairs = ((key, _said(item)) for key, item in value.items())
         return f"{{{', '.join(f'{key!r}: {said}' for key, said in pairs if said is not None)}}}"
     return None
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------

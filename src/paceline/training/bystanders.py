@@ -11,15 +11,15 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
 from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 
+from paceline.combine.header import number_of
 from paceline.errors import MisuseError
 from paceline.loop.replicas import sums_of
-from paceline.loop.sameness import state_of
+from paceline.loop.sameness import is_readable, state_of
 
 SAMPLED = 1024
 """Numbers of each tensor that are compared, about."""
@@ -152,7 +152,7 @@ def _inside(thing: Any) -> Iterator[Any]:
 
 def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
     found = [*module.parameters(), *module.buffers()]
-    return [tensor for tensor in found if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()]
+    return [tensor for tensor in found if is_readable(tensor) and tensor.numel()]
 
 
 def _sampled(tensors: Sequence[torch.Tensor]) -> int:
@@ -161,4 +161,4 @@ def _sampled(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _digest(*what: Any) -> int:
-    return int.from_bytes(blake2b(repr(what).encode(), digest_size=6).digest(), "big")
+    return number_of(repr(what).encode())

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from paceline.combine.averaging.rounds import Round
 from paceline.combine.averaging.settings import Averaging, ElasticAverage
 from paceline.combine.averaging.turns import Turns
 from paceline.combine.base import CombineParts
+from paceline.combine.header import number_of
 from paceline.errors import Dropped, FleetError, MisuseError
 from paceline.loop.context import LoopContext
 from paceline.loop.handover import take_whole_state, whole_state
@@ -267,7 +267,7 @@ class Periods:
         loop = self._loop
         if not loop.begun or loop.finished or loop.transport.size == 1 or self.outside:
             return
-        self._call = float(int.from_bytes(blake2b(label.encode(), digest_size=6).digest(), "big"))
+        self._call = float(number_of(label.encode()))
         loop.transport.doing(label)
         self._run_rounds_until_met() if self.turns is None else self.turns.wait_until_met()
         self._call = 0.0

@@ -7,7 +7,6 @@ done the fleet's sum already is the mean, and half-precision gradients stay in r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from hashlib import blake2b
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +19,7 @@ from paceline.combine.gradients.scaling import is_active, scale_in
 from paceline.combine.gradients.scaling import scaled as scale_loss
 from paceline.combine.gradients.sharded import ShardedBuckets
 from paceline.combine.gradients.statistics import Look, RunningStatistics
+from paceline.combine.header import number_of
 from paceline.errors import MisuseError
 from paceline.transport import Collective
 
@@ -127,7 +127,7 @@ class Accumulation:
     def _modes_digest(self) -> float:
         """A number that workers share whose modules train and evaluate alike."""
         training = bytes(module.training for module in self._modules)
-        return 1.0 + int.from_bytes(blake2b(training, digest_size=6).digest(), "big")
+        return 1.0 + number_of(training)
 
     def evaluating(self) -> list[str]:
         """The modules in evaluation mode, by name."""
