@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # Tests start hundreds of processes, and none should compile the library or the tests again.
 test test-long check: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long lint check browser bench docs clean
+.PHONY: demo test test-long test-torch lint check browser bench docs wheel test-wheel check-tag clean
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -33,6 +33,27 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# An sdist and, from it, a wheel, in dist/.
+wheel: $(STAMP)
+	@rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+
+# The wheel in an environment of its own, without constraints and outside the checkout: the demo and the README's script.
+test-wheel: wheel
+	$(BIN)/python -m pytest tests/test_wheel.py -m "long or not long"
+
+# A tag is the version's, and the changelog has it.
+TAG ?= v$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/paceline/__init__.py)
+check-tag:
+	@grep -qx '__version__ = "$(TAG:v%=%)"' src/paceline/__init__.py || { echo "$(TAG) is not the version of src/paceline/__init__.py"; exit 1; }
+	@grep -qx '## $(TAG:v%=%)' CHANGELOG.md || { echo "CHANGELOG.md has no section $(TAG:v%=%)"; exit 1; }
+
+# The suite against another torch, in an environment of its own: make test-torch TORCH=2.9.0 ARGS="tests/pace -n 2".
+# EXTRA_INDEX: an index of CPU builds, where one can be reached; the usual one has CUDA builds of several gigabytes.
+TORCH ?= $(error say which torch: make test-torch TORCH=2.9.0)
+test-torch:
+	$(PYTHON) harness/other_torch.py $(TORCH) $(if $(EXTRA_INDEX),--extra-index-url $(EXTRA_INDEX)) -- $(ARGS)
+
 check: lint
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m "not fleet and not browser and not slow" -n 2
 
@@ -54,7 +75,7 @@ test-long: $(STAMP)
 bench: $(STAMP)
 	@for file in benchmarks/[a-z]*.py benchmarks/papers/[a-z]*.py; do quick=; \
 	case $$file in *gpu_*|*common.py|*/peers.py) continue;; \
-	  benchmarks/papers/*|*dynamic_weighting.py|*kill.py|*goodput.py) quick=--quick;; esac; \
+	  benchmarks/papers/*|*dynamic_weighting.py|*kill.py|*/goodput.py) quick=--quick;; esac; \
 	echo "== $$file"; $(BIN)/python $$file $$quick || exit 1; done
 
 # The site is made from docs/ and the docstrings; a broken link is an error. Only this installs the extra for it.
@@ -64,4 +85,4 @@ docs: $(STAMP)
 	@echo "The site is in site/; $(BIN)/mkdocs serve shows it at http://127.0.0.1:8000"
 
 clean:
-	rm -rf $(VENV) site runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-torch-* site runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -20,8 +20,8 @@ from _chaos_program import MOST_LIVING, SLOTS, Program
 from nursery import Nursery, Worker, elastic_variables
 
 from paceline.errors import FLEET_FAILED, describe_exit
-from paceline.launcher.group import FAIL_S, FOLLOW_S, outcome
-from paceline.launcher.rendezvous import loopback
+from paceline.launcher.process_group import FAIL_S, FOLLOW_S, outcome
+from paceline.launcher.supervise import loopback
 from paceline.roster import RosterServer
 
 RESTART_S = 0.3
@@ -202,7 +202,8 @@ class Fleet:
         life = Life(slot, [], [], first)
         for shard in range(shards):
             files = str(self.folder / f"worker.{slot}.{number}.{shard}")
-            group = {"PACELINE_GROUP": str(shards), "PACELINE_SHARD": str(shard), "PACELINE_GROUP_DIR": str(meeting)}
+            group = {"PACELINE_PROCS_PER_WORKER": str(shards), "PACELINE_SHARD": str(shard)}
+            group["PACELINE_GROUP_DIR"] = str(meeting)
             env = own | (group | {"PACELINE_DEVICE": "cpu"} if shards > 1 else {})
             order = {**self.program.as_order(), "folder": str(self.folder), "files": files}
             err = Path(files + ".err")

@@ -20,7 +20,7 @@ AVERAGES: tuple[dict[str, Any], ...] = (
     {"name": "elastic-average", "tau": 1},
     {"name": "elastic-average", "tau": 2},
 )
-CALLS = ("evaluate", "gather", "save", "agree")
+CALLS = ("evaluate", "predict", "save", "any")
 KINDS = ("kill", "freeze", "leave", "join", "roster", "cut roster", "cut store", "cut peer")
 OFTEN = (5, 5, 2, 3, 2, 1, 1, 1)
 """How often each kind of fault is drawn, against the others."""

@@ -20,7 +20,7 @@ from _chaos_program import Program
 from paceline.errors import FLEET_FAILED, describe_exit
 from paceline.observe import read_log
 from paceline.observe.analysis.audit import audit
-from paceline.signals import LEFT
+from paceline.worker_exit import LEFT
 
 PYTHON_ERROR = re.compile(r"^(\[rank\d+\]: )?Traceback \(most recent call last\):", re.MULTILINE)
 ALLOWED = {"kill": {-signal.SIGKILL}, "leave": {LEFT, -signal.SIGTERM}, "cut peer": {-signal.SIGABRT}}

@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.combine import wire
 from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
+from paceline.transport import formats
 
 FEATURES, WIDTH, CLASSES, RATE = 4, 16, 3, 0.02
 DEADLINES: dict[str, dict[str, Any]] = {
@@ -105,13 +105,13 @@ class Script:
         kinds: dict[str, Callable[..., Any]] = {
             "gradients": lambda: "gradients",
             "average": paceline.Averaging,
-            "elastic-average": paceline.ElasticAverage,
+            "elastic-average": paceline.research.ElasticAverage,
         }
         combine = kinds[order["combine"]["name"]](**settings)
         if order["wire"] != "float32":
-            wire.SMALLEST = 0  # these tensors are small
+            formats.SMALLEST = 0  # these tensors are small
         pace = Hasty(order["pace"]) if order["pace"] in DEADLINES else order["pace"]
-        return paceline.join(pace, combine=combine, wire=order["wire"], quiet=True, device="cpu")
+        return paceline.join(pace, combine=combine, comm_dtype=order["wire"], quiet=True, device="cpu")
 
     def run(self) -> dict[str, Any]:
         """Train to the end; return what is compared with the other workers."""
@@ -183,15 +183,15 @@ class Script:
         assert found["n"] == found["count"] == length, (at, found)
         assert found["sum"] == length * (length - 1) / 2, (at, found)
 
-    def _gather(self, fleet: paceline.Fleet, at: int) -> None:
-        found = fleet.gather(lambda x, y, i: i.double(), self.data)
+    def _predict(self, fleet: paceline.Fleet, at: int) -> None:
+        found = fleet.predict(lambda x, y, i: i.double(), self.data)
         assert found.flatten().tolist() == [float(i) for i in range(self.order["length"])], at
 
     def _save(self, fleet: paceline.Fleet, at: int) -> None:
         fleet.save(self.folder / "saved")
 
-    def _agree(self, fleet: paceline.Fleet, at: int) -> None:
-        assert fleet.agree(True)
+    def _any(self, fleet: paceline.Fleet, at: int) -> None:
+        assert fleet.any(True)
 
     def replica(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         """Return a digest of the parameters, and of the momenta where all workers make the same steps."""

@@ -23,8 +23,8 @@ from _smoke import smoking
 from nursery import Nursery, Worker, elastic_variables, end_all
 
 from paceline.errors import FLEET_FAILED
-from paceline.launcher.rendezvous import loopback
 from paceline.launcher.roster import OwnRoster
+from paceline.launcher.supervise import loopback
 
 RESTART_S = 0.5
 """After a worker could not go on with the fleet (it was frozen at the wrong moment), it is started again."""
@@ -55,6 +55,11 @@ class Life:
             return []
         lines = self.diary.read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may cut the last one off
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """What it noted of its steps."""
+        return [note for note in self.notes if note["what"] == "step"]
 
     @property
     def ready(self) -> float | None:
@@ -201,6 +206,29 @@ class Flock:
                 self.start(number)
         if self._failure:
             raise Failed(self._failure)
+
+    def let_join(self, joiners: int, *, first: int, calm: int, after: int, within_s: float) -> float:
+        """Start ``first`` workers, let ``joiners`` join them after ``calm`` steps, and end ``after`` steps of all.
+
+        Returns the time at which the joiners were started; raises SystemExit when the steps take longer.
+        """
+        for slot in range(first):
+            self.start(slot)
+        self._await_steps(calm, workers=first, within_s=within_s)
+        began = time.time()
+        for _ in range(joiners):
+            self.add(new=True)
+        self._await_steps(after, workers=first + joiners, within_s=within_s)
+        self.end(within_s=60.0)
+        return began
+
+    def _await_steps(self, steps: int, *, workers: int, within_s: float) -> None:
+        until = time.time() + within_s
+        while sum(note["workers"] == workers for note in self.lives[0].steps) < steps:
+            self.tick()
+            if time.time() > until:
+                raise SystemExit(f"no {steps} steps with {workers} workers within {within_s:.0f} s")
+            time.sleep(0.05)
 
     def end(self, *, within_s: float) -> None:
         """Ask the training to end after its epoch, and see that it does."""

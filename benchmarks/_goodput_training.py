@@ -90,9 +90,9 @@ def train(order: dict[str, Any]) -> None:
             if step.ends_epoch:
                 whole = step.record.total > 0  # else the fleet had gone on without this worker
                 if whole and time.time() - since[1] > SETTLED_S:
-                    place = {"size": fleet.size, "leads": fleet.is_leader, "generation": generation}
+                    place = {"size": fleet.world_size, "leads": fleet.is_leader, "generation": generation}
                     diary.note("epoch", **_holdings(), **place)
-                if fleet.agree(stop.exists()):
+                if fleet.any(stop.exists()):
                     break
     if whole:
         torch.save(replica(model, optimizer), order["replica"])

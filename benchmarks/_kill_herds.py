@@ -23,11 +23,10 @@ from _kill_job import LIGHTHOUSE, SAMPLE_MS, SLOT, STAMPS
 from _kill_stamps import Process
 from _smoke import smoke
 
-from paceline.launcher.elastic import launch_elastic
+from paceline.launcher.elastic_fleet import launch_elastic
 from paceline.launcher.faults import Faults, Workers
-from paceline.launcher.rendezvous import loopback
 from paceline.launcher.roster import OwnRoster
-from paceline.launcher.supervise import Order
+from paceline.launcher.supervise import Order, loopback
 
 WORKERS = 4
 globals().update(smoke(WORKERS=2))

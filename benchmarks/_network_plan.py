@@ -86,6 +86,7 @@ def _training() -> TrainedModel:
 def foretell(fleet_of: Planned) -> dict[str, Any]:
     """One worker's part of the run; on worker 0, how far the plan was off."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # the same data on every worker
     data = TensorDataset(torch.randn(BATCH * STEPS, 64), torch.randint(10, (BATCH * STEPS,)))
     with paceline.join("adaptive", quiet=True) as fleet:
         sample_s = SAMPLE_S / fleet_of.speeds[fleet.rank]

@@ -79,7 +79,7 @@ def our_steps(fleet: paceline.Fleet, widths: Sequence[int]) -> Iterator[None]:
     model = fleet.model(network(widths))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     fleet.track(optimizer=optimizer)
-    for step in fleet.steps(dataset(widths), global_batch=ROWS * fleet.size, micro_batch=ROWS, epochs=10_000):
+    for step in fleet.steps(dataset(widths), global_batch=ROWS * fleet.world_size, micro_batch=ROWS, epochs=10_000):
         for x, y in step:
             step.backward(nn.functional.cross_entropy(model(x), y))
         step.commit(optimizer)

@@ -118,7 +118,15 @@ def paceline(run: Run) -> None:
     if run.on_link:
         by_variables("on_paceline.py")(run)
         return
-    options = ["run", "-q", "-n", f"1:{len(run.places)}", "--runs", str(run.folder), str(SCRIPTS / "on_paceline.py")]
+    options = [
+        "run",
+        "-q",
+        "-n",
+        f"1:{len(run.places)}",
+        "--output-dir",
+        str(run.folder),
+        str(SCRIPTS / "on_paceline.py"),
+    ]
     run.workers.append(run.start(run.places[0], "-m", "paceline.cli", *options))
 
 

@@ -1,4 +1,4 @@
-"""What had to be chosen for each peer beyond batch, model and optimiser, and why. docs/peers.md shows the same list."""
+"""What had to be chosen for each peer beyond batch, model and optimiser, and why; docs/evidence.md has the list too."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A *case* is one training: a rule of weights, a local optimiser, a failure model, a seed. Cases with the same number of
 workers and the same tau train side by side as rows of the same matrix products, so hundreds of small networks cost
-little more than one. The rules and failures are the library's own (`paceline.ElasticAverage`,
+little more than one. The rules and failures are the library's own (`paceline.research.ElasticAverage`,
 `paceline.machines.failures`); only the training loop is written for the batch.
 """
 
@@ -19,8 +19,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.combine.averaging.settings import ElasticAverage
 from paceline.machines.failures import Trouble, parse_failures
+from paceline.research.elastic_average import ElasticAverage
 
 CHANNELS, CLASSES = 8, 10
 BATCH = 16

@@ -74,12 +74,15 @@ def forked(
 
 
 def _fork(work: Callable[[], Any], place: Mapping[str, str], file: Path) -> int:
+    import torch
+
     sys.stdout.flush()
     if child := os.fork():
         return child
     code = 1
     try:
         os.environ.update(place)
+        torch.seed()  # a fresh process has random numbers of its own: a seed that is missing is noticed here too
         file.write_text(json.dumps(work()))
         code = 0
     except BaseException:

@@ -73,7 +73,7 @@ def ours(job: Job, seed: int, *, combine: str, wire: str, pace: str = "adaptive"
     data, test = digits()
     clock, averages = Clock(job), combine == "average"
     merge: Any = paceline.Averaging(period_s=job.period_s, every_steps=job.every_steps) if averages else combine
-    with paceline.join(pace, combine=merge, wire=wire, seed=seed, quiet=True) as fleet:
+    with paceline.join(pace, combine=merge, comm_dtype=wire, seed=seed, quiet=True) as fleet:
         model = fleet.model(network(job.hidden, seed))
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
         steps = fleet.steps(data, global_batch=job.batch, micro_batch=16, epochs=job.epochs)

@@ -1,7 +1,7 @@
 """Does a fleet of real processes end well, whatever happens to it?
 
 Each run is drawn from its seed: two to four workers of an elastic fleet, a pace, a combine, a wire format, an order and
-micro-batches, calls between the steps (evaluate, gather, save, agree, autosave), one in eight with worker groups; and
+micro-batches, calls between the steps (evaluate, predict, save, any, autosave), one in eight with worker groups; and
 the faults: kill -9 and a restart, SIGSTOP for 0.05 to 3 s, SIGTERM, newcomers, a roster that restarts from its file,
 and connections to the roster, the store or a peer that the kernel cuts. Who ends with 75 is started again, as a
 launcher does. For the cuts each run has a network namespace of its own, which needs root; others go without them.

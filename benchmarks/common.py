@@ -38,7 +38,18 @@ def run_workers(script: str, workers: int, *args: str) -> Any:
             sys.argv[1:] = args
             forked(sys.modules["__main__"].main, workers, **{RESULT: str(result), "PACELINE_RUN_DIR": f"{folder}/run"})
             return json.loads(result.read_text())
-        command = [sys.executable, "-m", "paceline.cli", "run", "-q", "-n", str(workers), "--runs", folder, script]
+        command = [
+            sys.executable,
+            "-m",
+            "paceline.cli",
+            "run",
+            "-q",
+            "-n",
+            str(workers),
+            "--output-dir",
+            folder,
+            script,
+        ]
         subprocess.run([*command, *args], env={**os.environ, RESULT: str(result)}, check=True)
         return json.loads(result.read_text())
 

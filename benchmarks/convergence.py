@@ -96,16 +96,14 @@ class Stalls:
 
 def train(way: str, seed: int, size: Size, train_set: TensorDataset, test_set: TensorDataset) -> Curve:
     """A training of examples/digits.py under stalls; on worker 0, its curve."""
-    pace, varying_count = WAYS[way]
+    pace, lr_scaling = WAYS[way]
     torch.manual_seed(seed)
     kept: list[tuple[int, float, dict[str, torch.Tensor]]] = []
     with paceline.join(pace if isinstance(pace, str) else pace(), seed=seed, quiet=True) as fleet:
         stalls = Stalls(seed, fleet.rank, size.sample_s)
         model = fleet.model(network())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-        steps = fleet.steps(
-            train_set, global_batch=BATCH, micro_batch=MICRO, epochs=size.epochs, varying_count=varying_count
-        )
+        steps = fleet.steps(train_set, global_batch=BATCH, micro_batch=MICRO, epochs=size.epochs, lr_scaling=lr_scaling)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: one_cycle(steps.progress))
         fleet.track(optimizer=optimizer, scheduler=scheduler)
         began = time.perf_counter()

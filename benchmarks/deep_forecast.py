@@ -28,16 +28,17 @@ import numpy as np
 import torch
 from _smoke import pool_context, smoke
 
-from paceline.deep.forecast import Deep
-from paceline.deep.learning.fit import Training, fit
-from paceline.deep.learning.recordings import recording
-from paceline.deep.model_file import load_model, save_model
 from paceline.pace import Ask
 from paceline.pace.arrivals import best_static_count, clairvoyant_counts
-from paceline.pace.cutoff import Cutoff
-from paceline.pace.forecast import Forecast, LastValue, Seen, Smoothed
-from paceline.pace.forecast.normal import log_tail
+from paceline.pace.forecast import Forecast, Seen, Smoothed
+from paceline.pace.normal import log_tail
 from paceline.records import StepRecord
+from paceline.research.cutoff import Cutoff
+from paceline.research.deep.deep_forecast import Deep
+from paceline.research.deep.fit import Training, fit
+from paceline.research.deep.model import load_model, save_model
+from paceline.research.deep.recordings import recording
+from paceline.research.forecasts import LastValue
 from paceline.simulate import make, play
 
 WORKERS, NODE, NOISE = 158, 40, 0.05

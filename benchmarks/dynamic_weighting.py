@@ -31,7 +31,7 @@ from _curves import draw
 from _replicas import Batch, Case, Images, Progress, Result, digits, fashion, fashion_folder
 from _smoke import smoke, smoking
 
-from paceline.combine.averaging.settings import ElasticAverage
+from paceline.research.elastic_average import ElasticAverage
 
 MODELS = {"none": "", "A": "lost:0.333", "B": "frozen:0.1x5", "C": "restart:0.02x20"}
 OPTIMISERS = ("sgd", "nesterov", "adahessian")

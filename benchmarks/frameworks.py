@@ -3,7 +3,7 @@
 Machines are emulated: 1, 1, 2 and 4 times slower than a reference, so that equal shares reach 36 % of the sum of the
 speeds. The framework's DDP and its training with Paceline (pace "adaptive") run one after another in the same
 processes; speeds are samples over wall seconds between updates, everything included, after warm-up:
-*lightning_over_ddp*.
+*lightning_over_ddp*, *accelerate_over_ddp*.
 
 Alone, one process without launcher or emulation trains in turn with the framework as it is and with Paceline, in
 blocks of steps with one micro-batch each: *lightning_alone_over_plain* is the ratio of a step's seconds, of each the
@@ -11,9 +11,10 @@ tenth quantile, because what else the computer does makes steps longer and never
 
     python benchmarks/frameworks.py
 
-Lightning is in ``_frameworks_lightning``, with a function ``commits(way, *, global_batch, micro_batch, steps)``: the
-clock after each update, where ``way`` is "ddp", "paceline" or "plain". Transformers' Trainer is measured in its own
-way, for *trainer_over_ddp* and *trainer_alone_over_plain*: ``_frameworks_trainer``.
+Lightning is in ``_frameworks_lightning``, Accelerate in ``_frameworks_accelerate``, each with a function
+``commits(way, *, global_batch, micro_batch, steps)``: the clock after each update, where ``way`` is "ddp", "paceline"
+or "plain"; ``python benchmarks/frameworks.py accelerate`` measures one of them. Transformers' Trainer is measured in
+its own way, for *trainer_over_ddp* and *trainer_alone_over_plain*: ``_frameworks_trainer``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 from _smoke import goes_without, smoke
 from common import emulate, is_worker, leave_result, limit, run_workers, speed
 
-FRAMEWORKS = {"lightning": "lightning"}
+FRAMEWORKS = {"lightning": "lightning", "accelerate": "accelerate"}
 """By the name of their figures: the package that they need."""
 BATCH, MICRO, WARM_UP, STEPS = 256, 16, 4, 26
 MACHINES, SAMPLE_MS = "1,1,2,4", 2.2
@@ -86,7 +87,7 @@ def main() -> None:
         ratio = run_workers(__file__, 1, name, "alone")["ratio"]
         print(f"  alone: {ratio:.3f} of the time without Paceline")
         figures |= {f"{name}_over_ddp": speeds["paceline"] / speeds["ddp"], f"{name}_alone_over_plain": ratio}
-    if importlib.util.find_spec("transformers") is not None:
+    if len(names) == len(FRAMEWORKS) and importlib.util.find_spec("transformers") is not None:
         from _frameworks_trainer import trainer_figures
 
         figures |= trainer_figures()

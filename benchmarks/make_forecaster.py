@@ -1,4 +1,4 @@
-"""Makes the general forecast that comes with Paceline: ``src/paceline/pace/forecast/general.npz``.
+"""Makes the general forecast that comes with Paceline: ``src/paceline/research/general.npz``.
 
 Clusters of `_cluster_family.py` are played with P3's cut-off by the forecast itself, so that what it learns from is
 censored as in a run: first with experts weighed by hand, then with the gate learned from that. At every step the
@@ -30,8 +30,10 @@ from _cluster_family import cluster
 from _smoke import smoke
 
 from paceline.pace.arrivals import best_count
-from paceline.pace.forecast import General, Seen, experts, gate
-from paceline.pace.forecast.experts import EXPERTS, advise
+from paceline.pace.forecast import Seen
+from paceline.research import experts, gate
+from paceline.research.experts import EXPERTS, advise
+from paceline.research.general import General
 
 FIRST, THEN = 150, 600
 """Clusters of the two rounds."""
@@ -137,8 +139,8 @@ def network(features: int, k: int) -> torch.nn.Sequential:
 
 
 def recipe() -> str:
-    """A checksum of what the file depends on: this script, the family, the experts and the gate; comments and
-    docstrings left out."""
+    """A checksum of what the file depends on: this script, the family, the experts and the gate; comments, docstrings
+    and imports left out."""
     here = Path(__file__)
     sources = [here, here.with_name("_cluster_family.py"), *(Path(part.__file__) for part in (experts, gate))]
     told = hashlib.sha256()
@@ -151,9 +153,12 @@ def _code(source: Path) -> str:
     tree = ast.parse(source.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            texts = [line for line in body if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)]
-            node.body = [line for line in body if line not in texts]
+            node.body = [line for line in body if not (_is_text(line) or isinstance(line, ast.Import | ast.ImportFrom))]
     return ast.dump(tree)
+
+
+def _is_text(line: ast.stmt) -> bool:
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
 
 
 def packed(arrays: Arrays, about: str) -> bytes:

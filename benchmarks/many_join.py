@@ -28,7 +28,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -65,19 +64,26 @@ class Mostly(nn.Module):
 
 
 class Fresh(Flock):
-    """Workers that are new processes: they load torch first, as anybody's do. Forks in a smoke run."""
+    """Workers that are new processes: they load torch first, as anybody's do. Forks in a smoke run.
+
+    ``program``: the file to run, with the worker's order as its argument.
+    """
+
+    def __init__(self, folder: Path, *, program: str = __file__, **settings: Any) -> None:
+        super().__init__(folder, **settings)
+        self._program = program
 
     def _begin(self, order: dict[str, str], env: dict[str, str], err: Path) -> Worker:
-        return super()._begin(order, env, err) if smoking() else Started(order, env, err)
+        return super()._begin(order, env, err) if smoking() else Started(self._program, order, env, err)
 
 
 class Started(Worker):
     """A worker process, as the nursery would show it."""
 
-    def __init__(self, order: dict[str, str], env: dict[str, str], err: Path) -> None:
+    def __init__(self, program: str, order: dict[str, str], env: dict[str, str], err: Path) -> None:
         with err.open("wb") as words:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, json.dumps(order)],
+                [sys.executable, program, json.dumps(order)],
                 env={**os.environ, "OMP_NUM_THREADS": "1", **env},
                 stdout=words,
                 stderr=words,
@@ -109,40 +115,18 @@ def train(order: dict[str, Any]) -> None:
             step.commit(optimizer)
             assert step.record is not None
             diary.note("step", workers=len(step.record.workers))
-            if fleet.agree(stop.exists()):
+            if fleet.any(stop.exists()):
                 break
     diary.note("end")
-
-
-def commits(flock: Flock) -> list[dict[str, Any]]:
-    """What the worker of slot 0 noted of its steps."""
-    return [note for note in flock.lives[0].notes if note["what"] == "step"]
-
-
-def wait_for(flock: Flock, workers: int, steps: int) -> None:
-    """Until so many steps were made by so many."""
-    until = time.time() + LIMIT_S
-    while sum(note["workers"] == workers for note in commits(flock)) < steps:
-        flock.tick()
-        if time.time() > until:
-            raise SystemExit(f"no {steps} steps with {workers} workers within {LIMIT_S:.0f} s")
-        time.sleep(0.05)
 
 
 def measure(folder: Path) -> dict[str, Any]:
     """The figures of one fleet that eight join."""
     machines, most = ",".join(["1"] * (FIRST + JOINERS)), FIRST + JOINERS
     settings = {"machines": machines, "sample_ms": SAMPLE_MS, "minimum": FIRST, "maximum": most}
-    with Fresh(folder, call="many_join:train", pace="adaptive", **settings) as flock:  # type: ignore[arg-type]
-        for slot in range(FIRST):
-            flock.start(slot)
-        wait_for(flock, FIRST, CALM_STEPS)
-        began = time.time()
-        for _ in range(JOINERS):
-            flock.add(new=True)
-        wait_for(flock, most, AFTER_STEPS)
-        flock.end(within_s=60.0)
-        return {**figures(commits(flock), began), **handed_over(flock)}
+    with Fresh(folder, call="many_join:train", pace="adaptive", **settings) as flock:
+        began = flock.let_join(JOINERS, first=FIRST, calm=CALM_STEPS, after=AFTER_STEPS, within_s=LIMIT_S)
+        return {**figures(flock.lives[0].steps, began), **handed_over(flock)}
 
 
 def figures(notes: list[dict[str, Any]], began: float) -> dict[str, Any]:

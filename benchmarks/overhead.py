@@ -88,7 +88,7 @@ def paceline_steps(
     model = fleet.model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     data = TensorDataset(x, y)
-    for step in fleet.steps(data, global_batch=batch * fleet.size, micro_batch=batch, epochs=1000):
+    for step in fleet.steps(data, global_batch=batch * fleet.world_size, micro_batch=batch, epochs=1000):
         for images, labels in step:
             step.backward(nn.functional.cross_entropy(model(images), labels))
         step.commit(optimizer)

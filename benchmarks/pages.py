@@ -83,7 +83,7 @@ def report(folder: Path, steps: int, workers: int, name: str) -> dict[str, float
 
 def watched(folder: Path, workers: int) -> dict[str, float]:
     """One core's part that the server takes with 20 viewers, and the longest way of a step to a viewer."""
-    from paceline.observe.serve.server import LivePage
+    from paceline.page.server import LivePage
 
     say(f"{VIEWERS} viewers of {workers} workers")
     run = write(folder / f"live{workers}", 300, workers)

@@ -223,7 +223,7 @@ COLUMNS = (
 
 
 def table(found: dict[str, Figures]) -> str:
-    """The figures as docs/peers.md shows them."""
+    """The figures as docs/evidence.md shows them."""
     head = f"| | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}"
     return "\n".join([head, *(f"| {NAMES[peer]} | {' | '.join(row(figures))} |" for peer, figures in found.items())])
 

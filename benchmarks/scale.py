@@ -21,10 +21,10 @@ from _smoke import smoke
 from plan_scale import measure as plan_ms
 
 from paceline.machines.link import parse_link
+from paceline.simulate.goodput import reform_s
 from paceline.simulate.planning.advice import best, best_average
 from paceline.simulate.planning.choices import Choice, Player, choices
-from paceline.simulate.planning.churn import churn, reform_s
-from paceline.simulate.planning.fleet_spec import FleetSpec, MachineKind, TrainedModel
+from paceline.simulate.planning.fleet_spec import FleetSpec, MachineKind, TrainedModel, churn
 from paceline.simulate.sites import SiteNetwork, Sites, Topology, sending_s
 
 SIZES = (10, 100, 1_000, 10_000)
@@ -136,7 +136,7 @@ def row(workers: int) -> dict[str, Any]:
     average = best_average(found)
 
     def of(wire: str, topology: Topology) -> Choice:
-        return next(one for one in found if (one.pace, one.wire, one.topology) == (exact.pace, wire, topology))
+        return next(one for one in found if (one.pace, one.comm_dtype, one.topology) == (exact.pace, wire, topology))
 
     return {
         "workers": workers,
@@ -146,7 +146,7 @@ def row(workers: int) -> dict[str, Any]:
         "two_levels": of("float32", "two levels").over_limit,
         "two_levels_bf16": of("bf16", "two levels").over_limit,
         "average": average.over_limit if average else None,
-        "average_name": f"{average.name}, {average.wire}" if average else None,
+        "average_name": f"{average.name}, {average.comm_dtype}" if average else None,
         "round_s": of("float32", "two levels").round_s,
         "ring_s": of("float32", "ring").round_s,
         "change_every_s": 1 / player.churn.changes_per_s,

@@ -55,7 +55,6 @@ def _play_chunk(asked: tuple[range, str | None]) -> dict[str, Any]:
     worker, cores = multiprocessing.current_process()._identity, sorted(os.sched_getaffinity(0))
     if len(cores) > 1:  # one thread runs at a time: a switch between cores only costs
         os.sched_setaffinity(0, {cores[worker[0] % len(cores)]})
-        gc.freeze()
     return play_all(seeds, name)
 
 
@@ -69,6 +68,8 @@ def run(seeds: range, *, at_once: int, name: str | None) -> dict[str, Any]:
     """Play the schedules in several processes, and print what is found as it is found."""
     began, told = time.monotonic(), 0.0
     total: dict[str, Any] = {"schedules": 0, "faults": 0, "points": 0, "virtual_s": 0.0, "wrong": {}}
+    gc.collect()
+    gc.freeze()  # what was imported is no garbage, and need not be looked at again and again
     with multiprocessing.get_context("fork").Pool(at_once, maxtasksperchild=20) as pool:
         for found in pool.imap_unordered(_play_chunk, chunks(seeds, name)):
             for seed, problems in found.pop("wrong").items():

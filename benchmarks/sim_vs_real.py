@@ -1,9 +1,10 @@
-"""Does the simulator tell the truth? Three fleets run for real, on emulated machines, and in the simulator.
+"""Does the simulator tell the truth? Four fleets run for real, on emulated machines, and in the simulator.
 
 Four workers, each a process of its own. The simulator is given what the machines are (their seconds a sample in every
 step, from their description) and what a round costs, measured beforehand on calm machines, once for rounds that wait
 for everybody and once for rounds with a deadline. It is told nothing of the runs themselves. Both sides use the same
-pacers: adaptive on machines of unlike speed with jitter and on drifting ones, joint on machines with bursts and stalls.
+pacers: adaptive on machines of unlike speed with jitter and on drifting ones, joint on machines with bursts and stalls,
+and a cut-off (P3's own rule, `keep_batch=False`) on machines that are slow from time to time.
 
 The error of a fleet is that of its mean step time, real against simulated, after the first steps; the last step, which
 ends the epoch, is not compared. "step by step" is the median over the steps of each one's own error.
@@ -33,7 +34,8 @@ from paceline.machines import parse_fleet
 from paceline.observe import read_log
 from paceline.pace import Adaptive, Ask, Equal, Joint
 from paceline.records import Plan
-from paceline.simulate import Outcome, make, play, rounds
+from paceline.research.cutoff import Cutoff
+from paceline.simulate import Outcome, deadline_play, make, play
 
 WORKERS, SHARE, MICRO = 4, 64, 8
 BATCH = WORKERS * SHARE
@@ -67,17 +69,24 @@ class Bounded(Equal):
 
 
 def scenarios(folder: Path) -> list[Scenario]:
-    """The three fleets; what changes from step to step is written to traces in ``folder``."""
+    """The four fleets; what changes from step to step is written to traces in ``folder``."""
     rng = np.random.default_rng(5)
     drifting = make("drifting", steps=STEPS, workers=WORKERS, seed=3)
     stalled = np.where(rng.random((STEPS, WORKERS)) < 0.05, 20.0, 1.0)
     stalled[:SKIP] = 1.0  # before anything is known every stall is waited for, which would only take long
     bursts = make("bursts", steps=STEPS, workers=WORKERS, seed=4) * stalled
+    periodic = make("periodic", steps=STEPS, workers=WORKERS, seed=2)
     return [
         Scenario("skewed, jitter", SKEWED, "adaptive"),
         Scenario("drifting", _trace(folder / "drifting.csv", drifting), "adaptive"),
         Scenario("bursts, stalls", _trace(folder / "bursts.csv", bursts), "joint"),
+        Scenario("periodic", _trace(folder / "periodic.csv", periodic), "cutoff"),
     ]
+
+
+def cutoff() -> Cutoff:
+    """P3's rule with the simplest forecast: each worker as in the step before."""
+    return Cutoff("last", keep_batch=False)
 
 
 def _trace(file: Path, seconds: Any) -> str:
@@ -89,7 +98,7 @@ def _trace(file: Path, seconds: Any) -> str:
 # -- for real ----------------------------------------------------------------------------------------------------------
 
 
-def run(name: str, machines: str, pace: str | Equal, *, steps: int) -> Run:
+def run(name: str, machines: str, pace: str | Equal | Cutoff, *, steps: int) -> Run:
     """A training on these machines; on worker 0, what its log says from the second step on."""
     emulate(machines, SAMPLE_MS)
     with paceline.join(pace, quiet=True) as fleet:
@@ -108,7 +117,7 @@ def run(name: str, machines: str, pace: str | Equal, *, steps: int) -> Run:
         "step_s": np.diff(log.times).tolist(),  # rounds end on the leader's clock, also while its own loop is stuck
         "work_s": [max(record.seconds) for record in log.records[1:]],
         "counts": [record.total for record in log.records[1:]],
-        "deadlines": [record.deadline_s is not None for record in log.records[1:]],
+        "deadlines": [(record.deadline_s or record.wait_for) is not None for record in log.records[1:]],
         "shortfall": [sum(record.shortfall_s) / sum(record.seconds) for record in log.records[1:]],
     }
 
@@ -119,7 +128,8 @@ def measure(folder: Path) -> dict[str, Run]:
         BOUNDED: run("calm, rounds with a deadline", CALM, Bounded(), steps=CALM_STEPS),
     }
     for each in scenarios(folder):
-        found[each.name] = run(f"{each.name}, {each.pace}", each.machines, each.pace, steps=STEPS)
+        pace = cutoff() if each.pace == "cutoff" else each.pace
+        found[each.name] = run(f"{each.name}, {each.pace}", each.machines, pace, steps=STEPS)
     return found
 
 
@@ -137,8 +147,10 @@ def simulate(scenario: Scenario, overhead_s: float) -> Outcome:
     own = np.array([[machine.seconds(step, SHARE) for machine in machines] for step in range(STEPS)])
     if scenario.pace == "adaptive":
         return play.shares(own, Adaptive(), overhead_s=overhead_s, share=SHARE)
+    if scenario.pace == "cutoff":
+        return play.arrivals(own, cutoff(), overhead_s=overhead_s, share=SHARE, micro_batches=SHARE // MICRO)
     settings = {"share": SHARE, "micro_batches": SHARE // MICRO, "noise": lambda _, shape: np.ones(shape)}
-    return rounds.play(own, Joint(), overhead_s=overhead_s, **settings)
+    return deadline_play.play(own, Joint(), overhead_s=overhead_s, **settings)
 
 
 def overhead(calm: Run) -> float:
@@ -166,6 +178,7 @@ def compare(scenario: Scenario, real: Run, overhead_s: float) -> dict[str, float
 def report(folder: Path) -> None:
     found = run_workers(__file__, WORKERS, str(folder))
     cost_s = {"adaptive": overhead(found[WAITING]), "joint": overhead(found[BOUNDED])}
+    cost_s["cutoff"] = cost_s["joint"]
     print(f"{WORKERS} workers; a round costs {1000 * cost_s['adaptive']:.1f} ms, with a deadline", end=" ")
     print(f"{1000 * cost_s['joint']:.1f} ms (calm machines, measured)")
     figures = {}

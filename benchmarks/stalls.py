@@ -85,7 +85,7 @@ class Spent:
 
 
 def train(pace: str, seed: int, *, stalls: bool, steps: int) -> float:
-    """Samples a second of a training under this pace."""
+    """Return the samples per second of a training under this pace."""
     data, counted, began, spent = _data(BATCH * steps), 0, 0.0, Spent()
     with paceline.join(pace, quiet=True) as fleet:
         work = Work(fleet.rank, seed, stalls=stalls)
@@ -127,7 +127,7 @@ and what worker-seconds were lost to."""
 
 def _added_up(fleet: paceline.Fleet, figures: dict[str, float]) -> dict[str, float]:
     """Each figure's sum over the workers: everybody scores one sample of a set with one for each."""
-    one_each = TensorDataset(torch.zeros(fleet.size))
+    one_each = TensorDataset(torch.zeros(fleet.world_size))
     return dict(fleet.evaluate(lambda _: figures, one_each, batch_size=1, sums=tuple(figures)))
 
 
@@ -138,7 +138,7 @@ def alone(seed: int, *, steps: int) -> float:
         model = nn.Linear(FEATURES, 10)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         data = _data(MICRO * SHARE)
-        fleet.agree(False)  # all begin together
+        fleet.any(False)  # all begin together
         began = time.perf_counter()
         for _ in range(steps):
             for x, y in zip(data.tensors[0].split(MICRO), data.tensors[1].split(MICRO), strict=True):
@@ -151,7 +151,9 @@ def alone(seed: int, *, steps: int) -> float:
 
 def _data(length: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(length, FEATURES, generator=generator), torch.randint(10, (length,)))
+    return TensorDataset(
+        torch.randn(length, FEATURES, generator=generator), torch.randint(10, (length,), generator=generator)
+    )
 
 
 def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, work: Work) -> torch.Tensor:

@@ -102,7 +102,7 @@ def our_steps(fleet: paceline.Fleet, kind: str) -> Iterator[None]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     fleet.track(optimizer=optimizer)
     share = MICRO_BATCHES[kind] * ROWS
-    for step in fleet.steps(dataset(kind), global_batch=share * fleet.size, micro_batch=ROWS, epochs=10_000):
+    for step in fleet.steps(dataset(kind), global_batch=share * fleet.world_size, micro_batch=ROWS, epochs=10_000):
         for features, labels in step:
             compute(kind)
             step.backward(nn.functional.cross_entropy(model(features), labels))

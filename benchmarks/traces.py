@@ -26,7 +26,7 @@ from _smoke import smoke
 from paceline.machines.trace import read_trace
 from paceline.pace import Joint
 from paceline.pace.arrivals import clairvoyant_counts
-from paceline.simulate import SCENARIOS, compare_stuck, make, play, rounds, stuck
+from paceline.simulate import SCENARIOS, compare_stuck, deadline_play, make, play, scenarios
 
 SIZES = (16, 158)
 STEPS = 300
@@ -53,7 +53,7 @@ def main() -> None:
 def measure(name: str, own: np.ndarray, forecast: str) -> dict[str, Any]:
     """Joint's figures on one matrix of seconds, steps x workers."""
     warm_up = min(WARM_UP, len(own) // 4)
-    whole, cut = (rounds.play(own, Joint(forecast), cut_to_fit=fits).after(warm_up) for fits in (False, True))
+    whole, cut = (deadline_play.play(own, Joint(forecast), cut_to_fit=fits).after(warm_up) for fits in (False, True))
     limit = play.limit(own).after(warm_up).throughput
     naive = play.counts("naive", own, own.shape[1]).after(warm_up).throughput
     oracle = play.counts("oracle", own, clairvoyant_counts(np.sort(own, axis=1))).after(warm_up).throughput
@@ -85,7 +85,7 @@ def stuck_inside() -> dict[str, float]:
     """The scenario of `benchmarks/stalls.py` without processes: 1 % of micro-batches take fifty times as long."""
     outcomes = []
     for seed in range(5):
-        own = stuck.machines(steps=STEPS, workers=stuck.WORKERS, seed=seed)
+        own = scenarios.stuck_machines(steps=STEPS, workers=scenarios.STUCK_WORKERS, seed=seed)
         outcomes.append({outcome.name: outcome for outcome in compare_stuck(own, warm_up=WARM_UP, seed=seed)})
 
     def over(one: str, other: str) -> float:

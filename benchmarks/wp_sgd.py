@@ -27,7 +27,8 @@ import numpy as np
 from _smoke import smoke
 from numpy.typing import NDArray
 
-from paceline.combine.averaging.weights import RULES, LocalWork, Mixture, log_contraction, spread
+from paceline.averaging.weights import LocalWork, Mixture, rule_of
+from paceline.research.wp_weights import log_contraction, spread
 
 Floats = NDArray[np.float64]
 
@@ -113,7 +114,7 @@ def mixture(rule: str, steps: NDArray[np.int64], updates: Floats, strength: floa
     if rule == "mse":
         distance, noise = spread(updates, work)
         work = LocalWork(steps=steps, log_contraction=shrunk, distance=distance, noise=noise)
-    return RULES[rule](work)
+    return rule_of(rule).weigh(work)
 
 
 def one_shot(settings: Sequence[Setting], progress: Any) -> Figures:

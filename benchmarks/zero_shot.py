@@ -27,8 +27,11 @@ from _smoke import pool_context, smoke
 
 from paceline.machines.trace import read_trace
 from paceline.pace.arrivals import clairvoyant_counts
-from paceline.pace.cutoff import Cutoff
-from paceline.pace.forecast import Auto, Forecast, General, LastValue, OrderStatistics, Seen, Smoothed
+from paceline.pace.forecast import Forecast, Seen, Smoothed
+from paceline.research.auto_forecast import AutoForecast as Auto
+from paceline.research.cutoff import Cutoff
+from paceline.research.forecasts import LastValue, OrderStatistics
+from paceline.research.general import General
 from paceline.simulate import SCENARIOS, make, play
 
 SIZES, STEPS, WARM_UP = (16, 158), 120, 10
@@ -141,9 +144,9 @@ def measure_deep(name: str, seconds: np.ndarray, updates: int | None) -> tuple[s
     """The cut-off's throughput with a deep model that was trained on the same cluster, over the clairvoyant's."""
     import torch
 
-    from paceline.deep.forecast import Deep
-    from paceline.deep.learning.fit import Training, fit
-    from paceline.deep.learning.recordings import recording
+    from paceline.research.deep.deep_forecast import Deep
+    from paceline.research.deep.fit import Training, fit
+    from paceline.research.deep.recordings import recording
 
     torch.set_num_threads(1)
     scenario, workers, seed = name.split(", ")

@@ -1,4 +1,4 @@
-"""Makes the pictures of README.md, report.md and watch.md: real runs, photographed in a real browser.
+"""Makes the pictures of README.md and docs/monitoring.md: real runs, photographed in a real browser.
 
     python docs/screenshots.py
 
@@ -21,8 +21,8 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
 from paceline.observe import read_log
-from paceline.observe.page import write_report
-from paceline.observe.serve.server import LivePage
+from paceline.page import write_report
+from paceline.page.server import LivePage
 
 HERE = Path(__file__).parent
 IMAGES = HERE / "images"
@@ -32,7 +32,7 @@ DIGITS = HERE.parent / "examples" / "digits.py"
 def train(runs: Path, pace: str, epochs: int) -> subprocess.Popen[bytes]:
     """Four unlike machines, emulated, learn digits."""
     command = [sys.executable, "-m", "paceline.cli", "run", "-q", "-n", "4", "--emulate", "1,1,2,4", "--pace", pace]
-    return subprocess.Popen([*command, "--name", pace, "--runs", str(runs), str(DIGITS), "--epochs", str(epochs)])
+    return subprocess.Popen([*command, "--name", pace, "--output-dir", str(runs), str(DIGITS), "--epochs", str(epochs)])
 
 
 def folder_of(runs: Path, name: str) -> Path:
@@ -122,10 +122,10 @@ def main() -> None:
             sys.executable,
             "-m",
             "paceline.cli",
-            "compare",
+            "report",
             str(equal),
             str(adaptive),
-            "--html",
+            "-o",
             str(comparison),
         ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

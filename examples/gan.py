@@ -5,7 +5,7 @@
     paceline run -n 2 examples/gan.py --by-turns                     # the players train in steps by turns
 
 Together: both have their backward in every step, at the same weights. By turns: every second step is the
-discriminator's, and the generator then meets it as it has become. See docs/several-models.md.
+discriminator's, and the generator then meets it as it has become. See docs/sharding.md.
 """
 
 import argparse

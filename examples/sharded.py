@@ -1,9 +1,9 @@
 """A small GPT, divided over the processes of each worker, learns Python's own reference, one character at a time.
 
-    paceline run -n 2 --group 2 examples/sharded.py      # two workers of two processes
-    paceline run -n 2 --group 1,2 examples/sharded.py    # one that holds the model whole, one that divides it by two
-    paceline run -n 2:3 --group 2 examples/sharded.py    # workers come and go, each as a whole
-    PACELINE_GROUP=2 torchrun --nproc-per-node 4 examples/sharded.py
+    paceline run -n 2 --procs-per-worker 2 examples/sharded.py      # two workers of two processes
+    paceline run -n 2 --procs-per-worker 1,2 examples/sharded.py    # one holds the model whole, one divides it
+    paceline run -n 2:3 --procs-per-worker 2 examples/sharded.py    # workers come and go, each as a whole
+    PACELINE_PROCS_PER_WORKER=2 torchrun --nproc-per-node 4 examples/sharded.py
 
 For models that do not fit one GPU: `shard=True` has torch's `fully_shard` divide parameters, gradients and the
 optimiser's state over a worker's processes, and the fleet counts workers. Every process runs this script and makes the

@@ -25,14 +25,14 @@ class MemoryConnector(Connector):
         device: torch.device,
         *,
         check: Callable[[], None],
-        gloo_only: bool,
+        cpu_engine: bool,
         network: MemoryNetwork,
         process: Hashable = None,
     ) -> None:
-        super().__init__(device, check=check, gloo_only=gloo_only)
+        super().__init__(device, check=check, cpu_engine=cpu_engine)
         self._network, self._process = network, process
 
-    def connect(self, group: Group, generation: Generation, *, watch: Watch) -> None:
+    def connect(self, group: Group, generation: Generation, *, watch: Watch) -> str:
         def make(rank: int, size: int) -> tuple[MemoryEngine, str]:
             key = (*generation.store, generation.number)
             engine = MemoryEngine(self._network, key, rank, size, process=self._process)
@@ -40,6 +40,7 @@ class MemoryConnector(Connector):
             return engine, "memory"
 
         group.connect(make)
+        return "memory"
 
     def _open(self, at: tuple[str, int]) -> Any:
         return open_memory_store(self._network, (at[0], at[1]))

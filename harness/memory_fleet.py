@@ -14,8 +14,8 @@ import os
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Hashable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,18 +29,23 @@ from memory_roster import MemoryNetwork as RosterNetwork
 from scheduler import Hang, Reaped, Scheduler
 
 from paceline import concurrency
+from paceline.checkpoint import parts
 from paceline.errors import FLEET_FAILED, FleetError
 from paceline.fleet import Fleet
 from paceline.roster import RosterClient, RosterServer
-from paceline.roster.liveness import ENDED, Look
+from paceline.roster.liveness import ENDED, ProcessState
+from paceline.training import bystanders
 from paceline.training import join as joining
 from paceline.transport import Elastic
+from paceline.transport.elastic import handover
 from paceline.transport.engines.memory import MemoryNetwork
 from paceline.transport.engines.memory_store import MemoryServer
 
 KILLED, CRASHED = -9, 1
 ROSTER, LAUNCHER = "roster", "launcher"
 STORE = ("memory", 2)
+MOST_FROZEN_S, DROPPED_LOOK_S = 15.0, 0.02
+"""The longest wait of a frozen worker to be dropped, and the time between two looks at whether it was."""
 RESTARTS = 4
 """How often a worker that ended with 75 is started again."""
 
@@ -103,6 +108,8 @@ class World:
         self.newest: dict[int, Process] = {}
         self.pending = 0
         """Things that are yet to happen: the run is not over before."""
+        self.living = 0
+        """Workers that have not ended."""
         self.log: list[str] = []
         self.crashes: list[str] = []
         self.restarting = False
@@ -118,10 +125,14 @@ class World:
         scheduler = self.scheduler
         scheduler.end_process = self._end_process  # type: ignore[method-assign]
         with ExitStack() as stack:
+            stack.enter_context(_without_collections())
             stack.enter_context(concurrency.use(scheduler))
+            stack.enter_context(mock.patch.object(parts, "LEAST", 16))  # a newcomer's state is in several parts,
+            stack.enter_context(mock.patch.object(handover, "PIECE", 1 << 12))  # and one of them in several pieces
             stack.enter_context(mock.patch.object(joining, "_make_transport", self._make_transport))
-            stack.enter_context(mock.patch.object(gc, "get_referrers", return_value=[]))  # slow: it looks for scalers
-            stack.enter_context(mock.patch.object(atexit, "register"))  # the end of a process here is not this one's
+            stack.enter_context(mock.patch.object(gc, "get_referrers", _nothing))  # slow: it looks for scalers
+            stack.enter_context(mock.patch.object(bystanders, "_named_in_script", _nothing))  # so does this for modules
+            stack.enter_context(mock.patch.object(atexit, "register", _nothing))  # a process ends here, not this one
             stack.enter_context(self._logging())
             scheduler.spawn(self._boot, name="boot", process=ROSTER)
             self.pending = 1
@@ -138,7 +149,7 @@ class World:
         return verdict
 
     def _over(self) -> bool:
-        return self.pending == 0 and all(one.outcome is not None for one in self.newest.values())
+        return self.pending == 0 and self.living == 0
 
     def _boot(self) -> None:
         self.network = MemoryNetwork(point=self.scheduler.point)
@@ -174,13 +185,12 @@ class World:
         stack, logger, handler = ExitStack(), logging.getLogger("paceline"), Handler()
         handler.createLock = lambda: None  # type: ignore[method-assign]
         handler.lock = None
-        before, propagate = logger.level, logger.propagate
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
         stack.callback(logger.removeHandler, handler)
-        stack.callback(logger.setLevel, before)
-        stack.callback(setattr, logger, "propagate", propagate)
+        stack.callback(logger._cache.clear)  # type: ignore[attr-defined]
+        stack.enter_context(mock.patch.object(logger, "level", logging.INFO))  # setLevel looks at every logger of torch
+        stack.enter_context(mock.patch.object(logger, "propagate", False))
+        logger._cache.clear()  # type: ignore[attr-defined]
         return stack
 
     def note(self, text: str) -> None:
@@ -193,6 +203,7 @@ class World:
         life = self.newest[slot].life + 1 if slot in self.newest else 0
         process = self.newest[slot] = Process(slot, life)
         self.processes[process.key] = process
+        self.living += 1
         self.scheduler.spawn(partial(self._work, process), name="user", process=process.key)
 
     def _work(self, process: Process) -> None:
@@ -218,19 +229,19 @@ class World:
             RosterClient, self.server.address, token="token", name=process.name, facts=FACTS, shake_hands=shake
         )
         connector = partial(MemoryConnector, network=self.network, process=process.key)
-        process.transport = Elastic(torch.device("cpu"), backend="gloo", join=client, connector=connector)
+        process.transport = Elastic(torch.device("cpu"), cpu_engine=True, join=client, connector=connector)
         return process.transport
 
     def _shake_hands(self, process: Process, *args: Any, **options: Any) -> MemoryRosterConnection:
         def opened(connection: MemoryRosterConnection) -> None:
             process.connection = connection
 
-        return self.rosters.shake_hands(*args, look=partial(self._look, process), opened=opened, **options)
+        return self.rosters.shake_hands(*args, state=partial(self._state, process), opened=opened, **options)
 
-    def _look(self, process: Process) -> Look:
+    def _state(self, process: Process) -> ProcessState:
         if process.key in self.scheduler.dead:
             return ENDED
-        return Look(stopped=process.key in self.scheduler.frozen)
+        return ProcessState(stopped=process.key in self.scheduler.frozen)
 
     def _end_process(self, code: int) -> None:
         process = self.processes[str(self.scheduler.current().process)]
@@ -242,6 +253,7 @@ class World:
         if process.outcome is not None:
             return
         process.outcome = outcome
+        self.living -= 1
         self.note(f"{process.key} ended with {outcome.code} {outcome.error.splitlines()[-1] if outcome.error else ''}")
         with self.scheduler.atomic():
             self.scheduler.kill(process.key)
@@ -295,6 +307,7 @@ class World:
             return
         self.note(f"KILL {process.key}")
         process.outcome = Outcome(KILLED)
+        self.living -= 1
         self.scheduler.kill(process.key)
         self.scheduler.thaw(process.key)
         if process.connection is not None:
@@ -303,21 +316,38 @@ class World:
         if again or told or process.connection is None:  # of one that never came only its launcher knows
             self.later(self.scheduler.rng.choice((0.0, 0.05, 1.0)), partial(self._seen_to_end, process, again))
 
-    def freeze(self, slot: int, seconds: float) -> None:
-        """Stop a worker for a while, as SIGSTOP does."""
+    def freeze(self, slot: int, seconds: float, *, dropped: bool = False) -> None:
+        """Stop a worker, as SIGSTOP does. It goes on after ``seconds``; with ``dropped``, ``seconds`` after the others
+        have gone on without it."""
         process = self.alive(slot)
         if process is None or process.key in self.scheduler.frozen:
             return
-        self.note(f"FREEZE {process.key} for {seconds} s")
+        self.note(f"FREEZE {process.key} for {seconds} s{' after it is dropped' if dropped else ''}")
         self.scheduler.freeze(process.key)
         self.pending += 1
+        until = self.scheduler.now + MOST_FROZEN_S
 
         def thaw() -> None:
             self.note(f"THAW {process.key}")
             self.scheduler.thaw(process.key)
             self.pending -= 1
 
-        self.scheduler.after(seconds, thaw)
+        def look() -> None:
+            over = self._is_dropped(process) or self.scheduler.now > until
+            self.scheduler.after(seconds if over else DROPPED_LOOK_S, thaw if over else look)
+
+        if dropped:
+            look()
+        else:
+            self.scheduler.after(seconds, thaw)
+
+    def _is_dropped(self, process: Process) -> bool:
+        """Whether a later group stands without this worker."""
+        mine = process.transport
+        others = [one.transport.reform.now for one in self.newest.values() if one.transport is not None]
+        return mine is not None and any(
+            now.number > mine.reform.number and mine.id not in now.workers for now in others if now
+        )
 
     def ask_to_leave(self, slot: int) -> None:
         """SIGTERM, to a worker that is in its steps."""
@@ -343,7 +373,7 @@ class World:
         if process is not None and process.transport is not None:
             self.note(f"CUT STORE {process.key}")
             dice, connector = self.scheduler.rng, process.transport.reform.connector
-            for store in dice.sample([connector.root, connector.aside], dice.choice((1, 2))):
+            for store in dice.sample([connector.root, connector.signals_root], dice.choice((1, 2))):
                 if store is not None:
                     store.cut()
 
@@ -365,8 +395,11 @@ class World:
                 self.network.wedge(engine)
 
     def restart_roster(self, pause_s: float) -> None:
-        """The roster ends, and another goes on from its state."""
-        if not self._has_server() or self.restarting:
+        """End the roster, and let another go on from its state.
+
+        Once a run has ended, that one would begin another run, whose weights are none of this one's.
+        """
+        if not self._has_server() or self.restarting or self._has_ended():
             return
         self.restarting = True
         self.note("ROSTER RESTARTS")
@@ -377,7 +410,9 @@ class World:
             self.store.stop()
             concurrency.sleep(pause_s)
             self.store.start()
+            ended = self._has_ended()  # it heard of the end before it closed
             self.server = self._host(expect=0)
+            self.server._rules.ended = ended
             self.note("ROSTER IS BACK")
             self.restarting = False
             self.pending -= 1
@@ -386,6 +421,26 @@ class World:
 
     def _has_server(self) -> bool:
         return hasattr(self, "server")
+
+    def _has_ended(self) -> bool:
+        roster = self.server._rules.roster
+        return roster.finishing and roster.last is not None and not roster.last.alive()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep the garbage collector out of the block: when it comes depends on what this process did before."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _nothing(*_: Any) -> list[Any]:
+    return []
 
 
 def _text(error: BaseException | None) -> str:
@@ -397,7 +452,7 @@ FACTS = {"host": "here", "place": "here", "pid": 1, "device": "cpu", "cores": 1,
 
 def fleet_of(pace: Any, combine: Any, folder: Path) -> Fleet:
     """Join, as a script does under a launcher."""
-    options: dict[str, Any] = {"device": "cpu", "seed": 0, "nonfinite": "stop", "wire": "float32", "name": "run"}
+    options: dict[str, Any] = {"device": "cpu", "seed": 0, "nonfinite": "stop", "comm_dtype": "float32", "name": "run"}
     return Fleet(joining.join_training(pace, combine, run_dir=folder / "run", quiet=True, **options))
 
 

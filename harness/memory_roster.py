@@ -5,7 +5,7 @@ There are no sockets, no TLS and no proofs; the messages are those of the wire. 
 
     network = MemoryNetwork()
     server = RosterServer(..., door=MemoryDoor(network), store=MemoryStoreHost())
-    client = RosterClient(server.address, ..., shake_hands=partial(network.shake_hands, look=look))
+    client = RosterClient(server.address, ..., shake_hands=partial(network.shake_hands, state=state))
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.roster import wire
 from paceline.roster.connection import Closed, WorkerConnection
 from paceline.roster.door import DoorEvent
 from paceline.roster.handshake import ANSWER_S, take_welcome
-from paceline.roster.liveness import UNKNOWN, Look
+from paceline.roster.liveness import UNKNOWN, ProcessState
 
 OPEN, CLOSED, CUT = "open", "closed", "cut"
 
@@ -71,9 +71,9 @@ class MessageQueue:
 class Link:
     """Both directions of a connection, and what the roster can learn of the worker's process."""
 
-    def __init__(self, at_door: Any, look: Callable[[], Look]) -> None:
+    def __init__(self, at_door: Any, state: Callable[[], ProcessState]) -> None:
         self.to_roster, self.to_worker = MessageQueue(at_door), MessageQueue(concurrency.Condition())
-        self.look = look
+        self.state = state
 
     def end(self, state: str) -> None:
         """End both directions."""
@@ -89,9 +89,9 @@ class MemoryWorkerConnection(WorkerConnection):
         self.link = link
         self.proven, self.mute = True, False
 
-    def look(self) -> Look:
+    def process_state(self) -> ProcessState:
         """Return what the one who shook hands says of its process."""
-        return self.link.look()
+        return self.link.state()
 
     def read(self) -> list[dict[str, Any]]:
         """Return the messages that have come; raises `Closed`."""
@@ -188,16 +188,16 @@ class MemoryNetwork:
         token: str,
         hello: wire.Message,
         fingerprint: str | None = None,
-        look: Callable[[], Look] = lambda: UNKNOWN,
+        state: Callable[[], ProcessState] = lambda: UNKNOWN,
         opened: Callable[[MemoryRosterConnection], None] = lambda connection: None,
     ) -> MemoryRosterConnection:
         """Connect to the roster at ``address``, as `paceline.roster.handshake.shake_hands` does; token and fingerprint
-        are not compared. ``look`` and ``opened``: see `MemoryDoor.connect`."""
+        are not compared. ``state`` and ``opened``: see `MemoryDoor.connect`."""
         with self._lock:
             door = self._doors.get(address)
         if door is None:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "no roster is there")
-        return door.connect(hello, look=look, opened=opened)
+        return door.connect(hello, state=state, opened=opened)
 
     def add(self, door: MemoryDoor) -> None:
         """Open an address; raises OSError when another door is open there."""
@@ -234,15 +234,15 @@ class MemoryDoor:
         self,
         hello: wire.Message,
         *,
-        look: Callable[[], Look] = lambda: UNKNOWN,
+        state: Callable[[], ProcessState] = lambda: UNKNOWN,
         opened: Callable[[MemoryRosterConnection], None] = lambda connection: None,
     ) -> MemoryRosterConnection:
         """Return a connection over which the roster has let this worker in.
 
-        ``look`` returns what the roster finds when it looks at the worker's process. ``opened`` receives the connection
-        before the roster has answered: whoever ends the process closes it. Raises `wire.Refused`, OSError or EOFError.
+        ``state`` returns the state of the worker's process. ``opened`` receives the connection before the roster has
+        answered: whoever ends the process closes it. Raises `wire.Refused`, OSError or EOFError.
         """
-        link = Link(self._changed, look)
+        link = Link(self._changed, state)
         connection = MemoryRosterConnection(link)
         with self._changed:
             if self._closed:

@@ -12,10 +12,10 @@ from unittest import mock
 
 import torch
 
-from paceline.deadline.proxy import Proxy
-from paceline.loop.step_state import LoopPhase, StepState
-from paceline.loop.training_state import TrainingState
-from paceline.roster.calls import CALLS, ROUNDS
+from paceline.roster.calls import BACKGROUND, CALLS
+from paceline.step.late.proxy import Proxy
+from paceline.step.step_state import LoopPhase, StepState
+from paceline.step.training_state import TrainingState
 from paceline.transport.base import made
 from paceline.transport.distributed import Distributed
 from paceline.transport.elastic.reform import Reform
@@ -27,9 +27,9 @@ Patch = tuple[type, str, Any]
 def lost_wake_up() -> list[Patch]:
     """A lap's offer counts as taken before the loop has woken, and the next lap overwrites it."""
 
-    def said(self: Any, step_state: StepState, *, cut_off: bool = False) -> torch.Tensor:
+    def report(self: Any, step_state: StepState, *, cut_off: bool = False) -> torch.Tensor:
         table = torch.zeros(3, self._transport.size, dtype=torch.float64)
-        with self._training.changed:
+        with self._training.lock:
             self._deadlines.in_flight.count_landed()
             if cut_off and not step_state.idle:
                 step_state.enter(LoopPhase.CUT_OFF)
@@ -62,7 +62,7 @@ def lost_wake_up() -> list[Patch]:
 
     idle = property(lambda self: self.loop_phase in (LoopPhase.DONE, LoopPhase.WAITING))
     return [
-        (Proxy, "_said", said),
+        (Proxy, "_report", report),
         (Proxy, "_take_extra", take_extra),
         (Proxy, "_offer_rest", offer_rest),
         (TrainingState, "lap", lapped),
@@ -91,11 +91,11 @@ def waits_for_itself() -> list[Patch]:
         self.deliver_members_changed()
         return self.lanes.enter(label, lane=lane)
 
-    def finish(self: Reform, lane: str, began: int, *, facts: Any, kept: Any) -> bool:
+    def finish(self: Reform, lane: str, began: int, *, facts: Any, tensors: Any) -> bool:
         with self._lock:
             if self.number != began:
                 return False
-            self._lanes[lane].finish(facts=facts, kept=kept)
+            self._lanes[lane].finish(facts=facts, tensors=tensors)
             return True
 
     return [(Elastic, "_enter", enter), (Reform, "finish", finish)]
@@ -105,13 +105,13 @@ def sums_of_the_old_size() -> list[Patch]:
     """The tensors of a round are made before it begins, for those who were there then."""
 
     @contextmanager
-    def round(self: Elastic, label: str, *, aside: bool = False, keeps: Any = ()) -> Iterator[list[torch.Tensor]]:
-        lane = ROUNDS if aside else CALLS
-        tensors = self.lanes[lane].pending = made(keeps)
-        with Distributed.round(self, label, aside=aside):
+    def round(self: Elastic, label: str, *, background: bool = False, result: Any = ()) -> Iterator[list[torch.Tensor]]:
+        lane = BACKGROUND if background else CALLS
+        tensors = self.lanes[lane].pending = made(result)
+        with Distributed.round(self, label, background=background):
             began = self.reform.number
             yield tensors
-        if not self.reform.finish(lane, began, facts=None, kept=tensors):
+        if not self.reform.finish(lane, began, facts=None, tensors=tensors):
             raise self.reform.why_over()
 
     return [(Elastic, "round", round)]
@@ -124,16 +124,36 @@ def re_enters_in_mid_call() -> list[Patch]:
         with self._lock:
             if self.number > number and not self.is_over:
                 return
-            while not self._try(boundary=orderly, orderly=orderly):
+            asks_orderly = orderly
+            while not self._try(boundary=orderly, orderly=asks_orderly):
+                asks_orderly = False
                 self._pause()
             self._in_vain = 0
 
     return [(Reform, "re_form", re_form)]
 
 
+def waits_for_those_who_form() -> list[Patch]:
+    """A worker for which a generation did not come about waits for the next one, and does not ask the roster to end the
+    one that others still form."""
+    attempt = Reform._try
+
+    def try_orderly(self: Reform, *, boundary: bool, orderly: bool) -> bool:
+        return attempt(self, boundary=boundary, orderly=boundary)
+
+    return [(Reform, "_try", try_orderly)]
+
+
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     one.__name__: one
-    for one in (lost_wake_up, unsettled_group, waits_for_itself, sums_of_the_old_size, re_enters_in_mid_call)
+    for one in (
+        lost_wake_up,
+        unsettled_group,
+        waits_for_itself,
+        sums_of_the_old_size,
+        re_enters_in_mid_call,
+        waits_for_those_who_form,
+    )
 }
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fleet"))
 import netns
 
-from paceline.launcher.processes import end_with_parent
+from paceline.launcher.worker_process import end_with_parent
 
 HEAD = "head"
 PORT = 6379

@@ -10,10 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimiser imports it, for seconds: here it is imported before processes are forked
 from memory_fleet import KILLED, Folder, Verdict, World, fleet_of
 from scheduler import Scheduler
 from torch import nn
@@ -24,9 +25,11 @@ from paceline import concurrency
 from paceline.errors import FLEET_FAILED
 from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
-from paceline.signals import LEFT
+from paceline.worker_exit import LEFT
 
-LENGTH, BATCH, MICRO, EPOCHS = 16, 8, 2, 2
+LENGTH, BATCH, MICRO = 16, 8, 2
+EPOCHS, MORE_EPOCHS = 2, 4
+"""Epochs of most programs, and of a quarter of them: there a dropped worker comes back before the others end."""
 CODES = (0, KILLED, FLEET_FAILED, LEFT)
 """Exit codes that are documented, or were a fault's own."""
 PACES: dict[str, Callable[[], Any]] = {
@@ -44,13 +47,13 @@ COMBINES: dict[str, Callable[[], Any]] = {
     "gradients": lambda: "gradients",
     "average": lambda: paceline.Averaging(every_steps=2),
     "period": lambda: paceline.Averaging(period_s=0.06),
-    "elastic": lambda: paceline.ElasticAverage(),
+    "elastic": lambda: paceline.research.ElasticAverage(),
 }
 BOUNDED = ("deadline", "floor", "count", "calm", "joint")
 """Paces with a deadline or a count in nearly every step."""
 PROXY, USER, CALL, RECEIVED = "paceline-proxy", "user", "call", "received"
 """Where faults are counted: at points of these threads, in a call of the script, or by what another has received."""
-WITHIN = {PROXY: (1, 400), USER: (250, 1200), CALL: (1, 250), RECEIVED: (4, 40)}
+WITHIN = {PROXY: (1, 400), USER: (250, 1200), CALL: (1, 120), RECEIVED: (4, 40)}
 FAULTS = ("kill", "kill for good", "freeze", "leave", "join", "roster", "store", "peers", "wedge", "roster restarts")
 
 
@@ -111,6 +114,7 @@ class Case:
     """By slot: seconds of one micro-batch."""
     stalls: float
     """How likely a micro-batch takes very long."""
+    epochs: int = EPOCHS
     faults: tuple[tuple[int, str, int, str], ...] = field(default=())
     """Point, kind, slot, and the worker's thread whose points are counted; without one, all points of the schedule."""
 
@@ -118,7 +122,8 @@ class Case:
         faults = ", ".join(f"{kind} {slot} at {point} {thread}".strip() for point, kind, slot, thread in self.faults)
         calls = ", ".join(f"{what} after {step}" for step, what in self.calls.items())
         return (
-            f"seed {self.seed}: {self.size} workers, {self.pace}, {self.combine}{', own order' if self.order else ''}; "
+            f"seed {self.seed}: {self.size} workers, {self.pace}, {self.combine}{', own order' if self.order else ''}, "
+            f"{self.epochs} epochs; "
             f"{calls or 'no calls'}; {faults or 'no faults'}"
         )
 
@@ -132,7 +137,7 @@ def draw(seed: int) -> Case:
     paces = BOUNDED if narrow else list(PACES) if combine == "gradients" else ("adaptive", "equal")
     often = 0.6 if narrow else 0.25 if combine in ("gradients", "average") else 0.0  # else steps are each worker's own
     calls = {
-        step: dice.choice(("evaluate", "evaluate", "gather", "save", "agree"))
+        step: dice.choice(("evaluate", "evaluate", "predict", "save", "any"))
         for step in range(LENGTH // BATCH * EPOCHS + 1)
         if dice.random() < often
     }
@@ -146,6 +151,7 @@ def draw(seed: int) -> Case:
         slow=tuple(dice.choice((0.005, 0.01, 0.02, 0.04)) for _ in range(size + 2)),
         stalls=dice.choice((0.0, 0.05, 0.2)),
         faults=_draw_narrow(dice, size) if narrow else _draw_wide(dice, size),
+        epochs=dice.choice((EPOCHS, EPOCHS, EPOCHS, MORE_EPOCHS)),
     )
 
 
@@ -194,7 +200,10 @@ def inject(world: World, kind: str, slot: int) -> None:
     elif kind == "kill for good":
         world.kill(slot, again=False, told=dice.random() < 0.5)
     elif kind == "freeze":
-        world.freeze(slot, dice.choice((0.01, 0.1, 0.5, 2.0, 4.0, 15.0)))
+        dropped = dice.random() < 0.4
+        world.freeze(
+            slot, dice.choice((0.0, 0.02, 0.1) if dropped else (0.01, 0.1, 0.5, 2.0, 4.0, 15.0)), dropped=dropped
+        )
     elif kind == "leave":
         world.ask_to_leave(slot)
     elif kind == "join":
@@ -217,10 +226,10 @@ def inject(world: World, kind: str, slot: int) -> None:
 class Ledger(nn.Module):
     """Counts how often each sample was trained on: by a gradient of its own, so through everything gradients go."""
 
-    def __init__(self) -> None:
+    def __init__(self, epochs: int) -> None:
         super().__init__()
         self.entries = nn.Parameter(torch.zeros(LENGTH, dtype=torch.float64))
-        self.register_buffer("counted", torch.zeros(EPOCHS, LENGTH, dtype=torch.float64))
+        self.register_buffer("counted", torch.zeros(epochs, LENGTH, dtype=torch.float64))
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         return self.entries[numbers].mean()
@@ -233,7 +242,9 @@ class Ledger(nn.Module):
             self.entries.zero_()
 
 
+@cache
 def data() -> TensorDataset:
+    """Return the samples, which nobody changes."""
     x = torch.randn(LENGTH, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     return TensorDataset(x, x.sum(1, keepdim=True), torch.arange(LENGTH))
 
@@ -255,12 +266,12 @@ def train(case: Case, world: World, slot: int) -> dict[str, Any]:
             net.bias.zero_()
         model = fleet.model(net)
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)]
-        ledger = fleet.model(Ledger()) if gradients else None
+        ledger = fleet.model(Ledger(case.epochs)) if gradients else None
         if ledger is not None:
             optimizers.append(torch.optim.SGD(ledger.parameters(), lr=1.0))
         fleet.track(**{f"optimizer{number}": one for number, one in enumerate(optimizers)})
         order = shuffled if case.order else None
-        for step in fleet.steps(dataset, global_batch=BATCH, micro_batch=MICRO, epochs=EPOCHS, order=order):
+        for step in fleet.steps(dataset, global_batch=BATCH, micro_batch=MICRO, epochs=case.epochs, order=order):
             for x, y, numbers in step:
                 concurrency.sleep(case.slow[slot] * (20.0 if dice.random() < case.stalls else 1.0 + dice.random()))
                 loss = nn.functional.mse_loss(model(x), y)
@@ -283,13 +294,13 @@ def call(case: Case, fleet: Any, step: Any, dataset: TensorDataset, world: World
     if what == "evaluate":
         found = fleet.evaluate(lambda x, y, numbers: {"seen": numbers}, dataset, sums="seen")
         assert (found["seen"], found["count"]) == (LENGTH * (LENGTH - 1) / 2, LENGTH), f"evaluated {found}"
-    elif what == "gather":
-        got = fleet.gather(lambda x, y, numbers: numbers.double(), dataset)
+    elif what == "predict":
+        got = fleet.predict(lambda x, y, numbers: numbers.double(), dataset)
         assert got.tolist() == list(range(LENGTH)), f"gathered {got}"
     elif what == "save":
         fleet.save(world.folder / "saved.pt")
-    elif what == "agree":
-        fleet.agree(step.index > 1)
+    elif what == "any":
+        fleet.any(step.index > 1)
 
 
 # -- judgement ---------------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
 from queue import Empty
 from typing import Any
 
@@ -101,15 +103,9 @@ class Scheduler:
 
     def install(self, world: Scheduler) -> None:
         """Make the names of `paceline.concurrency` that tests replace, bound to this scheduler."""
-        for name, kind in (
-            ("Lock", Lock),
-            ("RLock", RLock),
-            ("Condition", Condition),
-            ("Event", Event),
-            ("Thread", Thread),
-            ("SimpleQueue", SimpleQueue),
-        ):
-            setattr(self, name, _bound(kind, world))
+        for kind in (Lock, RLock, Condition, Event, SimpleQueue):
+            setattr(self, kind.__name__, partial(kind, world))
+        self.Thread = _bound(Thread, world)  # a class: the library asks what is an instance of it
         self.local = threading.local
 
     # -- a run -----------------------------------------------------------------------------------------------------
@@ -392,8 +388,7 @@ class Scheduler:
         raise AssertionError(f"a process ended with {code}")
 
 
-def _priority(task: Task) -> float:
-    return task.priority
+_priority = attrgetter("priority")
 
 
 def _bound(kind: type, scheduler: Scheduler) -> Any:
@@ -423,11 +418,15 @@ class Lock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         scheduler = self._scheduler
-        me = scheduler.current()
-        if self.reentrant and self._owner is me:
+        me = scheduler._current
+        assert me is not None
+        if self._owner is me and self.reentrant:
             self._count += 1
             return True
         scheduler.point()
+        if self._owner is None:
+            self._owner, self._count = me, 1
+            return True
         until = None if timeout < 0 else scheduler.now + timeout
         while self._owner is not None and self._owner.process not in scheduler.dead:
             if not blocking:
@@ -442,17 +441,17 @@ class Lock:
         return True
 
     def release(self) -> None:
-        if self._scheduler.over:
+        scheduler = self._scheduler
+        if scheduler.over:
             return
         self._count -= 1
         if self._count:
             return
         self._owner = None
-        for task in self._waiting:
-            self._scheduler._wake(task)
-        self._waiting.clear()
+        if self._waiting:
+            _wake_all(scheduler, self._waiting)
         if self.yields:
-            self._scheduler.point()
+            scheduler.point()
 
     def locked(self) -> bool:
         return self._owner is not None
@@ -556,10 +555,6 @@ class SimpleQueue:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler, self._items = scheduler, list[Any]()
         self._waiting: list[Task] = []
-
-    @classmethod
-    def __class_getitem__(cls, _: Any) -> Any:
-        return cls
 
     def put(self, item: Any) -> None:
         self._items.append(item)

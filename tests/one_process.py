@@ -16,23 +16,22 @@ import torch
 from torch import nn
 
 from lone import linear, numbers
-from paceline.combine.gradients.combine import GradientCombine
-from paceline.combine.gradients.gradients import Gradients
-from paceline.combine.header import FIELDS, PLAN_HEAD
 from paceline.feed import Source
 from paceline.feed.dealing import make_dealing
-from paceline.loop.context import LoopContext
-from paceline.loop.passes import LoopPlace
-from paceline.loop.replicas import Repair
-from paceline.loop.step import Step
-from paceline.loop.steps import Steps
-from paceline.loop.tracking import Tracked
-from paceline.loop.training_state import TrainingState
-from paceline.pace import Ask, make
-from paceline.records import History, Plan, StepRecord
-from paceline.settings import LoopSettings
+from paceline.gradients.gradients import Gradients
+from paceline.gradients.header import FIELDS, PLAN_HEAD
+from paceline.pace import Ask, Pacer, make
+from paceline.records import History, LoopSettings, Plan, StepRecord
+from paceline.step.checks.replicas import Repair
+from paceline.step.context import LoopContext, LoopPosition, MicroBatching, ReplicaAccess, RunNotes
+from paceline.step.gradient_combine import GradientCombine
+from paceline.step.script_loops import ScriptLoop
+from paceline.step.step import Step
+from paceline.step.steps import StepLoop
+from paceline.step.tracking import Tracked
+from paceline.step.training_state import TrainingState
 from paceline.transport import Alone
-from paceline.transport.base import Keeps, Transport, made
+from paceline.transport.base import Pending, RoundTensors, Transport, made
 
 PATIENCE_S = 60.0
 """How long anything here is waited for; only a failing test takes so long."""
@@ -76,10 +75,10 @@ class Scripted(Alone):
         self._summed = torch.empty(0)
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False, keeps: Keeps = ()) -> Iterator[list[torch.Tensor]]:
+    def round(self, label: str, *, background: bool = False, result: RoundTensors = ()) -> Iterator[list[torch.Tensor]]:
         number = len(self.labels)
         self.labels.append(label)
-        yield made(keeps)
+        yield made(result)
         if number in self.failures:
             raise self.failures[number]
         self.answer(number, Facts(self._summed.numpy(), self.size))
@@ -95,7 +94,7 @@ class Scripted(Alone):
     def doing(self, what: str, *, begun: int | None = None) -> None:
         self.done.append(what)
 
-    def re_form_after(self, over: Any) -> None:
+    def recover(self, over: Any, *how: Any, **more: Any) -> None:
         if not self.elastic:
             raise over
         self.re_formed.append(over)
@@ -138,32 +137,32 @@ class Threads(Transport):
         self.calls = 0
         self.meeting = meeting
         self.failure: BaseException | None = None
-        """What this worker's next round aside ends with."""
+        """What this worker's next background round ends with."""
         self.forgotten: list[str] = []
-        self._aside = threading.local()
+        self._background = threading.local()
         self._sums: dict[bool, int] = {True: 0, False: 0}
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False, keeps: Keeps = ()) -> Iterator[list[torch.Tensor]]:
-        if aside and self.failure is not None:
+    def round(self, label: str, *, background: bool = False, result: RoundTensors = ()) -> Iterator[list[torch.Tensor]]:
+        if background and self.failure is not None:
             raise self.failure
-        self._aside.here = aside
+        self._background.here = background
         try:
-            yield made(keeps)
+            yield made(result)
         finally:
-            self._aside.here = False
+            self._background.here = False
 
     def sum(self, tensor: torch.Tensor) -> Any:
-        aside = getattr(self._aside, "here", False)
-        self._sums[aside] += 1
-        key = ("sum", aside, self._sums[aside])
+        background = getattr(self._background, "here", False)
+        self._sums[background] += 1
+        key = ("sum", background, self._sums[background])
         self.meeting.bring(key, self.rank, tensor.clone())
         return _Summed(self.meeting, key, tensor)
 
     def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Any:
-        aside = getattr(self._aside, "here", False)
-        self._sums[aside] += 1
-        key = ("rows", aside, self._sums[aside])
+        background = getattr(self._background, "here", False)
+        self._sums[background] += 1
+        key = ("rows", background, self._sums[background])
         self.meeting.bring(key, self.rank, sent.clone())
         return _Exchanged(self.meeting, key, self.rank, got)
 
@@ -195,12 +194,12 @@ class Threads(Transport):
     def signal(self, name: str) -> None:
         self.tally(name)
 
-    def tally(self, name: str) -> int:
+    def tally(self, name: str, by: int = 1) -> int:
         with self.meeting.changed:
-            self.meeting.said[name] = self.meeting.said.get(name, 0) + 1
+            self.meeting.said[name] = self.meeting.said.get(name, 0) + by
             return self.meeting.said[name]
 
-    def heard(self, name: str) -> bool:
+    def was_signalled(self, name: str) -> bool:
         with self.meeting.changed:
             return name in self.meeting.said
 
@@ -216,7 +215,7 @@ class Threads(Transport):
         return
 
 
-class _Summed:
+class _Summed(Pending):
     def __init__(self, meeting: Meeting, key: Any, tensor: torch.Tensor) -> None:
         self._meeting, self._key, self._tensor = meeting, key, tensor
 
@@ -228,7 +227,7 @@ class _Summed:
         return True
 
 
-class _Exchanged:
+class _Exchanged(Pending):
     def __init__(self, meeting: Meeting, key: Any, rank: int, got: torch.Tensor) -> None:
         self._meeting, self._key, self._rank, self._got = meeting, key, rank, got
 
@@ -240,7 +239,7 @@ class _Exchanged:
         return True
 
 
-class Bounded:
+class Bounded(Pacer):
     """Deals equally, and closes every round at one deadline, or with so many arrivals."""
 
     name = "bounded"
@@ -324,7 +323,7 @@ class Worker:
             avoid_singles=False,
             history=self.history,
             first_index=0,
-            observe=self.observe,
+            log_event=self.log_event,
         )
         self.repairs: list[Repair] = []
         """What the next repairs find."""
@@ -335,21 +334,25 @@ class Worker:
             gradients=Gradients(transport, [self.model]),
             dealing=dealing,
             settings=settings,
-            place=LoopPlace(0, 0, 0),
+            script_loop=ScriptLoop(0, 0, 0),
             device=cpu,
             machine=None,
             seed=0,
             nonfinite=nonfinite,
             tracking=self.tracking,
-            observe=self.observe,
-            repair=self._repair,
-            snapshot=lambda: {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()},
-            restore=self._restore,
+            notes=RunNotes(self.log_event),
+            replica=ReplicaAccess(
+                repair=self._repair,
+                snapshot=lambda: {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()},
+                restore=self._restore,
+            ),
+            micro_batches=MicroBatching(dealing),
+            position=LoopPosition(),
         )
         self.combine = GradientCombine(self.loop)
-        self.steps = Steps(self.loop, self.combine)
+        self.steps = StepLoop(self.loop, self.combine)
 
-    def observe(self, event: str, fields: Any) -> None:
+    def log_event(self, event: str, fields: Any) -> None:
         self.events.append((event, dict(fields)))
 
     def _repair(self) -> Repair:

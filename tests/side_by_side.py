@@ -16,8 +16,8 @@ import torch
 import paceline
 from paceline.errors import FleetError
 from paceline.transport.alone import Alone
-from paceline.transport.base import Keeps, made
-from paceline.transport.group import Already
+from paceline.transport.base import RoundTensors, made
+from paceline.transport.pending import Over
 
 PATIENCE_S = 30.0
 
@@ -79,20 +79,20 @@ class SideBySide(Alone):
         return self._meeting.bring(kind, number, self.rank, label, value)
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False, keeps: Keeps = ()) -> Iterator[list[torch.Tensor]]:
+    def round(self, label: str, *, background: bool = False, result: RoundTensors = ()) -> Iterator[list[torch.Tensor]]:
         self.before_round(label)
         self.label = label
         self.labels.append(label)
-        yield made(keeps)
+        yield made(result)
 
     @torch.no_grad()
-    def sum(self, tensor: torch.Tensor) -> Already:
+    def sum(self, tensor: torch.Tensor) -> Over:
         first, *others = self._bring("sum", self.label, tensor.clone())
         total = first.clone()
         for other in others:
             total += other
         tensor.copy_(total)
-        return Already()
+        return Over()
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:

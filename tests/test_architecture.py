@@ -14,29 +14,26 @@ from source_trees import tree
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "paceline"
-AVERAGES = ("arrivals", "combine", "dealing", "exchange", "outages", "periods", "turns")
 MOST_ROOT_MODULES, MOST_METHODS, MOST_LINES = 10, 36, 700
 
 LAYERS: list[tuple[str, ...]] = [
-    ("concurrency", "errors", "records", "devices", "signals"),
-    ("pace", "roster", "machines"),
+    ("concurrency", "errors", "records", "renamed"),
+    ("worker_exit", "pace", "roster", "machines"),
     ("feed", "transport"),
-    ("settings", "exit", "checkpoint", "combine"),
-    ("observe", "simulate", "deep"),
-    ("run_recorder",),
-    ("loop",),
-    ("deadline",),
-    ("combine.gradients.combine",),
-    tuple(f"combine.averaging.{name}" for name in AVERAGES),
-    ("combine.choose",),
+    ("settings",),
+    ("checkpoint", "observe"),
+    ("gradients", "simulate", "run_recorder"),
+    ("step", "page"),
+    ("averaging",),
     ("training",),
     ("fleet",),
     ("launcher",),
     ("adapters",),
     ("cli",),
+    ("research",),
 ]
-"""From the floor to the roof. A module imports from its own layer and from those below. The name of a file may stand in
-another layer than its room: the two combines are made of what lies in their rooms, and use the loop."""
+"""From the floor to the roof: packages, and the modules at the root. A module imports from its own package and from
+those below."""
 
 
 def modules() -> dict[str, Path]:
@@ -51,23 +48,14 @@ MODULES = modules()
 
 
 def layer_of(module: str) -> int:
-    """Of the longest name that it begins with; the package itself is the roof."""
-    names = {name: number for number, layer in enumerate(LAYERS) for name in layer}
-    found = [name for name in names if module == name or module.startswith(f"{name}.")]
-    return names[max(found, key=len)] if found else len(LAYERS)
+    """Return the layer of a module's package; that of the package itself is the roof."""
+    package = module.partition(".")[0]
+    return next((number for number, layer in enumerate(LAYERS) if package in layer), len(LAYERS))
 
 
 def imports(source: ast.AST) -> Iterator[tuple[str, int]]:
-    """The library's modules that a module imports, wherever it does, and the lines; not those for types alone."""
-    for_types = {
-        id(inner)
-        for node in ast.walk(source)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
-    }
+    """Yield the library's modules that a module imports, wherever it does and be it for types alone, and the lines."""
     for node in ast.walk(source):
-        if id(node) in for_types:
-            continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "paceline":
             base = (node.module or "").removeprefix("paceline").lstrip(".")
             for alias in node.names:
@@ -83,11 +71,11 @@ def upward(module: str, source: ast.AST) -> list[str]:
     return [
         f"{module}:{line} imports {other}"
         for other, line in imports(source)
-        if other and layer_of(other) > layer_of(module)
+        if other and other.partition(".")[0] != module.partition(".")[0] and layer_of(other) >= layer_of(module)
     ]
 
 
-def test_no_module_imports_from_a_layer_above_its_own() -> None:
+def test_a_package_imports_from_lower_layers_alone_so_none_imports_in_a_circle() -> None:
     found = [fault for module, file in MODULES.items() if module for fault in upward(module, tree(file))]
     assert not found, "\n".join(found)
 
@@ -95,14 +83,64 @@ def test_no_module_imports_from_a_layer_above_its_own() -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("pace.adaptive", "from paceline.loop.steps import Steps"),
-        ("combine.header", "from paceline.deadline import proxy"),
-        ("loop.step", "def late():\n    from paceline.fleet import Fleet"),
+        ("pace.adaptive", "from paceline.step.steps import Steps"),
+        ("gradients.header", "from paceline.step.late import proxy"),
+        ("feed.dealing", "if TYPE_CHECKING:\n    from paceline.settings import whole_number"),
+        ("pace.adaptive", "from paceline.roster import client"),
+        ("step.step", "def late():\n    from paceline.fleet import Fleet"),
         ("transport.fixed", "import paceline.observe.log.writer"),
     ],
 )
 def test_an_import_upwards_is_found(module: str, line: str) -> None:
     assert upward(module, ast.parse(line))
+
+
+def research_named(source: ast.AST) -> list[int]:
+    """Return the lines that import `paceline.research`, or name a module of it in a string."""
+    strings = [
+        node.lineno
+        for node in ast.walk(source)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("paceline.research")
+    ]
+    return [line for other, line in imports(source) if other.partition(".")[0] == "research"] + strings
+
+
+REGISTRIES = {"pace", "pace.forecast", "averaging.merge", "averaging.weights", "cli.learn"}
+"""Modules that name a plug-in of research, to be imported when it is asked for."""
+
+
+def test_nothing_outside_of_research_imports_it_and_registries_alone_name_it() -> None:
+    core = {module: tree(file) for module, file in MODULES.items() if module and not module.startswith("research")}
+    assert not [
+        module for module, source in core.items() if any(other.startswith("research") for other, _ in imports(source))
+    ]
+    assert {module for module, source in core.items() if research_named(source)} == REGISTRIES
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from paceline.research import cutoff",
+        "def late():\n    import paceline.research.cutoff",
+        "if TYPE_CHECKING:\n    from paceline.research.cutoff import Cutoff",
+        "import_module('paceline.research.cutoff')",
+    ],
+)
+def test_an_import_of_research_is_found(line: str) -> None:
+    assert research_named(ast.parse(line))
+
+
+def test_no_module_asks_which_merge_or_settings_it_has() -> None:
+    """What others need to know of a merge, its base classes declare (`averaging/merge.py`)."""
+    merges = {"Merge", "MergeSettings", "Averaging", "WeightedAverage", "ElasticAverage", "Springs"}
+    found = [
+        f"{module}:{node.lineno}"
+        for module, file in MODULES.items()
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
+        if merges & {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
+    ]
+    assert not found
 
 
 def test_every_module_has_a_layer() -> None:

@@ -9,20 +9,23 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import paceline
+from source_trees import tree
 
-CLASSES = [name for name in paceline.__all__ if inspect.isclass(getattr(paceline, name))]
+PUBLIC = {name: getattr(room, name) for room in (paceline, paceline.research) for name in room.__all__}
+CLASSES = [name for name, value in PUBLIC.items() if inspect.isclass(value)]
 HANDLED = ["Fleet", "Step"]
 """What a user holds in the loop: their plain attributes stand in the class's docstring, where ``help()`` shows them."""
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_public_class_method_and_property_has_a_docstring(name: str) -> None:
-    kind = getattr(paceline, name)
+    kind = PUBLIC[name]
     assert not (kind.__doc__ or f"{name}(").startswith(f"{name}("), "what a dataclass writes by itself does not count"
     bare = [member for member, value in members(kind) if is_code(value) and not inspect.getdoc(getattr(kind, member))]
     assert not bare, f"{name}: {bare}"
@@ -30,7 +33,7 @@ def test_every_public_class_method_and_property_has_a_docstring(name: str) -> No
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_public_value_of_a_class_says_what_it_is(name: str) -> None:
-    kind = getattr(paceline, name)
+    kind = PUBLIC[name]
     said = {attribute for part in kind.__mro__ for attribute in described(part)}
     plain = {member for member, value in members(kind) if not is_code(value)}
     fields = set(getattr(kind, "__dataclass_fields__", ()))
@@ -39,7 +42,7 @@ def test_every_public_value_of_a_class_says_what_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", HANDLED)
 def test_help_shows_every_public_attribute(name: str) -> None:
-    kind = getattr(paceline, name)
+    kind = PUBLIC[name]
     entries = {line.split()[0] for line in (inspect.getdoc(kind) or "").splitlines() if line.startswith("    ")}
     missing = own_attributes(kind) - entries
     assert not missing, f"{name}: add {sorted(missing)} to Attributes: in its docstring"
@@ -47,7 +50,7 @@ def test_help_shows_every_public_attribute(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Adaptive", "Auto", "Cutoff", "Fixed", "Joint"])
 def test_every_setting_of_a_pace_is_explained(name: str) -> None:
-    kind = getattr(paceline, name)
+    kind = PUBLIC[name]
     unsaid = [setting for setting in inspect.signature(kind).parameters if f"``{setting}``" not in kind.__doc__]
     assert not unsaid, f"{name}: {unsaid}"
 
@@ -108,3 +111,32 @@ def is_store(node: ast.AST) -> bool:
         and isinstance(node.value, ast.Name)
         and node.value.id == "self"
     )
+
+
+NO_VERBS = {
+    *("A", "All", "An", "By", "Each", "Everybody", "How", "It", "Its", "No", "None", "Nothing", "Of", "One", "The"),
+    *("What", "When", "Where", "Whether", "Which", "Who", "Whose", "With"),
+}
+
+
+def fragments(source: ast.AST) -> list[str]:
+    """Return the functions whose docstring is no sentence with a verb; a property's is a noun phrase."""
+    return [
+        f"{node.name}: {text.splitlines()[0]}"
+        for node in ast.walk(source)
+        if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node))
+        if not any("property" in ast.unparse(one) for one in node.decorator_list)
+        if text.split()[0].strip(",:;.") in NO_VERBS
+    ]
+
+
+def test_the_docstring_of_a_function_begins_with_a_verb() -> None:
+    source = Path(paceline.__file__).parent
+    found = [f"{file.relative_to(source)}: {one}" for file in source.rglob("*.py") for one in fragments(tree(file))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("text", ["Whether it is over.", "The sum.", "Of a worker: its rank."])
+def test_a_fragment_is_found(text: str) -> None:
+    assert fragments(ast.parse(f'def over():\n    """{text}"""'))
+    assert not fragments(ast.parse(f'@property\ndef over(self):\n    """{text}"""'))

@@ -36,7 +36,7 @@ def fleet(tmp_path: Path) -> Iterator[paceline.Fleet]:
 
 
 def seen_by(steps: paceline.Steps, model: nn.Module) -> list[tuple[int, list[int]]]:
-    """(epoch, samples) of every step."""
+    """Return (epoch, samples) of every step."""
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=1e-9), []
     for step in steps:
         samples: list[int] = []
@@ -70,7 +70,7 @@ def test_a_pace_that_makes_no_sense_is_refused_and_the_next_join_works(tmp_path:
         join(tmp_path, pace)
     assert said in str(error.value)
     with join(tmp_path, "fixed:1") as fleet:
-        assert fleet.size == 1
+        assert fleet.world_size == 1
 
 
 @pytest.mark.parametrize("ratios", [[1, 2], [], [-1.0], [0.0], [float("nan")], [float("inf")], "x", None, 3])
@@ -84,9 +84,9 @@ def test_ratios_that_make_no_sense_are_refused(tmp_path: Path, ratios: Any) -> N
     [
         ({"combine": "mean"}, "unknown combine 'mean'; known: gradients"),
         ({"combine": None}, "known: gradients"),
-        ({"wire": "bf8"}, "unknown wire 'bf8'; known: float32, bf16, fp16, int8"),
-        ({"wire": "int8"}, "wire 'int8' is too coarse for single gradients, and is for combine 'average'"),
-        ({"wire": "bf16", "combine": "elastic-average"}, "the centre must move by just what the workers do"),
+        ({"comm_dtype": "bf8"}, "unknown comm_dtype 'bf8'; known: float32, bf16, fp16, int8"),
+        ({"comm_dtype": "int8"}, "comm_dtype 'int8' is too coarse for single gradients, and is for combine 'average'"),
+        ({"comm_dtype": "bf16", "combine": "elastic-average"}, "the centre must move by just what the workers do"),
         ({"nonfinite": "ignore"}, 'nonfinite must be "stop" or "skip"'),
         ({"device": "cuda:7"}, "device cuda:7 is not there"),
         ({"device": "abacus"}, "abacus"),
@@ -592,7 +592,7 @@ def test_dropout_is_the_same_whatever_the_script_drew_before(tmp_path: Path) -> 
 
 
 def losses_with_overflows(overflows: set[int]) -> Any:
-    """A loss whose gradient overflows in the given steps (counted by calls)."""
+    """Return a loss whose gradient overflows in the given steps (counted by calls)."""
     calls = iter(range(10**6))
 
     def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

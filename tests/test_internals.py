@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.loop.step_state import TRANSITIONS, LoopPhase, RoundPhase
+from paceline.step.step_state import TRANSITIONS, LoopPhase, RoundPhase
 from source_trees import tree
 
 ROOT = Path(__file__).parents[1]
@@ -18,6 +18,8 @@ PAGE = (ROOT / "docs" / "internals.md").read_text()
 OF_OTHERS = {"p.grad", "step.add", "paceline watch", "paceline host", "paceline.launch", "src/paceline"}
 """What stands in backticks and is neither a file nor a name of the library's inside."""
 MOST_CALLS, MOST_WORDS = 15, 1950
+MOST_FILES = (12, 12, 14)
+"""The files that a step, a death and a step with a deadline may pass."""
 
 
 def code(text: str) -> list[str]:
@@ -110,7 +112,7 @@ def test_every_file_and_name_on_the_page_exists() -> None:
     ["loop/turn.py", "Turn", "Steps.books", "TrainingState.opens", "combined_header", "paceline-undertaker", "rooms/"],
 )
 def test_a_wrong_name_is_found(name: str) -> None:
-    assert wrong(f"First `Steps.__iter__` (`loop/steps.py`), then `{name}`.") == [name]
+    assert wrong(f"First `Steps.__iter__` (`step/steps.py`), then `{name}`.") == [name]
 
 
 def test_every_call_of_a_list_stands_with_a_file_that_has_it() -> None:
@@ -128,6 +130,12 @@ def test_the_page_is_short() -> None:
     assert all(len(calls.splitlines()) <= MOST_CALLS for calls in lists)
     prose = PAGE.partition("## Every wait has an end")[0]  # what follows is for looking up
     assert sum(bool(re.search("[A-Za-z]", word)) for word in prose.split()) < MOST_WORDS
+
+
+def test_a_step_a_death_and_a_deadline_pass_few_files() -> None:
+    lists = re.findall(r"(?:^\d+\. .*\n)+", PAGE, re.MULTILINE)
+    passed = [{word for word in code(calls) if word.endswith(".py")} for calls in lists]
+    assert all(len(files) <= most for files, most in zip(passed, MOST_FILES, strict=True)), passed
 
 
 def test_every_thread_is_in_the_table() -> None:

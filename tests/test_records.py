@@ -1,4 +1,4 @@
-"""The plain data everything speaks in: to JSON and back, and a history that keeps the last."""
+"""The plain data that all parts exchange: to JSON and back, and a history that keeps the last."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from paceline.observe.page.drawing import worker_colours
+from paceline.page.drawing import worker_colours
 
 WIDTH, HEIGHT = 420, 300
 LEFT, RIGHT, TOP, BOTTOM = 70, 12, 34, 44

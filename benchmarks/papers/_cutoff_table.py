@@ -10,15 +10,17 @@ import numpy as np
 import torch
 from _smoke import smoke
 
-from paceline.deep.forecast import Deep
-from paceline.deep.learning.fit import Training, fit
-from paceline.deep.learning.recordings import recording
-from paceline.deep.model_file import load_model, save_model
 from paceline.machines import read_trace
-from paceline.pace import Cutoff, Joint
+from paceline.pace import Joint
 from paceline.pace.arrivals import best_static_count, clairvoyant_counts
-from paceline.pace.forecast import Forecast, LastValue, OrderStatistics
-from paceline.simulate import SCENARIOS, Outcome, make, play, rounds
+from paceline.pace.forecast import Forecast
+from paceline.research.cutoff import Cutoff
+from paceline.research.deep.deep_forecast import Deep
+from paceline.research.deep.fit import Training, fit
+from paceline.research.deep.model import load_model, save_model
+from paceline.research.deep.recordings import recording
+from paceline.research.forecasts import LastValue, OrderStatistics
+from paceline.simulate import SCENARIOS, Outcome, deadline_play, make, play
 
 TRAIN_STEPS, WARM_UP = 600, 20
 TRAINING_SEEDS = 1000
@@ -84,7 +86,7 @@ def outcomes(own: np.ndarray, model: Path) -> dict[str, Outcome]:
         "last value": predicted(LastValue()),
         "deep": predicted(Deep(load_model(model), always=True)),
         "oracle": play.counts("oracle", own[WARM_UP:], clairvoyant_counts(scored)),
-        "joint": rounds.play(own, Joint(), cut_to_fit=True).after(WARM_UP),
+        "joint": deadline_play.play(own, Joint(), cut_to_fit=True).after(WARM_UP),
     }
 
 

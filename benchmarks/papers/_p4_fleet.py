@@ -24,10 +24,10 @@ from _smoke import forked, smoking
 from torch import Tensor, nn
 
 import paceline
-from paceline.combine.averaging.outages import make_new
-from paceline.combine.averaging.settings import ElasticAverage
-from paceline.combine.gradients import second_order
+from paceline.averaging.periods import make_new
+from paceline.gradients import second_order
 from paceline.machines.failures import parse_failures
+from paceline.research.elastic_average import ElasticAverage
 
 CASE, FOLDER = "P4_CASE", "P4_FOLDER"
 """Variables by which a worker knows what to train, and where to leave what came of it."""
@@ -62,7 +62,7 @@ def launch(case: Mapping[str, Any], workers: int, *, script: str, **options: str
         if smoking():
             forked(work, workers, **shared, **{f"PACELINE_{name.upper()}": text for name, text in options.items()})
         else:
-            command = [sys.executable, "-m", "paceline.cli", "run", "-q", "-n", str(workers), "--runs", folder]
+            command = [sys.executable, "-m", "paceline.cli", "run", "-q", "-n", str(workers), "--output-dir", folder]
             flags = [part for name, text in options.items() for part in (f"--{name.replace('_', '-')}", text)]
             del shared["PACELINE_RUN_DIR"]
             subprocess.run([*command, *flags, script], env={**os.environ, **shared, "OMP_NUM_THREADS": "1"}, check=True)
@@ -101,7 +101,7 @@ def train(case: Mapping[str, Any]) -> dict[str, Any]:
         x, y, *_ = data_of(case)
         data = torch.utils.data.TensorDataset(x.double(), y, torch.arange(len(x)))
         done: list[tuple[int, list[int]]] = []
-        for step in fleet.steps(data, global_batch=BATCH * fleet.size, micro_batch=BATCH, epochs=case["epochs"]):
+        for step in fleet.steps(data, global_batch=BATCH * fleet.world_size, micro_batch=BATCH, epochs=case["epochs"]):
             samples: list[int] = []
             for inputs, labels, places in step:
                 step.backward(nn.functional.cross_entropy(model(inputs), labels))
@@ -214,7 +214,7 @@ def race(case: Mapping[str, Any], pace: str, exchange: Any) -> dict[str, Any]:
         model = fleet.model(network())
         optimizer = optimizer_of("nesterov", model.parameters())
         began, samples = time.perf_counter(), 0
-        for step in fleet.steps(data, global_batch=BATCH * fleet.size, micro_batch=BATCH, epochs=case["epochs"]):
+        for step in fleet.steps(data, global_batch=BATCH * fleet.world_size, micro_batch=BATCH, epochs=case["epochs"]):
             for inputs, labels in step:
                 step.backward(nn.functional.cross_entropy(model(inputs), labels))
                 samples += len(labels)

@@ -17,7 +17,7 @@ from _smoke import smoke
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.combine.averaging.settings import ElasticAverage
+from paceline.research.elastic_average import ElasticAverage
 
 FAILURES = {"none": "", "A": "lost:0.333", "B": "frozen:0.1x5", "C": "restart:0.02x20"}
 STALE = {"C stale": "restart:0.02x20:stale"}

@@ -132,7 +132,7 @@ def run_elastic(folder: Path) -> RunLog:
     if SMOKES:
         return _forked_elastic(folder)
     fleet = ["-n", "1:4", "--emulate", ELASTIC, "--sample-ms", f"{SAMPLE_MS:g}", "--failures", EVENTS]
-    start = [sys.executable, "-m", "paceline.cli", "run", "-q", *fleet, "--runs", str(folder)]
+    start = [sys.executable, "-m", "paceline.cli", "run", "-q", *fleet, "--output-dir", str(folder)]
     subprocess.run([*start, __file__, ELASTIC_WORKER] + (["--quick"] if QUICK else []), check=True)
     return read_log(next(folder.glob("*/events.jsonl")))
 

@@ -157,7 +157,7 @@ def train(job: Job) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=job.rate, momentum=job.momentum, weight_decay=job.decay)
         fleet.track(optimizer=optimizer)
         part = TensorDataset(data.train_x[: job.samples], data.train_y[: job.samples])
-        workers, round, began = fleet.size, 0, time.perf_counter()
+        workers, round, began = fleet.world_size, 0, time.perf_counter()
 
         def look() -> None:
             looks.append((time.perf_counter() - began, [p.detach().clone() for p in model.parameters()]))

@@ -53,12 +53,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.deep.forecast import Deep
-from paceline.deep.model_file import load_model
 from paceline.machines import read_trace
 from paceline.observe import read_log
-from paceline.pace import Cutoff, Joint, Pacer
+from paceline.pace import Joint, Pacer
 from paceline.pace.arrivals import best_static_count
+from paceline.research.cutoff import Cutoff
+from paceline.research.deep.deep_forecast import Deep
+from paceline.research.deep.model import load_model
 
 SCENARIOS = ("bursts", "periodic")
 WORKERS, SHARE, MICRO, RATE = 8, 16, 2, 0.02

@@ -203,7 +203,7 @@ def against_twin(models: Sequence[str]) -> dict[str, Any]:
     """The same training by a fleet and by its twin, under each failure model."""
     optimiser = "adahessian" if hessian_is_there() else "nesterov"
     if optimiser == "nesterov":
-        print("pytorch_optimizer is not installed (pip install paceline[second-order]): the fleet trains with Nesterov")
+        print("pytorch_optimizer is not installed (pip install paceline[research]): the fleet trains with Nesterov")
     settings = {"tau": 2, "weights": "dynamic", "overlap": 0.25, "warm_up": 2}
     found = {}
     for model in models:

@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.combine.averaging.outer import Outer
-    from paceline.combine.averaging.settings import Averaging, ElasticAverage
+    from paceline import research as research
+    from paceline.averaging.average import Averaging, Outer
     from paceline.errors import (
         CallMismatch,
         FleetError,
@@ -27,20 +27,18 @@ if TYPE_CHECKING:
     )
     from paceline.fleet import Fleet, join
     from paceline.launcher.functions import launch
-    from paceline.loop.step import Step
-    from paceline.loop.steps import Steps
-    from paceline.pace import Adaptive, Auto, Cutoff, Epoch, Equal, Fixed, Joint
+    from paceline.pace import Adaptive, Auto, Epoch, Equal, Fixed, Joint
     from paceline.records import History, Plan, StepRecord
+    from paceline.step.step import Step
+    from paceline.step.steps import Steps
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Adaptive",
     "Auto",
     "Averaging",
     "CallMismatch",
-    "Cutoff",
-    "ElasticAverage",
     "Epoch",
     "Equal",
     "Fixed",
@@ -64,8 +62,7 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "combine.averaging.settings": ("Averaging", "ElasticAverage"),
-    "combine.averaging.outer": ("Outer",),
+    "averaging.average": ("Averaging", "Outer"),
     "errors": (
         "CallMismatch",
         "FleetError",
@@ -78,10 +75,10 @@ _ROOMS = {
     ),
     "fleet": ("Fleet", "join"),
     "launcher.functions": ("launch",),
-    "loop.steps": ("Steps",),
-    "pace": ("Adaptive", "Auto", "Cutoff", "Epoch", "Equal", "Fixed", "Joint"),
+    "step.steps": ("Steps",),
+    "pace": ("Adaptive", "Auto", "Epoch", "Equal", "Fixed", "Joint"),
     "records": ("History", "Plan", "StepRecord"),
-    "loop.step": ("Step",),
+    "step.step": ("Step",),
 }
 
 
@@ -90,7 +87,10 @@ def __getattr__(name: str) -> Any:
     for room, names in _ROOMS.items():
         if name in names:
             return getattr(import_module(f"paceline.{room}"), name)
-    raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    if name == "research":
+        return import_module("paceline.research")
+    moved = ": since 0.2 it is paceline.research." + name if name in ("Cutoff", "ElasticAverage") else ""
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}{moved}")
 
 
 def __dir__() -> list[str]:

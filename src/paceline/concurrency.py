@@ -1,9 +1,9 @@
 """Threads, locks, waits, clocks and the sudden end of a process: the one module through which the library uses them.
 
 Every file writes ``concurrency.Condition()``, ``concurrency.sleep(...)`` or ``concurrency.monotonic()``, and none
-imports `threading`, `queue` or the clocks of `time` itself (a test looks). A test can therefore take the place of all
-of them with `use`: it then owns every thread, every wait and the time, runs whole fleets inside one process in an
-order drawn from a seed, and sees a deadlock as soon as there is one.
+imports `threading`, `queue` or the clocks of `time` itself (a test checks this). A test can therefore replace all of
+them with `use`: it then owns every thread, every wait and the time, runs complete fleets inside one process in an order
+drawn from a seed, and detects a deadlock as soon as there is one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from time import time as time
 from typing import Any
 
 end_process = os._exit
-"""Ends the process at once, with an exit code: for a thread that can no longer be freed."""
+"""The function that ends the process at once, with an exit code, where a thread can no longer be freed."""
 
 REPLACED = (
     "Condition",
@@ -47,13 +47,17 @@ REPLACED = (
     "sleep",
     "time",
 )
-"""Names whose meaning `use` changes."""
+"""Names that `use` replaces."""
 
 
 def before_threads_end(close: Callable[[], None]) -> None:
-    """Call ``close`` when the script has ended: before the interpreter waits for threads, after which it starts none,
-    and a fleet that is left may need one."""
-    threading._register_atexit(close)  # type: ignore[attr-defined]
+    """Call ``close`` when the script has ended, before the interpreter waits for threads.
+
+    After that the interpreter starts no thread, and leaving a fleet may need one. A process forked from this one, as
+    those of a DataLoader are, does not call it: its parent is still there.
+    """
+    here = os.getpid()
+    threading._register_atexit(lambda: close() if os.getpid() == here else None)  # type: ignore[attr-defined]
 
 
 @contextmanager

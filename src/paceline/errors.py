@@ -1,4 +1,4 @@
-"""What can go wrong, by name.
+"""The library's errors.
 
 Bad input raises a plain ``ValueError``. A wrong use of a step raises `MisuseError` (a ``RuntimeError``), and
 anything that ends the fleet raises `FleetError` with one sentence that names the worker. None of them needs a
@@ -15,7 +15,7 @@ FLEET_FAILED = 75
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, in words; ``code`` as `subprocess` says it: a negative one is a signal's number.
+    """Return how a process ended, in words; ``code`` is as in `subprocess`: minus a signal's number, or an exit code.
 
     >>> describe_exit(-9)
     'was killed by signal 9 (SIGKILL)'
@@ -35,11 +35,11 @@ class PacelineError(RuntimeError):
 
 
 class MisuseError(PacelineError):
-    """The user's loop did something that would have been averaged in silently; the message says what to write."""
+    """Misuse in the user's loop that would have corrupted the average silently; the message shows what to write."""
 
 
 class LoaderDied(PacelineError):
-    """A loader process of this worker's DataLoader died."""
+    """The death of a loader process of this worker's DataLoader."""
 
     def __init__(self, pid: int | str, how: str) -> None:
         super().__init__(
@@ -49,8 +49,10 @@ class LoaderDied(PacelineError):
 
     @classmethod
     def told_by(cls, error: BaseException) -> LoaderDied | None:
-        """What torch says when a loader process dies; None for any other error. Torch raises it from a handler of
-        SIGCHLD, wherever the main thread happens to be: in the middle of a round, for instance.
+        """Return the error for a message with which torch reports a dead loader process; None for any other error.
+
+        Torch raises it from a handler of SIGCHLD, wherever the main thread happens to be: in the middle of a round, for
+        instance.
 
         >>> str(LoaderDied.told_by(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")))[:64]
         'a loader process (pid 7) was killed by signal 9 (SIGKILL): most '
@@ -70,23 +72,23 @@ class LoaderDied(PacelineError):
 
 
 class FleetError(PacelineError):
-    """The fleet cannot go on: a worker died, went silent, or is somewhere else in the program."""
+    """A failure that ends the fleet: a worker died, went silent, or is at another point of the program."""
 
 
 class WorkerLost(FleetError):
-    """A worker died or went silent; the message names it."""
+    """The loss of a worker that died or went silent; the message names it."""
 
 
 class CallMismatch(FleetError):
-    """Only some of the workers made a call that all must make; the message says who is where."""
+    """A call that only some of the workers made, though all must; the message names the workers and their calls."""
 
 
 class NonFiniteGradients(FleetError):
-    """A worker's gradients were NaN or infinite; ``nonfinite="skip"`` in `paceline.join` skips such updates instead."""
+    """NaN or infinite gradients of a worker; ``nonfinite="skip"`` in `paceline.join` skips such updates instead."""
 
 
 class WorkerFailed(PacelineError):
-    """A worker that `paceline.launch` started has failed; the text holds its traceback."""
+    """The failure of a worker that `paceline.launch` started; the text holds its traceback."""
 
     def __init__(self, text: str, *, rank: int) -> None:
         super().__init__(text)
@@ -97,11 +99,11 @@ SAME_CALLS = (
     "every worker must make the same calls in the same order (a value of the script's own that decides about a call "
     "belongs in fleet.state, which a worker that joins or returns takes over)"
 )
-"""The rule that a call made by some workers only has broken."""
+"""The rule that is broken when only some workers make a call."""
 
 
 class GenerationOver(PacelineError):
-    """Members changed under a call: it did not happen, and is made again. Never the user's to see."""
+    """The signal that members changed during a call, which had no effect and is retried; users never see it."""
 
     def __init__(self, text: str, *, generation: int = 0) -> None:
         super().__init__(text)
@@ -109,11 +111,11 @@ class GenerationOver(PacelineError):
 
 
 class Dropped(GenerationOver):
-    """The fleet went on without this worker, which was silent: it enters anew, with a peer's state."""
+    """The signal that the fleet went on without this silent worker, which enters anew with a peer's state."""
 
 
 class DroppedInCall(FleetError):
-    """The same in a call of all workers, whose result this worker's script needs; ``why``: without advice."""
+    """The error of a dropped worker in a call whose result its script needs; ``why`` is the text without advice."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{why}; start it again, and it enters anew")

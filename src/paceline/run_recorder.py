@@ -1,4 +1,4 @@
-"""What the run tells: its folder, its event log and, on the leader, the live view and the closing verdict."""
+"""The recorder of a run: its folder, its event log and, on the leader, the live view and the closing verdict."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import torch
 
 from paceline import __version__
 from paceline.observe import EventLog, make_view, new_run_dir, read_log, verdict
-from paceline.observe.log.folder_lock import FolderInUse, FolderLock, lock_folder
-from paceline.observe.log.folders import log_file
+from paceline.observe.log.run_folder import FolderInUse, FolderLock, lock_folder, log_file
 from paceline.observe.words.numbers import wrapped
 from paceline.transport import Transport
 
@@ -25,7 +24,7 @@ logger = logging.getLogger("paceline")
 
 
 class RunRecorder:
-    """Writes the log and feeds the view on the leader; on the others it passes warnings to ``logging``."""
+    """The recorder: the leader's writes the log and feeds the view, the others' pass warnings to ``logging``."""
 
     def __init__(
         self,
@@ -42,7 +41,7 @@ class RunRecorder:
         self._log: EventLog | None = None
         self._closed = False
         name = os.environ.get("PACELINE_NAME") or name or Path(sys.argv[0]).stem or "run"
-        # Where workers come and go, anybody may have to go on with the log.
+        # In an elastic fleet any worker may have to continue the log.
         first = transport.shard == 0
         folder, problem = _make_folder(run_dir, name) if first and (self._leads or transport.elastic) else (None, None)
         self._lock: FolderLock | None = None
@@ -99,14 +98,14 @@ class RunRecorder:
 
     @property
     def _fleet(self) -> str | None:
-        """The roster's address, by which all workers of an elastic fleet know it."""
+        """The roster's address, which identifies an elastic fleet to all its workers."""
         return os.environ.get("PACELINE_ROSTER", "").partition("#")[0] if self._transport.elastic else None
 
     def _open_log(self, *, goes_on: bool) -> None:
-        """Begin the log or, when the leader before is gone, continue it."""
+        """Begin the log or, when the previous leader is gone, continue it."""
         log = log_file(self.run_dir)
-        begun = goes_on and log.exists() and log.stat().st_size > 0  # its first writer may have come no further
-        if self._lock is None:  # a predecessor that is cut off may hold it: the run goes on all the same
+        begun = goes_on and log.exists() and log.stat().st_size > 0  # the previous leader may have written nothing
+        if self._lock is None:  # a previous leader that is cut off may hold the lock: the run goes on without it
             with suppress(FolderInUse):
                 self._lock = lock_folder(self.run_dir, fleet=self._fleet, patience_s=0.0)
         self._log = EventLog(self.run_dir, clock=self._transport.clock, goes_on=begun)
@@ -114,7 +113,7 @@ class RunRecorder:
             self._view.show(self._log.write("run", **self._run))
 
     def go_on_in(self, folder: Path) -> None:
-        """For a worker that joins a run: take the run's folder, where it can be reached from here."""
+        """Use the run's folder, if it can be reached from here; called on a worker that joins a run."""
         if log_file(folder).exists():
             self.run_dir, self.run_id = folder, folder.name
 
@@ -128,9 +127,19 @@ class RunRecorder:
         if self._log is not None:
             self._view.show(self._log.write(event, **fields))
             if warning and self._logs_warnings:
-                logger.warning("%s", fields["text"])
+                logger.warning(self._form_of_warnings(), fields["text"])
         elif warning and not fields.get("everywhere") and self._transport.shard == 0:
-            logger.warning("%s", fields["text"])
+            logger.warning(self._form_of_warnings(), fields["text"])
+
+    @staticmethod
+    def _form_of_warnings() -> str:
+        """Return the format of a warning: where nobody has set ``logging`` up, its level is not shown."""
+        return "%s" if logger.hasHandlers() else "warning: %s"
+
+    def flush(self) -> None:
+        """Write all events so far; called before the fleet's last call, after which nobody would write them instead."""
+        if self._log is not None:
+            self._log.flush()
 
     def close(self, error: BaseException | None) -> None:
         self._closed = True
@@ -140,7 +149,7 @@ class RunRecorder:
             self._close_log()
             self._view.close()
             return
-        if isinstance(error, SystemExit) and not error.code:  # a script's own way to say that it is done
+        if isinstance(error, SystemExit) and not error.code:  # the script ended itself, without an error
             error = None
         interrupted = isinstance(error, KeyboardInterrupt)
         reason = "finished" if error is None else "interrupted" if interrupted else "error"
@@ -161,15 +170,15 @@ class RunRecorder:
     def _print_verdict(self) -> None:
         try:
             run = read_log(self.run_dir)
-        except ValueError:  # the disk took no log: it was warned of
+        except ValueError:  # no log could be written, which was warned of
             return
         if run.records:
-            said = wrapped(verdict(run).text, sys.stderr)
-            print(f"\n{said}\nThe run's log: {self.run_dir}", file=sys.stderr, flush=True)
+            text = wrapped(verdict(run).text, sys.stderr)
+            print(f"\n{text}\nThe run's log: {self.run_dir}", file=sys.stderr, flush=True)
 
 
 def _make_folder(run_dir: str | Path | None, name: str) -> tuple[Path | None, str | None]:
-    """The run's folder, made and writable, or what is wrong."""
+    """Make the run's folder, and return it, or None and what is wrong."""
     asked = os.environ.get("PACELINE_RUN_DIR") or run_dir
     try:
         folder = Path(asked) if asked else new_run_dir(Path("runs"), name)

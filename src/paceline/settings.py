@@ -1,37 +1,23 @@
-"""The settings of a training loop, checked once, with errors that say what to do."""
+"""The settings of a training loop and of a worker, checked once, with errors that tell the user what to do."""
 
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from paceline.feed import Source
 from paceline.pace import traits_of
+from paceline.records import LoopSettings
 from paceline.transport import Transport
 from paceline.transport.network import dist
 
 
-@dataclass(frozen=True)
-class LoopSettings:
-    """What ``fleet.steps`` was asked for, as plain numbers."""
-
-    global_batch: int
-    """Samples a step, or batches where a batch sampler gives them."""
-    micro_batch: int
-    """This worker's; 1 where a batch sampler gives the batches."""
-    auto: bool
-    """It is found by measuring, and halved where memory runs out."""
-    epochs: int
-    shuffle: bool
-    drop_last: bool
-
-
 def whole_number(name: str, value: Any) -> int:
-    """``value`` as an int of at least 1, or a ValueError that names it."""
+    """Return ``value`` as an int of at least 1; raise a ValueError with its name otherwise."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -44,10 +30,10 @@ def whole_number(name: str, value: Any) -> int:
 def own_micro_batch(
     micro_batch: int | str | Sequence[int] | None, *, global_batch: int, rank: int, size: int, loader_batch: int | None
 ) -> tuple[int, bool]:
-    """This worker's micro-batch, and whether it is found by measuring, and may be halved when memory runs out.
+    """Return this worker's micro-batch, and whether it is "auto": measured, and halved when memory runs out.
 
-    Unless given: the DataLoader's batch size, or an equal share of the global batch. "auto" has the equal share too,
-    which bounds what is loaded ahead, and is the size where no other is looked for.
+    Unless given, it is the DataLoader's batch size, or an equal share of the global batch. "auto" returns the equal
+    share too, which bounds what is loaded ahead, and is the size where none is searched for.
     """
     equal_share = -(-global_batch // size)
     if micro_batch is None:
@@ -81,7 +67,7 @@ def read_settings(
     rank: int,
     size: int,
 ) -> LoopSettings:
-    """What the user asked for, completed by what the DataLoader says."""
+    """Return the settings that the user gave, completed by those of the DataLoader."""
     global_batch = whole_number("global_batch", global_batch)
     if source.batched:
         if micro_batch is not None:
@@ -111,9 +97,11 @@ def must_agree(
     also: Mapping[str, Any] | None = None,
     each: Any = None,
 ) -> list[dict[str, Any]]:
-    """Raise ValueError on every worker when their facts differ, saying which and how. Returns everybody's, with what
-    each says ``also``, which may differ between workers, and a list of what ``each`` of its processes says, which may
-    differ between those too."""
+    """Raise ValueError on every worker when their facts differ, naming which and how; return every worker's facts.
+
+    The result also holds what may differ: ``also`` between workers, and under `EACH` a list with the value of ``each``
+    per process of a worker.
+    """
     own = {**facts, **(also or {})}
     several = transport.shards > 1
     everybody: list[dict[str, Any]] = transport.gather(
@@ -133,19 +121,19 @@ def must_agree(
 
 
 EACH = "each process"
-"""Under this name stands what the processes of a worker said, by shard."""
+"""Key of the list with the values of a worker's processes, by shard."""
 
 
 def _agreed_inside(transport: Transport, label: str, facts: dict[str, Any], each: Any) -> dict[str, Any]:
-    """A worker's facts; ValueError when its processes have unlike ones."""
-    said = transport.collect(label, [facts, each])
-    for shard, (theirs, _) in enumerate(said):
+    """Return a worker's facts; raise ValueError when its processes differ."""
+    answers = transport.collect(label, [facts, each])
+    for shard, (theirs, _) in enumerate(answers):
         if name := next((name for name in facts if theirs.get(name) != facts[name]), None):
             raise ValueError(
                 f"the processes of a worker disagree in {label}: {name} is {facts[name]!r} in the first and "
                 f"{theirs.get(name)!r} in process {shard}"
             )
-    return {**facts, EACH: [one for _, one in said]}
+    return {**facts, EACH: [one for _, one in answers]}
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -159,15 +147,15 @@ def has_batch_norm(model: torch.nn.Module) -> bool:
 def check_sync_batch_norm(
     models: Sequence[torch.nn.Module], *, pace: str, settings: LoopSettings, sizes: Sequence[int], length: int | None
 ) -> None:
-    """SyncBatchNorm runs a collective in every forward: it hangs unless all workers run equally many."""
+    """Raise ValueError where SyncBatchNorm, a collective in every forward, would hang: it needs equal numbers."""
     workers = len(sizes)
     if workers == 1 or not any(
         isinstance(layer, torch.nn.SyncBatchNorm) for model in models for layer in model.modules()
     ):
         return
-    whole = len(set(sizes)) == 1 and settings.global_batch % (workers * settings.micro_batch) == 0
+    divides = len(set(sizes)) == 1 and settings.global_batch % (workers * settings.micro_batch) == 0
     no_tail = length is not None and (settings.drop_last or length % settings.global_batch == 0)
-    if traits_of(pace).equal_shares and whole and no_tail and not settings.auto and _default_group_of(workers):
+    if traits_of(pace).equal_shares and divides and no_tail and not settings.auto and _default_group_of(workers):
         return
     raise ValueError(
         "SyncBatchNorm needs the same number of micro-batches on every worker, or it hangs: use GroupNorm or plain "
@@ -179,3 +167,20 @@ def check_sync_batch_norm(
 
 def _default_group_of(workers: int) -> bool:
     return bool(dist.is_initialized()) and dist.get_world_size() == workers
+
+
+def choose_device(asked: str | torch.device | None) -> torch.device:
+    """Return this worker's device: as asked, as the launcher has set it, a GPU of its own, or the CPU."""
+    chosen = asked or os.environ.get("PACELINE_DEVICE")
+    if chosen is None:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        chosen = f"cuda:{local}" if local < torch.cuda.device_count() else "cpu"
+    try:
+        device = torch.device(chosen)
+    except RuntimeError:
+        raise ValueError(f"device {chosen!r} is not one that torch knows, such as cpu or cuda:0") from None
+    if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {device} is not there: this machine has {torch.cuda.device_count()} GPUs")
+        torch.cuda.set_device(device)
+    return device

@@ -28,7 +28,7 @@ def train(epochs: int = 100_000, stop: str = "stop") -> str:
                 time.sleep(0.01)
                 step.backward(nn.functional.cross_entropy(model(x), y))
             step.commit(optimizer)
-            if fleet.agree(Path(stop).exists()):
+            if fleet.any(Path(stop).exists()):
                 break
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     print(f"weights {weights.double().sum().item():.9f}", flush=True)

@@ -31,10 +31,9 @@ from torch.utils.data import (
 )
 from torchmetrics.classification import MulticlassAccuracy
 
-from paceline.adapters.lightning import PacelineStrategy
-from paceline.adapters.lightning.loggers import take_over
+from paceline.adapters.lightning import PacelineStrategy, check_version
 from paceline.adapters.lightning.logs import meta_of, name_of, weight_name
-from paceline.adapters.lightning.version import check_version
+from paceline.adapters.lightning.trainer_progress import continue_csv_files
 from paceline.errors import MisuseError
 
 Strategies = Callable[..., PacelineStrategy]
@@ -42,7 +41,7 @@ Strategies = Callable[..., PacelineStrategy]
 
 @pytest.fixture
 def strategy(tmp_path: Path) -> Iterator[Strategies]:
-    """Makes strategies of a worker alone, and closes them."""
+    """Make strategies of a worker alone, and close them."""
     made: list[PacelineStrategy] = []
 
     def make(global_batch: int = BATCH, micro_batch: Any = BATCH, **options: Any) -> PacelineStrategy:
@@ -72,7 +71,7 @@ def approximately(figures: Any) -> Any:
 
 
 def logged(folder: Path) -> list[dict[str, float]]:
-    """The lines of the logger's table."""
+    """Return the lines of the logger's table."""
     with next(folder.rglob("metrics.csv")).open() as table:
         rows = csv.DictReader(table)
         return [{name: float(value) for name, value in row.items() if value} for row in rows]
@@ -190,7 +189,7 @@ def test_a_fast_dev_run_makes_one_step(strategy: Strategies) -> None:
 
 
 class Sorted(BatchSampler):
-    """Batches of one's own."""
+    """A batch sampler of the user's own."""
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_an_epoch_has_as_many_steps_as_lightning_was_told(
 
 
 class Watched(Module):
-    """Notes what its hooks are given."""
+    """A module that records what its hooks get."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +359,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Part(DistributedSampler[Any]):
-    """A sampler of one's own for one worker's part."""
+    """A sampler of the user's own for one worker's part."""
 
 
 @pytest.mark.parametrize(
@@ -383,7 +382,7 @@ class Part(DistributedSampler[Any]):
         ({}, Lbfgs, "choose an optimiser whose step"),
         ({}, LogsMetric, r"log its value for the batch, self.log\('accuracy', metric\(...\)\)"),
         ({}, LogsExtreme, "log a mean or a sum there"),
-        ({}, Gathers, "use self.log, a torchmetrics metric in validation_step, or strategy.fleet.gather"),
+        ({}, Gathers, "use self.log, a torchmetrics metric in validation_step, or strategy.fleet.predict"),
         ({}, EverySecond, "step 0 had no update: optimizer_step must call optimizer.step"),
         ({}, Reduces, r"self.log\(...\) gives the fleet's mean or sum"),
     ],
@@ -448,9 +447,9 @@ def test_a_new_leader_goes_on_with_the_columns_of_the_csv_file(tmp_path: Path) -
         logger.save()
 
     log(first, 1, loss=1.0, val=2.0)
-    take_over([second])
+    continue_csv_files([second])
     log(second, 2, loss=3.0, accuracy=0.5)
-    take_over([first])
+    continue_csv_files([first])
     log(first, 3, val=4.0)
     with open(tmp_path / "lightning_logs" / "same" / "metrics.csv") as file:
         rows = list(csv.DictReader(file))

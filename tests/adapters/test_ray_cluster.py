@@ -1,5 +1,7 @@
-"""A fleet on a Ray cluster of several nodes, each with a network, a disk and processes of its own; nodes are lost, to
-go, and added. All tests share one cluster."""
+"""A fleet on a Ray cluster of several nodes; nodes are lost, to go, and added.
+
+Each node has a network, a disk and processes of its own. All tests share one cluster.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ SOON_S = 90.0
 
 
 class Place:
-    """The cluster, and a project on its head that the other nodes see, but for the folders of its runs and of scripts
-    that they lack."""
+    """The cluster, and a project on its head that the other nodes see.
+
+    They lack the folders of its runs and of some scripts.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.project = folder / "project"
@@ -50,7 +54,7 @@ class Place:
 
     @property
     def run_dir(self) -> Path:
-        """Of the run that was started last."""
+        """Return the folder of the run that was started last."""
         found = {*self.project.glob("runs/*")} - self._runs
         assert len(found) == 1
         return found.pop()
@@ -62,7 +66,7 @@ class Place:
         return [event for event in read if event["event"] == kind]
 
     def await_workers(self, count: int, *, steps: int = 3) -> None:
-        """Until the last steps were of so many workers."""
+        """Wait until the last steps were of ``count`` workers."""
         wait_until(
             lambda: [len(event["workers"]) for event in self.events("step")[-steps:]] == [count] * steps,
             f"a fleet of {count}",
@@ -75,7 +79,7 @@ class Place:
         assert [record.step for record in log.records] == list(range(len(log.records)))
 
     def nothing_is_left(self) -> None:
-        """Neither a worker nor its actor nor what watches them; Ray's own idle processes may stay."""
+        """Wait until no worker, actor or watcher is left; Ray's own idle processes may stay."""
         words = ("train.py", "alone.py", "NodeWorker", "paceline.cli", "watchdog", "groups.add")
         wait_until(lambda: not self.raylets.processes(*words), "the end of all processes", 20.0)
 
@@ -120,7 +124,7 @@ class Driver:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Place]:
-    """In a folder with a short name: Ray's sockets are in it, whose names have 107 bytes."""
+    """Start the cluster in a folder with a short name: Ray's sockets are in it, whose names have 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder, _cluster(Path(folder)) as one:
         yield one
 
@@ -139,7 +143,7 @@ def _cluster(folder: Path) -> Iterator[Place]:
 
 @pytest.fixture
 def place(cluster: Place) -> Iterator[Place]:
-    """Leaves nothing running to the next test."""
+    """Yield the cluster, and leave nothing running to the next test."""
     yield cluster
     for command in cluster.raylets._commands:
         cluster.raylets.end(command)
@@ -201,7 +205,7 @@ def test_a_node_is_lost_another_is_to_go_and_their_workers_return_on_others(plac
 
 
 def drain(place: Place, address: str) -> None:
-    """As an autoscaler or a cloud's notice does."""
+    """Drain a node, as an autoscaler or a cloud's notice does."""
     program = f"""if True:
         import subprocess, ray
         ray.init(log_to_driver=False)

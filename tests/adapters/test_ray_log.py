@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.adapters.ray.collect import LogCollector
-from paceline.adapters.ray.messages import MARK
+from paceline.adapters.ray.messages import MARK, LogCollector
 
 
 def line(event: str, **fields: object) -> bytes:

@@ -100,7 +100,10 @@ def test_a_number_of_workers_that_cannot_be_is_refused(workers: Any) -> None:
         (["--labels", "spot=true"], "--labels is for workers on a Ray cluster: give --ray auto"),
         (["--ray", "auto", "-n", "2", "--runtime-env", "{"], "--runtime-env: { cannot be read"),
         (["--ray", "auto", "-n", "2", "--runtime-env", "no.yaml"], "--runtime-env: no.yaml cannot be read"),
-        (["--ray", "auto", "-n", "2", "--token", "short"], "--token: a token is 8 to 1024 plain characters"),
+        (
+            ["--ray", "auto", "-n", "2", "--token-file", "train.py"],
+            "the file train.py: a token is 8 to 1024",
+        ),
         (["--ray", "nowhere", "-n", "2"], "--ray nowhere: write auto, or the head's HOST:PORT, such as 10.0.0.1:6379"),
         (["--ray", "127.0.0.1:1", "-n", "2"], "--ray 127.0.0.1:1: no Ray cluster answers there (Connection refused)"),
         (["--ray", "ray://127.0.0.1:1", "-n", "2"], "the driver must be on a node of the cluster"),

@@ -32,9 +32,9 @@ from transformers_cases import (
 
 import paceline
 from lone import join
-from paceline.adapters.transformers import PacelineArguments, PacelineTrainer
-from paceline.adapters.transformers.arguments import as_if_alone
-from paceline.adapters.transformers.versions import check_hooks, check_version
+from paceline.adapters.launcher_variables import as_if_alone
+from paceline.adapters.transformers import PacelineArguments, PacelineTrainer, check_version
+from paceline.adapters.transformers.trainer import check_hooks
 from paceline.errors import MisuseError
 
 
@@ -49,7 +49,7 @@ def apart(one: nn.Module, other: nn.Module) -> float:
 
 
 def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A loss of one's own, as the Trainer's pages show it: a sum over the number of items."""
+    """Return a loss of the user's own, as the Trainer's pages show it: a sum over the number of items."""
     logits = outputs["logits"][:, :-1].flatten(0, 1)
     total = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.1)
     return total / num_items_in_batch
@@ -93,7 +93,7 @@ def test_a_loss_that_is_a_mean_over_samples_equals_the_plain_trainer(tmp_path: P
 
 
 def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """To the longest of its batch: predictions then have unlike sizes."""
+    """Pad to the longest of the batch: predictions then have unlike sizes."""
     longest = max(int(row["labels"].ne(-100).sum()) for row in rows)
     return {name: torch.stack([row[name][:longest] for row in rows]) for name in rows[0]}
 
@@ -266,7 +266,7 @@ def test_a_compiled_model_gets_whole_micro_batches(tmp_path: Path, fleet: paceli
 
 
 class Shifting(nn.Module):
-    """Predicts the next token, and does not say so: its labels are one more a row than its loss counts."""
+    """A model that predicts the next token without declaring it: its loss counts one label less per row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class Shifting(nn.Module):
 
 
 class Same(torch.autograd.Function):
-    """Hides from autograd's graph what the loss was divided by."""
+    """An identity that hides from autograd's graph what the loss was divided by."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
@@ -294,7 +294,7 @@ class Hidden(Shifting):
 
 
 def class_weighted(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A loss that counts rare tokens more, as many write it: the Trainer's number of items is not what it is over."""
+    """Return a loss with weights for rare tokens, as many write it: no mean over the Trainer's number of items."""
     logits, rarity = outputs["logits"][:, :-1].flatten(0, 1), torch.linspace(0.1, 3.0, outputs["logits"].shape[-1])
     return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), weight=rarity.to(logits.dtype))
 
@@ -355,7 +355,7 @@ trainer = Trainer(
 trainer.train()
 figures = trainer.evaluate()
 """
-"""As Transformers' pages begin, with a model made here and not downloaded."""
+"""A script like those of Transformers' pages, with a model made here and not downloaded."""
 
 
 def test_a_script_for_the_trainer_runs_unchanged_but_for_the_classes(

@@ -16,7 +16,7 @@ from _peers_link import Place
 from _peers_notes import Note
 from _peers_settings import SETTINGS
 
-DOCS = (Path(__file__).parents[2] / "docs" / "peers.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
 
 
 def commit(at: float, step: int, *index: int, epoch: int = 0, slot: int = 0) -> Note:

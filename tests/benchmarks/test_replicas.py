@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.combine.averaging.settings import ElasticAverage
+from paceline.research.elastic_average import ElasticAverage
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import _replicas as replicas

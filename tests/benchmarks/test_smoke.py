@@ -21,11 +21,14 @@ KEYS = {
     "dynamic_weighting": "recovered_c loss_points_a loss_points_b recovered_c_each dataset seeds steps failures",
     "elastic_overhead": "elastic_over_fixed elastic_over_fixed_interval membership_ms",
     "feed_scale": "open_ms state_bytes indices_per_s",
-    "frameworks": "lightning_over_ddp lightning_alone_over_plain trainer_over_ddp trainer_alone_over_plain",
+    "frameworks": "lightning_over_ddp lightning_alone_over_plain accelerate_over_ddp accelerate_alone_over_plain "
+    "trainer_over_ddp trainer_alone_over_plain",
     "goodput": "goodput goodput_by_pace lost doubled replicas_equal replay_off faults left_running seed",
+    "goodput_model": "goodput simulated error failures start_s lost doubled replicas_equal left_running seed",
     "gpu_alone": "gpt124_over_plain gpt124_compiled_over_plain gpt4_over_plain gpt4_compiled_over_plain",
     "gpu_beside_cpu": "large_fleet_over_gpu large_cpu_samples large_ddp_over_gpu small_fleet_over_gpu",
     "gpu_unlike": "adaptive_over_limit adaptive_over_ddp conv_ddp_over_limit gpt_joint_over_limit gpt_auto_over_ddp",
+    "join_stall": "stall_steps stall_s equal cores",
     "kill": "survivors_s_median survivors_s_p95 freeze_s_median join_stall_s step_s kills freezes left_out "
     "torchft_over_paceline torchrun_over_paceline",
     "logging_cost": "us_per_step us_per_step_64_workers overhead overhead_cpu full_disk_warned_once "
@@ -48,6 +51,7 @@ KEYS = {
     "plan_scale": "ms_at_10 ms_at_1000 ms_at_10000 observe_ms_at_10000",
     "ray_kill": "survivors_s back_s lost doubled ray_train_over_paceline ray_train_s kills workers",
     "roster_scale": "members join_s form_s beat_ms beat_ms_p99 cpu reform_s reform_cpu_s",
+    "same_numbers": "cases same unlike",
     "scale": "rows breaks breaks_first at slowest_row_s slowest_row_cpu_s",
     "schedules": "schedules faults points virtual_s wrong seconds",
     "sim_vs_real": "worst_error worst_step_by_step scenarios",

@@ -1,13 +1,15 @@
-"""Saving by itself: when it is due, off the training thread, and whatever the disk does the training goes on."""
+"""Automatic saving: when it is due, off the training thread; the training continues whatever the disk does."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
 import shutil
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +26,7 @@ from lone import deep, flat, join, linear, numbers, sgd, training
 from paceline.checkpoint import autosave
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint import file as checkpoint_file
-from paceline.checkpoint import folder as checkpoint_folder
-from paceline.checkpoint.autosave import Autosaver, LastSave, Schedule
+from paceline.checkpoint.autosave import Autosaver, LastSave, Schedule, Snapshot
 
 # -- when ----------------------------------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class Rig:
             keep=keep,
             leads=lambda: self.leads,
             content=self._content,
-            observe=lambda event, fields: self.events.append((event, fields)),
+            log_event=lambda event, fields: self.events.append((event, fields)),
             clock=lambda: self.now,
         )
 
@@ -113,7 +114,7 @@ class Rig:
 
 
 def steps_in(folder: Path) -> list[int | None]:
-    return sorted(checkpoint_folder.step_of(file) for file in folder.iterdir())
+    return sorted(checkpoint_file.step_of(file) for file in folder.iterdir())
 
 
 def test_the_last_few_are_kept_and_each_belongs_to_its_step(tmp_path: Path) -> None:
@@ -123,9 +124,9 @@ def test_the_last_few_are_kept_and_each_belongs_to_its_step(tmp_path: Path) -> N
     assert rig.saved == [10, 20, 30, 40]
     assert steps_in(tmp_path) == [30, 40]
     for step in (30, 40):
-        data = checkpoint_folder.path_of(tmp_path, step).read_bytes()
+        data = checkpoint_file.path_of(tmp_path, step).read_bytes()
         assert checkpoint_file.checked_version(memoryview(data), tmp_path) == 2
-        assert torch.load(checkpoint_folder.path_of(tmp_path, step), weights_only=True)["weight"].eq(step).all()
+        assert torch.load(checkpoint_file.path_of(tmp_path, step), weights_only=True)["weight"].eq(step).all()
     assert all(fields["automatic"] for event, fields in rig.events if event == "save")
 
 
@@ -166,7 +167,7 @@ def test_what_is_due_during_a_write_is_put_off_and_not_queued(tmp_path: Path, mo
     rig.train(9, 10)
     rig.saver.close()
     assert rig.saved == [2, 9, 10]
-    assert torch.load(checkpoint_folder.path_of(tmp_path, 2), weights_only=True)["weight"].eq(2).all()
+    assert torch.load(checkpoint_file.path_of(tmp_path, 2), weights_only=True)["weight"].eq(2).all()
 
 
 def test_the_end_of_a_loop_is_saved_too_even_while_the_one_before_is_being_written(tmp_path: Path) -> None:
@@ -272,7 +273,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_told_of_once_and_saving_goes
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Path, missing_ok: bool = False) -> None:
-        if checkpoint_folder.step_of(self) is not None:
+        if checkpoint_file.step_of(self) is not None:
             raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(Path, "unlink", refuse)
@@ -364,7 +365,7 @@ def test_two_lines_at_the_top_resume_as_if_nothing_had_happened(tmp_path: Path, 
     assert seen[: stop + 1] == list(range(stop + 1))
     assert seen[stop + 1 :] == list(range(stop - stop % 2, 15))
     assert torch.equal(flat(model), expected)
-    assert checkpoint_folder.newest_first(tmp_path / "kept")[0] == checkpoint_folder.path_of(tmp_path / "kept", 15)
+    assert checkpoint_file.newest_first(tmp_path / "kept")[0] == checkpoint_file.path_of(tmp_path / "kept", 15)
 
 
 def test_the_users_code_after_the_commit_is_part_of_the_step(tmp_path: Path) -> None:
@@ -378,7 +379,7 @@ def test_the_users_code_after_the_commit_is_part_of_the_step(tmp_path: Path) -> 
             scheduler.step()
             best["index"] = step.index
     for number in range(1, 6):
-        content = torch.load(checkpoint_folder.path_of(tmp_path / "kept", number), weights_only=True)
+        content = torch.load(checkpoint_file.path_of(tmp_path / "kept", number), weights_only=True)
         assert content["extra"] == {"index": number - 1}
         assert content["tracked"]["scheduler"]["last_epoch"] == content["steps"]["step"] == number
 
@@ -433,3 +434,73 @@ def test_autosave_does_not_change_what_is_trained(tmp_path: Path) -> None:
             list(training(fleet, model, optimizer, numbers(), global_batch=8, epochs=2))
             results.append(flat(model))
     assert torch.equal(*results)
+
+
+# -- copies of the state ---------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_keeps_what_the_training_changes() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    live = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "queues": [[0, 4], [9]]}
+    buffer = io.BytesIO()
+    torch.save(live, buffer)
+    taken = Snapshot(live)
+    taken.wait()
+    optimizer.step()
+    live["queues"][0].append(7)
+    kept = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    assert torch.equal(taken.content["model"]["weight"], kept["model"]["weight"])
+    assert not torch.equal(taken.content["model"]["weight"], model.weight)
+    ours, theirs = (content["optimizer"]["state"][0] for content in (taken.content, kept))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+    assert taken.content["queues"] == [[0, 4], [9]]
+
+
+def test_the_kinds_of_values_stay() -> None:
+    view = torch.arange(6.0).view(2, 3).t()
+    value = {
+        "ordered": OrderedDict(a=torch.ones(1)),
+        "several": (1, [2.5], {"x"}, None, b"y", torch.Size([1, 2]), torch.float16),
+        "parameter": nn.Parameter(torch.ones(2), requires_grad=False),
+        "view": view,
+        "empty": torch.empty(0, 3),
+        "sparse": torch.eye(2).to_sparse(),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+    }
+    content = Snapshot(value).content
+    assert type(content["ordered"]) is OrderedDict
+    assert content["several"] == value["several"]
+    assert type(content["parameter"]) is nn.Parameter
+    assert not content["parameter"].requires_grad
+    assert torch.equal(content["view"], view)
+    assert content["view"].data_ptr() != view.data_ptr()
+    assert content["empty"].shape == (0, 3)
+    assert torch.equal(content["sparse"].to_dense(), torch.eye(2))
+    assert content["half"].dtype == torch.bfloat16
+
+
+def test_tied_weights_are_copied_once() -> None:
+    model = nn.Sequential(nn.Linear(50, 50, bias=False), nn.Linear(50, 50, bias=False))
+    model[1].weight = model[0].weight
+    content = Snapshot({"model": model.state_dict()}).content["model"]
+    assert content["0.weight"].data_ptr() == content["1.weight"].data_ptr()
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    assert len(buffer.getvalue()) < 2 * 50 * 50 * 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpus_state_is_copied_in_the_order_of_its_work_without_waiting_for_it() -> None:
+    weight = torch.zeros(1 << 22, device="cuda")
+    torch.cuda._sleep(200_000_000)  # about 0.1 s of work before
+    weight += 1
+    taken = Snapshot({"weight": weight, "again": weight.detach()})
+    assert not taken._arrived[0].query(), "the training thread waited"
+    weight += 1
+    taken.wait()
+    assert taken.content["weight"].is_pinned()
+    assert taken.content["weight"].eq(1).all()
+    assert taken.content["again"].data_ptr() == taken.content["weight"].data_ptr()

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, refused when they do not fit, and a resumed run goes on as if nothing had been."""
+"""Checkpoints: complete or absent, refused when they do not fit; a resumed run continues as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from lone import deep, flat, join, linear, mse, numbers, sgd, training
 from paceline import MisuseError
-from paceline.checkpoint import folder as checkpoint_folder
+from paceline.checkpoint import file as checkpoint_file
 from paceline.checkpoint import load
 from quick import examples
 
@@ -346,7 +346,7 @@ def test_where_a_missing_checkpoint_is_fine_nothing_changes_and_none_comes_back(
 
 
 class Follower:
-    """The transport of worker 1, whose leader is lost so many times while it hands the checkpoint round."""
+    """The transport of worker 1, whose leader is lost a given number of times while it hands the checkpoint round."""
 
     rank, shard, shards = 1, 0, 1
 
@@ -386,7 +386,7 @@ def fill(folder: Path, *steps: int) -> None:
     with join(folder.parent) as fleet:
         simple(fleet)
         for step in steps:
-            fleet.save(checkpoint_folder.path_of(folder, step), extra=step)
+            fleet.save(checkpoint_file.path_of(folder, step), extra=step)
 
 
 def test_a_folder_stands_for_its_newest_checkpoint(fleet: paceline.Fleet, tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_damaged_checkpoints_of_a_folder_are_named_and_the_one_before_is_taken(
 ) -> None:
     simple(fleet)
     fill(tmp_path / "kept", 10, 20, 30)
-    newest, middle = checkpoint_folder.newest_first(tmp_path / "kept")[:2]
+    newest, middle = checkpoint_file.newest_first(tmp_path / "kept")[:2]
     newest.write_bytes(newest.read_bytes()[:-1])
     middle.write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
     assert fleet.load(tmp_path / "kept") == 10
@@ -419,7 +419,7 @@ def test_a_folder_of_damaged_checkpoints_alone_never_starts_anew_in_silence(
 ) -> None:
     simple(fleet)
     fill(tmp_path / "kept", 10, 20)
-    for file in checkpoint_folder.newest_first(tmp_path / "kept"):
+    for file in checkpoint_file.newest_first(tmp_path / "kept"):
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"no checkpoint in .*kept is whole: .*00000020.*; .*00000010"):
         fleet.load(tmp_path / "kept", missing_ok=True)
@@ -428,7 +428,7 @@ def test_a_folder_of_damaged_checkpoints_alone_never_starts_anew_in_silence(
 def test_a_newer_versions_checkpoint_in_a_folder_is_not_passed_over(fleet: paceline.Fleet, tmp_path: Path) -> None:
     simple(fleet)
     fill(tmp_path / "kept", 10, 20)
-    newest = checkpoint_folder.path_of(tmp_path / "kept", 20)
+    newest = checkpoint_file.path_of(tmp_path / "kept", 20)
     newest.write_bytes(newest.read_bytes().replace(b"paceline checkpoint 2 ", b"paceline checkpoint 3 "))
     with pytest.raises(ValueError, match=r"step-00000020\.paceline was written by a newer version"):
         fleet.load(tmp_path / "kept")

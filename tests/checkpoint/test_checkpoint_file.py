@@ -1,4 +1,7 @@
-"""The checkpoint's file: what torch wrote, with a checksum that no damage survives."""
+"""Checkpoint files: what torch wrote, with a checksum that no damage survives; and the folder of automatic ones.
+
+In that folder only exact names count, the newest stay, and other files are never touched.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +152,7 @@ def temporary(name: str, pid: int, host: str | None = None) -> str:
 
 
 def dead_pid() -> int:
-    """The number of a process that has ended."""
+    """Return the id of a process that has ended."""
     with subprocess.Popen(["true"]) as process:
         pass
     return process.pid
@@ -179,6 +182,17 @@ def test_sweeping_removes_what_a_dead_writer_left_and_spares_a_living_ones(tmp_p
     checkpoint_file.write(tmp_path / "step-2.paceline", {"extra": Watched()})
     assert seen == sorted([*kept, temporary("step-2.paceline", os.getpid())])
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*kept, "step-2.paceline"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_killed_writer_that_its_parent_has_not_waited_for_yet_is_dead(tmp_path: Path) -> None:
+    """A worker that takes over a save is quicker than the launcher."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    (tmp_path / temporary("c", child.pid)).write_text("half")
+    checkpoint_file.write(tmp_path / "c", CONTENT)
+    child.wait()
+    assert [file.name for file in tmp_path.iterdir()] == ["c"]
 
 
 def test_a_temporary_file_that_is_swept_before_it_is_locked_is_opened_again(
@@ -218,3 +232,66 @@ checkpoint_file.write(Path(sys.argv[1]), {"extra": Killed()})
     else:
         look_up(tmp_path / "saved.pt", device=torch.device("cpu"), missing_ok=True)
     assert not left.exists()
+
+
+# -- the folder of automatic checkpoints ----------------------------------------------------------------------------
+
+FOREIGN = (
+    "step-120.paceline",
+    "step-00000120.paceline.bak",
+    "xstep-00000120.paceline",
+    "last.pt",
+    "step-00000120.PACELINE",
+)
+
+
+def fill(folder: Path, *steps: int) -> None:
+    for step in steps:
+        checkpoint_file.path_of(folder, step).write_text(f"{step}")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+@given(step=st.integers(0, 10**17))
+def test_a_name_gives_its_step_back(step: int) -> None:
+    assert checkpoint_file.step_of(checkpoint_file.path_of(Path("kept"), step)) == step
+
+
+def test_other_names_are_nobody_elses_business() -> None:
+    assert [checkpoint_file.step_of(Path(name)) for name in (*FOREIGN, "step-000000120.paceline")] == [None] * 6
+
+
+def test_the_newest_is_that_of_the_latest_step_however_many_digits(tmp_path: Path) -> None:
+    fill(tmp_path, 99_999_999, 100_000_000, 7)
+    assert [checkpoint_file.step_of(file) for file in checkpoint_file.newest_first(tmp_path)] == [
+        100_000_000,
+        99_999_999,
+        7,
+    ]
+    assert checkpoint_file.newest_first(tmp_path / "missing") == []
+
+
+def test_pruning_keeps_the_newest_and_every_file_of_another_name(tmp_path: Path) -> None:
+    fill(tmp_path, 10, 20, 30, 40)
+    for name in FOREIGN:
+        (tmp_path / name).write_text("")
+    checkpoint_file.prune(tmp_path, keep=2)
+    assert names(tmp_path) == sorted([*FOREIGN, "step-00000030.paceline", "step-00000040.paceline"])
+    checkpoint_file.prune(tmp_path, keep=5)
+    assert len(names(tmp_path)) == len(FOREIGN) + 2
+
+
+def test_checkpoints_beyond_a_step_are_set_aside_and_none_is_lost(tmp_path: Path) -> None:
+    fill(tmp_path, 10, 20, 500)
+    assert [file.name for file in checkpoint_file.set_aside(tmp_path, beyond=20)] == ["step-00000500.paceline.aside1"]
+    fill(tmp_path, 500)
+    assert [file.name for file in checkpoint_file.set_aside(tmp_path, beyond=20)] == ["step-00000500.paceline.aside2"]
+    assert checkpoint_file.set_aside(tmp_path, beyond=20) == []
+    checkpoint_file.prune(tmp_path, keep=1)
+    assert names(tmp_path) == [
+        "step-00000020.paceline",
+        "step-00000500.paceline.aside1",
+        "step-00000500.paceline.aside2",
+    ]

@@ -12,11 +12,11 @@ import paceline
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 TIMES = {
-    "GRACE_S": "fixed",
+    "GRACE_S": "fixed_fleet",
     "INTERRUPT_GRACE_S": "pool",
-    "LEAVE_S": "elastic",
-    "FIRST_S": "restarts",
-    "SOON_S": "elastic",
+    "LEAVE_S": "elastic_fleet",
+    "FIRST_S": "elastic_fleet",
+    "SOON_S": "elastic_fleet",
     "HOLD_S": "output",
     "PARTIAL_S": "output",
 }

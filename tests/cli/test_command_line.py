@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from shells import Shell
+from typer.testing import CliRunner
 
 from paceline.cli import app
 
@@ -40,11 +41,11 @@ def test_the_version_is_printed(shell: Shell) -> None:
         (["-n", "2:4", "--spot", "none.csv", "train.py"], "cannot read the spot trace none.csv"),
         (["-n", "2", "--host", "0.0.0.0", "train.py"], "--host is for fleets that others may join: give -n MIN:MAX"),
         (["-n", "1:2", "--host", "198.51.100.1", "train.py"], "not an address of this computer"),
-        (["--join", "here", "--token", "12345678", "train.py"], "--join: the roster's address is 'here'"),
+        (["--join", "here", "--token-file", "secret", "train.py"], "--join: the roster's address is 'here'"),
         (["--join", "127.0.0.1:9", "train.py"], "set PACELINE_TOKEN, or give --token-file"),
-        (["--join", "127.0.0.1:9", "--token", "12345678", "-n", "1:2", "train.py"], "with --join give one number"),
-        (["--join", "127.0.0.1:9", "--token", "12345678", "--port", "5", "train.py"], "leave them out with --join"),
-        (["--join", "127.0.0.1:9", "--token", "12345678", "--failures", "join@3", "train.py"], "started here"),
+        (["--join", "127.0.0.1:9", "--token-file", "secret", "-n", "1:2", "train.py"], "with --join give one number"),
+        (["--join", "127.0.0.1:9", "--token-file", "secret", "--port", "5", "train.py"], "leave them out with --join"),
+        (["--join", "127.0.0.1:9", "--token-file", "secret", "--failures", "join@3", "train.py"], "started here"),
         (["--devices", "cuda:0,,cpu", "train.py"], "--devices entry 2 is ''"),
         (["-n", "3", "--devices", "cpu,cpu", "train.py"], "3 workers, --devices names 2"),
         (["-n", "3", "--emulate", "1,2", "train.py"], "2 machines for 3 workers"),
@@ -55,8 +56,8 @@ def test_the_version_is_printed(shell: Shell) -> None:
         (["--pace", "frantic", "train.py"], "--pace: "),
         (["-n", "3", "--pace", "fixed:1,2", "train.py"], "--pace: "),
         (["--combine", "blend", "train.py"], "unknown combine 'blend'; known: gradients, average, elastic-average"),
-        (["--wire", "bf8", "train.py"], "--wire: unknown wire 'bf8'; known: float32, bf16, fp16, int8"),
-        (["--runs", "train.py/runs", "train.py"], "cannot make a run folder"),
+        (["--comm-dtype", "bf8", "train.py"], "--comm-dtype: unknown comm_dtype 'bf8'; known: float32, bf16"),
+        (["--output-dir", "train.py/runs", "train.py"], "cannot make a run folder"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_starts_nothing(
@@ -67,6 +68,7 @@ def test_a_wrong_request_is_one_line_and_starts_nothing(
     part: str,
 ) -> None:
     shell.script("open('started', 'w')")
+    (shell.folder / "secret").write_text("12345678")
     monkeypatch.chdir(shell.folder)
     for name in [name for name in os.environ if name.startswith("PACELINE_")]:
         monkeypatch.delenv(name)
@@ -84,5 +86,14 @@ def test_a_wrong_request_is_one_line_and_starts_nothing(
 def test_a_folder_without_permission_is_one_line(shell: Shell, tmp_path: Path) -> None:
     shell.script("pass")
     (tmp_path / "shut").mkdir(mode=0o500)
-    done = shell.run("run", "--runs", "shut", "train.py")
+    done = shell.run("run", "--output-dir", "shut", "train.py")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+def test_the_help_of_run_fits_a_screen_and_has_its_options_in_panels() -> None:
+    said = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    assert len(said.splitlines()) <= 60
+    panels = [line.strip("╭─╮ ") for line in said.splitlines() if line.startswith("╭")]
+    assert [panel.partition(" ")[0].rstrip(":") for panel in panels[2:]] == [
+        "Workers", "Elastic", "Network", "Emulation", "On", "Output",
+    ]  # fmt: skip

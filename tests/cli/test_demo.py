@@ -50,15 +50,13 @@ def test_without_scikit_learn_the_demo_says_what_to_install(monkeypatch: pytest.
 
 def test_without_its_examples_the_demo_says_where_it_looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shipped, "__file__", str(tmp_path / "lib" / "site" / "paceline" / "cli" / "shipped.py"))
-    monkeypatch.setattr(shipped, "_installed", list)
-    monkeypatch.setattr("sys.prefix", str(tmp_path))
     with pytest.raises(ValueError, match="not there"):
         command.examples()
-    shared = tmp_path / "share" / "paceline" / "examples"
-    shared.mkdir(parents=True)
+    inside = tmp_path / "lib" / "site" / "paceline" / "examples"
+    inside.mkdir(parents=True)
     for name in ("digits.py", "plain_ddp.py"):
-        (shared / name).touch()
-    assert command.examples() == shared
+        (inside / name).touch()
+    assert command.examples() == inside
 
 
 @pytest.mark.parametrize(
@@ -66,7 +64,7 @@ def test_without_its_examples_the_demo_says_where_it_looked(monkeypatch: pytest.
     [
         (["--emulate", "1,x"], "emulated machine 2 ('x')"),
         (["--sample-ms", "0"], "sample_ms is 0"),
-        (["--runs", "file/runs"], "cannot make a run folder"),
+        (["--output-dir", "file/runs"], "cannot make a run folder"),
     ],
 )
 def test_a_wrong_request_is_one_line(shell: Shell, args: list[str], part: str) -> None:
@@ -102,6 +100,7 @@ def test_the_demo_trains_twice_and_compares(shell: Shell) -> None:
         plain["seconds"][12:]
     )  # here, with others beside it
     assert rows["plain torch DDP"][-1] == f"{plain['accuracy']:.1%}"
+    assert f"test accuracy {rows['Paceline'][-1]}" in out.split("plain torch DDP")[-2], "what the script printed last"
     assert re.search(r"of what these 2 machines.* can do together", err)
     assert f"paceline report runs/{folder.name}" in out
     assert out.splitlines()[-1] == f"runs/{folder.name}/report.html"

@@ -13,7 +13,7 @@ from paceline.cli.doctor import check_network, check_python, check_runs, check_t
 
 @pytest.mark.parametrize(
     ("version", "state"),
-    [("2.10.1+cpu", "failed"), ("2.11.0", "ok"), ("2.13.0+cu130", "ok"), ("2.14.0a0", "note"), ("3.0.0", "note")],
+    [("2.10.1+cpu", "failed"), ("2.11.0", "ok"), ("2.14.1+cu130", "ok"), ("2.15.0a0", "note"), ("3.0.0", "note")],
 )
 def test_torch_is_judged_by_its_range(version: str, state: str) -> None:
     check = judge_torch(version)
@@ -30,7 +30,7 @@ def test_the_run_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
     (tmp_path / "file").write_text("")
     check = check_runs(tmp_path / "file" / "runs")
-    assert (check.state, check.advice) == ("failed", "choose another with --runs")
+    assert (check.state, check.advice) == ("failed", "choose another with --output-dir")
 
 
 def test_no_way_outwards_is_worth_a_note_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_two_real_processes_reduce_and_the_whole_list_is_printed_as_json(shell: 
 def test_something_needed_that_fails_is_the_exit_code_and_comes_with_advice(shell: Shell) -> None:
     (shell.folder / "file").write_text("")
     interface = "no-such-interface"
-    done = shell.run("doctor", "--runs", "file/runs", "--probe-seconds", "0", GLOO_SOCKET_IFNAME=interface)
+    done = shell.run("doctor", "--output-dir", "file/runs", "--probe-seconds", "0", GLOO_SOCKET_IFNAME=interface)
     assert done.returncode == 1
     assert "FAIL  run folder" in done.stdout
     assert "FAIL  all-reduce" in done.stdout

@@ -31,7 +31,7 @@ def test_the_package_says_that_it_is_typed_where_it_runs_and_where_it_lives() ->
     assert {"Homepage", "Documentation", "Changes", "Issues"} <= set(project["urls"])
 
 
-@pytest.mark.parametrize("command", ["report", "compare", "watch", "simulate"])
+@pytest.mark.parametrize("command", ["report", "watch", "simulate"])
 def test_the_help_of_what_draws_pages_names_the_extra(command: str) -> None:
     said = CliRunner().invoke(app, [command, "--help"]).output.replace("│", " ")
     assert "extra 'view'" in " ".join(said.split())

@@ -23,15 +23,15 @@ def test_a_token_that_is_kept_in_a_file_or_in_the_variable_is_not_printed(
     monkeypatch: pytest.MonkeyPatch, kept: dict[str, Path | None]
 ) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", "s3cret-token")
-    shown = printable("s3cret-token", option=None, **kept)
+    shown = printable("s3cret-token", **kept)
     assert "s3cret" not in welcome("10.0.0.7:29400", shown, minimum=2, maximum=8)
     assert shown == ("\"$(cat 'my token')\"" if kept["file"] else '"$PACELINE_TOKEN"')
 
 
 def test_a_token_that_nobody_knows_yet_is_printed_as_a_shell_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
-    assert printable("new-token", option=None, file=None) == "new-token"
-    assert printable("$1;2-token", option="$1;2-token", file=None) == "'$1;2-token'"
+    assert printable("new-token", file=None) == "new-token"
+    assert printable("$1;2-token", file=None) == "'$1;2-token'"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:29400", "[::1]:29400", "localhost:29400"])

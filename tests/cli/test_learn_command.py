@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from paceline.cli import app
-from paceline.deep.model_file import load_model
+from paceline.research.deep.model import load_model
 
 
 def learn(*args: str) -> Result:

@@ -71,13 +71,13 @@ def test_a_group_is_a_number_of_processes_or_a_list_with_one_for_each_worker() -
     ],
 )
 def test_wrong_groups_say_what_to_write(text: str, part: str) -> None:
-    with pytest.raises(ValueError, match=f"--group {part}"):
+    with pytest.raises(ValueError, match=f"--procs-per-worker {part}"):
         read_groups(text)
 
 
 def test_groups_on_ray_are_refused_for_now() -> None:
     assert read_groups(None, on_ray=True) == ()
-    with pytest.raises(ValueError, match="--group does not work with --ray yet"):
+    with pytest.raises(ValueError, match="--procs-per-worker does not work with --ray yet"):
         read_groups("2", on_ray=True)
 
 
@@ -114,11 +114,11 @@ def test_devices_are_for_the_processes_of_groups(
     [
         ("2", (2,), 2, "-n asks for 2 workers of 4 processes, --devices names 2 devices: give one for each process"),
         ("2", (1, 2), 2, "-n asks for 2 workers of 3 processes, --devices names 2"),
-        (None, (2,), 3, "--devices names 3 devices, and workers of --group 2 have 2 or 4 processes"),
-        (None, (2,), 1, "--devices names 1 devices, and workers of --group 2 have 2 processes"),
-        ("1:4", (1, 2), 2, "--devices names 2 devices, and workers of --group 1,2 have 1 or 3 processes"),
-        ("2", (1, 2, 1), 0, "--group has 3 entries, for 2 workers"),
-        (None, (1, 2), 1, "--group has 2 entries, for 1 workers"),
+        (None, (2,), 3, "--devices names 3 devices, and workers of --procs-per-worker 2 have 2 or 4 processes"),
+        (None, (2,), 1, "--devices names 1 devices, and workers of --procs-per-worker 2 have 2 processes"),
+        ("1:4", (1, 2), 2, "--devices names 2 devices, and workers of --procs-per-worker 1,2 have 1 or 3 processes"),
+        ("2", (1, 2, 1), 0, "--procs-per-worker has 3 entries, for 2 workers"),
+        (None, (1, 2), 1, "--procs-per-worker has 2 entries, for 1 workers"),
     ],
 )
 def test_groups_that_do_not_come_out_say_what_to_give(

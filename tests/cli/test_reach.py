@@ -15,13 +15,14 @@ from switch import Switch
 from typer.testing import CliRunner
 
 from paceline.cli import app, reach
+from paceline.transport.link_speed import PORT, Answering
 
 needs_switch = pytest.mark.skipif(bool(switches.missing()), reason=switches.missing())
 
 
 @pytest.fixture
 def doctor_there() -> Iterator[int]:
-    with closing(reach.Answering(0)) as answering:
+    with closing(Answering(0)) as answering:
         yield answering.port
 
 
@@ -62,7 +63,8 @@ def test_a_port_that_is_taken_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "address", "port"), [("[::1]:80", "::1", 80), ("::1", "::1", reach.PORT), ("127.0.0.1", "127.0.0.1", 7071)]
+    ("text", "address", "port"),
+    [("[::1]:80", "::1", 80), ("::1", "::1", PORT), ("127.0.0.1", "127.0.0.1", 7071)],
 )
 def test_an_address_is_read_with_and_without_its_port(text: str, address: str, port: int) -> None:
     assert reach.parse(text)[1:3] == (address, port)
@@ -107,7 +109,7 @@ def test_a_slow_network_is_measured_and_a_cut_one_found(monkeypatch: pytest.Monk
     with Switch("ab", networks={"dead0": "ab", "eth0": "ab"}) as switch:
         switch.every(delay_s=0.02, bits_s=50e6)
         with switch.inside("b"):
-            answering = reach.Answering(0)
+            answering = Answering(0)
         with closing(answering), switch.inside("a"):
             there = switch.address("b", "eth0")
             found = examined(f"{there}:{answering.port}")

@@ -1,4 +1,4 @@
-"""How the books keep an epoch's number of steps."""
+"""The number of steps of an epoch, which the training's state keeps."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.loop.training_state import TrainingState
+from paceline.pace import make as make_pacer
 from paceline.pace.steering import LEAST
 from paceline.records import History, Plan
+from paceline.step.training_state import TrainingState
 
 BATCH = 64
 
 
 def opened_shares(books: TrainingState, dealing: Any, over: float) -> int:
-    """Deal the next step from a plan that offers ``over`` times what it expects; returns what was dealt."""
+    """Deal the next step from a plan that offers ``over`` times what it expects; return what was dealt."""
     expects = books._goal(books.epoch_step, dealing.remaining, dealing.length)[0]
     offered = (max(1, round(over * expects)),) * 2
     plan = Plan(0, books.epoch_step, offered, deadline_s=1.0, expects=expects)
@@ -26,14 +27,14 @@ def opened_shares(books: TrainingState, dealing: Any, over: float) -> int:
 def make(dealing: Any) -> TrainingState:
     return TrainingState(
         transport=SimpleNamespace(rank=1, size=2, generation=0, workers=(0, 1), elastic=False),  # type: ignore[arg-type]
-        pacer=None,  # type: ignore[arg-type]
+        pacer=make_pacer("equal"),
         dealing=dealing,
         settings=SimpleNamespace(global_batch=BATCH, epochs=1),  # type: ignore[arg-type]
         unit=1,
         avoid_singles=False,
         history=History(),
         first_index=0,
-        observe=lambda *_: None,
+        log_event=lambda *_: None,
     )
 
 

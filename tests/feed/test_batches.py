@@ -1,4 +1,4 @@
-"""What a batch sampler gives: batches of an epoch, the same wherever they are drawn, and dealt whole."""
+"""Batches of a batch sampler: the same wherever they are drawn, and dealt undivided."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
-from paceline.feed import Batches, Feed, Source, unit_said
-from paceline.feed.batch_dealing import BatchDealing
-from paceline.feed.batches import BatchOrder, once_each
+from paceline.feed import Batches, Feed, Source, batch_count_note
+from paceline.feed.custom_orders import BatchOrder, once_each
+from paceline.feed.sample_dealing import BatchDealing
 from paceline.records import StepRecord
 
 N = 40
 
 
 class Pairs(Sampler[list[int]]):
-    """Batches of one to four indices; fills one list again and again, as some batch samplers do."""
+    """A sampler of batches of one to four indices that reuses one list, as some batch samplers do."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -129,7 +129,7 @@ def test_a_batch_sampler_without_an_end_is_refused() -> None:
 
 def test_the_same_samples_in_other_batches_are_another_order() -> None:
     feeds = [
-        Feed(3, workers=1, order=lambda epoch, batches=batches: Batches.of(batches))  # type: ignore[misc]
+        Feed(3, workers=1, order=lambda epoch, batches=batches: Batches.from_lists(batches))  # type: ignore[misc]
         for batches in ([[0, 1], [2]], [[0], [1, 2]])
     ]
     assert [feed.length for feed in feeds] == [2, 2]
@@ -139,17 +139,17 @@ def test_the_same_samples_in_other_batches_are_another_order() -> None:
 
 
 def test_batches_that_hold_every_sample_once_are_told_from_others() -> None:
-    assert once_each(Batches.of([[2, 0], [1]]), 3)
-    assert not once_each(Batches.of([[2, 0], [0]]), 3)
-    assert not once_each(Batches.of([[2, 0]]), 3)
-    assert not once_each(Batches.of([[2, 0], [-2]]), 3)
+    assert once_each(Batches.from_lists([[2, 0], [1]]), 3)
+    assert not once_each(Batches.from_lists([[2, 0], [0]]), 3)
+    assert not once_each(Batches.from_lists([[2, 0]]), 3)
+    assert not once_each(Batches.from_lists([[2, 0], [-2]]), 3)
 
 
 def test_a_number_that_may_be_meant_as_samples_is_warned_of() -> None:
-    batches = Batches.of([[0] * 16] * 100)
-    assert unit_said("Buckets", batches, global_batch=8, workers=1)[0] == "info"
-    assert unit_said("Buckets", batches, global_batch=48, workers=4)[0] == "info"
-    level, text = unit_said("Buckets", batches, global_batch=64, workers=4)
+    batches = Batches.from_lists([[0] * 16] * 100)
+    assert batch_count_note("Buckets", batches, global_batch=8, workers=1)[0] == "info"
+    assert batch_count_note("Buckets", batches, global_batch=48, workers=4)[0] == "info"
+    level, text = batch_count_note("Buckets", batches, global_batch=64, workers=4)
     assert level == "warning"
     assert text.endswith("about 1024 samples; if you mean 64 samples a step, write global_batch=4")
 
@@ -164,9 +164,9 @@ def test_a_record_of_batches_is_told_in_samples(committed: bool) -> None:
     done = (2, 2)
     ranges = dealing.commit(done, False) if committed else ()
     record = StepRecord(0, 0, 0, workers=(0, 1), planned=planned, samples=done, seconds=(0.1, 0.1), ranges=ranges)
-    told = dealing.told(record)
-    assert (told.planned, told.samples) == ((6, 9), (3, 9))
-    assert told.ranges == ((((0, 3),), ((6, 15),)) if committed else ())
+    record_in_samples = dealing.in_samples(record)
+    assert (record_in_samples.planned, record_in_samples.samples) == ((6, 9), (3, 9))
+    assert record_in_samples.ranges == ((((0, 3),), ((6, 15),)) if committed else ())
 
 
 def test_a_batch_counts_as_one_and_weighs_its_samples() -> None:

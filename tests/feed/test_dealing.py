@@ -1,4 +1,4 @@
-"""A worker's micro-batches: even, whole, each sample once, through halving too."""
+"""A worker's micro-batches: even, full, each sample once, through halving too."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def listed(ranges: Sequence[Range]) -> list[int]:
 
 
 class DealingToAFleet(RuleBasedStateMachine):
-    """Any sequence of calls: every position of every epoch is consumed exactly once, and is never in two places."""
+    """Any sequence of calls: every position of every epoch is consumed exactly once, and never in two queues."""
 
     @initialize(
         length=st.integers(1, 80), workers=st.integers(1, 5), multiple_of=st.integers(1, 7), shuffle=st.booleans()
@@ -64,7 +64,7 @@ class DealingToAFleet(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def consume(self, data: st.DataObject) -> None:
-        """All of the share, or less after a cut-off."""
+        """Consume all of the share, or less after a cut-off."""
         counts = [data.draw(st.integers(0, share)) for share in self.dealt]
         heads = [queue[:count] for queue, count in zip(self.places()[1], counts)]
         consumed = self.both(lambda feed: feed.consume(counts))

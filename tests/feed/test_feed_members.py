@@ -24,7 +24,7 @@ def places(feed: Feed) -> tuple[list[int], list[list[int]]]:
 
 @st.composite
 def changes(draw: st.DrawFn, workers: int) -> list[int | None]:
-    """Who stays, in any order, and newcomers among them."""
+    """Draw the members that stay, in any order, with newcomers among them."""
     stays: list[int | None] = draw(st.lists(st.integers(0, workers - 1), unique=True, max_size=workers))  # type: ignore[assignment]
     newcomers = draw(st.integers(0 if stays else 1, 3))
     return draw(st.permutations(stays + [None] * newcomers))

@@ -88,7 +88,7 @@ def test_what_has_no_stable_bytes_has_no_fingerprint(value: Any) -> None:
 
 
 class Augmented(Dataset[Any]):
-    """Draws from all generators, or fails."""
+    """A dataset that draws from all generators, or fails."""
 
     def __init__(self, length: int = 50, *, fails: bool = False) -> None:
         self.length, self.fails = length, fails

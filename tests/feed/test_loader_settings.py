@@ -41,7 +41,7 @@ class LengthRaises(NoLength):
 
 
 class OwnPart(DistributedSampler[int]):
-    """One that a script made of torch's."""
+    """A sampler that a script derived from torch's."""
 
 
 class InBatches(Sampler[list[int]]):

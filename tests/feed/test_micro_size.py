@@ -32,7 +32,7 @@ def search_with(
     room: int = 10**9,
     steps: int = 50,
 ) -> SizeSearch:
-    """So many steps of one share."""
+    """Run this number of steps with one share."""
     search = SizeSearch(first, fewest=fewest)
     for _ in range(steps):
         step(search, share, seconds, memory=memory, room=room)
@@ -47,7 +47,7 @@ def step(
     memory: Callable[[int], MemoryUse | None] = lambda size: None,
     room: int = 10**9,
 ) -> None:
-    """As the loop makes it: cut anew when the size changes."""
+    """Run a step as the loop does: cut anew when the size changes."""
     search.begin(share)
     left = share
     while left:

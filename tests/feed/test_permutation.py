@@ -12,7 +12,7 @@ from paceline.feed.permutation import MAX_LENGTH
 
 
 def excess(counts: np.ndarray, expected: np.ndarray | float) -> float:
-    """Chi-square of counts against what is expected, in standard deviations above its mean."""
+    """Return the chi-square of counts against what is expected, in standard deviations above its mean."""
     freedom = counts.size - 1
     return (((counts - expected) ** 2 / expected).sum() - freedom) / sqrt(2 * freedom)
 

@@ -5,8 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paceline.feed.keys import key as key_of
+from paceline.feed import key, keys
 from paceline.feed.randomness import (
     Generators,
     generators_kept,
@@ -28,17 +30,17 @@ def _leave_no_trace():
 
 
 def test_a_sample_meets_the_same_noise_whatever_was_drawn_before() -> None:
-    seed_generators(key_of(1, 2, 3))
+    seed_generators(key(1, 2, 3))
     first = draw()
     draw()
-    seed_generators(key_of(1, 2, 3))
+    seed_generators(key(1, 2, 3))
     assert draw() == first
 
 
 def test_seed_epoch_and_position_each_change_all_three_generators() -> None:
     drawn = []
     for words in [(1, 2, 3), (0, 2, 3), (1, 0, 3), (1, 2, 0)]:
-        seed_generators(key_of(*words))
+        seed_generators(key(*words))
         drawn.append(draw())
     for generator in zip(*drawn):
         assert len(set(generator)) == len(drawn)
@@ -71,7 +73,7 @@ def test_the_users_own_generators_are_left_as_they_were() -> None:
     expected = (*draw(), np.random.randn())
     expected_state.restore()
     with generators_kept():
-        seed_generators(key_of(1, 2, 3))
+        seed_generators(key(1, 2, 3))
         draw()
         np.random.randn()
     assert (*draw(), np.random.randn()) == expected
@@ -86,7 +88,7 @@ def test_dropout_is_keyed_by_the_micro_batch_and_apart_from_augmentation() -> No
     assert dropped(3) != dropped(4)
     seed_micro_batch(1, 2, 3, CPU)
     forward = torch.rand(4).tolist()
-    seed_generators(key_of(1, 2, 3))
+    seed_generators(key(1, 2, 3))
     assert torch.rand(4).tolist() != forward
 
 
@@ -104,3 +106,29 @@ def test_dropout_on_a_gpu_is_keyed_and_nothing_synchronises() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
+
+
+words = st.integers(-(2**70), 2**70)
+
+
+@given(seed=words, epoch=words, positions=st.lists(st.integers(0, 2**40), min_size=1, max_size=5))
+def test_one_key_and_many_keys_agree(seed: int, epoch: int, positions: list[int]) -> None:
+    many = keys(seed, epoch, np.array(positions, dtype=np.int64))
+    assert many.tolist() == [key(seed, epoch, position) for position in positions]
+
+
+def test_keys_have_63_bits_and_all_of_them_vary() -> None:
+    drawn = keys(0, 0, np.arange(2000)).tolist()
+    assert all(0 <= value < 2**63 for value in drawn)
+    for bit in range(63):
+        ones = sum(value >> bit & 1 for value in drawn)
+        assert 850 < ones < 1150
+
+
+def test_no_two_seeds_epochs_or_positions_share_a_key() -> None:
+    drawn = {key(seed, epoch, position) for seed in range(20) for epoch in range(20) for position in range(20)}
+    assert len(drawn) == 20**3
+
+
+def test_a_key_is_the_same_on_every_machine_and_version() -> None:
+    assert key(1, 2, 3) == 8_457_334_684_515_183_916

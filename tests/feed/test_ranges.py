@@ -12,7 +12,7 @@ from paceline.records import Range
 
 @st.composite
 def range_lists(draw: st.DrawFn) -> list[Range]:
-    """Disjoint ranges in any order, some of them neighbours, some empty."""
+    """Draw disjoint ranges in any order, some of them neighbours, some empty."""
     edges = sorted(draw(st.lists(st.integers(0, 100), max_size=12)))
     parts = list(itertools.pairwise(edges))
     kept = draw(st.lists(st.sampled_from(parts), unique=True)) if parts else []

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 class Counting(IterableDataset[Any]):
-    """0 to 9 (shared out among loader processes), each with noise; knows its epoch."""
+    """0 to 9 (divided among loader processes), each with random numbers and the epoch."""
 
     epoch = -1
 

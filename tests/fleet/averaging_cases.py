@@ -13,7 +13,7 @@ from exact_cases import Net, Tokens
 from torch import nn
 
 import paceline
-from paceline.combine.averaging import rounds
+from paceline.averaging.parameter_round import ParameterRound
 
 
 def make(case: dict[str, Any]) -> Any:
@@ -22,7 +22,7 @@ def make(case: dict[str, Any]) -> Any:
     outer = paceline.Outer(**case["outer"]) if case.get("outer") else None
     if case["combine"] == "average":
         return paceline.Averaging(**case.get("settings", {}), **({"outer": outer} if outer else {}))
-    return paceline.ElasticAverage(**case.get("settings", {}))
+    return paceline.research.ElasticAverage(**case.get("settings", {}))
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def samples_seen(case: dict[str, Any]) -> list[int]:
                 step.backward(model(x).mean())
             step.commit(optimizer)
             if case.get("every") and step.index % case["every"] == 0:
-                fleet.agree(False)
+                fleet.any(False)
     return seen
 
 
@@ -114,7 +114,7 @@ def line_data(length: int) -> torch.utils.data.TensorDataset:
 def line(case: dict[str, Any]) -> dict[str, Any]:
     """Least squares with plain SGD from zero, in the dataset's own order: small enough to be worked out by hand."""
     if case.get("lands_late"):  # a round beside local steps is taken over when the next is due, and no earlier
-        rounds.Round.over = property(lambda round: False)  # type: ignore[assignment,method-assign]
+        ParameterRound.over = property(lambda round: False)  # type: ignore[assignment,method-assign]
     with paceline.join("equal", combine=make(case), quiet=True, device="cpu") as fleet:
         model = nn.Linear(2, 1, bias=False).double()
         nn.init.zeros_(model.weight)
@@ -167,7 +167,7 @@ def a_member_fails(case: dict[str, Any]) -> None:
             if step.index == 5 and fleet.rank == 0:
                 (Path(case["folder"]) / "begun").write_text(str(os.getpid()))
             if step.index == 8 and fleet.rank == 1 and case["how"] == "agrees alone":
-                fleet.agree(True)
+                fleet.any(True)
             if step.index == 8 and fleet.rank == 1 and case["how"] == "bad gradient":
                 model.weight.data.fill_(float("nan"))
 
@@ -183,7 +183,7 @@ def meets(case: dict[str, Any]) -> list[float]:
             step.commit(optimizer)
             time.sleep(case.get("sleep", 0.0))
             if step.index == case["at"][fleet.rank]:
-                fleet.agree(False)
+                fleet.any(False)
                 met: list[float] = model.weight.flatten().tolist()
                 return met
     return []

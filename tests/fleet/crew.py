@@ -130,9 +130,9 @@ def work(case: str, value: str, args: str) -> None:
     script, ``/folder/train.py``, whose value is what it leaves in its variable ``result``. With WIRE_ALL, tensors cross
     the wire asked for however small they are."""
     if os.environ.get("WIRE_ALL"):
-        from paceline.combine import wire
+        from paceline.transport import formats
 
-        wire.SMALLEST = 0
+        formats.SMALLEST = 0
     if ":" not in case:
         sys.argv = [case, *map(str, json.loads(args) or [])]
         Path(value).write_text(json.dumps(runpy.run_path(case, run_name="__main__").get("result")))

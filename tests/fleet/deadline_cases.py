@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import math
 import os
@@ -15,11 +16,11 @@ from gpu_cases import share_one_gpu
 from torch import nn
 
 import paceline
-from paceline.deadline import catch_up
-from paceline.loop import rounds
 from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
-from paceline.transport.small_sums import SmallExchange
+from paceline.step.checks import comparison
+from paceline.step.late import catch_up
+from paceline.transport.engines.small_sums import SmallExchange
 
 CYCLES_PER_S = 1.8e9
 """About what a GPU's clock makes."""
@@ -36,12 +37,13 @@ class Deadline:
         deadline_s: float | None = 0.1,
         *,
         wait_for: int | None = None,
+        decided: int | None = None,
         over: float = 1.0,
         calm: int = 0,
         least_count: float = 0.0,
     ) -> None:
         self.deadline_s, self.wait_for, self.over, self.calm = deadline_s, wait_for, over, calm
-        self.least_count = least_count
+        self.least_count, self.decided = least_count, decided
 
     def check(self, workers: int) -> None:
         return
@@ -57,6 +59,9 @@ class Deadline:
         until = {"deadline_s": self.deadline_s, "wait_for": self.wait_for, "least_count": self.least_count}
         bounded = {} if calm else until
         return Plan(generation=ask.generation, step=ask.step, samples=samples, **bounded)  # type: ignore[arg-type]
+
+    def recount(self, ask: Ask, share: int) -> int | None:
+        return self.decided
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -115,7 +120,9 @@ class Stalls:
         self.stuck.append(self.step)
         books, given_up = self.steps.training, time.monotonic() + 60.0
         while books.index < min(self.step + rounds, self.others_wait) and not books.finished:
-            assert time.monotonic() < given_up, f"the others wait for a worker that is stuck in step {self.step}"
+            if time.monotonic() > given_up:
+                faulthandler.dump_traceback()  # of all threads: where is the proxy?
+                raise AssertionError(f"the others wait for a worker that is stuck in step {self.step}")
             time.sleep(0.005)
         time.sleep(self.linger_s)
 
@@ -129,10 +136,10 @@ def ask_late_for_sums(case: dict[str, Any]) -> None:
     """Let worker 1 ask a second later than it could for some of the sums that it has given its part to."""
     plain, numbers = SmallExchange._run, itertools.count()
 
-    def run(exchange: SmallExchange, look: Any) -> None:
+    def run(exchange: SmallExchange, check: Any) -> None:
         if next(numbers) in case.get("asks_late", ()) and os.environ.get("RANK") == "1":
             time.sleep(1.0)
-        plain(exchange, look)
+        plain(exchange, check)
 
     SmallExchange._run = run  # type: ignore[method-assign]
 
@@ -146,7 +153,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     """One training; ``case`` says how, and the result is what this worker saw."""
     bound_kept_sums(case)
     ask_late_for_sums(case)
-    rounds.COMPARE_EVERY = case.get("fingerprint_every", rounds.COMPARE_EVERY)
+    comparison.COMPARE_EVERY = case.get("fingerprint_every", comparison.COMPARE_EVERY)
     pace = Deadline(**case.get("pace", {})) if not isinstance(case.get("pace"), str) else case["pace"]
     device = None if case.get("gpu") else "cpu"
     with paceline.join(pace, quiet=True, device=device, seed=case.get("seed", 0)) as fleet:
@@ -164,8 +171,8 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             global_batch=case["global_batch"],
             micro_batch=case["micro_batch"],
             epochs=case.get("epochs", 1),
-            varying_count=case.get("varying_count", "none"),
-        )
+            lr_scaling=case.get("lr_scaling", "none"),
+        )._loop
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=len(steps))
         if not case.get("untracked"):
             fleet.track(optimizer=optimizer)

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.combine.averaging.outer import Outer
-from paceline.transport.small_sums import SmallExchange
+from paceline.averaging.average import Outer
+from paceline.transport.engines.small_sums import SmallExchange
 
 RATE = 0.05
 
@@ -25,7 +25,9 @@ def combine_of(args: dict[str, Any]) -> Any:
     settings = dict(args.get("settings", {}))
     if outer := args.get("outer"):
         settings["outer"] = Outer(**outer)
-    return {"average": paceline.Averaging, "elastic-average": paceline.ElasticAverage}[args["combine"]](**settings)
+    return {"average": paceline.Averaging, "elastic-average": paceline.research.ElasticAverage}[args["combine"]](
+        **settings
+    )
 
 
 def train(args: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +38,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
         model = fleet.model(normalised() if args.get("batch_norm") else network())
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
         fleet.track(optimizer=optimizer)
-        steps: Any = fleet.steps(data(), global_batch=BATCH, micro_batch=6, epochs=args.get("epochs", EPOCHS))
+        steps: Any = fleet.steps(data(), global_batch=BATCH, micro_batch=6, epochs=args.get("epochs", EPOCHS))._loop
         haunt(ghost, steps)
         for step in steps:
             for x, y in step:
@@ -71,7 +73,7 @@ def score(model: nn.Module, begin: Any, x: torch.Tensor, y: torch.Tensor) -> dic
 def haunt(ghost: Ghost, steps: Any) -> None:
     """Points inside the engine: before a round, between its two sums, after it, and around a newcomer's state."""
     periods, members = steps.combine.periods, steps.membership
-    merging = periods.merging
+    merging = periods.merge
     write, part, take = periods._write_round, merging.part, merging.take
     give, taking = members.give_state, members.take_over
 
@@ -120,9 +122,9 @@ def _lose_the_second_sum(ghost: Ghost, steps: Any) -> None:
                 ghost.at("half told", steps.rounds)
             sent(exchange, [other])
 
-    def finish(exchange: Any, look: Any) -> None:
+    def finish(exchange: Any, check: Any) -> None:
         mark = beside(f"told.{steps.rounds}")
-        finished(exchange, look)
+        finished(exchange, check)
         if transport.rank == 1 and averages(exchange):
             mark.touch()
 
@@ -149,7 +151,7 @@ def line(args: dict[str, Any]) -> list[float]:
         fleet.track(optimizer=optimizer)
         steps: Any = fleet.steps(
             line_data(int(LINE["length"])), global_batch=int(LINE["global_batch"]), micro_batch=6, shuffle=False
-        )
+        )._loop
         haunt(ghost, steps)
         for step in steps:
             for x, y in step:

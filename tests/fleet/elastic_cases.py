@@ -17,8 +17,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.checkpoint import parts
 from paceline.feed import Feed
 from paceline.observe import read_log
+from paceline.transport import Elastic
+from paceline.transport.elastic import handover
+from paceline.transport.elastic.handover import STATE_TAGS, SendingState
 
 LENGTH, BATCH, EPOCHS, RATE = 160, 16, 4, 0.05
 
@@ -82,7 +86,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
         model = fleet.model(network(), shard=bool(args.get("shard")))
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
         scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
-        steps = fleet.steps(data(), global_batch=BATCH, micro_batch=4, epochs=args.get("epochs", EPOCHS))
+        steps = fleet.steps(data(), global_batch=BATCH, micro_batch=4, epochs=args.get("epochs", EPOCHS))._loop
         if args.get("one_cycle"):
             scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=len(steps))
         fleet.track(optimizer=optimizer, scheduler=scheduler)
@@ -105,7 +109,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
                 ghost.at("before saving", step.index)
                 fleet.save(Path(os.environ["PACELINE_RUN_DIR"]) / "last.paceline")
         ghost.at("after the loop", 0)
-        size = fleet.size
+        size = fleet.world_size
         weights, momentum = flat(model.parameters()), flat(s["momentum_buffer"] for s in optimizer.state.values())
     return {
         "weights": weights,
@@ -143,6 +147,23 @@ def haunt(ghost: Ghost, steps: Any) -> None:
         ghost.at("in round", steps.index)
 
     gradients.buckets._start = in_round
+    haunt_messages(ghost)
+
+
+def haunt_messages(ghost: Ghost) -> None:
+    """Points inside a state's way to a newcomer, by the number of the message; the state travels in many of them."""
+    put, start_receive = SendingState.put, Elastic.start_receive
+
+    def sending(self: SendingState, piece: torch.Tensor) -> None:
+        put(self, piece)
+        ghost.at("sending", self._number)
+
+    def receiving(self: Elastic, tensor: torch.Tensor, source: int, tag: int) -> Any:
+        ghost.at("receiving", tag - STATE_TAGS)
+        return start_receive(self, tensor, source, tag)
+
+    handover.PIECE, parts.LEAST = 1 << 10, 16
+    SendingState.put, Elastic.start_receive = sending, receiving  # type: ignore[method-assign]
 
 
 def replay(folder: Path) -> list[float]:

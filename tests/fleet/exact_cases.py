@@ -15,7 +15,7 @@ import paceline
 from paceline.feed import Feed
 from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
-from paceline.transport import group
+from paceline.transport.engines import small_sums
 
 
 class Scripted:
@@ -141,7 +141,7 @@ def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def many_cores() -> None:
     """As on a computer with cores to spare: sums, however small, travel side by side over several of Gloo's devices."""
     os.sched_getaffinity = lambda _: set(range(16))
-    group.is_small = lambda *_: False
+    small_sums.is_small = lambda *_: False
 
 
 def train_all_on_many_cores(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:

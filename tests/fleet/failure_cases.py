@@ -80,8 +80,10 @@ def call(fleet: paceline.Fleet, name: str, folder: str) -> None:
         fleet.evaluate(lambda x, y: {"sum": x.sum()}, data(20), sums="sum")
     elif name == "save":
         fleet.save(Path(folder) / "x.pt")
+    elif name == "barrier":
+        fleet.barrier()
     else:
-        fleet.agree(True)
+        fleet.any(True)
 
 
 def one_leaves_early(args: dict[str, Any]) -> None:

@@ -190,7 +190,7 @@ def custom_code(args: Args) -> dict[str, Any]:
         step = next(iter(fleet.steps(data(), global_batch=BATCH, micro_batch=3, shuffle=False)))
         for x, y in step:
             step.backward(mse(model, x, y))
-        step.combine()
+        step.reduce()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -209,7 +209,7 @@ def norms(args: Args) -> list[dict[str, Any]]:
             for x, y in step:
                 step.backward(mse(model, x, y))
             if way == "combine":
-                step.combine()
+                step.reduce()
             step.commit(torch.optim.SGD(model.parameters(), lr=0.1), clip_norm=None if way == "plain" else 0.01)
             results.append({"norm": step.grad_norm, "parameters": flat(model)})
     return results
@@ -352,7 +352,7 @@ def memory(args: Args) -> dict[str, Any]:
     try:
         with join("fixed:1,1") as fleet:
             model = fleet.model(net())
-            steps = list(loop(fleet, model, micro_batch="auto", whole=True))
+            steps = list(loop(fleet, model, micro_batch="auto", fixed_micro_batch=True))
             total = fleet.evaluate(lambda x, y: {"sum": model(x).sum()}, data(), batch_size=48, sums="sum")
             return {
                 "parameters": flat(model),
@@ -405,7 +405,13 @@ def evaluation(args: Args) -> list[dict[str, Any]]:
         results += [
             fleet.evaluate(score, data(length), batch_size=5, sums=["sum"], tables=["table"]) for length in (47, 1)
         ]
-        results += [{"agree": [fleet.agree(fleet.rank == 1), fleet.agree(False)], "training": model.training}]
+        made = fleet.run_dir / "made"
+        if fleet.is_leader:
+            time.sleep(0.3)  # the other worker comes to the barrier first
+            made.touch()
+        fleet.barrier()
+        results += [{"made": made.exists()}]
+        results += [{"any": [fleet.any(fleet.rank == 1), fleet.any(False)], "training": model.training}]
         return [{k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in result.items()} for result in results]
 
 
@@ -429,7 +435,7 @@ def saving(args: Args) -> dict[str, str]:
                 attempt()
             except (OSError, ValueError) as error:
                 errors[name] = f"{type(error).__name__}: {error}"
-        errors["after"] = json.dumps([fleet.load(folder / "good.pt"), fleet.agree(True)])
+        errors["after"] = json.dumps([fleet.load(folder / "good.pt"), fleet.any(True)])
     return errors
 
 

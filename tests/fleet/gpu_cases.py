@@ -78,7 +78,7 @@ def real_memory(args: dict[str, Any]) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         x = torch.randn(32768, 1024)
         data = TensorDataset(x, x.sum(1, keepdim=True))
-        steps = fleet.steps(data, global_batch=32768, micro_batch="auto", **args)
+        steps = fleet.steps(data, global_batch=32768, micro_batch="auto", **args)._loop
         for step in steps:
             for inputs, targets in step:
                 step.backward(nn.functional.mse_loss(model(inputs), targets))

@@ -76,7 +76,7 @@ def train(args: dict[str, Any] | None) -> dict[str, Any]:
                 fleet.save(args["save"])
                 break
         evaluated = fleet.evaluate(score(model), data(37), batch_size=8, sums="right")
-        predicted = fleet.gather(lambda x, y: model(x), data(37), batch_size=8)
+        predicted = fleet.predict(lambda x, y: model(x), data(37), batch_size=8)
         parameters = torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
         held = [local(p) for p in model.parameters()]
         held += [local(v) for state in optimizer.state.values() for v in state.values() if v.dim()]
@@ -89,7 +89,7 @@ def train(args: dict[str, Any] | None) -> dict[str, Any]:
             "predicted": predicted.tolist(),
             "bytes": sum(tensor.numel() * tensor.element_size() for tensor in held),
             "leader": fleet.is_leader,
-            "place": [fleet.rank, fleet.size],
+            "place": [fleet.rank, fleet.world_size],
         }
 
 
@@ -192,7 +192,7 @@ def astray(args: dict[str, Any]) -> None:
     with paceline.join("adaptive", quiet=True) as fleet:
         fleet.model(Net().double(), shard=True)
         if fleet.is_leader:
-            fleet.agree(True)
+            fleet.any(True)
         fleet.evaluate(lambda x, y: {"n": len(x)}, data(), sums="n")
 
 

@@ -1,4 +1,4 @@
-"""Starts workers of several processes for tests, as ``paceline run --group`` does."""
+"""Starts workers of several processes for tests, as ``paceline run --procs-per-worker`` does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ports import own_port
 
 
 def variables(folder: str, shard: int, shards: int) -> dict[str, str]:
-    place = {"PACELINE_GROUP": str(shards), "PACELINE_SHARD": str(shard), "PACELINE_GROUP_DIR": folder}
+    place = {"PACELINE_PROCS_PER_WORKER": str(shards), "PACELINE_SHARD": str(shard), "PACELINE_GROUP_DIR": folder}
     return {**place, "PACELINE_DEVICE": "cpu"}
 
 

@@ -87,9 +87,9 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             global_batch=case["global_batch"],
             micro_batch=case["micro_batch"],
             epochs=case.get("epochs", 1),
-            whole=case.get("whole"),
+            fixed_micro_batch=case.get("fixed_micro_batch"),
             order=(lambda epoch: list(range(case["length"]))[:: -1 if epoch % 2 else 1]) if "order" in case else None,
-        )
+        )._loop
         stalls, told, trained = Stalls(fleet.rank, case, steps), [], []
         for step in steps:
             stalls.begin(step.index)
@@ -107,7 +107,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
                 step.backward(loss)
                 trained += [(step.index, number) for number in numbers.tolist()]
             if case.get("combine"):
-                step.combine()
+                step.reduce()
                 if step.applied:
                     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 step.commit(*optimizers)
@@ -138,7 +138,7 @@ def leave_and_begin_again(case: dict[str, Any]) -> dict[str, Any]:
                 stalls.wait()
                 step.backward(nn.functional.cross_entropy(model(x), y))
 
-        steps = fleet.steps(data, **options)
+        steps = fleet.steps(data, **options)._loop
         for step in steps:
             if step.index == case["leave_at"]:
                 if fleet.rank in case.get("dawdle", ()):
@@ -154,7 +154,7 @@ def leave_and_begin_again(case: dict[str, Any]) -> dict[str, Any]:
             work(step)
             step.commit(optimizer)
             told.append([step.index, step.epoch, step.record.ranges])
-        agreed = fleet.agree(False)
+        agreed = fleet.any(False)
     seconds, proxy_lives = time.monotonic() - began, steps.combine._deadlines.proxy._thread.is_alive()
     return {
         "parameters": flat(model),
@@ -197,7 +197,7 @@ def save_before_the_work(case: dict[str, Any]) -> dict[str, Any]:
         told = []
         slow.steps = fleet.steps(
             Numbered(case["length"]), global_batch=case["global_batch"], micro_batch=case["micro_batch"]
-        )
+        )._loop
         for step in slow.steps:
             due = step.index == case["save_at"] and not case.get("load")
             if due and fleet.is_leader:
@@ -288,7 +288,7 @@ def unlike_orders(case: dict[str, Any]) -> str:
                 micro_batch=4,
                 epochs=3,
                 order=lambda epoch: [(i + (RANK if epoch == 1 else 0)) % 96 for i in range(96)],
-            )
+            )._loop
             for step in steps:
                 for x, y, _ in step:
                     time.sleep(0.002)

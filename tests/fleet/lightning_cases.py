@@ -156,7 +156,7 @@ def trained(strategy: Any, folder: Path, args: dict[str, Any]) -> dict[str, Any]
         "scores": sorted(float(score) for score in saved.best_k_models.values()),
         "stop": stop.state_dict()["wait_count"],
         "leader": trainer.is_global_zero,
-        "size": strategy.fleet.size if isinstance(strategy, PacelineStrategy) else 1,
+        "size": strategy.fleet.world_size if isinstance(strategy, PacelineStrategy) else 1,
     }
 
 

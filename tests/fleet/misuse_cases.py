@@ -70,7 +70,7 @@ def at_join(args: Any) -> dict[str, str]:
     errors["folder"] = told(join)
     os.environ["PACELINE_RUN_DIR"] = folder
     with join() as fleet:
-        errors["afterwards"] = str(fleet.agree(True))
+        errors["afterwards"] = str(fleet.any(True))
     return errors
 
 

@@ -19,7 +19,8 @@ from torch import nn
 
 import paceline
 from paceline.roster import client, wire
-from paceline.transport import Elastic, heartbeat, small_sums
+from paceline.transport import Elastic, heartbeat
+from paceline.transport.engines import small_sums
 from paceline.transport.group import Already
 
 
@@ -36,7 +37,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
         fleet.track(optimizer=optimizer, scheduler=scheduler)
         data, batch = elastic_cases.data(), elastic_cases.BATCH
-        steps = fleet.steps(data, global_batch=batch, micro_batch=4, epochs=args["epochs"])
+        steps = fleet.steps(data, global_batch=batch, micro_batch=4, epochs=args["epochs"])._loop
         if "trap" in args:
             steps.membership.give_state = lambda: with_code(args["trap"])
         scissors = Scissors(args.get("cut_in_round"))
@@ -118,10 +119,10 @@ class Trap:
         return os.mkdir, (self._path,)
 
 
-def with_code(path: str) -> torch.Tensor:
+def with_code(path: str) -> list[torch.Tensor]:
     buffer = io.BytesIO()
-    torch.save({"agreed": {}, "models": Trap(path)}, buffer)
-    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    torch.save({"structure": {"agreed": {}, "models": Trap(path)}, "places": []}, buffer)
+    return [torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)]
 
 
 def digest(model: nn.Module) -> str:

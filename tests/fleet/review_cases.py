@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import paceline
-from paceline.transport import small_sums
 from paceline.transport.elastic import handover
-from paceline.transport.engines import gloo
+from paceline.transport.elastic.transport import Elastic
+from paceline.transport.engines import gloo, small_sums
 
 ME = os.environ.get("PACELINE_WORKER", "")
 
@@ -30,7 +30,7 @@ def half_finish(steps: Any, *, at: int) -> None:
     """Worker 0 dies in the round of step ``at`` when worker 1 has its result and the others have not."""
     gradients, finished = steps.gradients, small_sums.SmallExchange.finish
     sent = small_sums.SmallExchange._send
-    run, run_aside = gradients.exchange.run, gradients.exchange.run_aside
+    run, run_in_background = gradients.exchange.run, gradients.exchange.run_in_background
     armed_now = {"now": False}
 
     def arm(label: str) -> None:
@@ -40,25 +40,25 @@ def half_finish(steps: Any, *, at: int) -> None:
         arm(label)
         return told(label, run(write, samples, label))
 
-    def armed_aside(seal: Any, label: str) -> Any:
+    def armed_in_background(seal: Any, label: str) -> Any:
         arm(label)
-        return told(label, run_aside(seal, label))
+        return told(label, run_in_background(seal, label))
 
     def told(label: str, ended: Any) -> Any:
-        if ME == "1" and ended is not None and label == f"the round of step {at}":
+        if ME == "1" and label == f"the round of step {at}":
             beside("told").touch()
         return ended
 
     def send(self: Any, others: Any) -> None:
         sent(self, [other for other in others if other == 1 or not armed_now["now"]])
 
-    def finish(self: Any, look: Any) -> None:
+    def finish(self: Any, check: Any) -> None:
         if armed_now["now"]:
             wait_for(beside("told"))
             os.kill(os.getpid(), signal.SIGKILL)
-        finished(self, look)
+        finished(self, check)
 
-    gradients.exchange.run, gradients.exchange.run_aside = armed, armed_aside
+    gradients.exchange.run, gradients.exchange.run_in_background = armed, armed_in_background
     small_sums.SmallExchange._send = send  # type: ignore[method-assign]
     small_sums.SmallExchange.finish = finish  # type: ignore[method-assign]
 
@@ -70,7 +70,7 @@ def hand_half_over() -> None:
         if forming.group.rank != giver:
             hand_over(self, forming, name, giver, behind)
             return
-        for number, tensor in enumerate(self._lanes[name].kept):
+        for number, tensor in enumerate(self._lanes[name].tensors):
             forming.group.send(handover.bytes_of(tensor), behind[0], number).wait(lambda: None)
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -79,11 +79,26 @@ def hand_half_over() -> None:
     handover.HandOver._tensors = give  # type: ignore[method-assign]
 
 
+def die_at_the_end() -> None:
+    """Dies when all have ended the run's last call, and none comes back to it."""
+    gather = Elastic.gather
+
+    def gather_and_die(self: Any, label: str, value: Any) -> Any:
+        answers = gather(self, label, value)
+        if label == "the end of the run":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answers
+
+    Elastic.gather = gather_and_die  # type: ignore[method-assign]
+
+
 def begin(args: dict[str, Any]) -> Any:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
     pace = args.get("pace", "adaptive")
     if args.get("doors"):
         open_doors_while_forming()
+    if args.get("die_at_the_end") == ME:
+        die_at_the_end()
     return paceline.join(Deadline(**pace) if isinstance(pace, dict) else pace)
 
 
@@ -111,8 +126,8 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
                 micro_batch=4,
                 epochs=epochs,
                 order=order,
-                varying_count=args.get("varying", "none"),
-            )
+                lr_scaling=args.get("varying", "none"),
+            )._loop
             if "half" in args and ME in "01" and not os.environ.get("PACELINE_TEST_WHOLE"):
                 half_finish(steps, at=args["half"])
             if args.get("hands_half_over") == ME:
@@ -229,8 +244,8 @@ class Stream(IterableDataset[Any]):
 
 
 def own_code(kind: str, step: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What a user may do with the fleet's mean gradient after ``step.combine()``."""
-    step.combine()
+    """What a user may do with the fleet's mean gradient after ``step.reduce()``."""
+    step.reduce()
     if kind == "clip":
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         step.commit(optimizer)

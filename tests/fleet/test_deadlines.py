@@ -73,7 +73,7 @@ def one_machine(case: dict[str, Any], steps: list[dict[str, Any]]) -> torch.Tens
             if case.get("clip"):
                 nn.utils.clip_grad_norm_(model.parameters(), case["clip"])
             rate = optimizer.param_groups[0]["lr"]
-            if case.get("varying_count") == "linear":
+            if case.get("lr_scaling") == "linear":
                 optimizer.param_groups[0]["lr"] = rate * len(batch) / case["global_batch"]
             optimizer.step()
             optimizer.param_groups[0]["lr"] = rate
@@ -146,6 +146,13 @@ def test_a_first_so_many_cut_off_counts_whole_shares_and_waits_for_no_more(tmp_p
             assert whole or step["ends_epoch"], "a whole share counts or not"
 
 
+def test_a_count_decided_while_the_step_runs_closes_the_round_on_every_worker(tmp_path: Path) -> None:
+    case = CASE | {"pace": {"deadline_s": None, "wait_for": 3, "decided": 2}, "stalls": [(2, 3, 0, 1)]}
+    told = run("deadline_cases.py:train", 3, tmp_path, args=case)
+    check_invariants(told, case)
+    assert told[0]["steps"][3]["samples"][2] == 0, "planned for, stuck, and not waited for"
+
+
 def test_a_worker_that_asks_late_for_a_rounds_sum_gets_it_though_the_others_are_done_with_the_next_step(
     tmp_path: Path,
 ) -> None:
@@ -212,7 +219,7 @@ def test_replicas_that_drifted_apart_are_refused_under_deadlines_too(tmp_path: P
 
 @pytest.mark.parametrize("rule", ["linear", "gain"])
 def test_the_learning_rate_can_follow_the_count(rule: str, tmp_path: Path) -> None:
-    case = CASE | {"varying_count": rule, "stalls": [(1, 4, 1, 4)]}
+    case = CASE | {"lr_scaling": rule, "stalls": [(1, 4, 1, 4)]}
     told = run("deadline_cases.py:train", 3, tmp_path, args=case)
     assert told[0]["parameters"] == told[1]["parameters"] == told[2]["parameters"]
     if rule == "linear":

@@ -63,7 +63,7 @@ def check_equal(told: list[dict[str, Any]]) -> None:
         {"combine": True},
         {"overflow": [1, 3]},
         {"micro_batch": "auto", "tight": True},
-        {"compiled": True, "whole": True},
+        {"compiled": True, "fixed_micro_batch": True},
         {"loaders": 1},
         {"order": True, "epochs": 2},
     ],

@@ -119,8 +119,9 @@ def test_a_frozen_worker_is_done_without_and_enters_anew_when_it_wakes(tmp_path:
     assert "silent" in run.changes[0].left[0].text
 
 
-def test_one_that_dies_while_it_takes_its_state_harms_nobody(tmp_path: Path) -> None:
-    with Flock(CASE, 2, tmp_path, args={"die": {"2": [["taking", 0]]}, **UNHURRIED}) as flock:
+@pytest.mark.parametrize("point", [["receiving", 0], ["receiving", 7], ["taking", 0]], ids=["first", "amid", "last"])
+def test_one_that_dies_while_it_takes_its_state_harms_nobody(tmp_path: Path, point: list[Any]) -> None:
+    with Flock(CASE, 2, tmp_path, args={"die": {"2": [point]}, **UNHURRIED}) as flock:
         flock.wait_for_step(5)
         flock.start(2)
         flock.wait_for_end(2)
@@ -128,8 +129,11 @@ def test_one_that_dies_while_it_takes_its_state_harms_nobody(tmp_path: Path) -> 
     must_be_sound(tmp_path, outcomes, ended={0, 1}, epochs=12)
 
 
-def test_several_that_come_at_once_all_get_the_state_though_one_of_them_dies_over_it(tmp_path: Path) -> None:
-    with Flock(CASE, 2, tmp_path, args={"die": {"3": [["taking", 0]]}, **UNHURRIED}) as flock:
+@pytest.mark.parametrize("point", [["receiving", 7], ["taking", 0]], ids=["amid", "last"])
+def test_several_that_come_at_once_all_get_the_state_though_one_of_them_dies_over_it(
+    tmp_path: Path, point: list[Any]
+) -> None:
+    with Flock(CASE, 2, tmp_path, args={"die": {"3": [point]}, **UNHURRIED}) as flock:
         flock.wait_for_step(5)
         for slot in (2, 3, 4):
             flock.start(slot)
@@ -140,8 +144,9 @@ def test_several_that_come_at_once_all_get_the_state_though_one_of_them_dies_ove
     assert all(outcomes[slot].value["steps"] for slot in (2, 4)), "they entered in the end"
 
 
-def test_the_peer_that_gives_its_state_may_die_over_it(tmp_path: Path) -> None:
-    with Flock(CASE, 3, tmp_path, args={"die": {"0": [["giving", 0]]}, **UNHURRIED}) as flock:
+@pytest.mark.parametrize("point", [["giving", 0], ["sending", 6]], ids=["before", "amid"])
+def test_the_peer_that_gives_its_state_may_die_over_it(tmp_path: Path, point: list[Any]) -> None:
+    with Flock(CASE, 3, tmp_path, args={"die": {"0": [point]}, **UNHURRIED}) as flock:
         flock.wait_for_step(5)
         flock.start(3)
         flock.wait_for_end(0)

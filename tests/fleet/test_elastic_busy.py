@@ -33,7 +33,7 @@ def test_a_leader_that_keeps_the_interpreter_to_itself_is_waited_for_and_named(t
     told: list[tuple[str, dict[str, Any]]] = []
     args = {"epochs": 3, "busy": 0, "busy_at": 7, "busy_s": 8.0, "holds": True}
     with Flock(CASE, 3, tmp_path, args=args) as flock:
-        flock.server._observe = lambda kind, said: told.append((kind, said))
+        flock.server._on_event = lambda kind, said: told.append((kind, said))
         outcomes = flock.wait()
     run = must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=3)
     assert {record.generation for record in run.records} == {1}, "nobody was done without"

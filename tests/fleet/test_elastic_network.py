@@ -205,6 +205,7 @@ def test_while_the_roster_is_cut_off_the_fleet_trains_on_as_it_is(tmp_path: Path
         time.sleep(2.5)  # longer than anybody may be silent
         flock.wait_until(lambda: len(flock.commits(1)) > before + 5)
         flock.network.heal("roster")
+        flock.wait_until(lambda: len(flock.server.snapshot()["members"]) == 3)  # else the end comes without one of them
         is_back(flock, {0, 1})
         outcomes = flock.hurry()
         must_be_one_fleet(flock, cuts={0: 1, 1: 1, 2: 1})

@@ -14,6 +14,9 @@ from elastic_cases import BATCH, LENGTH
 from flock import Flock, sound
 from test_elastic import UNHURRIED
 
+from paceline.observe import read_log
+from paceline.observe.analysis.audit import audit
+
 pytestmark = pytest.mark.fleet
 
 CASE = "review_cases.py:train"
@@ -327,6 +330,16 @@ def test_an_interrupted_worker_does_not_end_the_others_log(tmp_path: Path) -> No
     events = [json.loads(line)["event"] for line in lines]
     assert events.count("end") == 1
     assert events[-1] == "end"
+
+
+@pytest.mark.parametrize("pace", ["adaptive", DEADLINE], ids=["adaptive", "deadline"])
+def test_a_leader_that_dies_after_the_last_call_has_written_every_step(tmp_path: Path, pace: Any) -> None:
+    with Flock(CASE, 2, tmp_path, args={"die_at_the_end": "0", "pace": pace, "epochs": 2}) as flock:
+        outcomes = flock.wait()
+    assert [outcomes[slot].code for slot in (0, 1)] == [-signal.SIGKILL, 0], flock.complaints()
+    seen = audit(read_log(tmp_path / "run"))
+    assert all(entry.sound for entry in seen), seen
+    assert [entry.counted for entry in seen] == [LENGTH, LENGTH]
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +39,6 @@ def accuracy_by_hand(ema: dict[str, torch.Tensor]) -> float:
     images, labels = (torch.stack(parts) for parts in zip(*(test[i] for i in range(len(test)))))
     with torch.no_grad():
         return float((model(images).argmax(1) == labels).sum()) / len(test)
-
-
-def code(name: str) -> Counter[str]:
-    """The lines of a script below its docstring."""
-    return Counter((EXAMPLES / name).read_text().split('"""\n', 1)[1].splitlines())
-
-
-def test_the_difference_shown_in_the_docs_is_the_difference_of_the_scripts() -> None:
-    text = (EXAMPLES.parent / "docs" / "porting.md").read_text()
-    shown = [line for block in re.findall(r"```diff\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
-    removed, added = (Counter(line[1:] for line in shown if line[0] == sign) for sign in "-+")
-    assert not removed - code(DDP), "the docs take away what is not there"
-    assert code(DDP) - removed + added == code(PORT)
 
 
 @pytest.fixture(scope="module")

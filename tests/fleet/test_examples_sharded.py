@@ -17,14 +17,14 @@ pytestmark = pytest.mark.fleet
 SMALL = ("--samples", 300, "--epochs", 1, "--global-batch", 32, "--width", 32)
 
 
-UNLIKE = ("-m", "paceline.cli", "run", "-n", "2", "--group", "1,2", "--pace", "equal")
+UNLIKE = ("-m", "paceline.cli", "run", "-n", "2", "--procs-per-worker", "1,2", "--pace", "equal")
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Script:
     """Two workers of two processes."""
     nursery().load("torch.distributed.fsdp")
-    how = {"launcher": FORKED_FOUR, "PACELINE_GROUP": "2", "PACELINE_PACE": "equal"}
+    how = {"launcher": FORKED_FOUR, "PACELINE_PROCS_PER_WORKER": "2", "PACELINE_PACE": "equal"}
     return run("sharded.py", *SMALL, folder=tmp_path_factory.mktemp("two"), **how)
 
 

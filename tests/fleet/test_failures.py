@@ -67,7 +67,7 @@ def test_a_script_that_raises_keeps_its_traceback_and_the_others_name_it(who: in
         assert f"worker {who} (cpu) ended with KeyError" in outcomes[rank].err
 
 
-@pytest.mark.parametrize("call", ["evaluate", "save", "agree"])
+@pytest.mark.parametrize("call", ["evaluate", "save", "any", "barrier"])
 def test_a_call_made_by_the_leader_alone_is_named_within_seconds(call: str, tmp_path: Path) -> None:
     with Crew("failure_cases.py:leader_calls_alone", 3, tmp_path, args={"folder": str(tmp_path), "call": call}) as crew:
         outcomes = crew.wait()

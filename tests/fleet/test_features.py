@@ -241,7 +241,8 @@ def test_evaluation_is_exact_for_any_shares_and_smaller_sets_than_fleets(told: T
         assert result["sum"] == pytest.approx(float(y.sum()), abs=1e-12)
         assert result["mean"] == pytest.approx(float(y.mean()), abs=1e-12)
         assert result["count"] == length
-    assert first[3] == {"agree": [True, False], "training": True}
+    assert first[3] == {"made": True}, "what the leader made before its barrier is there after everybody's"
+    assert first[4] == {"any": [True, False], "training": True}
 
 
 def test_a_save_or_load_that_fails_does_so_on_every_worker_and_the_fleet_goes_on(told: Told) -> None:

@@ -68,7 +68,7 @@ def test_nccl_with_one_rank(tmp_path: Path) -> None:
 
 
 def test_memory_that_runs_out_halves_the_micro_batch_and_the_step_goes_on(tmp_path: Path) -> None:
-    value = run("gpu_cases.py:real_memory", 1, tmp_path, args={"epochs": 2, "whole": True})[0]
+    value = run("gpu_cases.py:real_memory", 1, tmp_path, args={"epochs": 2, "fixed_micro_batch": True})[0]
     assert value["micro_batch"] < 32768
     assert value["samples"] == [32768, 32768]
     assert value["finite"]

@@ -154,7 +154,7 @@ def test_what_is_saved_by_itself_loads_on_another_grouping(tmp_path: Path) -> No
     assert all(close(value["parameters"], alone()["parameters"]) for value in told)
 
 
-BY_RANK = {"PACELINE_GROUP": "2", "PACELINE_DEVICE": "cpu"}
+BY_RANK = {"PACELINE_PROCS_PER_WORKER": "2", "PACELINE_DEVICE": "cpu"}
 
 
 def test_ranks_of_a_launcher_that_knows_no_groups_are_workers_in_turn(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_call_that_one_process_makes_alone_is_named(tmp_path: Path) -> None:
 def test_in_a_fleet_without_groups_a_model_is_not_divided(tmp_path: Path) -> None:
     with Crew(CASE, 2, tmp_path) as crew:
         outcomes = crew.wait()
-    assert all("start the run with `paceline run --group 2`" in outcome.err for outcome in outcomes)
+    assert all("start the run with `paceline run --procs-per-worker 2`" in outcome.err for outcome in outcomes)
 
 
 # -- workers that come and go --------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_a_stranger_cannot_use_up_a_workers_file_descriptors(tmp_path: Path) -> 
 def test_a_worker_with_another_token_is_refused_and_the_fleet_goes_on(tmp_path: Path) -> None:
     refused: list[dict[str, Any]] = []
     with Flock(CASE, 2, tmp_path, args={"epochs": 12}) as flock:
-        flock.server._observe = lambda kind, said: refused.append(said) if kind == "refused" else None
+        flock.server._on_event = lambda kind, said: refused.append(said) if kind == "refused" else None
         flock.wait_for_step(5)
         flock.start(2, PACELINE_TOKEN="another run's token")
         flock.wait_for_end(2)

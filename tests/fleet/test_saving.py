@@ -18,7 +18,6 @@ from crew import Crew, _text, run
 from flock import Flock
 
 from paceline.checkpoint import file as checkpoint_file
-from paceline.checkpoint import folder as checkpoint_folder
 
 pytestmark = pytest.mark.fleet
 
@@ -31,7 +30,7 @@ CASE = "saving_cases.py:counted"
 
 
 def check_whole(folder: Path) -> None:
-    for file in checkpoint_folder.newest_first(folder):
+    for file in checkpoint_file.newest_first(folder):
         assert checkpoint_file.checked_version(memoryview(file.read_bytes()), file) == 2
 
 
@@ -44,7 +43,7 @@ def kill(crew: Crew) -> None:
 
 def wait_until_saved(crew: Crew, folder: Path, step: int) -> None:
     until = time.monotonic() + 60
-    while not any((checkpoint_folder.step_of(file) or 0) >= step for file in checkpoint_folder.newest_first(folder)):
+    while not any((checkpoint_file.step_of(file) or 0) >= step for file in checkpoint_file.newest_first(folder)):
         assert time.monotonic() < until, [outcome.err[-2000:] for outcome in crew._read()]
         time.sleep(0.005)
 
@@ -72,15 +71,15 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_one_before_whole(tmp_path: P
     with Crew(CASE, 2, tmp_path / "crew", args=args | stuck) as crew:
         crew.wait_for("writing")
         kill(crew)
-    whole = checkpoint_folder.newest_first(folder)
+    whole = checkpoint_file.newest_first(folder)
     half = [file.name for file in folder.iterdir() if file not in whole]
     assert (len(whole), len(half)) == (2, 1)
     assert half[0].startswith(".step-000000")
     check_whole(folder)
     values = run(CASE, 2, tmp_path / "end", args=args | END)
-    assert values[0]["first"] == checkpoint_folder.step_of(whole[0])
+    assert values[0]["first"] == checkpoint_file.step_of(whole[0])
     assert values[0]["tally"] == ONCE
-    assert checkpoint_folder.newest_first(folder)[0] == checkpoint_folder.path_of(folder, LAST)
+    assert checkpoint_file.newest_first(folder)[0] == checkpoint_file.path_of(folder, LAST)
     assert half[0] not in [file.name for file in folder.iterdir()]
 
 
@@ -109,17 +108,17 @@ def test_when_the_leader_dies_the_next_one_goes_on_saving_and_the_run_resumes_wi
     folder = tmp_path / "kept"
     args = ARGS | {"folder": str(folder), "pause_s": 0.1}
     with Flock(CASE, 3, tmp_path / "flock", args=args) as flock:
-        flock.wait_until(lambda: bool(checkpoint_folder.newest_first(folder)))
+        flock.wait_until(lambda: bool(checkpoint_file.newest_first(folder)))
         flock.kill(0)
         flock.start(0)  # it finds checkpoints in the folder, and takes a peer's state all the same
         flock.wait_for_step(11)
-        flock.wait_until(lambda: (checkpoint_folder.step_of(checkpoint_folder.newest_first(folder)[0]) or 0) >= 9)
+        flock.wait_until(lambda: (checkpoint_file.step_of(checkpoint_file.newest_first(folder)[0]) or 0) >= 9)
         for slot in (1, 2, 0):
             flock.workers[slot].kill_group()
         for worker in flock.workers.values():
             worker.wait()
     check_whole(folder)
-    newest = checkpoint_folder.step_of(checkpoint_folder.newest_first(folder)[0])
+    newest = checkpoint_file.step_of(checkpoint_file.newest_first(folder)[0])
     values = run(CASE, 2, tmp_path / "end", args=args | END)
     assert values[0]["first"] == newest
     assert [value["tally"] for value in values] == [ONCE, ONCE]
@@ -132,7 +131,7 @@ def test_a_lone_worker_that_is_told_to_leave_saves_its_last_step_first(tmp_path:
         flock.wait_for_step(4)
         flock.send(0, signal.SIGTERM)
         assert flock.workers[0].wait() == 143
-    newest = checkpoint_folder.step_of(checkpoint_folder.newest_first(folder)[0])
+    newest = checkpoint_file.step_of(checkpoint_file.newest_first(folder)[0])
     assert newest is not None
     assert newest > 4
     assert [save["step"] for save in saves(tmp_path / "flock")] == [newest]
@@ -144,7 +143,7 @@ def test_a_lone_worker_that_is_told_to_leave_saves_its_last_step_first(tmp_path:
 def test_only_the_leader_writes(tmp_path: Path) -> None:
     run(CASE, 3, tmp_path, args=ARGS | {"folder": str(tmp_path / "kept"), "apart": True, "every": 100})
     assert [file.name for file in (tmp_path / "kept").iterdir()] == ["0"]
-    assert checkpoint_folder.newest_first(tmp_path / "kept" / "0")[0].name == "step-00000200.paceline"
+    assert checkpoint_file.newest_first(tmp_path / "kept" / "0")[0].name == "step-00000200.paceline"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_saving_fits_every_pace_and_combine(tmp_path: Path, pace: str, combine: 
         wait_until_saved(crew, folder, 6)
         kill(crew)
     check_whole(folder)
-    newest = max(checkpoint_folder.step_of(file) or 0 for file in checkpoint_folder.newest_first(folder))
+    newest = max(checkpoint_file.step_of(file) or 0 for file in checkpoint_file.newest_first(folder))
     values = run(CASE, 3, tmp_path / "end", args=args | END)
     assert values[0]["first"] == newest
     assert values[0]["tally"] == ONCE
@@ -170,13 +169,13 @@ def test_a_damaged_newest_checkpoint_is_named_by_the_leader_and_the_one_before_t
     folder = tmp_path / "kept"
     args = ARGS | {"folder": str(folder), "every": 50}
     run(CASE, 2, tmp_path / "a", args=args)
-    newest, before = checkpoint_folder.newest_first(folder)[:2]
+    newest, before = checkpoint_file.newest_first(folder)[:2]
     damaged = bytearray(newest.read_bytes())
     damaged[len(damaged) // 2] ^= 16
     newest.write_bytes(damaged)
     with Crew(CASE, 2, tmp_path / "b", args=args) as crew:
         outcomes = crew.wait()
-    assert [outcome.value["first"] for outcome in outcomes] == [checkpoint_folder.step_of(before)] * 2
+    assert [outcome.value["first"] for outcome in outcomes] == [checkpoint_file.step_of(before)] * 2
     assert [outcome.value["tally"] for outcome in outcomes] == [ONCE, ONCE]
     assert newest.name in outcomes[0].err
     assert newest.name not in outcomes[1].err
@@ -226,5 +225,5 @@ def _on_a_small_disk(disk: Path, command: list[str]) -> Any:
 
 def test_torch_alone_reads_what_was_saved(tmp_path: Path) -> None:
     run(CASE, 2, tmp_path, args=ARGS | {"folder": str(tmp_path / "kept"), "every": LAST})
-    content = torch.load(checkpoint_folder.path_of(tmp_path / "kept", LAST), weights_only=True)
+    content = torch.load(checkpoint_file.path_of(tmp_path / "kept", LAST), weights_only=True)
     assert set(content["models"][0]) == {"weight", "bias"}

@@ -203,11 +203,10 @@ def test_a_roster_by_itself_is_joined_over_loopback_a_launcher_and_variables(tmp
         switch.every(delay_s=0.005, bits_s=50e6)
         outside = f"{switch.address('r', 'eth0')}:7070"
         with switch.inside("r"):
-            host = Shell(folders["r"]).start(
-                "host", "--host", "0.0.0.0", "--port", "7070", "--min", "3", "--token", TOKEN
-            )
+            at = ("--host", "0.0.0.0", "--port", "7070")
+            host = Shell(folders["r"]).start("host", *at, "--min", "3", PACELINE_TOKEN=TOKEN)
         with switch.inside("a"):
-            launcher = Shell(folders["a"]).start("run", "--join", outside, "-n", "1", "--token", TOKEN, "train.py")
+            launcher = Shell(folders["a"]).start("run", "--join", outside, "-n", "1", "train.py", PACELINE_TOKEN=TOKEN)
         stack.callback(end, host, launcher)
         workers = {}
         for name, address in (("r", "127.0.0.1:7070"), ("b", outside)):

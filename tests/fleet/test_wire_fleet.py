@@ -22,7 +22,7 @@ PRECISION = {"bf16": 2**-8, "fp16": 2**-11}
 
 
 def over(wire: str) -> dict[str, str]:
-    return {"PACELINE_WIRE": wire, "WIRE_ALL": "1"}
+    return {"PACELINE_COMM_DTYPE": wire, "WIRE_ALL": "1"}
 
 
 def error(ours: Any, theirs: torch.Tensor, start: torch.Tensor) -> float:
@@ -76,10 +76,10 @@ def test_averages_in_int8_go_on_when_workers_die_and_come_back_and_another_wire_
         flock.wait_for_step(6)
         flock.kill(1)
         flock.wait_for_workers(2)
-        flock.start(3, PACELINE_WIRE="bf16")
+        flock.start(3, PACELINE_COMM_DTYPE="bf16")
         flock.wait_for_end(3)
         flock.start(1)
         flock.wait_for_workers(3)
         outcomes = flock.hurry()
     sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=16, length=elastic_cases.LENGTH)
-    assert "wire is 'bf16' here and 'int8' there" in outcomes[3].err
+    assert "comm_dtype is 'bf16' here and 'int8' there" in outcomes[3].err

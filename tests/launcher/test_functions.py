@@ -77,7 +77,7 @@ def train():
             for (x,) in step:
                 step.backward(model(x).mean())
             step.commit(optimizer)
-        return fleet.size, step.index
+        return fleet.world_size, step.index
 
 nn.Linear(500, 500)(torch.ones(500, 500)).sum().backward()
 print(paceline.launch(train, workers=2, pace="equal"), paceline.launch(lambda: 7, workers=1))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 import urllib.request
 from contextlib import suppress
 
@@ -221,6 +222,37 @@ def test_a_second_ctrl_c_kills_at_once(shell: Shell) -> None:
     wait_for_end(pids)
 
 
+def test_an_import_that_turns_ctrl_c_into_another_error_prints_no_traceback(shell: Shell) -> None:
+    (shell.folder / "heavy.py").write_text(
+        "import time\ntry:\n    time.sleep(60)\nexcept BaseException:\n    pass\nraise RecursionError('half way')\n"
+    )
+    shell.script(PID + "import heavy")
+    launcher = shell.start("run", "-n", "2", "train.py")
+    shell.pids(2)
+    time.sleep(0.2)  # they are inside the import
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 130
+    assert "stopping" in err
+    assert "Traceback" not in err
+
+
+def test_an_error_of_before_ctrl_c_is_printed(shell: Shell) -> None:
+    shell.script(
+        "import traceback\nsignal.signal(signal.SIGINT, lambda *_: os._exit(3))\n"
+        "try:\n    raise ValueError('an early error')\nexcept ValueError:\n    traceback.print_exc()\n"
+        + PID
+        + "time.sleep(60)"
+    )
+    launcher = shell.start("run", "-n", "2", "train.py", HOLD_S="60")
+    shell.pids(2)
+    time.sleep(0.5)  # the launcher has read the traceback
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 130
+    assert "ValueError: an early error" in err
+
+
 def test_a_script_that_takes_its_time_to_leave_after_ctrl_c_gets_it(shell: Shell) -> None:
     shell.script(
         f"try:\n    {PID}    time.sleep(60)\n"
@@ -244,7 +276,7 @@ def test_killing_the_launcher_itself_leaves_nothing_running(shell: Shell) -> Non
 
 HELD_UP = """
 import subprocess, time
-import paceline.launcher.processes as processes
+import paceline.launcher.worker_process as processes
 
 class Popen(subprocess.Popen):
     def __init__(self, command, **options):

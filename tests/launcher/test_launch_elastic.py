@@ -338,7 +338,7 @@ def test_a_wrong_token_is_refused_in_one_line_and_the_fleet_goes_on(shell: Shell
     first = shell.start("run", "-n", "1:4", "--emulate", "1", "train.py", STEPS="100000")
     address, _ = invited(first)
     entered(shell, 5)
-    done = shell.run("run", "--join", address, "--token", "not-this-one", "train.py")
+    done = shell.run("run", "--join", address, "train.py", PACELINE_TOKEN="not-this-one")
     assert done.returncode == 75
     assert "does not know this run's token" in done.stderr
     _, err = finish(shell, first)

@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 from typing import cast
 
-from paceline.launcher.failures import WorkerFailure
+from paceline.launcher.elastic_fleet import WorkerSlot, give_up_reason, pause_s
 from paceline.launcher.output import OutputStream
-from paceline.launcher.processes import WorkerProcess
-from paceline.launcher.restarts import WorkerSlot, give_up_reason, pause_s
 from paceline.launcher.roster import WorkerNumbers
+from paceline.launcher.worker_failures import WorkerFailure
+from paceline.launcher.worker_process import WorkerProcess
 
 
 def test_the_pause_before_a_restart_doubles_except_after_a_fault_that_was_asked_for() -> None:

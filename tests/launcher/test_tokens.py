@@ -11,30 +11,29 @@ from paceline.roster.wire import written
 def test_a_token_is_made_kept_in_a_private_file_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     file = tmp_path / "token"
-    made = own_token(None, file)
+    made = own_token(file)
     assert file.stat().st_mode & 0o777 == 0o600
-    assert own_token(None, file) == their_token(None, file) == made
-    assert len(own_token(None, None)) >= 24
-    assert own_token(None, None) != own_token(None, None)
+    assert own_token(file) == their_token(file) == made
+    assert len(own_token(None)) >= 24
+    assert own_token(None) != own_token(None)
     monkeypatch.setenv("PACELINE_TOKEN", "from-the-environment")
-    assert own_token(None, None) == their_token(None, None) == "from-the-environment"
-    assert own_token("given-by-hand", None) == "given-by-hand"
+    assert own_token(None) == their_token(None) == "from-the-environment"
+    assert own_token(file) == made, "a file that is named counts before the variable"
 
 
 @pytest.mark.parametrize("token", ["", "short", "with a space in it", "ü" * 12, "x" * 2000, "new\nline12345"])
-def test_a_token_that_is_no_token_is_refused(token: str) -> None:
-    with pytest.raises(ValueError, match="--token: a token is 8 to 1024 plain characters"):
-        own_token(token, None)
+def test_a_token_that_is_no_token_is_refused(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", token)
+    with pytest.raises(ValueError, match="PACELINE_TOKEN: a token is 8 to 1024 plain characters"):
+        own_token(None)
 
 
 def test_joining_without_a_token_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     with pytest.raises(ValueError, match="set PACELINE_TOKEN, or give --token-file"):
-        their_token(None, None)
+        their_token(None)
     with pytest.raises(ValueError, match="cannot be read from"):
-        their_token(None, tmp_path / "none")
-    with pytest.raises(ValueError, match="not both"):
-        their_token("12345678", tmp_path / "none")
+        their_token(tmp_path / "none")
 
 
 def test_the_invitation_keeps_the_token_out_of_the_options_and_says_who_can_join() -> None:

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.machines.failures import PARSERS, Outages, Trouble, parse_failures, troubles
+from paceline.machines.failures import PARSERS, Failures, Outages, Trouble, parse_failures
+
+
+def troubles(failures: Failures, *, workers: int, rounds: int) -> list[list[Trouble]]:
+    """Every worker's trouble, round by round."""
+    return [[failures.at(worker=worker, round=number) for worker in range(workers)] for number in range(rounds)]
+
 
 KINDS = st.sampled_from(["lost", "frozen", "restart"])
 

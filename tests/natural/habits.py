@@ -11,6 +11,7 @@ says what to write is the only good end, and which may be refused though one cou
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from textwrap import dedent, indent
 
 import programs
@@ -53,7 +54,8 @@ def pause(index, slow):
         time.sleep(0.4 if index > slow else 0.02)
 """
 
-LOOPS = ("one", "own", "phases", "unlike phases")
+LOOPS = ("one", "own", "phases", "unlike phases", *(("accelerate",) if find_spec("accelerate") else ()))
+"""The last is Accelerate's own loop, which has a program of its own."""
 DATA = ("dataset", "loader", "in order", "noisy", "fresh", "weighted sampler", "subset sampler", "drop last")
 OPTIMIZERS = {
     "sgd": "torch.optim.SGD(model.parameters(), lr=0.1)",
@@ -132,6 +134,8 @@ def habits(draw: st.DrawFn) -> Habits:
     """Those that go together."""
     pick = lambda *choices: draw(st.sampled_from(choices))  # noqa: E731
     loop = pick(*LOOPS)
+    if loop == "accelerate":
+        return draw(accelerate_habits())
     pace = pick("equal", "equal", "fixed:1,3", "fixed:1,3", "adaptive", "auto", "joint", "joint", "elastic")
     layer = "phases" in loop and pick(False, True)
     schedule = "none" if layer else pick("none", "epoch", "epoch", "step", "step", "cycle", "cycle", "inside")
@@ -159,6 +163,31 @@ def habits(draw: st.DrawFn) -> Habits:
     )
 
 
+@st.composite
+def accelerate_habits(draw: st.DrawFn) -> Habits:
+    """Those that go together in Accelerate's own loop."""
+    pick = lambda *choices: draw(st.sampled_from(choices))  # noqa: E731
+    pace = pick("equal", "fixed:1,3", "fixed:1,3", "adaptive", "joint", "elastic")
+    saving = pick("no", "inside", "between")
+    early = ("no", "evaluate") if saving != "no" or pace == "elastic" else ("no", "evaluate", "plain")
+    return Habits(
+        loop="accelerate",
+        data=pick(*(kind for kind in DATA if kind != "fresh")),
+        global_batch=pick(12, 12, 10),
+        micro_batch=pick(3, 3, 4, 5),
+        optimizer=pick("sgd", "momentum", "adam"),
+        schedule=pick("none", "epoch", "step", "cycle"),
+        update=pick(*5 * ("commit",), "double"),
+        average=pick("none", "none", "tracked", "untracked"),
+        clip=pick(False, True),
+        early=pick(*early),
+        saving=saving,
+        save_at=pick(5, 10),
+        pace=pace,
+        killed_at=pick(5, 26),
+    )
+
+
 # -- the oracle ------------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +199,8 @@ def _hidden_state(habits: Habits) -> bool:
 
 def must_refuse(habits: Habits, *, loads: bool) -> str:
     """Why this program must end with an error; empty when it must not. ``loads``: it went on from a checkpoint."""
+    if habits.loop == "accelerate" and habits.pace == "joint":
+        return "Accelerate's loop has no deadlines"
     if habits.schedule == "inside":
         return "the schedule is stepped once a micro-batch"
     if habits.update in ("double", "left"):
@@ -205,6 +236,8 @@ def same_shuffle(habits: Habits) -> bool:
 
 def script(habits: Habits) -> str:
     """The program's text."""
+    if habits.loop == "accelerate":
+        return accelerate_script(habits)
     parts = [_before_the_loop(habits), _loops(habits), _result(habits)]
     return BEFORE + "\nwith paceline.join() as fleet:\n" + indent("\n".join(part for part in parts if part), "    ")
 
@@ -360,20 +393,20 @@ def _step(habits: Habits, epoch: str) -> str:
     update = {
         "commit": f"step.commit(optimizer, counting{clip})",
         "own": _lines(
-            "step.combine()",
+            "step.reduce()",
             "nn.utils.clip_grad_norm_(model.parameters(), 1.5)" if habits.clip else "",
             "optimizer.step()",
             "counting.step()",
             "step.commit()",
         ),
         "noise": _lines(
-            "step.combine()",
+            "step.reduce()",
             "for p in model.parameters():",
             "    if p.grad is not None:",
             "        p.grad.add_(0.01 * torch.randn_like(p.grad))",
             f"step.commit(optimizer, counting{clip})",
         ),
-        "double": _lines("step.combine()", "optimizer.step()", f"step.commit(optimizer, counting{clip})"),
+        "double": _lines("step.reduce()", "optimizer.step()", f"step.commit(optimizer, counting{clip})"),
         "left": _lines(f"step.commit(optimizer, counting{clip})", "optimizer.step()", "optimizer.zero_grad()"),
     }[habits.update]
     inside = habits.saving == "inside" and not (habits.loop == "one" or habits.phases)
@@ -436,3 +469,93 @@ def _result(habits: Habits) -> str:
         f'result = {{"weights": [flat(model){ema}], "rate": optimizer.param_groups[0]["lr"], '
         '"counted": ledger.counted.tolist()}\n'
     )
+
+
+# -- Accelerate's own loop -------------------------------------------------------------------------------------------
+
+ACCELERATE = """
+from accelerate.utils import DataLoaderConfiguration
+from paceline.adapters.accelerate import Accelerator
+
+class Counter:
+    updates = 0
+    def state_dict(self):
+        return {"updates": self.updates}
+    def load_state_dict(self, state):
+        self.updates = state["updates"]
+"""
+
+
+def accelerate_script(habits: Habits) -> str:
+    """The same training as a script for Accelerate: a loader's batch is an update, of which each process has a part."""
+    size, save = habits.global_batch, habits.saving
+    rest = {"weighted sampler": ", sampler=WeightedRandomSampler(1.0 + number % 4, 48)", "in order": ""}
+    rest |= {
+        "subset sampler": ", sampler=SubsetRandomSampler(range(0, 48, 2))",
+        "drop last": ", shuffle=True, drop_last=True",
+    }
+    kept = ["counter", *(["ema"] if habits.average == "tracked" else [])]
+    schedule = SCHEDULES[habits.schedule].replace("len(steps)", f"{habits.epochs} * len(loader)")
+    data = "Noisy()" if habits.data == "noisy" else "data"
+    before = _lines(
+        "config = DataLoaderConfiguration(split_batches=True)",
+        f"sizes = {{'global_batch': {size}, 'micro_batch': {habits.micro_batch}}}",
+        "accelerator = Accelerator(seed=0, dataloader_config=config, **sizes)",
+        f"model, ledger = network(), Ledger({habits.epochs})",
+        f"optimizer = {OPTIMIZERS[habits.optimizer]}",
+        "counting = torch.optim.SGD(ledger.parameters(), lr=1.0)",
+        f"loader = DataLoader({data}, {size}{rest.get(habits.data, ', shuffle=True')})",
+        "model, ledger, optimizer, counting, loader, test = accelerator.prepare(",
+        "    model, ledger, optimizer, counting, loader, DataLoader(data, 10))",
+        f"scheduler = accelerator.prepare({schedule})" if schedule else "",
+        "ema = torch.optim.swa_utils.AveragedModel(model)" if habits.average != "none" else "",
+        "counter = Counter()",
+        f"accelerator.register_for_checkpointing({', '.join(kept)})",
+        "best, bad, first, skip = float('inf'), 0, 0, 0",
+        "if load:\n    accelerator.load_state(load)\n    first, skip = divmod(counter.updates, len(loader))"
+        if habits.loads
+        else "",
+    )
+    update = _lines(
+        "accelerator.backward(nn.functional.cross_entropy(model(a), b) + ledger(i, len(i)))",
+        "accelerator.clip_grad_norm_(model.parameters(), 1.5)" if habits.clip else "",
+        "optimizer.step()",
+        "optimizer.step()" if habits.update == "double" else "",
+        "counting.step()",
+        "scheduler.step()" if habits.schedule in ("step", "cycle") else "",
+        "optimizer.zero_grad()",
+        "if accelerator.sync_gradients:",
+        indent(
+            _lines(
+                "ledger.book(epoch, accelerator.last_step)",
+                "counter.updates += 1",
+                "ema.update_parameters(model)" if habits.average != "none" else "",
+                f"pause(counter.updates, {habits.killed_at + 2})" if habits.elastic else "",
+                f"if counter.updates == {habits.save_at}:\n    accelerator.save_state(path)"
+                if save == "inside"
+                else "",
+            ),
+            "    ",
+        ),
+    )
+    scored = _lines(
+        "model.eval(), ledger.eval()",
+        "score = 0.0",
+        "for a, b, i in test:",
+        "    with torch.no_grad():",
+        "        loss = nn.functional.cross_entropy(model(a), b, reduction='none')",
+        "    score += accelerator.gather_for_metrics(loss).sum().item()",
+    )
+    stops = "bad, best = bad + 1 if score > 0.97 * best else 0, min(best, score)\nif bad >= 2:\n    break"
+    loop = _lines(
+        f"for epoch in range(first, {habits.epochs}):",
+        "    model.train(), ledger.train()",
+        "    batches = accelerator.skip_first_batches(loader, skip) if skip and epoch == first else loader",
+        "    for a, b, i in batches:",
+        indent(update, "        "),
+        "    scheduler.step()" if habits.schedule == "epoch" else "",
+        indent(scored, "    ") if habits.early != "no" else "",
+        indent("if epoch == 0:\n    accelerator.save_state(path)", "    ") if save == "between" else "",
+        indent(stops, "    ") if habits.early == "plain" else "",
+    )
+    return _lines(BEFORE, ACCELERATE, before, loop, _result(habits), "accelerator.end_training()") + "\n"

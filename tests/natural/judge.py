@@ -163,6 +163,8 @@ def _told(ended: list[Outcome]) -> str:
 def _sentence(err: str) -> str:
     """The error that a worker ended with, if Paceline raised it."""
     lines = [line for line in err.splitlines() if line.strip()]
+    while lines and lines[-1].startswith("warning: the run ended"):  # the log's last, by a script without `with`
+        lines.pop()
     last = lines[-1] if lines else ""
     if last.startswith("paceline: "):
         return last.removeprefix("paceline: ")
@@ -194,11 +196,12 @@ from pathlib import Path
 import paceline.feed.sample_dealing
 import paceline.training.join
 from paceline.feed.ranges import Ranges, positions
+from paceline.pace import Pacer
 from paceline.records import Plan
 
 batches = json.loads(Path(__file__).with_suffix(".json").read_text())
 
-class Recorded:
+class Recorded(Pacer):
     name = "recorded"
     def check(self, workers):
         pass

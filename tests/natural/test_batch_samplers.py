@@ -89,7 +89,7 @@ def train(data, *, epochs=2, global_batch=4, stop=None, path=None, before=nothin
         saved = fleet.load(path) if path is not None and stop is None else None
         ledger = {int(index): counts for index, counts in (saved or {}).items()}
         met, sizes, records = [], [], []
-        steps = fleet.steps(data, global_batch=global_batch, epochs=epochs, **more)
+        steps = fleet.steps(data, global_batch=global_batch, epochs=epochs, **more)._loop
         stuck = Stalls(fleet.rank, {"stalls": stalls}, steps) if stalls else None
         for step in steps:
             before(step, fleet)
@@ -102,7 +102,7 @@ def train(data, *, epochs=2, global_batch=4, stop=None, path=None, before=nothin
                 sizes.append([step.epoch, sorted(numbers.tolist())])
                 loss = loss_fn(model(numbers, padded), labels[numbers])
                 step.backward(loss + model.counted[numbers].mean())
-            step.combine()
+            step.reduce()
             ledger[step.index], known = [0] * N, [sum(step.record.samples), step.record.weight]
             if step.applied:  # else a deadline came before anybody had finished anything
                 ledger[step.index] = (model.counted.grad * step.record.weight).round().long().tolist()
@@ -233,7 +233,7 @@ def test_batches_of_a_worker_that_is_killed_are_dealt_again_and_it_comes_back_in
         if step.epoch == 1 and not step.ends_epoch and not back.exists():  # it is started again, and waited for
             (folder / "waiting").touch()
             until = time.monotonic() + 60
-            while fleet.size < 3 and not fleet._context.transport.reform.may_change and time.monotonic() < until:
+            while fleet.world_size < 3 and not fleet._context.transport.reform.may_change and time.monotonic() < until:
                 time.sleep(0.01)
             back.touch()
 
@@ -262,12 +262,12 @@ def test_draws_with_replacement_count_once_each_and_evaluation_meets_every_sampl
         for step in fleet.steps(twice, global_batch=2, epochs=1):
             for numbers, padded, noise in step:
                 step.backward(model.counted[numbers].mean())
-            step.combine()
+            step.reduce()
             found.append((model.counted.grad * step.record.weight).round().long().tolist()[:10])
             step.commit(optimizer)
         sums = fleet.evaluate(lambda numbers, padded, noise: {"sum": numbers.sum()}, loader(), sums="sum")
-        rows = fleet.gather(lambda numbers, padded, noise: numbers, loader()).tolist()
-        drawn = fleet.gather(lambda numbers, padded, noise: numbers, twice).tolist()
+        rows = fleet.predict(lambda numbers, padded, noise: numbers, loader()).tolist()
+        drawn = fleet.predict(lambda numbers, padded, noise: numbers, twice).tolist()
         result = [found, sums, rows, drawn]
     """
     for found, sums, rows, drawn in results(tmp_path, script, before=BEFORE + BUCKETS):

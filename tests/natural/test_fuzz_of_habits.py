@@ -9,7 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from habits import Habits, habits, may_refuse, must_refuse, script
+from crew import nursery
+from habits import LOOPS, Habits, accelerate_habits, habits, may_refuse, must_refuse, script
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from judge import judge, ledger_and_audit_agree, replayed
 from programs import results
@@ -27,6 +28,13 @@ PROGRAMS = settings(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    """Every worker with Accelerate's loop would take seconds to import it."""
+    if "accelerate" in LOOPS:
+        nursery().load("paceline.adapters.accelerate")
+
+
 def look_at(one: Habits) -> None:
     with TemporaryDirectory() as folder:
         judge(one, Path(folder) / "program")
@@ -40,6 +48,18 @@ def programs(number: int) -> Callable[[], None]:
 @pytest.mark.parametrize("part", range(3))
 def test_a_program_of_natural_habits_is_right_or_refused(part: int) -> None:
     seed(part)(programs(10))()
+
+
+@pytest.mark.skipif("accelerate" not in LOOPS, reason="needs pip install 'paceline[accelerate]'")
+def test_a_program_with_accelerates_loop_is_right_or_refused() -> None:
+    seed(1)(settings(PROGRAMS, max_examples=6)(given(accelerate_habits())(look_at)))()
+
+
+@pytest.mark.skipif("accelerate" not in LOOPS, reason="needs pip install 'paceline[accelerate]'")
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(5))
+def test_a_hundred_programs_with_accelerates_loop_are_right_or_refused(part: int) -> None:
+    settings(PROGRAMS, max_examples=20)(given(accelerate_habits())(look_at))()
 
 
 @pytest.mark.long
@@ -135,7 +155,7 @@ def test_the_judge_finds_replicas_that_part_and_a_wrong_that_all_workers_share(
     for number, (wrong, found) in enumerate(
         [
             ("optimizer.param_groups[0]['params'][0].data.add_(1e-6 * fleet.rank)", "replicas are not equal"),
-            ("model[0].weight.data.add_(1e-6 * (fleet.size - 1))", "weights differ from one process's"),
+            ("model[0].weight.data.add_(1e-6 * (fleet.world_size - 1))", "weights differ from one process's"),
             ("raise ValueError('the user knows why')", "not Paceline's own"),
         ]
     ):

@@ -100,6 +100,20 @@ CASES = {
     "proportional means": (Net, points, stacked,
         lambda m, b: F.cross_entropy(m(b[0]), b[1]) + 0.1 * m(b[0]).square().mean()),
     "sums": (Net, points, stacked, lambda m, b: coded(b[0], m) / len(b[0])),
+    "rows first": (Net, points, stacked, lambda m, b: (m(b[0]) - b[2]).square().mean(0).mean()),
+    "rows first, weighted": (Net, points, stacked,
+        lambda m, b: ((m(b[0]) - b[2]).square().mean(0) * rarity[:5]).mean()),
+    "features added": (Net, points, stacked, lambda m, b: (m(b[0]) - b[2]).square().mean(0) @ rarity[:5]),
+    "weights of mean 1": (Net, points, stacked, lambda m, b: (
+        F.cross_entropy(m(b[0]), b[1], reduction="none") * b[2][:, 0] / b[2][:, 0].mean()).mean()),
+    "tasks weighted": (Net, points, stacked, lambda m, b: (
+        torch.stack([F.cross_entropy(m(b[0]), b[1]), F.mse_loss(m(b[0]), b[2])]) * rarity[:2]).sum()),
+    "a loss of each sample": (Net, points, stacked,
+        lambda m, b: torch.stack([F.mse_loss(one, other) for one, other in zip(m(b[0]), b[2])]).mean()),
+    "a mean of each text": (GPT, texts, list, lambda m, b: sum(
+        F.cross_entropy(m(tokens[None])[0], tokens) for tokens, _ in b) / len(b)),
+    "nothing to learn from": (Net, points, stacked,
+        lambda m, b: F.mse_loss(m(b[0])[b[1] == 1], b[2][b[1] == 1]) if (b[1] == 1).any() else m(b[0]).sum() * 0),
     "chosen": (Net, points, stacked,
         lambda m, b: F.cross_entropy(m(b[0])[tall(b[0])], b[1][tall(b[0])], reduction="sum") / tall(b[0]).sum()),
 }
@@ -142,7 +156,7 @@ def test_a_step_is_the_mean_of_one_process_whatever_the_loss_is_a_mean_over(tmp_
     assert two[0] == two[1]
     for name, (ours, plain, _) in two[0].items():
         assert apart(ours, plain) < 1e-12, name
-    for name in ("features, a penalty", "proportional means", "sums"):
+    for name in ("features, a penalty", "proportional means", "sums", "rows first", "a loss of each sample"):
         assert two[0][name][2] == [16.0] * 3, "such a mean counts by samples"
     assert two[0]["tokens"][2] != [16.0] * 3
 
@@ -196,7 +210,7 @@ args = PacelineArguments("ours", global_batch=16, micro_batch=3, quiet=True, **u
 ours = PacelineTrainer(gpt(), args, **given)
 ours.train()
 plain = Trainer(gpt(), TrainingArguments("plain", per_device_train_batch_size=16, **usual), **given)
-if ours.fleet.size == 1:
+if ours.fleet.world_size == 1:
     plain.train()
 ours.end()
 result = [flat(ours.model), flat(plain.model)]
@@ -245,6 +259,97 @@ def test_a_loss_that_couples_samples_is_told_of_once(tmp_path: Path) -> None:
     said = ended[0].err.split("next")
     assert "couples the samples" not in said[1]
     assert said[2].count("the loss couples the samples of a micro-batch") == 1
+
+
+LATER = """
+def loss(m, b, step):
+    code = F.normalize(m(b[0]), dim=1)
+    plain = F.cross_entropy(m(b[0]), b[1])
+    return plain + F.cross_entropy(code @ code.t(), torch.arange(len(code))) if step.index > 0 else plain
+
+with paceline.join() as fleet:
+    model = fleet.model(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in steps_of(fleet, points, stacked):
+        for batch in step:
+            step.backward(loss(model, batch, step))
+        step.commit(optimizer)
+        print("done", step.index, file=__import__("sys").stderr)
+result = 0
+"""
+
+
+def test_a_coupling_that_begins_later_reaches_the_log_of_a_leader_without_a_share(tmp_path: Path) -> None:
+    ended = outcomes(tmp_path, LATER, before=BEFORE, PACELINE_PACE="fixed:0,1")
+    assert [one.code for one in ended] == [0, 0], [one.err[-3000:] for one in ended]
+    said = ended[0].err.split("done 0")
+    assert "couples the samples" not in said[0]
+    assert said[1].count("the loss couples the samples of a micro-batch") == 1
+
+
+VARYING = """
+seen = 0
+with paceline.join() as fleet:
+    model = fleet.model(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for how in (lambda step, batch: 0.5 ** step.index, lambda step, batch: seen, lambda step, batch: batch[2].mean()):
+        print("next", file=__import__("sys").stderr)
+        for step in steps_of(fleet, points, stacked):
+            for batch in step:
+                seen += 1
+                step.backward(F.cross_entropy(model(batch[0]), batch[1]) * how(step, batch))
+            step.commit(optimizer)
+result = 0
+"""
+
+
+def test_a_factor_that_changes_from_micro_batch_to_micro_batch_is_told_of(tmp_path: Path) -> None:
+    ended = outcomes(tmp_path, VARYING, before=BEFORE)
+    assert [one.code for one in ended] == [0, 0], [one.err[-3000:] for one in ended]
+    said = ended[0].err.split("next")
+    assert "is not the same in every micro-batch" not in said[1]
+    assert "class weight in the loss is not the same in every micro-batch" in said[2]
+
+
+RARE = """
+def focal(m, b):
+    positives = (b[1] == 4).sum()
+    return F.cross_entropy(m(b[0]), b[1], reduction="sum") / positives.clamp(min=1)
+
+def exact():
+    model.load_state_dict(Net().state_dict())
+    for step in steps_of(fleet, points, stacked):
+        for batch in step:
+            step.add(positives=(batch[1] == 4).sum())
+            step.backward(F.cross_entropy(model(batch[0]), batch[1], reduction="sum") / len(batch[0]))
+        step.reduce()
+        for p in model.parameters():
+            p.grad *= step.record.weight / max(step.sums["positives"], 1)
+        step.commit(optimizer)
+
+with paceline.join() as fleet:
+    model = fleet.model(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in steps_of(fleet, points, stacked):
+        for batch in step:
+            step.backward(focal(model, batch))
+        step.commit(optimizer)
+    exact()
+    plain = Net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for start in range(0, 48, 16):
+        sgd.zero_grad()
+        focal(plain, stacked(points[start : start + 16])).backward()
+        sgd.step()
+    result = [flat(model), flat(plain)]
+"""
+
+
+def test_a_count_of_nothing_made_one_beside_a_loss_is_told_of_with_what_is_exact(tmp_path: Path) -> None:
+    ended = outcomes(tmp_path, RARE, before=BEFORE, PACELINE_PACE="fixed:1,3")
+    assert [one.code for one in ended] == [0, 0], [one.err[-3000:] for one in ended]
+    assert ended[0].err.count("divided by a count of exactly 1") == 1
+    assert apart(*ended[0].value) < 1e-12
 
 
 REFUSED = """

@@ -129,7 +129,7 @@ with paceline.join() as fleet:
     for step in fleet.steps(data, global_batch=12, micro_batch=3, epochs=2, order=twice):
         for x, y in step:
             step.backward(loss_fn(model(x), y))
-        step.combine()
+        step.reduce()
         sam.first_step() if step.index % 2 == 0 else sam.second_step()
         step.commit()
     result = flat(model)

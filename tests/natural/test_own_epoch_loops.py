@@ -154,7 +154,7 @@ first = fleet.load(path, loops=way, missing_ok=True) or 0
 for epoch in range(first if way == "rest" else 0, epochs):
     for step in fleet.steps(noisy, global_batch=12, micro_batch=3, epochs=1):
         train(step, model, optimizer)
-    seen.append(fleet.gather(lambda a, b: model(a), data).flatten().tolist())
+    seen.append(fleet.predict(lambda a, b: model(a), data).flatten().tolist())
     fleet.save(path, extra=epoch + 1)
 """
     + TAIL
@@ -165,7 +165,7 @@ def test_predictions_of_a_loop_that_is_passed_over_are_refused(tmp_path: Path) -
     path = str(tmp_path / "saved.pt")
     assert len(results(tmp_path / "before", GATHERED, args=[path, 2, "all"])[0]["seen"]) == 2
     said = refusals(tmp_path / "all", GATHERED, args=[path, 3, "all"])
-    assert "fleet.gather behind loop 1 of the script, which is passed over" in said
+    assert "fleet.predict behind loop 1 of the script, which is passed over" in said
     assert len(results(tmp_path / "rest", GATHERED, args=[path, 3, "rest"])[0]["seen"]) == 1
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from programs import elastic, results
+from programs import elastic, refusals, results
 
 pytestmark = pytest.mark.fleet
 
@@ -50,7 +50,7 @@ with paceline.join() as fleet:
             step.backward(loss_fn(model(x), y))
         step.commit(optimizer)
         fleet.log(loss=step.loss)
-        if fleet.agree((folder / "enough").exists()):
+        if fleet.any((folder / "enough").exists()):
             break
         time.sleep(0.02)  # nothing to hurry for
     result = step.index
@@ -90,3 +90,36 @@ def _steps(folder: Path, slot: int) -> list[int]:
     file = folder / f"figures.{slot}"
     lines = file.read_text().splitlines() if file.exists() else []
     return [json.loads(line)[0] for line in lines]
+
+
+BEST_OF_ITS_OWN = """
+import copy
+with paceline.join() as fleet:
+    model = fleet.model(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = copy.deepcopy(model.state_dict())
+    for step in fleet.steps(data, global_batch=12, micro_batch=3):
+        for a, b in step:
+            step.backward(loss_fn(model(a), b))
+        step.commit(optimizer)
+    if fleet.rank == 1:  # as where a list of this worker's own losses chooses
+        model.load_state_dict(kept)
+    CALL
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "fleet.evaluate(lambda a, b: {'right': model(a).argmax(1) == b}, data)",
+        "fleet.predict(lambda a, b: model(a), data)",
+    ],
+    ids=["evaluate", "predict"],
+)
+def test_unlike_weights_are_refused_where_they_are_evaluated(tmp_path: Path, call: str) -> None:
+    said = refusals(tmp_path, BEST_OF_ITS_OWN.replace("CALL", call))
+    assert (
+        f"at fleet.{call[6:14].partition('(')[0]}() worker 1 does not hold what worker 0 does: parameter 0.weight"
+        in said
+    )
+    assert "decide by step.loss or fleet.evaluate" in said

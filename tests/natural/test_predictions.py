@@ -20,7 +20,7 @@ with paceline.join(combine=os.environ.get("COMBINE", "gradients")) as fleet:
 def test_predictions_given_to_evaluate_are_refused_and_not_added_up(tmp_path: Path) -> None:
     said = refusals(tmp_path, CLASSES)
     assert "ValueError: fleet.evaluate: 'classes' has the shape (8, 3) for a batch of 8 samples" in said
-    assert "For predictions of each sample call fleet.gather" in said
+    assert "For predictions of each sample call fleet.predict" in said
 
 
 def test_an_evaluation_gives_one_processs_means_and_a_batchs_mean_is_refused(tmp_path: Path) -> None:
@@ -80,12 +80,12 @@ with paceline.join(combine=os.environ.get("COMBINE", "gradients")) as fleet:
             step.backward(loss_fn(model(bx), by))
         step.commit(optimizer)
         if step.ends_epoch:
-            found = fleet.gather(predict, DataLoader(numbered, batch_size=5, shuffle=True))
+            found = fleet.predict(predict, DataLoader(numbered, batch_size=5, shuffle=True))
             assert found["number"].tolist() == list(range(47))
             result.append(area(found["score"], found["truth"]))
-            lone = fleet.gather(predict, torch.utils.data.Subset(numbered, [7]), to="leader")
+            lone = fleet.predict(predict, torch.utils.data.Subset(numbered, [7]), to="leader")
             assert (lone is None) == (not fleet.is_leader)
-            assert fleet.gather(lambda number, x, y: number, torch.utils.data.Subset(numbered, [7])).tolist() == [7]
+            assert fleet.predict(lambda number, x, y: number, torch.utils.data.Subset(numbered, [7])).tolist() == [7]
     result.append(flat(model))
 """
 
@@ -104,17 +104,17 @@ def test_rows_that_only_one_worker_cannot_give_are_refused_everywhere(tmp_path: 
     with paceline.join() as fleet:
         model = fleet.model(network())
         words = lambda number, x: torch.zeros(len(x), 3 if number[0] < 24 else 4)
-        result = fleet.gather(words, TensorDataset(torch.arange(48), x), batch_size=8)
+        result = fleet.predict(words, TensorDataset(torch.arange(48), x), batch_size=8)
     """
     said = refusals(tmp_path, script)
-    assert said.count("ValueError: fleet.gather(): a sample's prediction is float32 [3]") == 2
+    assert said.count("ValueError: fleet.predict(): a sample's prediction is float32 [3]") == 2
     assert "float32 [4] on worker 1: pad it to one size" in said
 
 
 DYING = """
 import signal
 from pathlib import Path
-from paceline.training import gather as gathering
+from paceline.training import predict as predicting
 mark = Path(os.environ["PACELINE_RUN_DIR"]).parent / "died"
 
 def die_here():
@@ -137,16 +137,16 @@ with paceline.join() as fleet:
     if os.environ["WHERE"] == "predict":
         predict = dying(predict)
     else:
-        setattr(gathering, os.environ["WHERE"], dying(getattr(gathering, os.environ["WHERE"])))
+        setattr(predicting, os.environ["WHERE"], dying(getattr(predicting, os.environ["WHERE"])))
     for step in fleet.steps(data, global_batch=12, micro_batch=3):
         for bx, by in step:
             step.backward(loss_fn(model(bx), by))
         step.commit(optimizer)
         if step.index == 1:
-            numbers, found = fleet.gather(predict, TensorDataset(torch.arange(48), x), batch_size=4)
+            numbers, found = fleet.predict(predict, TensorDataset(torch.arange(48), x), batch_size=4)
             with torch.no_grad():
                 assert torch.allclose(found, model(x), atol=1e-12)
-            result = [numbers.tolist(), fleet.size]
+            result = [numbers.tolist(), fleet.world_size]
 """
 
 

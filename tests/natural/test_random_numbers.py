@@ -35,7 +35,7 @@ assert own == expected, "the script's own random numbers do not go on"
 """
 )
 
-NOISY_GRADIENT = """step.combine()
+NOISY_GRADIENT = """step.reduce()
         for p in model.parameters():
             p.grad.add_(0.1 * torch.randn_like(p.grad))
         step.commit(optimizer)"""
@@ -64,7 +64,7 @@ def test_steps_draw_unlike_noise(tmp_path: Path) -> None:
             for a, b in step:
                 step.backward(loss_fn(model(a), b))
             before = torch.rand(1).item()
-            step.combine()
+            step.reduce()
             drawn += [before, torch.rand(1).item()]
             step.commit(optimizer)
     result = drawn

@@ -83,7 +83,7 @@ with paceline.join() as fleet:
         train(Files(shuffled())),
         train(DataLoader(Files(shuffled()), batch_size=3, num_workers=1)),
         said(lambda: fleet.evaluate(scored, parts[1])),
-        said(lambda: fleet.gather(lambda a, b: model(a), Files(shuffled()))),
+        said(lambda: fleet.predict(lambda a, b: model(a), Files(shuffled()))),
     ]
     untouched = flat(model) == before
     drawn = [random.random(), torch.rand(()).item()]
@@ -109,7 +109,7 @@ def test_data_that_differ_are_refused_and_what_cannot_be_compared_is_noted(tmp_p
         assert result["untouched"], "a step counted before the data were compared"
         for text, label, name in zip(
             result["refused"],
-            ["fleet.steps()"] * 3 + ["fleet.evaluate()", "fleet.gather()"],
+            ["fleet.steps()"] * 3 + ["fleet.evaluate()", "fleet.predict()"],
             ["Subset", "Files", "Files", "Subset", "Files"],
             strict=True,
         ):

@@ -80,7 +80,7 @@ def test_a_sampler_of_a_part_is_what_is_evaluated(tmp_path: Path) -> None:
     with paceline.join() as fleet:
         model = fleet.model(network())
         sums = fleet.evaluate(lambda number, x, y: {"sum": number.sum()}, loader, sums="sum")
-        result = [sums, sorted(fleet.gather(lambda number, x, y: number, loader).tolist())]
+        result = [sums, sorted(fleet.predict(lambda number, x, y: number, loader).tolist())]
     """
     for result in results(tmp_path, script, before=BEFORE + WEIGHTED):
         assert result == [{"sum": sum(range(30, 47)), "count": 17}, list(range(30, 47))]
@@ -147,7 +147,7 @@ def test_like_lengths_side_by_side_stay_together_in_whole_micro_batches(tmp_path
         model = fleet.model(nn.Linear(1, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(Texts(), collate_fn=lambda texts: pad_sequence(texts, batch_first=True), num_workers=1)
-        options = dict(global_batch=40, micro_batch=8, whole=True, epochs=2)
+        options = dict(global_batch=40, micro_batch=8, fixed_micro_batch=True, epochs=2)
         for step in fleet.steps(loader, order=by_length, **options):
             for texts in step:
                 groups = [by_length(step.epoch)[start : start + 8] for start in range(0, 160, 8)]
@@ -185,6 +185,6 @@ def test_datasets_side_by_side_are_one_dataset(tmp_path: Path) -> None:
     for ours, theirs in zip(two[0], alone[0], strict=True):
         assert apart(ours, theirs) < 1e-12
     loaders = "result = train((DataLoader(numbered), DataLoader(numbered)))"
-    assert "fleet.steps, evaluate and gather take one dataset" in refusals(
+    assert "fleet.steps, evaluate and predict take one dataset" in refusals(
         tmp_path / "tuple", loaders, before=BEFORE + WEIGHTED
     )

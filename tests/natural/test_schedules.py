@@ -35,7 +35,7 @@ def test_len_of_the_steps_is_a_promise_under_every_pace(tmp_path: Path, pace: st
         assert promised - 3 <= made <= promised
 
 
-@pytest.mark.parametrize("combine", ["paceline.Averaging(every_steps=2)", "paceline.ElasticAverage(tau=3)"])
+@pytest.mark.parametrize("combine", ["paceline.Averaging(every_steps=2)", "paceline.research.ElasticAverage(tau=3)"])
 @pytest.mark.parametrize("pace", ["equal", "fixed:1,3"])
 def test_it_is_one_under_averages_by_steps(tmp_path: Path, combine: str, pace: str) -> None:
     script = ONE_CYCLE.replace("TOTAL", "len(steps)").replace("join()", f"join(combine={combine})")

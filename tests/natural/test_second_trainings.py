@@ -54,12 +54,12 @@ model = Net()
 """
 PHASES = """
 first, trainer = fit(model, TensorDataset(x, y))
-sizes, leaders = [first.fleet.size], [first.fleet.is_leader]
+sizes, leaders = [first.fleet.world_size], [first.fleet.is_leader]
 second, _ = fit(model, TensorDataset(x[:24], y[:24]))  # fine-tune
-sizes, leaders = [*sizes, second.fleet.size], [*leaders, second.fleet.is_leader]
+sizes, leaders = [*sizes, second.fleet.world_size], [*leaders, second.fleet.is_leader]
 second.close()
 third, _ = fit(model, TensorDataset(x[24:], y[24:]))
-sizes, leaders = [*sizes, third.fleet.size], [*leaders, third.fleet.is_leader]
+sizes, leaders = [*sizes, third.fleet.world_size], [*leaders, third.fleet.is_leader]
 try:
     trainer.validate(model, DataLoader(TensorDataset(x, y), batch_size=6), verbose=False)
 except Exception as error:
@@ -131,7 +131,7 @@ for sampling in ("random", "group_by_length"):
     once = [value for p in trainer.model.parameters() for value in p.detach().flatten().tolist()]
     trainer.train()
     twice = [value for p in trainer.model.parameters() for value in p.detach().flatten().tolist()]
-    size = trainer.fleet.size
+    size = trainer.fleet.world_size
     trainer.end()
     kept = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
     plain = TrainingArguments(tempfile.mkdtemp(), per_device_train_batch_size=16,

@@ -134,7 +134,7 @@ def test_where_workers_come_and_go_a_divided_stream_never_gives_a_sample_twice(t
         if step.epoch == 3 and not back.exists():  # the worker is started again and enters in mid-pass
             (folder / "waiting").touch()
             until = time.monotonic() + 60
-            while fleet.size < 3 and not fleet._context.transport.reform.may_change and time.monotonic() < until:
+            while fleet.world_size < 3 and not fleet._context.transport.reform.may_change and time.monotonic() < until:
                 time.sleep(0.01)
             back.touch()
 

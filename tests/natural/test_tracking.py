@@ -45,7 +45,7 @@ def script(
     return text
 
 
-OWN_STEP = """step.combine()
+OWN_STEP = """step.reduce()
 optimizer.step()
 step.commit()"""
 SCHEDULE = "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.97**n)"

@@ -44,24 +44,24 @@ def tried(folder: Path, before: str = "", **ways: dict[str, Any]) -> tuple[dict[
 
 RIGHT: dict[str, dict[str, Any]] = {
     "commit": {"update": "step.commit(optimizer)"},
-    "own": {"update": "step.combine(); optimizer.step(); step.commit()"},
-    "own, cleared behind": {"update": "step.combine(); optimizer.step(); optimizer.zero_grad(); step.commit()"},
-    "by hand": {"update": "step.combine()\nfor p in model.parameters(): p.data.sub_(0.1 * p.grad)\nstep.commit()"},
+    "own": {"update": "step.reduce(); optimizer.step(); step.commit()"},
+    "own, cleared behind": {"update": "step.reduce(); optimizer.step(); optimizer.zero_grad(); step.commit()"},
+    "by hand": {"update": "step.reduce()\nfor p in model.parameters(): p.data.sub_(0.1 * p.grad)\nstep.commit()"},
     "subclass": {"update": "step.commit(optimizer)", "optimizer": "Quiet(model.parameters(), lr=0.1)"},
     "wrapped": {"update": "step.commit(optimizer)", "optimizer": "Around(model.parameters(), lr=0.1)"},
     "wrapped, own": {
-        "update": "step.combine(); optimizer.step(); step.commit()",
+        "update": "step.reduce(); optimizer.step(); step.commit()",
         "optimizer": "Around(model.parameters(), lr=0.1)",
     },
     "two halves": {
-        "update": "step.combine(); optimizer[0].step(); step.commit(optimizer[1])",
+        "update": "step.reduce(); optimizer[0].step(); step.commit(optimizer[1])",
         "optimizer": "[torch.optim.SGD(part, lr=0.1) for part in split(model)]",
     },
     "a stranger beside": {
         "update": "step.commit(optimizer); stranger.step(); stranger.step()",
         "inside": "stranger.step()",
     },
-    "a first step left out": {"update": "step.combine()\nif step.index: optimizer.step()\nstep.commit()"},
+    "a first step left out": {"update": "step.reduce()\nif step.index: optimizer.step()\nstep.commit()"},
 }
 
 KINDS = """
@@ -101,11 +101,11 @@ def test_one_update_a_step_is_right_however_it_is_written(tmp_path: Path) -> Non
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "own, and again in commit": (
-        {"update": "step.combine()\nclip(model.parameters(), 1.0)\noptimizer.step()\nstep.commit(optimizer)"},
+        {"update": "step.reduce()\nclip(model.parameters(), 1.0)\noptimizer.step()\nstep.commit(optimizer)"},
         "step.commit(optimizer) of step 0 would make a second update: SGD has stepped already",
     ),
     "twice": (
-        {"update": "step.combine(); optimizer.step(); optimizer.step(); step.commit()"},
+        {"update": "step.reduce(); optimizer.step(); optimizer.step(); step.commit()"},
         "SGD stepped twice in step 0",
     ),
     "left behind the commit": (
@@ -117,26 +117,26 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "SGD stepped in the middle of step 0",
     ),
     "never": (
-        {"update": "step.combine(); step.commit()"},
+        {"update": "step.reduce(); step.commit()"},
         "step 1 and the one before ended without an update: no optimizer",
     ),
     "cleared": (
-        {"update": "step.combine(); optimizer.zero_grad(); step.commit(optimizer)"},
+        {"update": "step.reduce(); optimizer.zero_grad(); step.commit(optimizer)"},
         "without an update: the gradients were cleared",
     ),
     "zeroed": (
-        {"update": "step.combine(); optimizer.zero_grad(set_to_none=False); optimizer.step(); step.commit()"},
+        {"update": "step.reduce(); optimizer.zero_grad(set_to_none=False); optimizer.step(); step.commit()"},
         "without an update: the gradients were cleared",
     ),
     "a closure": (
         {
-            "update": "step.combine(); optimizer.step(lambda: 0.0); step.commit()",
+            "update": "step.reduce(); optimizer.step(lambda: 0.0); step.commit()",
             "optimizer": "torch.optim.LBFGS(model.parameters())",
         },
         "LBFGS evaluates the whole batch several times",
     ),
     "on the leader alone": (
-        {"update": "step.combine()\nif fleet.is_leader or not step.index: optimizer.step()\nstep.commit()"},
+        {"update": "step.reduce()\nif fleet.is_leader or not step.index: optimizer.step()\nstep.commit()"},
         "unlike numbers of updates in step 1: worker 0 made 1, worker 1 made 0",
     ),
     "averages, left behind the commit": (

@@ -45,7 +45,7 @@ def test_a_plain_variable_in_its_place_is_an_error_that_names_fleet_state(tmp_pa
     plain = (
         EARLY_STOP.replace("EPOCHS", "3000").replace("fleet.state.", "").replace("if total", "if fleet.rank or total")
     )
-    plain = plain.replace("fleet.save(", "fleet.agree(not ")
+    plain = plain.replace("fleet.save(", "fleet.any(not ")
     assert "belongs in fleet.state" in refusals(tmp_path, plain)
 
 

@@ -14,7 +14,7 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 @contextmanager
 def browser(*flags: str) -> Iterator[Any]:
-    """A headless window of 1400 x 1800; what the page writes to its console is kept."""
+    """Yield a headless window of 1400 x 1800; what the page writes to its console is kept."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     if CHROMIUM is None or DRIVER is None:
         pytest.skip("no browser here: apt-get install chromium chromium-driver")
@@ -33,12 +33,12 @@ def browser(*flags: str) -> Iterator[Any]:
 
 
 def until(driver: Any, script: str, *, seconds: float = 60.0) -> Any:
-    """The value of a JavaScript expression once it is true."""
+    """Return the value of a JavaScript expression once it is true."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     return WebDriverWait(driver, seconds, poll_frequency=0.1).until(lambda d: d.execute_script(f"return {script}"))
 
 
 def complaints(driver: Any) -> list[str]:
-    """What the page wrote to its console as a warning or an error."""
+    """Return the warnings and errors that the page wrote to its console."""
     return [entry["message"] for entry in driver.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")]

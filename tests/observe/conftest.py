@@ -18,7 +18,7 @@ def make_record() -> MakeRecord:
     def make(
         step: int, speeds: Sequence[float], shares: Sequence[int], *, other_s: float = 0.0, **more: Any
     ) -> StepRecord:
-        """A step on machines of these samples/s; ``other_s`` is the time after the slowest gradient."""
+        """Return a step on machines of these samples/s; ``other_s`` is the time after the slowest gradient."""
         seconds = tuple(share / speed if share else 0.0 for share, speed in zip(shares, speeds))
         fields: dict[str, Any] = {
             "step": step,

@@ -1,5 +1,8 @@
-"""A made-up elastic run: of 4 workers, worker 1 is killed at step 20, worker 4 joins at step 60, and the leader dies at
-step 80, which it had logged and the others had not, in the middle of its next line."""
+"""A made-up elastic run of 4 workers in which workers die and join.
+
+Worker 1 is killed at step 20, worker 4 joins at step 60, and the leader dies at step 80, which it had logged and the
+others had not, in the middle of its next line.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ KILLED = "was killed by signal 9 (SIGKILL)"
 FIRST, SECOND, THIRD, FOURTH = (0, 1, 2, 3), (0, 2, 3), (0, 2, 3, 4), (2, 3, 4)
 STEPS, KILL, JOIN, LEADER_DIES = 100, 20, 60, 80
 EVERY_S, PAUSE_S = 0.2, 0.5
-"""A step every so many seconds; those with new members after a death take longer."""
+"""Seconds of a step, and of the pause before a step with new members after a death."""
 
 
 def generation(
@@ -35,7 +38,7 @@ def member_step(number: int, members: Sequence[int], generation: int, position: 
 
 
 def before_the_leaders_death() -> list[dict[str, Any]]:
-    """What the first leader wrote; its last line is a step that nobody kept."""
+    """Return what the first leader wrote; the last line is a step that nobody kept."""
     machines = [{"rank": r, "id": r, "name": f"here/{r}", "device": "cpu", "emulated": None} for r in FIRST]
     run = run_event(transport="elastic", workers=machines, version=2)
     loop = {"event": "steps", "t": 1000.0, "steps": STEPS, "epochs": 1, "first_step": 0, "global_batch": 256}
@@ -43,7 +46,7 @@ def before_the_leaders_death() -> list[dict[str, Any]]:
 
 
 def after_it(steps: int = STEPS) -> list[dict[str, Any]]:
-    """What the next leader wrote."""
+    """Return what the next leader wrote."""
     t = _time(LEADER_DIES - 1) + 0.3
     first = generation(4, LEADER_DIES, FOURTH, left=(0,), t=t)
     again = [member_step(k, FOURTH, 4, _position(k), _time(k) + PAUSE_S) for k in range(LEADER_DIES, steps)]
@@ -76,7 +79,7 @@ def _members(k: int, *, leader: bool = False) -> tuple[int, ...]:
 
 
 def _position(k: int) -> int:
-    """Where step k begins in the epoch's order."""
+    """Return the position in the epoch's order at which step k begins."""
     return sum(SHARES[w] for before in range(k) for w in _members(before))
 
 

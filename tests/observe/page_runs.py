@@ -29,7 +29,7 @@ def step(
     other_s: float = 0.01,
     **more: Any,
 ) -> dict[str, Any]:
-    """A step's event, on machines of so many samples/s; ``position``: where its samples begin in the epoch's order."""
+    """Return a step's event on machines of these samples/s; its samples begin at ``position`` in the epoch's order."""
     seconds = [share / speed for share, speed in zip(shares, speeds)]
     begin, ranges = number * sum(shares) if position is None else position, []
     for share in shares:
@@ -58,7 +58,7 @@ def calm_run(steps: int = 40) -> list[dict[str, Any]]:
 
 
 def run_with_a_death(before: int = 30, after: int = 30) -> list[dict[str, Any]]:
-    """Worker 2 is killed after ``before`` steps; the other three share its work."""
+    """Return a run in which worker 2 is killed after ``before`` steps; the other three share its work."""
     survivors = [
         step(
             before + k, (114, 114, 28), speeds=(500.0, 500.0, 125.0), workers=(0, 1, 3), position=before * 256 + k * 256
@@ -71,7 +71,7 @@ def run_with_a_death(before: int = 30, after: int = 30) -> list[dict[str, Any]]:
 
 
 def run_with_deadlines(steps: int = 30) -> list[dict[str, Any]]:
-    """Every third step worker 3 is stuck in a micro-batch when the round closes; its samples come again."""
+    """Return a run in which worker 3 is stuck when every third round closes; its samples are dealt again."""
     events = [run_event(pace="joint")]
     for k in range(steps):
         stuck, ended = k % 3 == 1, k % 3 == 2
@@ -93,7 +93,7 @@ def run_with_deadlines(steps: int = 30) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, events: Iterable[dict[str, Any]], *, tail: str = "") -> Path:
-    """The run's folder with its log, which ends in ``tail``."""
+    """Write the events and ``tail`` as a run's log, and return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + tail)
     return folder

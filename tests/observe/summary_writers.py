@@ -17,7 +17,7 @@ NUMBERS = itertools.count()
 
 
 class SummaryWriter:
-    """With the signatures of torch.utils.tensorboard's, and as strict about numbers as its protocol buffers."""
+    """A writer with the signatures of torch.utils.tensorboard's, as strict about numbers as its protocol buffers."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class SummaryWriter:
 
 
 def calls(file: Path) -> list[list[Any]]:
-    """Tag, value, step and time of every call, in order."""
+    """Return tag, value, step and time of every call, in order."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """Instead of torch.utils.tensorboard, whether or not its package is there."""
+    """Replace torch.utils.tensorboard, whether or not its package is there."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))  # type: ignore[arg-type]
         yield

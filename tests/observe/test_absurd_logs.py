@@ -1,4 +1,4 @@
-"""Logs with figures that no training has: they are told and drawn as far as they make sense, and never a traceback."""
+"""Logs with figures that no training has: they are shown as far as they make sense, without a traceback."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 from paceline.cli import app
 from paceline.observe.log import sanitise
 from paceline.observe.log.reader import parse_line
-from paceline.observe.page import comparison, html
-from paceline.observe.page.live import LiveRun, server_sent_event
-from paceline.observe.serve.metrics import metrics
-from paceline.observe.views.live import table
 from paceline.observe.views.plain import PlainView
-from paceline.observe.words.progress import step_line
+from paceline.observe.views.terminal import table
+from paceline.observe.words.lines import step_line
+from paceline.page import html, side_by_side
+from paceline.page.live import LiveRun, metrics, server_sent_event
 
 HUGE = (1e300, -1e300, 1.8e308, 5e-324, 1e-310, float("nan"), float("inf"), -float("inf"))
 FIGURES = st.one_of(
@@ -107,7 +106,7 @@ def write(folder: Path, events: list[dict[str, Any]]) -> Path:
 
 
 def told(*args: object) -> str:
-    """What the command line says, which must be words."""
+    """Return the output of the command line, which must be words."""
     done = CliRunner().invoke(app, [str(arg) for arg in args])
     assert done.exit_code in (0, 2), (args, done.output)
     assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
@@ -115,7 +114,7 @@ def told(*args: object) -> str:
 
 
 def shown(folder: Path) -> None:
-    """The run as the live page, the views and the metrics show it, after each of its events."""
+    """Show the run as the live page, the views and the metrics show it, after each of its events."""
     from rich.console import Console
 
     live, view = LiveRun(folder), PlainView(StringIO())
@@ -143,8 +142,8 @@ def survives(events: list[dict[str, Any]]) -> str:
             json.loads(numbers, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
         exports = {"-o": "page.html", "--csv": "t.csv", "--perfetto": "t.json", "--tensorboard": "tb"}
         told("report", run, *(part for option, name in exports.items() for part in (option, here / name)))
-        told("compare", run, calm, "--html", here / "both.html")
-        told("compare", run, calm, "--json")
+        told("report", run, calm, "-o", here / "both.html")
+        told("report", run, calm, "--json")
         shown(run)
         return said
 
@@ -182,9 +181,9 @@ AT_THE_EDGES = st.builds(
 
 @pytest.fixture(scope="module", autouse=True)
 def without_plotly() -> Iterator[None]:
-    """Its four megabytes in every page are most of the time, and none of what is tested."""
+    """Replace Plotly, whose four megabytes per page take most of the time and are not tested."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (html, comparison):
+        for module in (html, side_by_side):
             patch.setattr(module, "plotly_js", lambda: "")
         yield
 

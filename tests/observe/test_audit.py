@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_runs import record
 
-from paceline.observe.analysis.audit import audit
+from paceline.observe.analysis.audit import audit, audit_verdict
 from paceline.observe.log.reader import RunLog
-from paceline.observe.words.audit import audit_verdict
 
 FINISHED = {"event": "end", "reason": "finished"}
 

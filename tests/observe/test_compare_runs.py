@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from page_runs import calm_run, run_event, step, write
 from typer.testing import CliRunner
 
-from paceline.cli.compare import compare as command
+from paceline.cli.report import report as command
 from paceline.observe import read_log
-from paceline.observe.analysis.compare import compare, smoothed
+from paceline.observe.analysis.compared_runs import compare, smoothed
 
 app = typer.Typer()
 app.command()(command)
@@ -79,7 +79,7 @@ def test_a_loss_that_no_run_reached_has_its_row_and_its_sentence(adaptive, equal
 def test_a_loss_that_is_no_number_above_0_is_refused_in_one_line(adaptive, equal, loss):
     told = call(adaptive, equal, f"--loss={loss}")
     assert told.exit_code == 2
-    assert told.stderr == f"paceline: compare: the loss to reach must be a number above 0, not {loss}\n"
+    assert told.stderr == f"paceline: report: the loss to reach must be a number above 0, not {loss}\n"
 
 
 def test_the_table_names_the_runs_apart_and_the_sentence_says_who_was_fastest(adaptive, equal):
@@ -100,7 +100,7 @@ def test_runs_of_one_name_and_pace_go_by_their_folders_from_where_these_differ(t
 def test_runs_are_drawn_as_one_page_with_names_escaped(adaptive, tmp_path):
     pytest.importorskip("plotly")
     bad = write(tmp_path / "bad", [run_event(name="<img src=x>", pace="<b>"), *(step(k, loss=None) for k in range(20))])
-    result = call(adaptive, bad, "--html", tmp_path / "new" / "c.html")
+    result = call(adaptive, bad, "-o", tmp_path / "new" / "c.html")
     assert result.exit_code == 0, result.output
     text = (tmp_path / "new" / "c.html").read_text()
     assert "<img" not in text.rpartition("</script>")[0].rpartition("<script type=")[2]
@@ -109,7 +109,7 @@ def test_runs_are_drawn_as_one_page_with_names_escaped(adaptive, tmp_path):
 
 
 def test_the_bars_lie_so_that_long_names_have_room(adaptive, equal):
-    from paceline.observe.page.comparison import _bars
+    from paceline.page.side_by_side import _bars
 
     picture = _bars(compare([read_log(adaptive), read_log(equal)]))
     assert picture.data[0]["orientation"] == "h"
@@ -117,10 +117,21 @@ def test_the_bars_lie_so_that_long_names_have_room(adaptive, equal):
     assert picture.layout["yaxis"]["automargin"]
 
 
-def test_one_run_an_empty_run_or_no_run_is_one_line_and_exit_code_2(adaptive, tmp_path):
+def test_what_only_one_run_or_only_several_have_is_refused_in_one_line(adaptive, equal, tmp_path):
+    for words, said in (
+        ((adaptive, "--loss", 0.1), "--loss compares runs: name two or more"),
+        ((adaptive, equal, "--csv", tmp_path / "a.csv"), "--csv is of one run: name one"),
+        ((adaptive, equal, "--html"), "the page of several runs needs its name: write -o compared.html"),
+        ((adaptive, equal, "--html", "mine.html"), "the page of several runs needs its name: write -o mine.html"),
+    ):
+        result = call(*words)
+        assert (result.exit_code, result.stderr) == (2, f"paceline: report: {said}\n")
+
+
+def test_an_empty_run_or_no_run_is_one_line_and_exit_code_2(adaptive, tmp_path):
     empty = write(tmp_path / "empty", [run_event()])
-    for words in ((adaptive,), (adaptive, empty), (adaptive, tmp_path / "nowhere")):
+    for words in ((adaptive, empty), (adaptive, tmp_path / "nowhere")):
         result = call(*words)
         assert result.exit_code == 2
-        assert result.stderr.startswith("paceline: compare: ")
+        assert result.stderr.startswith("paceline: report: ")
         assert result.stderr.count("\n") == 1

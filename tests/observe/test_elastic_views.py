@@ -29,20 +29,19 @@ from paceline.observe import read_log, verdict
 from paceline.observe.analysis.downsampling import DownsampledRun
 from paceline.observe.analysis.progress import Progress
 from paceline.observe.exports import write_csv, write_perfetto
-from paceline.observe.page.html import picture_data
-from paceline.observe.page.live import LiveRun, server_sent_event
-from paceline.observe.page.moments import in_words
-from paceline.observe.page.pictures import membership_text, presence, shares, speed
-from paceline.observe.page.whatif import what_if
-from paceline.observe.serve.metrics import metrics
-from paceline.observe.views.live import table
 from paceline.observe.views.plain import PlainView
+from paceline.observe.views.terminal import table
+from paceline.page.html import picture_data
+from paceline.page.live import LiveRun, metrics, server_sent_event
+from paceline.page.moments import in_words
+from paceline.page.pictures import membership_text, presence, shares, speed
+from paceline.page.whatif import what_if
 
 ALL = [*before_the_leaders_death(), *after_it()]
 
 
 def until_step(number):
-    """The events up to and with this step."""
+    """Return the events up to and including this step."""
     place = next(k for k, event in enumerate(ALL) if event["event"] == "step" and event["step"] == number)
     return ALL[: place + 1]
 
@@ -185,7 +184,7 @@ def test_the_live_page_counts_each_step_once_and_knows_who_is_there(live, log):
 
 
 def test_the_live_picture_is_the_reports(live, log):
-    report = DownsampledRun.of(log.records, log.times)
+    report = DownsampledRun.from_records(log.records, log.times)
     mine, theirs = live._downsampled.buckets(), report.buckets()
     assert [(b.first, b.last, b.samples) for b in mine] == [(b.first, b.last, b.samples) for b in theirs]
     assert [b.present.tolist() for b in mine] == [b.present.tolist() for b in theirs]
@@ -271,7 +270,7 @@ def test_the_report_ends_with_the_audit(tmp_path):
 
 def test_several_runs_side_by_side_say_how_many_workers_each_had(tmp_path):
     folders = [write_elastic(tmp_path / name) for name in "ab"]
-    said = CliRunner().invoke(app, ["compare", *map(str, folders)])
+    said = CliRunner().invoke(app, ["report", *map(str, folders)])
     assert said.exit_code == 0, said.output
     assert "3 to 4" in said.output
 

@@ -28,7 +28,7 @@ def wait_until(condition, seconds=30.0):
 
 @contextmanager
 def ended_after(seconds):
-    """A stop that comes by itself, so that a follower that misses something fails and does not hang."""
+    """Return a stop that comes by itself, so that a follower that misses something fails and does not hang."""
     stop = threading.Event()
     timer = threading.Timer(seconds, stop.set)
     timer.daemon = True
@@ -91,6 +91,17 @@ def test_events_reach_the_file_within_half_a_second_without_a_close(tmp_path):
     wait_until(lambda: log.path.read_text().count("\n") == 1)
     assert log_module.PERIOD_S < 0.5
     log.close()
+
+
+def test_a_flush_returns_when_every_event_is_in_the_file(tmp_path):
+    log = EventLog(tmp_path)
+    for number in range(300):
+        log.write("note", number=number)
+        if number % 100 == 99:
+            log.flush()
+            assert len((tmp_path / "events.jsonl").read_text().splitlines()) == number + 1
+    log.close()
+    log.flush()  # nothing is left, and nobody is waited for
 
 
 def test_writing_costs_the_training_thread_under_thirty_microseconds(tmp_path, make_record):
@@ -196,6 +207,11 @@ def test_a_cut_off_last_line_is_left_out_and_a_later_writer_starts_a_new_one(tmp
     again.write("step", **vars(make_record(1, SPEEDS, (1, 1, 1, 1))))
     again.close()
     assert [record.step for record in read_log(tmp_path).records] == [0, 1]
+
+
+def test_a_log_of_before_names_the_number_format_as_it_was_called_then(tmp_path):
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "run", "wire": "bf16"}) + "\n")
+    assert read_log(tmp_path).run["comm_dtype"] == "bf16"
 
 
 def test_unknown_events_and_fields_are_kept_or_ignored_and_broken_steps_counted(tmp_path, make_record):

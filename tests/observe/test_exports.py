@@ -112,7 +112,7 @@ EVALUATED = {"event": "evaluate", "t": 1500.0, "step": 4, "result": {"correct": 
 
 
 def check_figures(found):
-    """By name and step, what a calm run of five steps and one evaluation have."""
+    """Return the figures of a calm run of five steps and one evaluation, by name and step."""
     assert found["loss", 3] == pytest.approx(0.5)
     assert found["share/worker 3", 0] == 23
     assert found["evaluate/accuracy", 4] == 0.75
@@ -143,7 +143,7 @@ def test_a_figure_beyond_a_small_float_and_a_step_without_a_time_are_written_all
 
 
 def test_of_a_long_run_every_few_steps_are_written(tmp_path, summary_writer, monkeypatch):
-    monkeypatch.setattr("paceline.observe.exports.tensorboard.MOST_STEPS", 4)
+    monkeypatch.setattr("paceline.observe.exports.csv_and_tensorboard.MOST_STEPS", 4)
     file = write_tensorboard(log_of(tmp_path, calm_run(10)), tmp_path / "tb")
     assert [step for tag, _, step, _ in calls(file) if tag == "loss"] == [0, 3, 6, 9]
 

@@ -1,4 +1,4 @@
-"""Logs that the library wrote before its modules had rooms are still read, and told of in the same words."""
+"""Logs that the library wrote before its modules had rooms are still read, and reported in the same words."""
 
 from __future__ import annotations
 

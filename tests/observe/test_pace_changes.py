@@ -1,12 +1,12 @@
-"""When the pace began deadlines or ended them, in words."""
+"""Sentences on when the pace began deadlines or ended them."""
 
 from __future__ import annotations
 
 import pytest
 
 from paceline.observe.log.reader import RunLog
-from paceline.observe.words.pace_changes import Switch, parse_switch, switches_text
-from paceline.observe.words.progress import describe
+from paceline.observe.words.deadlines import Switch, parse_switch, switches_text
+from paceline.observe.words.lines import describe
 from paceline.observe.words.verdict import verdict
 
 BEGAN = {"event": "pace", "t": 1.0, "step": 12, "deadlines": True, "saves": 0.09, "worker": 3}

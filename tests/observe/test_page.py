@@ -2,23 +2,26 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import UndefinedError
 from page_runs import calm_run, record, run_event, run_with_a_death, run_with_deadlines, step, write
 
 from paceline.observe import read_log, verdict
-from paceline.observe.page import html as page
-from paceline.observe.page import report_page
-from paceline.observe.page.answers import tiles
-from paceline.observe.page.drawing import RED, small
-from paceline.observe.page.html import picture_data, workers_table
-from paceline.observe.page.live import LiveRun
-from paceline.observe.page.moments import in_words, last_steps, timeline
-from paceline.observe.page.pictures import membership_text, pictures, presence, shares, speed
-from paceline.observe.page.whatif import Answer, WhatIf, instead, what_if
+from paceline.page import html as page
+from paceline.page import report_page
+from paceline.page.answers import tiles
+from paceline.page.drawing import RED, small
+from paceline.page.html import part, picture_data, workers
+from paceline.page.live import LiveRun
+from paceline.page.moments import in_words, last_steps, timeline
+from paceline.page.pictures import membership_text, pictures, presence, shares, speed
+from paceline.page.whatif import Answer, WhatIf, instead, what_if
 from paceline.simulate.recorded import longest_stretch
 
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
@@ -51,6 +54,10 @@ class Reader(HTMLParser):
 def small_plotly(monkeypatch):
     """The page without the five megabytes that draw it."""
     monkeypatch.setattr(page, "plotly_js", lambda: "/* plotly */")
+
+
+def workers_table(judged):
+    return part("workers", **workers(judged))
 
 
 def log_of(tmp_path, events, **more):
@@ -224,11 +231,11 @@ def test_speed_is_drawn_against_the_limit(tmp_path):
 
 def test_many_workers_are_stacked_by_speed_and_a_picture_holds_a_bounded_number_of_slices():
     from paceline.observe.analysis.downsampling import DownsampledRun
-    from paceline.observe.page.pictures import PictureData
+    from paceline.page.pictures import PictureData
 
     fast = [1.0 + k % 3 for k in range(100)]
     records = [record(k, [8] * 100, speeds=fast) for k in range(40)]
-    run = DownsampledRun.of(records, range(40))
+    run = DownsampledRun.from_records(records, range(40))
     run_data = PictureData(run.buckets(), run.workers, {})
     order = [int(trace["name"].split()[1]) for trace in shares(run_data).data]
     assert [fast[worker] for worker in order] == sorted(fast)
@@ -245,8 +252,8 @@ def test_what_if_says_what_another_pace_would_have_taken(tmp_path):
     log = log_of(tmp_path, events)
     tried = what_if(log.records)
     assert tried.actual_s == pytest.approx(60 * (64 / 125 + 0.01))
-    assert tried.of("equal").seconds == pytest.approx(tried.actual_s, rel=0.02)
-    assert tried.of("adaptive").seconds == pytest.approx(60 * (256 / 1375 + 0.01), rel=0.1)
+    assert tried.answer_for("equal").seconds == pytest.approx(tried.actual_s, rel=0.02)
+    assert tried.answer_for("adaptive").seconds == pytest.approx(60 * (256 / 1375 + 0.01), rel=0.1)
     said = in_words(tried, verdict(log))
     assert re.search(r"With \w+ this run would have taken 1\d s instead of 31 s", said)
     advice = {tile.question: tile for tile in tiles(verdict(log), tried)}["What to change?"]
@@ -294,7 +301,7 @@ def test_near_the_limit_there_is_little_to_change_whether_it_was_replayed_or_not
 
 
 def test_that_nothing_would_help_is_said_only_after_a_replay_that_knows_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.observe.page.answers.NEAR", 1.0)
+    monkeypatch.setattr("paceline.page.answers.NEAR", 1.0)
     knows = WhatIf((Answer("adaptive", 7.9), Answer("equal", 20.0)), actual_s=8.0)
     assert change(calm_run(), tmp_path / "a", knows).answer == "nothing"
     off = change(calm_run(), tmp_path / "b", WhatIf(knows.answers, actual_s=9.8))
@@ -306,7 +313,7 @@ def test_that_nothing_would_help_is_said_only_after_a_replay_that_knows_the_run(
 
 
 def test_the_live_page_does_not_say_that_nothing_would_help(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.observe.page.answers.NEAR", 1.0)
+    monkeypatch.setattr("paceline.page.answers.NEAR", 1.0)
     live = LiveRun(tmp_path)
     for event in calm_run()[:-1]:
         live.add(event)
@@ -360,8 +367,6 @@ def test_pictures_of_a_run_without_steps_are_none(tmp_path):
 
 
 def test_without_plotly_the_page_names_the_extra(tmp_path, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ValueError, match=r"paceline\[view\]"):
         report_page(log_of(tmp_path, calm_run()))
@@ -390,3 +395,14 @@ def test_a_run_on_a_computer_with_another_clock_is_not_taken_for_silent(tmp_path
     live.add({**steps[1], "t": now + skew_s})
     message = live.full()
     assert message["now"] - message["last"] == 0
+
+
+def test_templates_escape_what_they_print_and_refuse_a_name_that_nobody_set():
+    assert part("now", line="<b>&'") == "&lt;b&gt;&amp;&#39;"
+    with pytest.raises(UndefinedError):
+        page.templates().from_string("{{ nobody }}").render()
+
+
+def test_nothing_imports_jinja2_before_a_page_is_made():
+    probe = "import sys, paceline, paceline.cli, paceline.page.server; print('jinja2' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", probe], text=True) == "False\n"

@@ -16,13 +16,13 @@ from elastic_runs import after_it, before_the_leaders_death
 from page_runs import calm_run, run_event, run_with_a_death, run_with_deadlines, step, write
 
 from paceline.observe import read_log
-from paceline.observe.page import report_page
+from paceline.page import report_page
 from ports import own_port
 
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 pytest.importorskip("starlette", reason="the live page needs starlette (extra view)")
 
-from paceline.observe.serve.server import LivePage
+from paceline.page.server import LivePage
 
 pytestmark = pytest.mark.browser
 
@@ -214,7 +214,7 @@ def test_a_real_run_with_a_killed_worker_is_seen_to_die_and_who_died_is_named(wi
         "4",
         "--emulate",
         "1,1,2,4",
-        "--runs",
+        "--output-dir",
         str(tmp_path),
     ]
     run = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Where workers were, in words: from a log, which may hold anything."""
+"""Sentences on where workers were, from a log, which may hold anything."""
 
 from typing import Any
 

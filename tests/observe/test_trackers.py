@@ -19,7 +19,7 @@ from paceline.observe.exports.trackers import write_to
 
 
 class SummaryWriter:
-    """With the signature of torch.utils.tensorboard's."""
+    """A writer with the signature of torch.utils.tensorboard's."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -44,7 +44,7 @@ class SummaryWriter:
 
 
 class Run:
-    """With the signature of a wandb run's."""
+    """A writer with the signature of a wandb run's."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -58,7 +58,7 @@ class Run:
 
 
 class Mlflow:
-    """With the signature of the mlflow module's."""
+    """A writer with the signature of the mlflow module's."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []

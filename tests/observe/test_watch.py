@@ -21,11 +21,10 @@ pytest.importorskip("starlette", reason="the live page needs starlette (extra vi
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 
 from paceline.cli.watch import watch
-from paceline.observe.page.live import BUCKETS, LiveRun, server_sent_event
-from paceline.observe.serve import publisher
-from paceline.observe.serve.metrics import metrics
-from paceline.observe.serve.remote import address, check, remote_events
-from paceline.observe.serve.server import LivePage
+from paceline.page import publisher
+from paceline.page.live import BUCKETS, LiveRun, metrics, server_sent_event
+from paceline.page.remote import address, check, remote_events
+from paceline.page.server import LivePage
 from ports import own_port
 
 TRICKS = (
@@ -63,7 +62,7 @@ def served(folder, **settings):
 
 
 def ask(page, path, *, headers=None, method="GET"):
-    """Status and body, the path sent as it is: no client may tidy it up."""
+    """Return status and body; the path is sent unchanged, which a tidier client would not do."""
     connection = http.client.HTTPConnection("127.0.0.1", urlsplit(page.url).port, timeout=30)
     connection.putrequest(method, path, skip_host=bool(headers and "Host" in headers))
     for name, value in (headers or {}).items():
@@ -76,7 +75,7 @@ def ask(page, path, *, headers=None, method="GET"):
 
 
 def messages(page):
-    """The server-sent messages, one by one."""
+    """Yield the server-sent messages."""
     with urllib.request.urlopen(
         page.url.replace("/?", "/events?") if "?" in page.url else page.url + "events", timeout=30
     ) as stream:
@@ -257,7 +256,7 @@ def test_a_run_is_followed_through_the_page_of_another_machine(tmp_path):
 
 @pytest.mark.slow
 def test_a_broken_connection_is_taken_up_where_it_broke_off(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.observe.serve.remote.AGAIN_S", 0.05)
+    monkeypatch.setattr("paceline.page.remote.AGAIN_S", 0.05)
     told = calm_run(10)
     folder = write(tmp_path / "run", told[:6])
     stop = threading.Event()

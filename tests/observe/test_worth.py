@@ -3,14 +3,13 @@
 import pytest
 
 from paceline.observe import verdict
-from paceline.observe.analysis.figures import summarise
-from paceline.observe.analysis.worth import StepCost, adds
-from paceline.observe.words.worker_table import worker_table
+from paceline.observe.analysis.figures import StepCost, adds, summarise
+from paceline.observe.words.verdict import worker_table
 from paceline.records import StepRecord
 
 
 def run(speeds: dict[int, float], *, round_s: float, steps: int = 40, first: int = 0) -> list[StepRecord]:
-    """Steps of 100 samples by workers of these speeds, shares following them."""
+    """Return steps of 100 samples by workers of these speeds, shares following them."""
     total = sum(speeds.values())
     shares = [round(100 * speed / total) for speed in speeds.values()]
     seconds = tuple(share / speed for share, speed in zip(shares, speeds.values()))

@@ -17,6 +17,11 @@ Machines = Callable[[int], tuple[Floats, Floats]]
 """step -> (fixed seconds, seconds a sample) of each worker."""
 
 
+def expected_count(deadline_s: float, per_sample_s: Floats, shares: Floats, *, at_work: Floats | float = 1.0) -> float:
+    """Samples finished by the deadline, on average over the draws (one per row)."""
+    return float((at_work * np.minimum(shares, deadline_s / per_sample_s).mean(axis=0)).sum())
+
+
 def machines(fixed_s: Sequence[float], per_sample_s: Sequence[float]) -> Machines:
     return lambda step: (np.array(fixed_s, dtype=float), np.array(per_sample_s, dtype=float))
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from paceline.pace.availability import RANGE, Availability
+from paceline.pace.deadline import RANGE, Availability
 
 
 def test_what_was_counted_over_what_was_expected_is_learned_for_each_group() -> None:
@@ -15,7 +15,7 @@ def test_what_was_counted_over_what_was_expected_is_learned_for_each_group() -> 
         at_work.observe(np.array([9.0, 9.0, 2.0]), np.array([10.0, 10.0, 10.0]), stuck)
     assert at_work.working == pytest.approx(0.9, abs=0.001)
     assert at_work.stuck == pytest.approx(0.2, abs=0.001)
-    assert at_work.of(stuck).tolist() == [at_work.working, at_work.working, at_work.stuck]
+    assert at_work.factors(stuck).tolist() == [at_work.working, at_work.working, at_work.stuck]
 
 
 def test_a_group_without_members_keeps_what_it_knows() -> None:

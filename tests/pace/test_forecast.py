@@ -8,17 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.pace.forecast import (
-    Auto,
-    Forecast,
-    General,
-    LastValue,
-    OrderStatistics,
-    Seen,
-    Smoothed,
-    Window,
-    expected_order,
-)
+from paceline.pace.forecast import Forecast, Seen, Smoothed
+from paceline.research.auto_forecast import AutoForecast as Auto
+from paceline.research.forecasts import LastValue, OrderStatistics, Window, expected_order
+from paceline.research.general import General
 from quick import examples
 
 ALL: list[Callable[[], Forecast]] = [LastValue, Smoothed, OrderStatistics, Window, General, Auto]

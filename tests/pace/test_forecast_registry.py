@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.pace import Cutoff
-from paceline.pace.forecast import Smoothed, make, register, registry
+from paceline.pace import forecast as forecasts
+from paceline.pace.forecast import Smoothed, make, register
+from paceline.research.cutoff import Cutoff
 from source_trees import tree
 
 LOADED = """
@@ -20,7 +21,7 @@ import paceline.pace, paceline.pace.forecast
 from paceline.pace.forecast import make
 
 def loaded():
-    return sorted({"torch", "paceline.deep.forecast"} & set(sys.modules))
+    return sorted({"torch", "paceline.research.deep.deep_forecast"} & set(sys.modules))
 
 print(loaded(), make("smoothed").name, loaded(), make("deep").name, loaded())
 """
@@ -29,7 +30,7 @@ print(loaded(), make("smoothed").name, loaded(), make("deep").name, loaded())
 @pytest.mark.slow
 def test_the_room_loads_torch_only_for_a_forecast_that_plugs_in() -> None:
     ended = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=120, check=True)
-    assert ended.stdout.strip() == "[] smoothed [] deep ['paceline.deep.forecast', 'torch']"
+    assert ended.stdout.strip() == "[] smoothed [] deep ['paceline.research.deep.deep_forecast', 'torch']"
 
 
 def test_no_file_of_the_room_imports_torch_or_another_room_not_even_late() -> None:
@@ -54,7 +55,7 @@ def test_a_forecast_is_registered_in_one_line(monkeypatch: pytest.MonkeyPatch) -
         def from_text(cls, forecast: str) -> Slower:
             return cls(float(forecast.partition(":")[2] or 0.01))
 
-    monkeypatch.setattr(registry, "_FORECASTS", dict(registry._FORECASTS))
+    monkeypatch.setattr(forecasts._FORECASTS, "_entries", dict(forecasts._FORECASTS._entries))
     register("slower", Slower)
     assert isinstance(Cutoff(forecast="slower").forecast, Slower)
     assert (make("slower").rate, make("slower:0.5").rate) == (0.01, 0.5)  # type: ignore[attr-defined]

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from pace_rig import record
+from pace_rig import expected_count, record
 
 import paceline
 from paceline.pace import Adaptive, Ask, Joint, make
-from paceline.pace.deadline import expected_count
 from paceline.records import Plan, StepRecord
 from quick import examples
 
@@ -90,7 +89,7 @@ def test_more_is_dealt_than_needed_and_the_expected_count_is_the_total() -> None
     assert sum(plan.samples) > 1.2 * TOTAL
     drawn = joint._draws(FOUR)
     assert drawn is not None
-    at_work = joint._at_work.of(np.array([False, False, False, True]))  # worker 3 was stuck in step 39
+    at_work = joint._at_work.factors(np.array([False, False, False, True]))  # worker 3 was stuck in step 39
     count = expected_count(plan.deadline_s, drawn, np.array(plan.samples, dtype=float), at_work=at_work)
     assert count == pytest.approx(TOTAL, rel=1e-6)
 
@@ -115,7 +114,7 @@ def test_the_plan_is_that_of_brute_force(pace: list[float], total: int, seed: in
         return
     drawn = joint._draws(workers)
     assert drawn is not None
-    at_work = joint._at_work.of(joint._ledger.look_up("stuck", workers) > 0)
+    at_work = joint._at_work.factors(joint._ledger.look_up("stuck", workers) > 0)
 
     def miss(deadline_s: float) -> float:
         rows = [sum(a * min(n, deadline_s / r) for a, n, r in zip(at_work, plan.samples, row)) for row in drawn]

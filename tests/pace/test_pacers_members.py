@@ -14,12 +14,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from pace_rig import play, record, slower
 
-from paceline.deep.forecast import Deep
-from paceline.deep.model import DeepModel, Shape
-from paceline.pace import Adaptive, Ask, Cutoff, Epoch, Equal, Fixed, Joint, Pacer
-from paceline.pace.forecast import Auto, General, LastValue, OrderStatistics, Smoothed, Window
+from paceline.pace import Adaptive, Ask, Epoch, Equal, Fixed, Joint, Pacer
+from paceline.pace.forecast import Smoothed
 from paceline.pace.reading import Followed
 from paceline.records import StepRecord
+from paceline.research.auto_forecast import AutoForecast as Auto
+from paceline.research.cutoff import Cutoff
+from paceline.research.deep.deep_forecast import Deep
+from paceline.research.deep.model import DeepModel, Shape
+from paceline.research.forecasts import LastValue, OrderStatistics, Window
+from paceline.research.general import General
 from quick import examples
 
 
@@ -128,7 +132,7 @@ def travelled(pacer: Pacer, step: int, stage: Stage, generation: int = 0) -> str
     else:
         assert 0 < plan.deadline_s < math.inf
     if plan.wait_for is not None:
-        assert 1 <= plan.wait_for < len(stage.planned_for)
+        assert 1 <= plan.wait_for <= len(stage.planned_for) > 1
     if plan.forecast_s is not None:
         assert len(plan.forecast_s) == len(stage.planned_for)
     shares = dict(zip(stage.planned_for, plan.samples))

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from paceline.pace.forecast import LastValue, OrderStatistics, Smoothed, Window
+from paceline.pace.forecast import Smoothed
 from paceline.pace.reading import Followed, column
+from paceline.research.forecasts import LastValue, OrderStatistics, Window
+from paceline.research.general import General
 
 RNG = np.random.default_rng(0)
 
@@ -97,3 +99,14 @@ def test_times_of_other_sizes_of_micro_batches_are_forgotten(make: type) -> None
         followed.observe((0, 1), np.array([2.0, seconds]), np.zeros(2, dtype=bool), sizes=(16, size))
         assert followed.typical((0, 1)).tolist() == [2.0, seconds]
     assert mean(followed, (0, 1)) == pytest.approx([2.0, 1.0], rel=0.1)
+
+
+@pytest.mark.parametrize("saved", [LastValue, Window, General, Smoothed], ids=lambda kind: kind.__name__)
+def test_a_state_that_another_kind_of_forecast_saved_is_gone_on_from_by_what_was_typical(saved: type) -> None:
+    followed = Followed(saved())
+    for _ in range(4):
+        followed.observe((3, 5), np.array([1.0, 2.0]), np.zeros(2, dtype=bool))
+    other = Followed(Smoothed())
+    other.load_state_dict(followed.state_dict())
+    assert other.workers == (3, 5)
+    assert other.forecast.draw(400, np.random.default_rng(0)).mean(axis=0) == pytest.approx([1.0, 2.0], rel=0.05)

@@ -1,6 +1,6 @@
 """A fleet whose members change, in one process: workers are coroutines, and bytes decide who moves and who dies.
 
-It is the protocol of paceline.transport.elastic and paceline.loop.membership without tensors and sockets, around the
+It is the protocol of paceline.transport.elastic and paceline.step.members without tensors and sockets, around the
 real roster, feed and pacers. A worker runs until it has to wait; then somebody else does. Messages to and from the
 roster take any time, in order. A collective needs all members of its generation; once all came and one of them is gone,
 it may end on some and fail on others. When the bytes are used up there are no more faults, and everything must come to
@@ -15,9 +15,8 @@ from typing import Any
 
 from elastic_worker import EPOCHS, LENGTH, Chance, Group, Rules, Worker
 
-from paceline.roster.generation import Generation
 from paceline.roster.membership_rules import CLOSED, MembershipRules, Refused, Tell
-from paceline.roster.state import Hello, RosterState
+from paceline.roster.state import Generation, Hello, RosterState
 
 FAULTS_IN, FAULTS_IN_SETTLING = 24, 8
 """One move in so many is a fault, while the bytes last; more of them while somebody settles in a new generation."""

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paceline.feed import Feed
 from paceline.pace import Adaptive, Ask, Equal, Pacer
 from paceline.records import Plan, StepRecord
-from paceline.roster.generation import Generation
-from paceline.roster.state import Ready
+from paceline.roster.state import Generation, Ready
 
 if TYPE_CHECKING:
     from elastic_model import World

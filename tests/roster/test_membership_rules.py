@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.roster.generation import Generation
-from paceline.roster.identity import free_id
-from paceline.roster.membership_rules import CLOSED, Happened, MembershipRules, Refused, Tell
-from paceline.roster.state import Hello, Ready, RosterState
+from paceline.roster.membership_rules import CLOSED, Happened, MembershipRules, Refused, Tell, free_id
+from paceline.roster.state import Generation, Hello, Ready, RosterState
 
 FIRST = Ready(0, True, True)
 
@@ -237,7 +235,7 @@ def test_once_a_member_has_finished_nobody_enters_and_nobody_is_disturbed() -> N
     desk.said()
     desk.rules.leave(0, "finished")
     said = desk.said()
-    assert ((2,), {"ended": "the run has ended"}) in said
+    assert ((2,), {"ended": "the run has ended", "last": 1}) in said
     assert not [message for _, message in said if "over" in message]
     with pytest.raises(Refused, match="the run has ended"):
         desk.come(3)

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from paceline.roster.generation import Generation
 from paceline.roster.membership_rules import Happened, MembershipRules, Refused, Tell
-from paceline.roster.state import Hello, Ready, RosterState
+from paceline.roster.state import Generation, Hello, Ready, RosterState
 
 SLOTS = 5
 MINIMUM = 2

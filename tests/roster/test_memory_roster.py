@@ -14,7 +14,7 @@ from memory_roster import MemoryDoor, MemoryNetwork, MemoryRosterConnection, Mem
 
 from paceline.roster import Generation, RosterClient, RosterServer, client, liveness, timeouts, wire
 from paceline.roster.connection import Closed
-from paceline.roster.liveness import ENDED, Look
+from paceline.roster.liveness import ENDED, ProcessState
 
 TOKEN = "a token"
 WITHIN_S = 30.0
@@ -25,7 +25,7 @@ class Member:
     """An emulated process: its client, the connections it has had, and what the roster sees when it looks at it."""
 
     def __init__(self, network: MemoryNetwork, address: str, slot: int) -> None:
-        self.network, self.look = network, Look()
+        self.network, self.state = network, ProcessState()
         self.connections: list[MemoryRosterConnection] = []
         self.over = threading.Event()
         self.client = RosterClient(
@@ -38,12 +38,12 @@ class Member:
         )
 
     def _shake_hands(self, address: tuple[str, int], **words: Any) -> MemoryRosterConnection:
-        if self.look.gone:
+        if self.state.gone:
             raise ConnectionRefusedError("a dead process connects to nobody")
-        return self.network.shake_hands(address, look=lambda: self.look, opened=self.connections.append, **words)
+        return self.network.shake_hands(address, state=lambda: self.state, opened=self.connections.append, **words)
 
     def kill(self) -> None:
-        self.look = ENDED
+        self.state = ENDED
         for connection in self.connections:
             connection.close()
 
@@ -145,7 +145,7 @@ def test_a_process_that_is_gone_while_its_connection_stays_open_is_found_by_look
     members = fleet.begin(2)
     fleet.ask(*members, after=0)
     silent = fleet.network.shake_hands(
-        ("memory", 5), token=TOKEN, hello={**HELLO, "name": "here/9"}, look=lambda: ENDED
+        ("memory", 5), token=TOKEN, hello={**HELLO, "name": "here/9"}, state=lambda: ENDED
     )
     with pytest.raises(EOFError):  # it never beats, so it is looked at
         read_on(silent)

@@ -19,10 +19,10 @@ from paceline.roster.liveness import (
     FROZEN,
     GONE,
     HOLDING_S,
-    Look,
+    ProcessState,
     SilenceCheck,
     SilenceLimit,
-    look_at,
+    process_state_of,
 )
 from paceline.roster.wire import Garbled, Lines, decode, encode, parse_address, proof, proven
 
@@ -90,42 +90,42 @@ def test_the_limit_of_silence_grows_with_late_beats_and_forgets_them_in_time() -
     assert limit.limit_s == pytest.approx(FLOOR_S)
 
 
-def judge(silence: SilenceCheck, silent_s: float, look: Look) -> str:
-    return silence.judge(silent_s, limit_s=1.2, look=look)
+def judge(silence: SilenceCheck, silent_s: float, state: ProcessState) -> str:
+    return silence.judge(silent_s, limit_s=1.2, state=state)
 
 
 def test_a_process_that_is_gone_is_given_up_at_once() -> None:
-    assert judge(SilenceCheck(Look(ticks=7)), 0.5, Look(gone=True)) == GONE
+    assert judge(SilenceCheck(ProcessState(ticks=7)), 0.5, ProcessState(gone=True)) == GONE
 
 
 def test_a_stopped_process_is_given_up_at_its_limit() -> None:
-    silence, stopped = SilenceCheck(Look(ticks=7)), Look(stopped=True, ticks=7)
+    silence, stopped = SilenceCheck(ProcessState(ticks=7)), ProcessState(stopped=True, ticks=7)
     assert [judge(silence, after, stopped) for after in (0.5, 1.1, 1.25)] == [FINE, FINE, FROZEN]
 
 
 def test_a_process_that_computes_is_waited_for_until_it_stops_computing() -> None:
-    silence = SilenceCheck(Look(ticks=0))
-    verdicts = [judge(silence, 0.1 * tick, Look(ticks=tick)) for tick in range(5, 60)]
+    silence = SilenceCheck(ProcessState(ticks=0))
+    verdicts = [judge(silence, 0.1 * tick, ProcessState(ticks=tick)) for tick in range(5, 60)]
     assert set(verdicts) == {FINE, BUSY}
-    still = [judge(silence, 6 + 0.1 * tick, Look(ticks=59)) for tick in range(30)]
+    still = [judge(silence, 6 + 0.1 * tick, ProcessState(ticks=59)) for tick in range(30)]
     assert FROZEN in still
 
 
 def test_even_a_process_that_computes_is_not_waited_for_for_ever() -> None:
-    silence = SilenceCheck(Look(ticks=0))
-    verdicts = [judge(silence, 0.5 * tick, Look(ticks=tick)) for tick in range(1, int(2 * HOLDING_S) + 10)]
+    silence = SilenceCheck(ProcessState(ticks=0))
+    verdicts = [judge(silence, 0.5 * tick, ProcessState(ticks=tick)) for tick in range(1, int(2 * HOLDING_S) + 10)]
     assert FROZEN in verdicts[-10:]
     assert FROZEN not in verdicts[:-10]
 
 
 def test_where_nothing_is_known_of_a_process_the_limit_alone_decides() -> None:
-    silence = SilenceCheck(Look())
-    assert [judge(silence, after, Look()) for after in (0.5, 1.1, 1.8)] == [FINE, FINE, FROZEN]
+    silence = SilenceCheck(ProcessState())
+    assert [judge(silence, after, ProcessState()) for after in (0.5, 1.1, 1.8)] == [FINE, FINE, FROZEN]
 
 
 def test_a_process_is_looked_at_on_its_own_computer_only() -> None:
-    assert look_at(os.getpid(), "another computer") == liveness.UNKNOWN
-    assert look_at(2**22 + 1, liveness.computer()).gone == bool(liveness.computer())
+    assert process_state_of(os.getpid(), "another computer") == liveness.UNKNOWN
+    assert process_state_of(2**22 + 1, liveness.computer()).gone == bool(liveness.computer())
 
 
 def waiting(call: int, label: str, *, begun: int = 5, beats: int = 2) -> Heard:

@@ -21,8 +21,8 @@ import pytest
 from clocks import give_clock
 from paceline.errors import CallMismatch, FleetError
 from paceline.roster import Generation, RosterClient, RosterServer, RunOver, client, liveness, server, timeouts, wire
-from paceline.roster.certificate import Certificate
 from paceline.roster.handshake import RosterConnection, shake_hands
+from paceline.roster.tls import Certificate
 from ports import own_port
 
 TOKEN = "a token"
@@ -50,7 +50,7 @@ class House:
         self.server = self.open()
 
     def open(self) -> RosterServer:
-        one = RosterServer(observe=self._note, **self.settings)
+        one = RosterServer(on_event=self._note, **self.settings)
         one.start()
         return one
 
@@ -405,6 +405,53 @@ def test_a_request_made_while_the_roster_is_away_is_answered_by_the_next(
     asked = here.ask(*watches, after=1)
     here.server = here.open()
     assert {one.result(30).number for one in asked} == {2}
+
+
+def test_a_run_that_ends_while_the_roster_is_away_is_not_begun_anew_by_the_next(
+    house: Callable[..., House], tmp_path: Path
+) -> None:
+    here = house(state=tmp_path / "roster.json", port=own_port())
+    watches = here.begin(2)
+    here.server.close()
+    with ThreadPoolExecutor(2) as threads:
+        ends = [threads.submit(watch.client.leave, "finished") for watch in watches]
+        time.sleep(0.2)
+        assert not any(end.done() for end in ends)  # they look for the roster, to tell it
+        here.server = here.open()
+        for end in ends:
+            end.result(30)
+    assert here.server.snapshot()["finished"]
+    with pytest.raises(RunOver, match="the run has ended"):
+        here.come(2)
+
+
+def test_a_worker_that_finishes_gives_up_a_roster_that_stays_away(
+    house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "END_S", 0.3)
+    here = house()
+    [watch] = here.begin(1)
+    here.server.close()
+    watch.client.leave("finished")
+    assert watch.client.failure is None
+
+
+def test_a_roster_that_loses_everybody_at_once_is_not_asked_without_pause(house: Callable[..., House]) -> None:
+    here, made = house(), []
+
+    def broken_off(*args: Any, **options: Any) -> RosterConnection:
+        made.append(shake_hands(*args, **options))
+        if len(made) > 1:
+            made[-1].break_off()
+        return made[-1]
+
+    one = RosterClient(
+        here.server.address, token=TOKEN, name="here/0", facts=FACTS, on_over=lambda _: None, shake_hands=broken_off
+    )
+    made[0].break_off()
+    time.sleep(0.5)  # ten beats
+    assert 1 < len(made) < 20
+    one.close()
 
 
 def test_a_torn_state_file_is_explained(tmp_path: Path) -> None:

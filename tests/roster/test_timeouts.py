@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.roster import liveness
-from paceline.roster.liveness import BUSY, FROZEN, Look, SilenceCheck, SilenceLimit, look_at
+from paceline.roster.liveness import BUSY, FROZEN, ProcessState, SilenceCheck, SilenceLimit, process_state_of
 from paceline.roster.timeouts import Timeouts
 
 LINUX = pytest.mark.skipif(not liveness.computer(), reason="the system tells nothing of processes")
@@ -22,13 +22,13 @@ LINUX = pytest.mark.skipif(not liveness.computer(), reason="the system tells not
 class Watch:
     """A timeouts of one worker, whose process is as ``look`` says."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, state: ProcessState) -> None:
         self.frozen: list[str] = []
         self.lost = 0
         self.worker: Any = SimpleNamespace(
             last_heard=100.0,
             last_beat=100.0,
-            look=lambda: look,
+            process_state=lambda: state,
             silence_limit=SilenceLimit(),
             silence=None,
             given_up=False,
@@ -49,7 +49,7 @@ class Watch:
 
 
 def test_a_worker_that_stays_silent_is_given_up_at_its_limit() -> None:
-    watch = Watch(Look(ticks=5))
+    watch = Watch(ProcessState(ticks=5))
     watch.pass_time(100.0, 101.1)
     assert not watch.frozen
     watch.pass_time(101.2, 101.4)
@@ -57,14 +57,14 @@ def test_a_worker_that_stays_silent_is_given_up_at_its_limit() -> None:
 
 
 def test_what_held_up_the_roster_is_nobodys_silence() -> None:
-    watch = Watch(Look(ticks=5))
+    watch = Watch(ProcessState(ticks=5))
     watch.pass_time(100.0, 100.2)
     watch.pass_time(103.0, 103.7)  # it stood still in between
     assert not watch.frozen
 
 
 def test_held_up_between_reading_and_looking_the_roster_reads_again_before_it_judges() -> None:
-    watch = Watch(Look(ticks=5))
+    watch = Watch(ProcessState(ticks=5))
     watch.timeouts.forgive(100.1)
     watch.timeouts.tick(103.0)
     assert not watch.frozen
@@ -74,31 +74,36 @@ def test_held_up_between_reading_and_looking_the_roster_reads_again_before_it_ju
 
 
 def test_a_process_that_is_gone_is_given_up_at_the_first_look() -> None:
-    watch = Watch(Look(gone=True))
+    watch = Watch(ProcessState(gone=True))
     watch.pass_time(100.0, 100.7)
     assert watch.lost
     assert not watch.frozen
 
 
 def test_one_that_waits_for_a_processor_is_waited_for_and_one_that_was_stopped_is_not() -> None:
-    starved = SilenceCheck(Look(ticks=5))
-    assert starved.judge(3.0, limit_s=1.2, look=Look(ticks=5, ready=True)) == BUSY
-    assert starved.judge(6.0, limit_s=1.2, look=Look(ticks=5)) == FROZEN
-    assert SilenceCheck(Look(ticks=5)).judge(3.0, limit_s=1.2, look=Look(ticks=5, ready=True, stopped=True)) == FROZEN
+    starved = SilenceCheck(ProcessState(ticks=5))
+    assert starved.judge(3.0, limit_s=1.2, state=ProcessState(ticks=5, ready=True)) == BUSY
+    assert starved.judge(6.0, limit_s=1.2, state=ProcessState(ticks=5)) == FROZEN
+    assert (
+        SilenceCheck(ProcessState(ticks=5)).judge(
+            3.0, limit_s=1.2, state=ProcessState(ticks=5, ready=True, stopped=True)
+        )
+        == FROZEN
+    )
 
 
 @LINUX
 def test_a_thread_that_runs_shows_and_a_process_that_sleeps_is_not_ready() -> None:
-    assert look_at(os.getpid(), liveness.computer()).ready, "it looks at itself"
+    assert process_state_of(os.getpid(), liveness.computer()).ready, "it looks at itself"
     script = "import time; print(flush=True); time.sleep(600)"
     sleeper = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     try:
         assert sleeper.stdout is not None
         sleeper.stdout.readline()
         until = time.monotonic() + 30
-        while look_at(sleeper.pid, liveness.computer()).ready and time.monotonic() < until:
+        while process_state_of(sleeper.pid, liveness.computer()).ready and time.monotonic() < until:
             time.sleep(0.05)
-        assert not look_at(sleeper.pid, liveness.computer()).ready
+        assert not process_state_of(sleeper.pid, liveness.computer()).ready
     finally:
         sleeper.kill()
         sleeper.communicate()

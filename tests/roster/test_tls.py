@@ -1,13 +1,18 @@
-"""The roster's connections are encrypted, and known by the certificate's fingerprint: over real sockets, in one
-process."""
+"""The roster's connections are encrypted, and known by the fingerprint of a certificate that it makes and keeps: over
+real sockets, in one process."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
+import shutil
 import socket
 import ssl
+import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,12 +25,26 @@ import pytest
 
 from paceline.errors import FleetError
 from paceline.roster import RosterClient, RosterServer, server, wire
-from paceline.roster.certificate import Certificate
-from paceline.roster.tls import Channel
+from paceline.roster.tls import Certificate, Channel, make_certificate
 from ports import own_port
 
 TOKEN = "s3cret-token-of-this-run"
 NAME = "a-telling-name"
+WRITTEN_BEFORE = """\
+-----BEGIN EC PRIVATE KEY-----
+MHcCAQEEIGLt/T+6ol07vFA/dE/UKZWPAVSjnKVVQLkr3eZv7grBoAoGCCqGSM49AwEHoUQDQgAE
+o4ylTKlXZV4xmiERgsjuApFAedvaM9qo3n8vyfJwDe7DQXtc53I+L5enYPJEnFxS4CG2u/UAkDqA
+Qvf8tCGENw==
+-----END EC PRIVATE KEY-----
+-----BEGIN CERTIFICATE-----
+MIIBJzCCAM0CCAGKSLi0zcjBMAoGCCqGSM49BAMCMBoxGDAWBgNVBAMMD3BhY2VsaW5lIHJvc3Rl
+cjAiGA8yMDAwMDEwMTAwMDAwMFoYDzk5OTkxMjMxMjM1OTU5WjAaMRgwFgYDVQQDDA9wYWNlbGlu
+ZSByb3N0ZXIwWTATBgcqhkjOPQIBBggqhkjOPQMBBwNCAASjjKVMqVdlXjGaIRGCyO4CkUB529oz
+2qjefy/J8nAN7sNBe1zncj4vl6dg8kScXFLgIba79QCQOoBC9/y0IYQ3MAoGCCqGSM49BAMCA0gA
+MEUCIChsC1Rv+jsIXGbZmX3pRDqW8j4tyI/GG0YhJ7NLdgkvAiEAgvtGLG1CHQ8p72LQ8QzkMayY
+AH0e/r6lldPKvPOJmBM=
+-----END CERTIFICATE-----
+"""
 
 
 @contextmanager
@@ -118,7 +137,7 @@ def test_whoever_knows_the_token_may_leave_the_fingerprint_out() -> None:
 
 def test_proofs_do_not_fit_when_somebody_in_between_passes_them_on() -> None:
     refused: list[str] = []
-    with roster(observe=lambda kind, said: refused.append(said["text"]) if kind == "refused" else None) as here:
+    with roster(on_event=lambda kind, said: refused.append(said["text"]) if kind == "refused" else None) as here:
         between = Between(wire.parse_address(here.address), certificate=Certificate())
         with pytest.raises(FleetError, match="does not know this run's token"), member(between.address):
             pass
@@ -244,3 +263,72 @@ def test_threads_may_read_and_send_at_once(pair: tuple[Channel, Channel]) -> Non
     with ThreadPoolExecutor(2) as pool:
         there, back = pool.submit(talk, ours, theirs.open, 2000), pool.submit(talk, theirs, ours.open, 2000)
         assert there.result(30) == back.result(30) == line * 2000
+
+
+# -- the certificate -----------------------------------------------------------------------------------------------
+
+
+def test_other_software_reads_the_certificate_and_finds_its_signature_right(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl program here to compare with")
+    file = tmp_path / "roster.pem"
+    file.write_text(make_certificate())
+    checked = subprocess.run(
+        ["openssl", "verify", "-check_ss_sig", "-CAfile", file, file], capture_output=True, text=True
+    )
+    assert checked.stdout.strip() == f"{file}: OK", checked.stderr
+    printed = subprocess.run(
+        ["openssl", "x509", "-in", file, "-noout", "-fingerprint", "-sha256"], capture_output=True, text=True
+    )
+    shown = printed.stdout.strip().partition("=")[2].replace(":", "").lower()
+    assert shown == Certificate(file).fingerprint
+
+
+def test_it_is_kept_for_its_owner_alone_and_is_the_same_the_next_time(tmp_path: Path) -> None:
+    file = tmp_path / "kept" / "roster.json.pem"
+    first = Certificate(file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert Certificate(file).fingerprint == first.fingerprint
+    assert len({first.fingerprint, Certificate().fingerprint, Certificate().fingerprint}) == 3
+
+
+def test_a_certificate_that_cannot_be_used_is_explained(tmp_path: Path) -> None:
+    file = tmp_path / "roster.json.pem"
+    file.write_text("not a certificate")
+    with pytest.raises(ValueError, match="move it away, and a new one is made"):
+        Certificate(file)
+    with pytest.raises(ValueError, match="cannot be written"):
+        Certificate(file / "below a file")
+
+
+def test_the_fingerprint_is_the_sha256_of_the_certificates_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "roster.pem"
+    seen = Certificate(file).fingerprint
+    pem = file.read_text()
+    der = ssl.PEM_cert_to_DER_cert(pem[pem.index("-----BEGIN CERTIFICATE") :])
+    assert seen == hashlib.sha256(der).hexdigest()
+
+
+def test_a_certificate_of_an_older_paceline_serves_on(tmp_path: Path) -> None:
+    """Version 1 of X.509, without extensions, as Paceline wrote it before it used a library."""
+    file = tmp_path / "roster.pem"
+    file.write_text(WRITTEN_BEFORE)
+    kept = Certificate(file)
+    assert kept.fingerprint == "4788d03823e0d3f6f62d68d6627830cf188b9133ee084c8f2a173f83de5d16b0"
+    ours, theirs = Channel(kept.context), Channel()
+    for _ in range(3):
+        ours.open(theirs.outgoing())
+        theirs.open(ours.outgoing())
+    assert theirs.fingerprint == kept.fingerprint
+    assert file.read_text() == WRITTEN_BEFORE
+
+
+def test_only_making_a_certificate_needs_cryptography_and_its_absence_names_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "roster.pem"
+    kept = Certificate(file)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(ValueError, match="pip install cryptography"):
+        Certificate()
+    assert Certificate(file).fingerprint == kept.fingerprint

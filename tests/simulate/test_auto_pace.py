@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from paceline.pace import Adaptive, Auto, Joint, Pacer
-from paceline.pace.traits import rows
-from paceline.simulate import make, rounds, stuck
-from paceline.simulate.outcome import Floats, Outcome
+from paceline.pace.pacer import rows
+from paceline.simulate import deadline_play, make, scenarios
+from paceline.simulate.play import Floats, Outcome
 from paceline.simulate.scenarios import SCENARIOS
 
 STEPS, WARM_UP = 130, 25
@@ -27,14 +27,14 @@ def machines(name: str, workers: int, seed: int) -> tuple[Floats, dict[str, Any]
         little = lambda rng, shape: np.exp(0.01 * rng.standard_normal(shape))  # noqa: E731
         return np.exp(0.3 * speeds + 0.005 * noise), {"noise": little}
     if name == "stuck":
-        within = {"micro_batches": stuck.MICRO_BATCHES, "noise": stuck.NOISE}
-        return stuck.machines(steps=STEPS, workers=workers, seed=seed), within
+        within = {"micro_batches": scenarios.STUCK_MICRO_BATCHES, "noise": scenarios.STUCK_NOISE}
+        return scenarios.stuck_machines(steps=STEPS, workers=workers, seed=seed), within
     return make(name, steps=STEPS, workers=workers, seed=seed), {}
 
 
 def played(pacer: Pacer, name: str, workers: int, seed: int) -> Outcome:
     seconds, within = machines(name, workers, seed)
-    return rounds.play(seconds, pacer, overhead_s=0.01, seed=seed, **within).after(WARM_UP)
+    return deadline_play.play(seconds, pacer, overhead_s=0.01, seed=seed, **within).after(WARM_UP)
 
 
 @pytest.mark.parametrize(("workers", "seed"), [(2, 5), (6, 6)])

@@ -16,11 +16,11 @@ from paceline.machines.link import Link, parse_link
 from paceline.observe import RunLog, read_log
 from paceline.pace import DEFAULT
 from paceline.records import StepRecord
+from paceline.simulate.goodput import reform_s
 from paceline.simulate.planning import advice
 from paceline.simulate.planning.choices import Choice, Player, choices, paces, steps_for
-from paceline.simulate.planning.churn import churn, reform_s
 from paceline.simulate.planning.fleet_file import read_fleet
-from paceline.simulate.planning.fleet_spec import FleetSpec, MachineKind, TrainedModel
+from paceline.simulate.planning.fleet_spec import FleetSpec, MachineKind, TrainedModel, churn
 from paceline.simulate.planning.measured import compare_with_run, measure
 from paceline.simulate.sites import Sites
 
@@ -120,10 +120,10 @@ def test_every_pace_combine_wire_and_topology_has_its_row_and_one_site_has_no_to
     assert {one.pace for one in found if one.combine == "gradients"} == set(paces())
     assert {"equal", "epoch", "adaptive", "cutoff", "joint", "auto"} <= set(paces())
     assert {one.combine for one in found} == {"gradients", "average", "elastic-average"}
-    assert {(one.wire, one.topology) for one in found if one.pace == "adaptive"} == {
+    assert {(one.comm_dtype, one.topology) for one in found if one.pace == "adaptive"} == {
         (wire, topology) for wire in ("float32", "bf16") for topology in ("ring", "two levels")
     }
-    assert {one.wire for one in found if one.combine == "average"} == {"float32", "int8"}
+    assert {one.comm_dtype for one in found if one.combine == "average"} == {"float32", "int8"}
     assert {one.topology for one in found if one.found} == {"two levels"}
     assert {one.topology for one in choices(Player(alike(2), steps=8))} == {"ring"}
 
@@ -157,13 +157,14 @@ def test_a_newcomer_takes_the_state_over_the_slowest_way_it_may_come() -> None:
 # -- advice ------------------------------------------------------------------------------------------------------------
 
 
-def choice(pace: str, samples_per_s: float, *, wire: str = "float32", period_s: float | None = None) -> Choice:
+def choice(pace: str, samples_per_s: float, *, comm_dtype: str = "float32", period_s: float | None = None) -> Choice:
     combine = "gradients" if pace else "average"
-    return Choice(pace, combine, wire, "ring", samples_per_s, 100.0, 0.1, 0.1, period_s)
+    return Choice(pace, combine, comm_dtype, "ring", samples_per_s, 100.0, 0.1, 0.1, period_s)
 
 
 def test_the_simplest_of_the_fastest_is_taken_and_an_average_only_where_it_is_twice_as_fast() -> None:
-    found = [choice("equal", 40), choice("adaptive", 79.5), choice("joint", 80), choice("adaptive", 80, wire="bf16")]
+    found = [choice("equal", 40), choice("adaptive", 79.5), choice("joint", 80)]
+    found += [choice("adaptive", 80, comm_dtype="bf16")]
     found[1:2] = [choice(DEFAULT, 79.5)]
     assert advice.best(found) == found[1]
     assert advice.best([*found, replace(choice("joint", 99), found=False)]) == found[1]
@@ -198,11 +199,11 @@ def test_the_command_line_says_what_is_not_the_default_and_the_script_what_has_n
         "paceline host --host 0.0.0.0 --min 2 --max 4",
         "paceline run --join HOST:PORT train.py",
     ]
-    assert advice.commands(alike(4), choice("joint", 1, wire="bf16"))[1] == (
-        "paceline run --join HOST:PORT --pace joint --wire bf16 train.py"
+    assert advice.commands(alike(4), choice("joint", 1, comm_dtype="bf16"))[1] == (
+        "paceline run --join HOST:PORT --pace joint --comm-dtype bf16 train.py"
     )
-    assert advice.commands(alike(4), choice("", 1, wire="int8", period_s=2))[1:] == [
-        "paceline run --join HOST:PORT --combine average --wire int8 train.py"
+    assert advice.commands(alike(4), choice("", 1, comm_dtype="int8", period_s=2))[1:] == [
+        "paceline run --join HOST:PORT --combine average --comm-dtype int8 train.py"
     ]
     assert advice.commands(alike(4), choice("", 1, period_s=30))[1:] == [
         "paceline run --join HOST:PORT train.py",
@@ -364,7 +365,7 @@ def test_the_file_goes_before_the_run_and_machines_that_cannot_be_matched_are_re
     path.write_text('[model]\nparameters = "1M"\n[[machines]]\nname = "more"\ncount = 3\n')
     with pytest.raises(ValueError, match="--from has 2 workers and this file 3 machines"):
         read_fleet(path, measure(log))
-    with pytest.raises(ValueError, match="no row for combine 'gradients', pace 'adaptive'"):
+    with pytest.raises(ValueError, match="no row for the run's combine 'gradients', pace 'adaptive'"):
         compare_with_run([], log)
     with pytest.raises(ValueError, match="too few steps"):
         measure(run_log(tmp_path / "short", steps=6))

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from paceline.pace import Adaptive, Ask, Epoch, Equal, Fixed
-from paceline.pace.cutoff import Cutoff
-from paceline.pace.forecast import LastValue, Seen
+from paceline.pace.forecast import Seen
 from paceline.records import Plan, StepRecord
+from paceline.research.cutoff import Cutoff
+from paceline.research.forecasts import LastValue
 from paceline.simulate import compare, make, matrix, play
-from paceline.simulate.outcome import Outcome
+from paceline.simulate.play import Outcome
 from quick import examples
 
 TIMES = arrays(np.float64, st.tuples(st.integers(1, 12), st.integers(1, 6)), elements=st.floats(0.05, 20))
@@ -190,7 +191,7 @@ def test_censored_forecasts_take_most_of_the_gain_where_one_machine_is_slow_for_
 
 @pytest.mark.slow
 def test_a_cut_off_in_place_of_a_late_time_loses_what_truncation_keeps() -> None:
-    """Three quarters of the workers at 1 s, the others at 3.5 s: the figures of docs/simulate.md."""
+    """Three quarters of the workers at 1 s, the others at 3.5 s: the figures of docs/research.md."""
     noise = np.random.default_rng(1)
     seconds = np.where(np.arange(40) < 30, 1.0, 3.5) * np.exp(0.05 * noise.standard_normal((300, 40)))
 
@@ -251,12 +252,12 @@ def test_progress_counts_up_to_its_total() -> None:
 @pytest.mark.parametrize(
     ("bad", "part"),
     [
-        ([[1.0, 2.0], [1.0]], "each with as many workers"),
+        ([[1.0, 2.0], [1.0]], "the same number of workers"),
         ([[1.0, math.nan]], "step 0, worker 1"),
         ([[1.0], [-2.0]], "step 1, worker 0"),
         ([[0.0]], "above 0, not 0"),
         ([[math.inf]], "finite"),
-        ([1.0, 2.0], "a row a step"),
+        ([1.0, 2.0], "one row per step"),
         ([], "at least one of each"),
         ([["fast"]], "numbers"),
     ],
@@ -278,3 +279,24 @@ def test_adaptive_stays_near_the_limit_while_speeds_drift(workers: int, least: f
     own = make("drifting", steps=200, workers=workers, seed=1)
     adaptive, limit = play.shares(own, Adaptive()).after(20), play.limit(own).after(20)
     assert adaptive.throughput > least * limit.throughput
+
+
+def test_a_worker_that_is_cut_off_ends_its_micro_batch_before_it_begins_the_next_step() -> None:
+    own = np.array([[1.0, 1.0, 8.0]] * 3)
+    at_once = play.arrivals(own, Cutoff(static=0.66), overhead_s=0.0)
+    assert at_once.seconds.tolist() == [1.0, 1.0, 1.0]
+    # Micro-batches of 4 s: cut off at 1 s it is busy until 4 s, through the next three steps.
+    in_a_run = play.arrivals(own, Cutoff(static=0.66), overhead_s=0.0, micro_batches=2)
+    assert in_a_run.seconds.tolist() == [1.0, 1.0, 1.0]
+    assert in_a_run.wasted_s.tolist() == [1.0, 0.0, 0.0]
+    everybody = np.array([[1.0, 1.0, 8.0], [1.0, 1.0, 1.0]])
+
+    class FirstTwo(Cutoff):
+        """Waits for two in the first step and for all in the second."""
+
+        def count(self, ask: Ask, share: int) -> int | None:
+            return 2 if ask.step == 0 else None
+
+    waits = play.arrivals(everybody, FirstTwo(), overhead_s=0.5, micro_batches=4)
+    assert waits.seconds.tolist() == [1.5, 0.5 + 1.0 + 0.5], "its micro-batch ended half a second after the round"
+    assert waits.waiting_s.tolist() == [0.0, 1.0]

@@ -16,9 +16,8 @@ from typer.testing import CliRunner, Result
 from paceline.cli import app
 from paceline.machines.link import Link, parse_link
 from paceline.records import StepRecord
-from paceline.simulate import make, network, network_table
-from paceline.simulate.network import LoopedTrace, compare_network, enough, usual_periods
-from paceline.simulate.traffic import Network, Traffic
+from paceline.simulate import make, network_rules, network_table
+from paceline.simulate.network_rules import LoopedTrace, Network, Traffic, compare_network, enough, usual_periods
 from quick import examples
 
 LINK = parse_link("100mbit,30ms")
@@ -142,14 +141,14 @@ def test_who_suddenly_is_much_faster_runs_out_of_what_it_was_dealt() -> None:
     # 8 steps of 1 s, then 0.1 s each: for a period of 4 s no more than ceil(1.4 * 4) = 6 steps were dealt.
     own = np.array([[1.0]] * 8 + [[0.1]] * 200)
     at, dealt = np.array([8]), np.array([6])
-    steps, busy = network._period(LoopedTrace(own), at, dealt, 4.0)
+    steps, busy = network_rules._period(LoopedTrace(own), at, dealt, 4.0)
     assert steps.tolist() == [6]
     assert busy == pytest.approx([0.6])
 
 
 def test_periods_are_dealt_as_in_a_run() -> None:
     """Workers that each step alone, of an unknown and of two known speeds: by the functions of a run."""
-    from paceline.pace.period import by_the_clock, steps_dealt
+    from paceline.pace.by_the_clock import by_the_clock, steps_dealt
 
     rates, alone = np.array([0.0, 3.0, 40.0]), [[0], [1], [2]]
     dealt, each = by_the_clock(alone, batch=5, speeds=np.zeros(3), rates=rates, period_s=2.5)
@@ -182,7 +181,7 @@ def test_steps_of_the_warm_up_are_not_scored() -> None:
 
 def test_a_trace_of_one_step_has_rounds_enough() -> None:
     rules = played(alike(2, steps=1))
-    assert all(rule.rounds >= network.ROUNDS for rule in rules.values() if rule.name != "limit")
+    assert all(rule.rounds >= network_rules.ROUNDS for rule in rules.values() if rule.name != "limit")
 
 
 # -- from where on the network no longer matters -----------------------------------------------------------------------
@@ -337,7 +336,7 @@ def test_a_run_that_averaged_is_refused(tmp_path: Path) -> None:
     run = str(recorded(tmp_path, "average"))
     done = simulate("--network", "1gbit,1ms", "--megabytes", "1", "--run", run)
     assert done.exit_code == 2
-    assert "a line a round" in done.stderr
+    assert "one line per round" in done.stderr
 
 
 def test_the_page_holds_the_sentences_and_stands_alone(tmp_path: Path) -> None:

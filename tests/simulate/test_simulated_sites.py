@@ -11,13 +11,13 @@ from paceline.simulate.sites import (
     HEADER_FIXED,
     HEADER_NUMBERS,
     SMALL,
-    WIRES,
     RoundCost,
     SiteNetwork,
     Sites,
     header_bytes,
     sending_s,
 )
+from paceline.transport.formats import part_of
 from quick import examples
 
 FAST, SLOW = parse_link("10gbit,0.1ms"), parse_link("100mbit,20ms")
@@ -47,10 +47,9 @@ def test_a_ring_whose_ranks_alternate_crosses_the_link_at_every_hop_and_two_leve
 
 def test_shorter_wires_send_halves_and_quarters_over_the_link_and_all_of_it_within_a_site() -> None:
     def sent(wire: str) -> RoundCost:
-        return TWO.sum(four_and_four(), MODEL, "two levels", wire=WIRES[wire])
+        return TWO.sum(four_and_four(), MODEL, "two levels", wire=part_of(wire))
 
-    assert set(WIRES) == {"float32", "bf16", "fp16", "int8"}
-    for wire, part in (("bf16", 0.5), ("int8", 0.25)):
+    for wire, part in (("bf16", 0.5), ("int8", (1 + 4 / 256) / 4)):  # a scale of four bytes for each block
         assert sent(wire).link_bytes["a", "b"] == part * MODEL
         assert sent(wire).cable_bytes == (3 + part) * MODEL  # the one that crosses hears three others
 
@@ -113,10 +112,10 @@ def test_an_average_exchanges_its_facts_before_the_sum_and_gradients_beside_it()
 
 
 def test_the_header_is_as_large_as_that_of_a_real_round() -> None:
-    from paceline.combine.header import Layout
+    from paceline.gradients.header import Layout
 
     assert header_bytes(7) == 8 * sum(Layout(7, parameters=0, counters=0).sizes)
-    assert (HEADER_NUMBERS, HEADER_FIXED) == (28, 135)
+    assert (HEADER_NUMBERS, HEADER_FIXED) == (33, 136)
 
 
 @settings(max_examples=examples(100))

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.loop.training_state import TrainingState
+from paceline.pace import make
 from paceline.pace.steering import goal, made_for
 from paceline.records import History, Plan
+from paceline.step.training_state import TrainingState
 
 BATCH, LENGTH = 256, 256 * 10**6
 
@@ -23,14 +24,14 @@ def books(step: int, done: int) -> TrainingState:
     )
     books = TrainingState(
         transport=SimpleNamespace(rank=1, size=3, generation=0, workers=(0, 1, 2), elastic=False),  # type: ignore[arg-type]
-        pacer=None,  # type: ignore[arg-type]
+        pacer=make("equal"),
         dealing=dealing,
         settings=SimpleNamespace(global_batch=BATCH, epochs=1),  # type: ignore[arg-type]
         unit=1,
         avoid_singles=False,
         history=History(),
         first_index=step,
-        observe=lambda *_: None,
+        log_event=lambda *_: None,
     )
     books.epoch_step = step
     return books

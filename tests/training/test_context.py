@@ -18,8 +18,8 @@ def test_a_worker_that_is_dropped_in_a_call_of_all_is_told_to_start_again(tmp_pa
         if looped:
             fleet.steps(numbers(8), global_batch=4)
         with (
-            pytest.raises(DroppedInCall, match=r"fleet.gather\(\): it was silent; start it again") as dropped,
-            fleet._context.meet("fleet.gather()"),
+            pytest.raises(DroppedInCall, match=r"fleet.predict\(\): it was silent; start it again") as dropped,
+            fleet._context.meet("fleet.predict()"),
         ):
             raise Dropped("it was silent", generation=3)
-        assert dropped.value.why == "fleet.gather(): it was silent"
+        assert dropped.value.why == "fleet.predict(): it was silent"

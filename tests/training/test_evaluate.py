@@ -42,13 +42,13 @@ def test_means_sums_and_tables_are_exact_for_any_shares(
             table[value % 3, value % 4] += 1
         return {"sum": x.sum(), "mean": x, "squares": (x**2)[:, None], "table": table, "rows": len(x)}
 
-    kinds, parts = evaluating.Kinds.of(["sum", "squares", "rows"], "table"), []
+    kinds, parts = evaluating.Kinds.read(["sum", "squares", "rows"], "table"), []
     for rank in range(workers):
         source = Source(TensorDataset(numbers), device=CPU, seed=0)
         batches = evaluating.each_batch(source, shares=shares, rank=rank, batch_size=batch_size)
         own = evaluating.own_sums(score, batches, kinds)
         parts.append(json.loads(json.dumps(own)))  # as it travels
-    result = evaluating.whole(parts, kinds)
+    result = evaluating.final_figures(parts, kinds)
     expected = score(numbers)
     assert torch.equal(result.pop("table"), expected.pop("table").double())
     total, squares = float(numbers.sum()), float((numbers**2).sum())
@@ -164,7 +164,7 @@ def test_any_data_with_a_length_can_be_evaluated(fleet: paceline.Fleet, kind: st
         (lambda x, y: {"count": 3}, '"count" is its own name'),
         (lambda x, y: {"name": "many"}, "name"),
         (lambda x, y: {"logits": x}, "(7, 3) for a batch of 7 samples, and must have one value per sample"),
-        (lambda x, y: {"few": y[:3]}, "For predictions of each sample call fleet.gather"),
+        (lambda x, y: {"few": y[:3]}, "For predictions of each sample call fleet.predict"),
         (lambda x, y: {"table": torch.eye(3)}, 'is named: tables=("table",)'),
         (lambda x, y: {"rare": y} if len(x) == 7 else {}, "'rare' for one batch and not for another"),
     ],
@@ -188,9 +188,9 @@ def test_a_table_that_changes_its_shape_or_is_not_there_is_refused(fleet: paceli
 
 def test_names_that_only_one_worker_returned_are_refused() -> None:
     with pytest.raises(ValueError, match="returned 'rare' on one worker and not on another"):
-        evaluating.whole([{"sum": 1.0, "count": 3}, {"sum": 1.0, "rare": 2.0, "count": 4}, {"count": 0}])
-    sums = evaluating.Kinds.of("sum", ())
-    assert evaluating.whole([{"sum": 1.0, "count": 3}, {"count": 0}], sums) == {"sum": 1.0, "count": 3}
+        evaluating.final_figures([{"sum": 1.0, "count": 3}, {"sum": 1.0, "rare": 2.0, "count": 4}, {"count": 0}])
+    sums = evaluating.Kinds.read("sum", ())
+    assert evaluating.final_figures([{"sum": 1.0, "count": 3}, {"count": 0}], sums) == {"sum": 1.0, "count": 3}
 
 
 @pytest.mark.parametrize("batch_size", [0, -3, 2.5, "many"])
@@ -209,5 +209,5 @@ def test_a_stream_cannot_be_evaluated_exactly_and_is_refused(fleet: paceline.Fle
 
 
 def test_agreeing_alone_is_having_ones_own_way(fleet: paceline.Fleet) -> None:
-    assert fleet.agree(True) is True
-    assert fleet.agree(False) is False
+    assert fleet.any(True) is True
+    assert fleet.any(False) is False

@@ -1,4 +1,4 @@
-"""Which of its loops a script makes after a checkpoint was loaded."""
+"""The loops that a script makes after a checkpoint was loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.training.resume import Resume
 def resumed(
     *lengths: int, over: bool, extra: Any = None, loops: str | None = None, saves: int = 0, epochs: int = 1
 ) -> Resume:
-    """From a checkpoint that was saved in the last of these loops, or after it."""
+    """Return a resume from a checkpoint that was saved in the last of these loops, or after it."""
     steps = {
         "loop": len(lengths) - 1,
         "dealing": None if over else {},

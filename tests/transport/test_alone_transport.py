@@ -33,14 +33,12 @@ def test_sums_and_broadcasts_leave_tensors_as_they_are() -> None:
 
 
 def test_where_members_never_change_nobody_asks_whether_they_can() -> None:
-    alone, tensor = Alone(), torch.arange(3)
+    alone = Alone()
     assert not any((alone.elastic, alone.outside, alone.leaving, alone.roster_away))
     assert alone.id == alone.rank
     alone.deliver_members_changed()
     alone.release()
-    assert not alone.given([tensor])
     over = GenerationOver("generation 5 is over", generation=5)
-    alone.cut(over)
     with pytest.raises(GenerationOver) as raised:
-        alone.re_form_after(over)
+        alone.recover(over)
     assert raised.value is over

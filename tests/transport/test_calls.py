@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import FleetError
-from paceline.roster.calls import CALLS, ROUNDS, Spot
-from paceline.transport.calls import CallSequences
-from paceline.transport.elastic.calls import Gift, Lane, Lanes, gift
+from paceline.roster.calls import BACKGROUND, CALLS, Spot
+from paceline.transport.call_sequences import CallSequences
+from paceline.transport.elastic.handover import Gift, Lane, Lanes, gift
 
 
 def at(finished: int, *, facts: bool = False) -> dict[str, Any]:
@@ -18,20 +18,20 @@ def at(finished: int, *, facts: bool = False) -> dict[str, Any]:
 
 
 def test_calls_are_counted_and_one_that_was_cut_short_keeps_its_number() -> None:
-    sequences = CallSequences(CALLS, ROUNDS)
+    sequences = CallSequences(CALLS, BACKGROUND)
     lanes = Lanes(sequences)
     assert lanes.enter("a round", lane=CALLS) == 1
-    lanes[CALLS].finish(facts=None, kept=(torch.ones(1),))
+    lanes[CALLS].finish(facts=None, tensors=(torch.ones(1),))
     assert lanes.enter("another", lane=CALLS) == 2
     assert lanes.enter("another", lane=CALLS) == 2, "it is made again"
     assert (lanes[CALLS].entered, lanes[CALLS].finished) == (2, 1)
     assert sequences.spots()[CALLS] == Spot(2, "another", waiting=True)
     sequences.leave(lane=CALLS)
-    assert sequences.spots() == {CALLS: Spot(2, "another", waiting=False), ROUNDS: Spot(0, "", waiting=False)}
+    assert sequences.spots() == {CALLS: Spot(2, "another", waiting=False), BACKGROUND: Spot(0, "", waiting=False)}
 
 
 def test_one_that_fell_out_is_shown_in_its_last_call_and_at_no_step() -> None:
-    sequences = CallSequences(CALLS, ROUNDS)
+    sequences = CallSequences(CALLS, BACKGROUND)
     lanes = Lanes(sequences)
     sequences.note("step 40", begun=41)
     lanes.skip_to(7, lane=CALLS)
@@ -44,7 +44,7 @@ def test_what_there_is_to_tell_is_told_at_once() -> None:
     told: list[str] = []
     sequences = CallSequences(CALLS, on_change=lambda: told.append(sequences.doing))
     sequences.note("a long compile")
-    assert sequences.enter("fleet.agree()", lane=CALLS, since=1.0) == 1
+    assert sequences.enter("fleet.any()", lane=CALLS, since=1.0) == 1
     assert sequences.longest_wait() == (CALLS, 1.0)
     sequences.leave(lane=CALLS)
     assert (told, sequences.longest_wait()) == (["a long compile"] * 3, (CALLS, None))
@@ -52,22 +52,22 @@ def test_what_there_is_to_tell_is_told_at_once() -> None:
 
 def test_what_was_given_is_kept_to_be_given_on_and_counts_as_finished() -> None:
     received = (torch.zeros(2),)
-    lane = Lane(entered=5, finished=4, pending=(torch.ones(2),), result=["of the call before"])
-    assert lane.says() == {"finished": 4, "facts_kept": True}
-    lane.kept = received
+    lane = Lane(entered=5, finished=4, pending=(torch.ones(2),), facts=["of the call before"])
+    assert lane.report() == {"finished": 4, "facts_kept": True}
+    lane.tensors = received
     lane.finish_given(facts=False)
-    assert (lane.finished, lane.kept, lane.pending, lane.given) == (5, received, (), True)
-    assert lane.says() == {"finished": 5, "facts_kept": False}
+    assert (lane.finished, lane.tensors, lane.pending, lane.given) == (5, received, (), True)
+    assert lane.report() == {"finished": 5, "facts_kept": False}
 
 
 def test_a_result_that_its_thread_has_yet_to_take_up_counts_as_finished_when_others_ask() -> None:
-    assert Lane(entered=5, finished=4, given=True).says()["finished"] == 5
+    assert Lane(entered=5, finished=4, given=True).report()["finished"] == 5
 
 
 def test_one_that_fell_out_forgets_the_call_it_was_in() -> None:
-    lane = Lane(entered=5, finished=4, result=[1], pending=(torch.zeros(1),))
+    lane = Lane(entered=5, finished=4, facts=[1], pending=(torch.zeros(1),))
     lane.forget()
-    assert (lane.entered, lane.result, lane.pending, lane.kept) == (4, None, (), ())
+    assert (lane.entered, lane.facts, lane.pending, lane.tensors) == (4, None, (), ())
 
 
 def test_the_first_who_has_the_result_gives_it_to_all_who_have_not() -> None:

@@ -15,7 +15,7 @@ import torch
 from clocks import give_clock
 from paceline.errors import Dropped, GenerationOver
 from paceline.roster import Generation
-from paceline.roster.calls import CALLS, ROUNDS
+from paceline.roster.calls import BACKGROUND, CALLS
 from paceline.transport.elastic import reform
 from paceline.transport.elastic import transport as elastic
 from paceline.transport.elastic.changes import MembershipChange
@@ -57,7 +57,7 @@ def hears_of(transport: Any, members: Generation) -> None:
     """The group of these members stands, and the training is to hear of them."""
     in_generation(transport, members)
     facts = ({},) * len(members.workers)
-    transport.reform._undelivered = MembershipChange(kept=(), joined=(), left=(), facts=facts, generation=members)
+    transport.reform._undelivered = MembershipChange(old_ranks=(), joined=(), left=(), facts=facts, generation=members)
 
 
 def generation(number: int, *workers: int) -> Generation:
@@ -71,7 +71,7 @@ def test_the_sum_of_a_worker_alone_can_be_abandoned() -> None:
 def test_the_training_never_sees_a_rank_and_size_of_other_members_than_it_follows() -> None:
     transport = bare()
     members = generation(5, 3, 4, 6)
-    change = MembershipChange(kept=(0, 1, 2), joined=(), left=(), facts=({}, {}, {}), generation=members)
+    change = MembershipChange(old_ranks=(0, 1, 2), joined=(), left=(), facts=({}, {}, {}), generation=members)
     in_generation(transport, generation(6, 4, 6))  # another thread forms it by now
     transport.reform.show(change)
     assert (transport.rank, transport.size) == (1, 3) == (transport.workers.index(4), len(transport.workers))
@@ -126,22 +126,24 @@ def re_formed_by_another_thread(transport: Any) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize("aside", [False, True])
-def test_a_round_does_not_end_in_a_group_that_another_thread_has_re_formed(aside: bool) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_a_round_does_not_end_in_a_group_that_another_thread_has_re_formed(background: bool) -> None:
     transport = bare()
     shown_in(transport, generation(5, 4, 6))
-    with pytest.raises(GenerationOver) as over, transport.round("the round of step 3", aside=aside):
+    with pytest.raises(GenerationOver) as over, transport.round("the round of step 3", background=background):
         re_formed_by_another_thread(transport)
     assert transport.reform.number == 6, "the round had begun"
     assert over.value.generation == 5, "the next stands: none of the round's sums has begun there"
-    assert transport.lanes[ROUNDS if aside else CALLS].says()["finished"] == 0
+    assert transport.lanes[BACKGROUND if background else CALLS].report()["finished"] == 0
 
 
 def test_tensors_of_a_round_are_made_inside_it_for_its_members() -> None:
     transport = bare()
     shown_in(transport, generation(5, 4, 6))
     hears_of(transport, generation(6, 4, 6, 7))
-    with transport.round("the floor of step 3", aside=True, keeps=lambda: [torch.zeros(transport.size)]) as tensors:
+    with transport.round(
+        "the floor of step 3", background=True, result=lambda: [torch.zeros(transport.size)]
+    ) as tensors:
         assert [len(tensor) for tensor in tensors] == [3]
 
 
@@ -149,11 +151,11 @@ def test_tensors_that_were_made_for_other_members_are_refused() -> None:
     transport = bare()
     shown_in(transport, generation(5, 4, 6))
     hears_of(transport, generation(6, 4, 6, 7))
-    round = transport.round("the leader's broadcast", keeps=[torch.zeros(2)])
+    round = transport.round("the leader's broadcast", result=[torch.zeros(2)])
     with pytest.raises(GenerationOver, match="since the round was written") as over, round:
         pytest.fail("its sums would be of the old size")
     assert over.value.generation == 5
-    with transport.round("the leader's broadcast", keeps=[torch.zeros(3)]) as tensors:
+    with transport.round("the leader's broadcast", result=[torch.zeros(3)]) as tensors:
         assert len(tensors) == 1, "made since, for those who are there"
 
 
@@ -185,17 +187,17 @@ def test_the_training_hears_of_other_members_only_after_a_round_aside_is_recorde
     recorded: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport, waited = bare(), threading.Event()
-    monkeypatch.setattr(reform, "LOOK_S", 0.01)
+    monkeypatch.setattr(reform, "CHECK_S", 0.01)
     transport.reform._raise_failure = waited.set
     shown_in(transport, generation(5, 4, 6))
-    with transport.round("the round of step 3", aside=True):
+    with transport.round("the round of step 3", background=True):
         pass
     hears_of(transport, generation(6, 4, 7))
     other = in_thread(transport.deliver_members_changed)
     assert waited.wait(PATIENCE_S), "it looked, and the round was not recorded"
     assert transport.generation == 5
     assert other.is_alive()
-    own = in_thread(transport.release if recorded == "release" else partial(transport._enter, "a lap", lane=ROUNDS))
+    own = in_thread(transport.release if recorded == "release" else partial(transport._enter, "a lap", lane=BACKGROUND))
     for thread in (own, other):
         thread.join(PATIENCE_S)
         assert not thread.is_alive(), "a thread waits for a record that it should have made itself"
@@ -264,12 +266,12 @@ def test_a_thread_of_a_worker_that_has_fallen_out_does_not_enter_anew_in_mid_cal
     transport.listener = SimpleNamespace()
     transport.entered(False)  # as another thread was told
     with pytest.raises(Dropped) as dropped:
-        transport.re_form_after(GenerationOver("it is over", generation=5))
+        transport.recover(GenerationOver("it is over", generation=5))
     assert (dropped.value.generation, tried) == (5, [])
     transport.re_form()
     assert tried == [True], "at a boundary it does"
     transport.listener = None
-    transport.re_form_after(GenerationOver("it is over", generation=5))
+    transport.recover(GenerationOver("it is over", generation=5))
     assert tried == [True, False], "and where its script has no loop yet"
 
 
@@ -286,7 +288,7 @@ class BrokenStore:
         return self
 
 
-@pytest.mark.parametrize("request_of_store", ["heard", "signal"])
+@pytest.mark.parametrize("request_of_store", ["was_signalled", "signal"])
 def test_a_store_that_fails_while_the_roster_answers_is_opened_anew_in_the_next_generation(
     request_of_store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,7 +326,7 @@ class CutShort:
         tensor.fill_(77)
         return self
 
-    def wait(self, look: Any) -> None:
+    def wait(self, check: Any) -> None:
         raise RuntimeError("Connection closed by peer")
 
 
@@ -354,7 +356,7 @@ def test_facts_that_came_while_another_thread_re_formed_the_group_are_asked_for_
 
     monkeypatch.setattr(Group, "gather", gather)
     assert transport.gather("fleet.evaluate()", "said") == ["said", 6]
-    assert (asked, transport.lanes[CALLS].says()["finished"]) == ([5, 6], 1)
+    assert (asked, transport.lanes[CALLS].report()["finished"]) == ([5, 6], 1)
     assert transport.generation == 6, "the training has heard before its facts were asked for again"
 
 
@@ -364,29 +366,29 @@ def test_facts_that_others_gave_meanwhile_are_taken_up_and_can_be_given_on(monke
 
     def gather(group: Group, key: str, label: str, mine: Any, *, watch: Any) -> list[Any]:
         in_thread(partial(hears_of, transport, generation(6, 4, 7))).join()
-        transport.lanes[CALLS].result = ["theirs"]
+        transport.lanes[CALLS].facts = ["theirs"]
         transport.lanes[CALLS].finish_given(facts=True)
         return ["mine"]
 
     monkeypatch.setattr(Group, "gather", gather)
     assert transport.gather("fleet.evaluate()", "said") == ["theirs"]
-    assert transport.lanes[CALLS].says() == {"finished": 1, "facts_kept": True}
+    assert transport.lanes[CALLS].report() == {"finished": 1, "facts_kept": True}
     assert not transport.lanes[CALLS].given
 
 
 def test_what_a_round_gave_to_others_is_taken_from_its_own_copy_whatever_was_written_meanwhile() -> None:
     transport = bare()
     in_generation(transport, generation(5, 4, 6))
-    lane = transport.lanes[ROUNDS]
+    lane = transport.lanes[BACKGROUND]
     room, received = [torch.zeros(3)], [torch.arange(3.0)]
     lane.enter()
-    lane.pending, lane.kept = room, received
+    lane.pending, lane.tensors = room, received
     lane.finish_given(facts=False)
     room[0].fill_(-1.0)  # the sum that was cut short
     fresh = [torch.empty(3)]
-    assert transport.given(fresh, aside=True)
+    assert transport.take_result(fresh, background=True)
     assert fresh[0].equal(torch.arange(3.0))
-    assert not transport.given(fresh, aside=True)
+    assert not transport.take_result(fresh, background=True)
 
 
 def test_where_workers_that_are_all_there_cannot_meet_they_try_again_less_and_less_often(

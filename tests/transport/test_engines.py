@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.transport.engines.base import CLOSED, LOOK_S, Engine, EngineWork, Look
-from paceline.transport.engines.gloo import GlooWork, connect_gloo
+from paceline.transport.engines.contract import CHECK_S, CLOSED, Check, Closer, Engine, EngineWork, Held
+from paceline.transport.engines.gloo import GlooEngine, GlooWork, connect_gloo
 from paceline.transport.engines.memory import MemoryEngine, MemoryNetwork
 from paceline.transport.group import let_go
 
@@ -26,21 +26,25 @@ class ToyWork(EngineWork):
     def __init__(self, aborted: threading.Event, finish: Callable[[], bool]) -> None:
         self._aborted, self._finish, self._done = aborted, finish, False
 
-    def wait(self, look: Look) -> None:
+    def wait(self, check: Check) -> None:
         looked = time.monotonic()
         while not self._done and not self._finish():
             if self._aborted.wait(0.001):
                 raise RuntimeError("aborted")
-            if time.monotonic() - looked > LOOK_S:
-                look()
+            if time.monotonic() - looked > CHECK_S:
+                check()
                 looked = time.monotonic()
         self._done = True
 
     def abandon(self) -> bool:
+        return self.done
+
+    @property
+    def done(self) -> bool:
         return self._done or self._aborted.is_set()
 
 
-class ToyEngine:
+class ToyEngine(Engine):
     """Ranks put clones of their tensors on one board, and take them from there."""
 
     def __init__(self, board: dict[Any, torch.Tensor], rank: int, size: int) -> None:
@@ -88,15 +92,9 @@ class ToyEngine:
     def abort(self) -> None:
         self._aborted.set()
 
-    def lost(self) -> bool:
-        return False
-
-    def unanswered(self) -> list[tuple[list[int], str, float]]:
-        return []
-
-    def detach(self) -> list[Any]:
+    def close(self) -> list[Closer]:
         was_open, self._open = self._open, False
-        return [self] if was_open else []
+        return [Held(self)] if was_open else []
 
 
 def gloo(size: int) -> Engines:
@@ -131,7 +129,7 @@ def connected(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Engine
     for engine in made:
         engine.abort()
     for engine in made:
-        let_go(engine.detach())
+        let_go(engine.close())
 
 
 def no_look() -> None:
@@ -193,6 +191,7 @@ def test_an_abort_wakes_who_waits(connected: Callable[[int], Engines], what: str
 
 def test_a_look_ends_a_wait(connected: Callable[[int], Engines]) -> None:
     work = connected(2)[0].sum(torch.zeros(3))
+    assert not work.done
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="it is over"):
         work.wait(over)
@@ -203,6 +202,7 @@ def test_a_look_ends_a_wait(connected: Callable[[int], Engines]) -> None:
 def test_what_is_done_can_be_waited_for_again_and_given_up(connected: Callable[[int], Engines]) -> None:
     works = [engine.sum(torch.ones(3)) for engine in connected(2)]
     all_wait(works)
+    assert works[0].done
     works[0].wait(over)
     assert works[0].abandon()
     assert works[1].carrier is None
@@ -210,9 +210,9 @@ def test_what_is_done_can_be_waited_for_again_and_given_up(connected: Callable[[
 
 def test_an_engine_is_given_up_once_and_then_closed(connected: Callable[[int], Engines]) -> None:
     engine = connected(2)[0]
-    held = engine.detach()
+    held = engine.close()
     assert held
-    assert engine.detach() == []
+    assert engine.close() == []
     with pytest.raises(RuntimeError, match="closed"):
         engine.sum(torch.zeros(1))
     engine.abort()
@@ -245,3 +245,23 @@ def test_a_sum_that_ends_just_after_a_wait_for_it_timed_out_has_ended_well() -> 
 def test_a_sum_that_fails_just_after_a_wait_for_it_timed_out_raises_its_own_error() -> None:
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         GlooWork(EndsLate("Connection closed by peer")).wait(lambda: None)
+
+
+DOORS = {("10.0.0.2", 1001): 1, ("10.0.0.2", 1002): 2, ("10.0.0.2", 1003): 3, ("10.0.0.4", 1001): 4}
+
+
+@pytest.mark.parametrize(
+    ("silent", "named"),
+    [
+        ({("10.0.0.2", 1001): 4.0, ("10.0.0.2", 1002): 7.0}, [([1], "10.0.0.2", 4.0), ([2], "10.0.0.2", 7.0)]),
+        ({("10.0.0.2", 1002): 7.0, ("10.0.0.2", 50_000): 9.0}, [([1, 3], "10.0.0.2", 9.0), ([2], "10.0.0.2", 7.0)]),
+        ({("10.0.0.2", 50_000): 5.0, ("10.0.0.2", 50_001): 6.0}, [([1, 2, 3], "10.0.0.2", 6.0)]),
+        ({("10.0.0.4", 1001): 3.0, ("10.0.0.4", 50_000): 4.0}, [([4], "10.0.0.4", 3.0)]),
+        ({("10.0.0.9", 1): 3.0}, []),
+    ],
+)
+def test_silent_workers_of_one_address_are_told_apart_by_their_ports(
+    silent: dict[tuple[str, int], float], named: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.transport.engines.gloo.unanswered", lambda sockets: silent)
+    assert GlooEngine(None, rank=0, doors=DOORS).unanswered() == named

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import paceline
 from lone import flat, linear, numbers, plain, sgd, training
-from paceline.combine.header import SUMS
+from paceline.gradients.header import SUMS
 from paceline.observe import read_log
-from paceline.transport.distributed import choose_backend
+from paceline.transport.distributed import Slots
+from paceline.transport.engines.registry import choose
 from paceline.transport.fixed import launched
-from paceline.transport.slots import Slots
 from ports import own_port
 
 
@@ -69,7 +69,7 @@ def test_a_script_may_remove_the_launchers_variables_once_it_has_joined(
 def test_joins_one_after_another_in_one_process_train_alike(launcher: None, tmp_path: Path) -> None:
     for number in range(3):
         with paceline.join(quiet=True, run_dir=tmp_path / str(number)) as fleet:
-            assert (fleet.rank, fleet.size, fleet.is_leader) == (0, 1, True)
+            assert (fleet.rank, fleet.world_size, fleet.is_leader) == (0, 1, True)
             model = fleet.model(linear())
             list(training(fleet, model, sgd(model), numbers(), global_batch=8, micro_batch=4, shuffle=False))
         assert torch.allclose(flat(model), plain(linear(), numbers(), batch=8), atol=1e-12)
@@ -81,7 +81,7 @@ def test_a_join_works_again_after_one_that_failed(launcher: None, tmp_path: Path
     with pytest.raises(ValueError, match="2 ratios for 1 workers"):
         paceline.join("fixed:1,2", quiet=True, run_dir=tmp_path)
     with paceline.join(quiet=True, run_dir=tmp_path) as fleet:
-        assert fleet.agree(True)
+        assert fleet.any(True)
 
 
 def test_a_fleet_leaves_no_threads_behind(launcher: None, tmp_path: Path) -> None:
@@ -146,12 +146,12 @@ def test_nccl_is_for_fleets_in_which_everybody_has_a_gpu_of_its_own(
 ) -> None:
     monkeypatch.delenv("PACELINE_BACKEND", raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert choose_backend(fleet) == backend
+    assert choose(fleet).name == backend
 
 
 def test_the_variable_for_the_backend_decides_and_must_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_BACKEND", "gloo")
-    assert choose_backend(facts("cuda:0", "cuda:1")) == "gloo"
+    assert choose(facts("cuda:0", "cuda:1")).name == "gloo"
     monkeypatch.setenv("PACELINE_BACKEND", "pigeon")
     with pytest.raises(ValueError, match="PACELINE_BACKEND is 'pigeon'; it can be gloo or nccl"):
-        choose_backend(facts("cpu"))
+        choose(facts("cpu"))

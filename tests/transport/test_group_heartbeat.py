@@ -9,16 +9,16 @@ import pytest
 import torch.distributed as dist
 
 from paceline.errors import CallMismatch, FleetError
-from paceline.roster.calls import CALLS, GROUP, ROUNDS
+from paceline.roster.calls import BACKGROUND, CALLS, GROUP
 from paceline.transport import heartbeat
-from paceline.transport.calls import CallSequences
+from paceline.transport.call_sequences import CallSequences
 from paceline.transport.heartbeat import Heartbeat
 
 
 @pytest.fixture
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Heartbeat]]:
     """Three workers, of which 0 and 1 are a group, with the same rules twenty times faster; none is silent."""
-    for name, seconds in (("BEAT_S", 0.02), ("LOOK_S", 0.05), ("SILENT_S", 60.0)):
+    for name, seconds in (("BEAT_S", 0.02), ("CHECK_S", 0.05), ("SILENT_S", 60.0)):
         monkeypatch.setattr(heartbeat, name, seconds)
     store, launcher, names = dist.HashStore(), dist.HashStore(), [f"worker {rank} (cpu)" for rank in range(3)]
     made = [
@@ -28,7 +28,7 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Heartbeat]]:
             rank,
             3,
             names=names,
-            sequences=CallSequences(CALLS, ROUNDS, GROUP),
+            sequences=CallSequences(CALLS, BACKGROUND, GROUP),
             on_failure=lambda: None,
         )
         for rank in range(3)
@@ -66,10 +66,10 @@ def test_groups_may_make_unlike_numbers_of_calls(crew: list[Heartbeat]) -> None:
 
 def test_a_member_that_waits_for_the_fleet_while_its_group_waits_for_it_is_named(crew: list[Heartbeat]) -> None:
     crew[0].enter("local step 7", lane=GROUP)
-    crew[1].enter("fleet.agree()")
+    crew[1].enter("fleet.any()")
     failure = await_failure(crew[0])
     assert isinstance(failure, CallMismatch)
-    assert "worker 0 (cpu) called local step 7, but worker 1 (cpu) called fleet.agree()" in str(failure)
+    assert "worker 0 (cpu) called local step 7, but worker 1 (cpu) called fleet.any()" in str(failure)
 
 
 def test_a_member_that_has_been_in_the_groups_call_is_only_ahead(crew: list[Heartbeat]) -> None:

@@ -15,14 +15,14 @@ from clocks import give_clock
 from paceline.errors import CallMismatch, FleetError, WorkerLost
 from paceline.roster import calls
 from paceline.transport import heartbeat
-from paceline.transport.calls import CallSequences
+from paceline.transport.call_sequences import CallSequences
 from paceline.transport.heartbeat import Heartbeat
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rules, twenty times faster; nobody is silent unless a test says when."""
-    for name, seconds in (("BEAT_S", 0.02), ("LOOK_S", 0.05), ("SILENT_S", 60.0), ("SILENT_AFTER_RESET_S", 60.0)):
+    for name, seconds in (("BEAT_S", 0.02), ("CHECK_S", 0.05), ("SILENT_S", 60.0), ("SILENT_AFTER_RESET_S", 60.0)):
         monkeypatch.setattr(heartbeat, name, seconds)
 
 
@@ -32,7 +32,7 @@ class Eyes:
     def __init__(self, size: int) -> None:
         self.store, self.launcher = dist.HashStore(), dist.HashStore()
         self.failed = [threading.Event() for _ in range(size)]
-        self.sequences = [CallSequences(calls.CALLS, calls.ROUNDS, calls.GROUP) for _ in range(size)]
+        self.sequences = [CallSequences(calls.CALLS, calls.BACKGROUND, calls.GROUP) for _ in range(size)]
         self.workers = [self._make(rank, size) for rank in range(size)]
 
     def _make(self, rank: int, size: int) -> Heartbeat:
@@ -145,10 +145,10 @@ def test_two_that_wait_in_unlike_calls_are_told_so_both_with_the_same_words(eyes
 
 def test_a_worker_one_call_behind_is_not_elsewhere(eyes: Callable[[int], Eyes]) -> None:
     crew = eyes(2)
-    crew.workers[0].enter("fleet.agree()")
+    crew.workers[0].enter("fleet.any()")
     crew.workers[0].leave()
     crew.workers[0].enter("the round of step 3")
-    crew.workers[1].enter("fleet.agree()")
+    crew.workers[1].enter("fleet.any()")
     assert not crew.failed[0].wait(0.4)
     assert not crew.failed[1].is_set()
 
@@ -240,7 +240,7 @@ def test_a_worker_that_is_cut_off_from_the_store_says_so_and_ends(
 ) -> None:
     monkeypatch.setattr(heartbeat, "QUIET_S", 0.2)
     monkeypatch.setattr(heartbeat, "SILENT_S", 0.6)
-    store, own, failed = Cut(), CallSequences(calls.CALLS, calls.ROUNDS, calls.GROUP), threading.Event()
+    store, own, failed = Cut(), CallSequences(calls.CALLS, calls.BACKGROUND, calls.GROUP), threading.Event()
     names = ["worker 0 (a, cpu)", "worker 1 (b, cpu)"]
     beat = Heartbeat(store, dist.HashStore(), 1, 2, names=names, sequences=own, on_failure=failed.set)
     if waits:

@@ -15,9 +15,9 @@ from memory_connector import MemoryConnector
 from paceline import concurrency
 from paceline.errors import FLEET_FAILED
 from paceline.roster import Generation
-from paceline.transport import engine_waits
-from paceline.transport.engines import base, gloo, memory
-from paceline.transport.engines.base import EngineWork, Look
+from paceline.transport import group as groups
+from paceline.transport.engines import contract, gloo, memory
+from paceline.transport.engines.contract import Check, EngineWork
 from paceline.transport.engines.memory import MemoryEngine, MemoryNetwork
 from paceline.transport.engines.memory_store import MemoryPrefix, MemoryServer, MemoryStore, open_memory_store
 from paceline.transport.group import Group
@@ -36,7 +36,7 @@ def over() -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "LOOK_S", 0.02)
+    monkeypatch.setattr(memory, "CHECK_S", 0.02)
 
 
 def engines(size: int, network: MemoryNetwork | None = None) -> list[MemoryEngine]:
@@ -196,7 +196,7 @@ def patient(group: Group) -> Any:
 
 
 def connectors(network: MemoryNetwork) -> dict[int, MemoryConnector]:
-    make = partial(MemoryConnector, torch.device("cpu"), check=no_look, gloo_only=False, network=network)
+    make = partial(MemoryConnector, torch.device("cpu"), check=no_look, cpu_engine=False, network=network)
     return {worker: make(process=worker) for worker in (4, 6)}
 
 
@@ -217,7 +217,7 @@ def test_a_connector_forms_groups_that_gather_and_sum() -> None:
             found += [said, [float(tensor[0]) for tensor in tensors]]
             group.gather("key2", "label", worker, watch=patient(group))
             both[worker].break_off(group)
-            assert group.detach()
+            assert group.close()
         return found
 
     with ThreadPoolExecutor(2) as pool:
@@ -247,7 +247,7 @@ class Endless(EngineWork):
     def __init__(self) -> None:
         self.freed = threading.Event()
 
-    def wait(self, look: Look) -> None:
+    def wait(self, check: Check) -> None:
         self.freed.wait(20)
 
     def abandon(self) -> bool:
@@ -265,8 +265,8 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Any:
         happened.set()
 
     monkeypatch.setattr(concurrency, "end_process", end)
-    monkeypatch.setattr(engine_waits, "LEAVE_S", 0.2)
-    monkeypatch.setattr(engine_waits, "SLICE_S", 0.02)
+    monkeypatch.setattr(groups, "LEAVE_S", 0.2)
+    monkeypatch.setattr(groups, "SLICE_S", 0.02)
     return SimpleNamespace(codes=codes, happened=happened)
 
 
@@ -316,7 +316,7 @@ def test_a_group_that_is_broken_off_while_it_connects_fails_as_well() -> None:
     with pytest.raises(RuntimeError, match="closed by peer"):
         group.receive(torch.zeros(1), 1, 7).wait(no_look)
     with pytest.raises(RuntimeError, match="over"):
-        group.look()
+        group.check_open()
 
 
 def test_a_wedged_engine_is_such_a_case(ended: Any) -> None:
@@ -341,4 +341,4 @@ def test_where_an_engine_listens_may_be_lost_with_a_restarted_store(value: bytes
 
 
 def test_looks_are_as_far_apart_everywhere() -> None:
-    assert gloo.LOOK.total_seconds() == base.LOOK_S
+    assert gloo.CHECK.total_seconds() == contract.CHECK_S

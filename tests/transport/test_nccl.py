@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from paceline.errors import GenerationOver
-from paceline.transport import nccl
-from paceline.transport.group import Group
-from paceline.transport.nccl import OURS, NcclGroup, NcclSum
+from paceline.transport.engines import nccl
+from paceline.transport.engines.nccl import OURS, NcclEngine, NcclGroup, NcclSum
+from paceline.transport.engines.small_sums import SmallSums
+from paceline.transport.group import Group, let_go
 from paceline.transport.pending import Watched
 
 
@@ -104,3 +105,29 @@ def test_a_group_reads_our_settings_the_script_keeps_its_own_and_an_aborted_grou
     assert aborted == [1]
     with pytest.raises(RuntimeError, match="aborted"):
         group.sum(torch.zeros(1))
+
+
+def test_it_sums_what_lies_on_gpus_and_leaves_the_rest_to_the_engine_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    inner: Any = SimpleNamespace(
+        sum=lambda tensor: done.append("inner sum"),
+        takes=lambda tensor: False,
+        abort=lambda: done.append("inner abort"),
+        close=lambda: [lambda: done.append("inner close")],
+    )
+    group: Any = SimpleNamespace(
+        sum=lambda tensor: done.append("sum"), abort=lambda: done.append("abort"), close=lambda: done.append("close")
+    )
+    on_gpu: Any = SimpleNamespace(is_cuda=True, numel=lambda: 1, element_size=lambda: 4)
+    engine = SmallSums(NcclEngine(inner, group), 0, 2)
+    engine.sum(on_gpu)  # small as it is
+    engine.sum(torch.zeros(1 << 20))
+    engine.abort()
+    assert done == ["sum", "inner sum", "abort", "inner abort"]
+    held = engine.close()
+    engine.abort()
+    assert done[4:] == ["abort", "inner abort"], "once more, when it is closed"
+    let_go(held)
+    assert done[6:] == ["close", "inner close"]
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.sum(on_gpu)

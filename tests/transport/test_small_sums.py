@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import WorkerLost
+from paceline.transport.engines.contract import EngineWork
 from paceline.transport.engines.gloo import GlooEngine
+from paceline.transport.engines.small_sums import MOST_BYTES, Outbox, SmallSum, SmallSums, is_small, lane
 from paceline.transport.fixed import FixedTransport
-from paceline.transport.group import Already, Group
-from paceline.transport.pending import Watched, wait_for_all
-from paceline.transport.small_sums import MOST_BYTES, Outbox, SmallSum, SmallSums, is_small, lane
+from paceline.transport.group import Group
+from paceline.transport.pending import Over, Watched, wait_for_all
 
 
 def together(size: int, work: Callable[..., Any]) -> list[Any]:
@@ -32,7 +33,7 @@ def together(size: int, work: Callable[..., Any]) -> list[Any]:
         options._timeout = timedelta(seconds=20)
         group = dist.ProcessGroupGloo(store, rank, size, options)
         engine = GlooEngine(group, rank=rank)
-        sums = SmallSums(rank, size, lambda: engine)
+        sums = SmallSums(engine, rank, size)
         kept.append((group, sums))
         results[rank] = work(rank, sums)
 
@@ -59,7 +60,7 @@ def test_everybody_has_the_sum_bit_for_bit_the_same(size: int, length: int) -> N
 
     def work(rank: int, sums: SmallSums) -> torch.Tensor:
         mine = parts[rank].clone()
-        sums.start(mine).wait(no_look)
+        sums.sum(mine).wait(no_look)
         return mine
 
     results = together(size, work)
@@ -72,7 +73,7 @@ def test_three_add_up_in_the_order_of_ranks() -> None:
 
     def work(rank: int, sums: SmallSums) -> torch.Tensor:
         mine = parts[rank].clone()
-        sums.start(mine).wait(no_look)
+        sums.sum(mine).wait(no_look)
         return mine
 
     assert torch.equal(together(3, work)[1], (parts[0] + parts[1]) + parts[2])
@@ -87,7 +88,7 @@ def test_sums_of_unlike_types_go_in_one_message_and_stay_exact() -> None:
             torch.full((3,), 10.0 * rank),
             torch.full((3,), 1 << (40 + rank)),
         ]
-        begun = [sums.start(part) for part in mine]
+        begun = [sums.sum(part) for part in mine]
         sums.exchange(begun)
         for one in begun:
             one.wait(no_look)
@@ -100,7 +101,7 @@ def test_sums_of_unlike_types_go_in_one_message_and_stay_exact() -> None:
 def test_sums_that_are_under_way_at_once_are_not_mixed_up_whatever_their_sizes() -> None:
     def work(rank: int, sums: SmallSums) -> list[list[float]]:
         mine = [torch.full((length,), float(rank + 10 * length)) for length in (1, 7, 3)]
-        under_way = [sums.start(part) for part in mine]
+        under_way = [sums.sum(part) for part in mine]
         for one in under_way:
             sums.exchange([one])
         for one in under_way:
@@ -114,10 +115,10 @@ def test_sums_that_are_under_way_at_once_are_not_mixed_up_whatever_their_sizes()
 def test_calls_aside_are_counted_by_themselves_in_whichever_order_they_come() -> None:
     def work(rank: int, sums: SmallSums) -> list[float]:
         ours, theirs = torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])
-        first, second = sums.start(ours), sums.start(theirs)
-        for aside in (False, True) if rank else (True, False):
-            with lane(aside=aside):
-                sums.exchange([second if aside else first])
+        first, second = sums.sum(ours), sums.sum(theirs)
+        for background in (False, True) if rank else (True, False):
+            with lane(background=background):
+                sums.exchange([second if background else first])
         first.wait(no_look)
         second.wait(no_look)
         return [float(ours), float(theirs)]
@@ -130,7 +131,7 @@ def test_messages_are_used_again_once_nothing_is_sent_from_them_any_more() -> No
         totals, used = [], set()
         for number in range(6):
             mine = torch.full((4,), float(number + rank))
-            one = sums.start(mine)
+            one = sums.sum(mine)
             one.wait(no_look)
             assert one.exchange is not None
             used.add(id(one.exchange.wires))
@@ -155,7 +156,8 @@ def test_large_tensors_go_another_way_and_in_large_fleets_larger_ones_are_small(
 
 def test_a_ring_carries_what_is_large() -> None:
     group = Group(1, 2)
-    group._engine = SimpleNamespace(sum=lambda _: "ring")  # type: ignore[assignment]
+    ring: Any = SimpleNamespace(sum=lambda _: "ring", takes=lambda _: False)
+    group.connect(lambda rank, size: (ring, "a ring"))
     assert group.start_sum(torch.zeros(MOST_BYTES)) == "ring"
     assert isinstance(group.start_sum(torch.zeros(3)), SmallSum)
 
@@ -163,17 +165,15 @@ def test_a_ring_carries_what_is_large() -> None:
 def test_what_waits_for_several_sums_sends_the_small_ones_in_one_message_and_waits_for_them_first() -> None:
     said: list[Any] = []
 
-    class Large:
-        carrier = None
-
-        def wait(self, look: Any) -> None:
+    class Large(EngineWork):
+        def wait(self, check: Any) -> None:
             said.append("large")
 
     class Sums:
         def exchange(self, sums: Any) -> None:
             said.append([float(one.tensor) for one in sums])
             for one in sums:
-                one.exchange = SimpleNamespace(finish=lambda look: said.append("small"))
+                one.exchange = SimpleNamespace(finish=lambda check: said.append("small"))
 
     group, sums = Group(0, 2), Sums()
     watch: Any = SimpleNamespace(check=lambda: None, group=group)
@@ -189,17 +189,18 @@ def test_a_connection_that_is_broken_already_is_a_named_error_too(call: str) -> 
 
     transport = FixedTransport.__new__(FixedTransport)
     transport._formed, transport._noticed, transport._summed = Group(0, 2), threading.Event(), 0
-    transport.group._engine = SimpleNamespace(send=broken, receive=broken, sum=broken)  # type: ignore[assignment]
+    engine: Any = SimpleNamespace(send=broken, receive=broken, sum=broken, takes=lambda _: False)
+    transport.group.connect(lambda rank, size: (engine, "what is broken"))
     lost = WorkerLost("worker 1 (cpu) was killed")
     transport._heartbeat = SimpleNamespace(failure=None, diagnose=lambda error: lost)  # type: ignore[assignment]
     args = () if call == "sum" else (1, 7)
     with pytest.raises(WorkerLost, match="worker 1"):
-        (getattr(transport, call)(torch.zeros(3), *args) or Already()).wait()
+        (getattr(transport, call)(torch.zeros(3), *args) or Over()).wait()
 
 
 def test_a_sum_is_kept_until_another_round_of_sums_is_over_whatever_rounds_without_sums_end_meanwhile() -> None:
     outbox: Any = Outbox()
-    first, second = (SimpleNamespace(wires=SimpleNamespace(form=())) for _ in range(2))
+    first, second = (SimpleNamespace(wires=SimpleNamespace(layout=())) for _ in range(2))
     outbox.keep(first)
     outbox.round_is_over()
     outbox.round_is_over()
@@ -220,21 +221,25 @@ class Broken:
 
     receive = send
 
+    def takes(self, *_: Any) -> bool:
+        return False
+
     def wait(self, *_: Any) -> None:
         raise RuntimeError("connection reset by peer")
 
 
 def test_a_sum_that_failed_holds_no_group_once_nobody_holds_it() -> None:
     made = [Broken()]
-    sums, seen = SmallSums(0, 2, lambda: made[0]), weakref.ref(made[0])
-    one = sums.start(torch.ones(3))
+    broken: Any = made[0]
+    sums, seen = SmallSums(broken, 0, 2), weakref.ref(broken)
+    one = sums.sum(torch.ones(3))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="reset by peer"):
             one.wait(no_look)
     gc.disable()
     try:
         made.clear()
-        del one, sums
+        del one, sums, broken
         assert seen() is None, "its group would stay until the next search for garbage"
     finally:
         gc.enable()

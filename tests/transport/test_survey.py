@@ -14,7 +14,8 @@ import torch.distributed as dist
 from paceline.transport import survey
 from paceline.transport.engines.gloo import connect_gloo
 from paceline.transport.group import Group, let_go
-from paceline.transport.survey import Survey, _listening, place_facts, round_trips
+from paceline.transport.link_speed import bandwidth, listening_at, round_trips
+from paceline.transport.survey import Survey, place_facts
 from paceline.transport.topology import Topology
 
 
@@ -58,7 +59,7 @@ def formed(name: str, store: Any, where: list[str], surveys: list[Survey], **mor
         thread.join(timeout=30)
     topologies = [group.topology for group in found]
     for group in found:
-        let_go(group.detach())
+        let_go(group.close())
     return topologies
 
 
@@ -115,7 +116,7 @@ def test_one_worker_can_turn_it_off_for_all(measured: list[list[str]]) -> None:
 
 
 def test_a_round_trip_is_measured_and_a_closed_door_is_left_out() -> None:
-    with closing(socket.socket()) as closed, _listening("127.0.0.1") as at:
+    with closing(socket.socket()) as closed, listening_at("127.0.0.1") as at:
         closed.bind(("127.0.0.1", 0))
         found = round_trips({"open": at, "closed": ("127.0.0.1", closed.getsockname()[1])})
     assert list(found) == ["open"]
@@ -128,3 +129,17 @@ def test_a_worker_says_its_site_and_the_switch(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PACELINE_SITE", "paris")
     monkeypatch.setenv("PACELINE_SITES", "OFF")
     assert place_facts() == {"computer": f"{plain['computer']}@paris", "site": "paris", "sites": "off"}
+
+
+def test_a_slow_link_is_measured_by_growing_sizes_and_a_trip_that_was_long_by_chance_counts_half_at_most() -> None:
+    asked: list[int] = []
+
+    def timed(size: int) -> float:
+        asked.append(size)
+        return 0.01 + size / 1e6
+
+    assert bandwidth(timed, trip_s=0.01, most_bytes=1 << 24, lasting_s=2.0) == pytest.approx(8e6)
+    assert asked == [1 << 18, 1 << 21], "eight times as many at most"
+    assert bandwidth(lambda size: 0.02, trip_s=0.5) == 8 * (1 << 18) / 0.01
+    tries = iter([0.5, 0.2, 0.3])
+    assert bandwidth(lambda size: next(tries), trip_s=0.0, tries=3) == 8 * (1 << 18) / 0.2

@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.transport import tree_sums
+from paceline.transport.engines import tree_sums
+from paceline.transport.engines.contract import Closer
 from paceline.transport.engines.gloo import GlooEngine
+from paceline.transport.engines.small_sums import SmallSum, lane
+from paceline.transport.engines.tree_sums import TreeSum, TreeSums
 from paceline.transport.formats import FORMATS
 from paceline.transport.group import Group, let_go
-from paceline.transport.small_sums import SmallSum, lane
 from paceline.transport.topology import Topology
-from paceline.transport.tree_sums import TreeSum, TreeSums
 
 PAIRS = Topology(sites=(((0, 2),), ((1, 3),)))
 UNEQUAL = Topology(sites=(((0, 1), (2, 3)), ((4,),), ((5, 6),)))
@@ -36,16 +37,11 @@ def together(topology: Topology, work: Callable[[int, TreeSums], Any]) -> list[A
         options._timeout = timedelta(seconds=20)
         group = dist.ProcessGroupGloo(store, rank, size, options)
         engine = GlooEngine(group, rank=rank)
-        sums = TreeSums(
-            topology.branch(rank),
-            rank,
-            send=engine.send,
-            receive=engine.receive,
-        )
+        sums = TreeSums(engine, topology.branch(rank), rank)
         try:
             results[rank] = work(rank, sums)
         finally:
-            held.append([*sums.end(), group])
+            held.append(sums.close())
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -129,9 +125,9 @@ def test_types_and_shapes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_calls_aside_are_counted_by_themselves_in_whichever_order_they_come() -> None:
     def work(rank: int, sums: TreeSums) -> list[float]:
         mine, under_way = {False: torch.tensor([1.0 + rank]), True: torch.tensor([10.0 + rank])}, []
-        for aside in (False, True) if rank else (True, False):
-            with lane(aside=aside):
-                under_way.append(sums.start(mine[aside]))
+        for background in (False, True) if rank else (True, False):
+            with lane(background=background):
+                under_way.append(sums.start(mine[background]))
         for one in under_way:
             one.wait(no_look)
         return [float(mine[False]), float(mine[True])]
@@ -155,11 +151,12 @@ def test_messages_are_kept_until_the_next_round_shows_that_they_came() -> None:
 
 def test_what_fits_a_short_message_needs_no_tree() -> None:
     group = Group(0, 2)
+    group.connect(lambda rank, size: (GlooEngine(None), "nothing"))
     group.sum_over(Topology(sites=(((0,),), ((1,),)), tree=True))
     assert isinstance(group.start_sum(torch.zeros(1024)), SmallSum)
     with pytest.raises(RuntimeError, match="not formed"):
         group.start_sum(torch.zeros(1025))
-    let_go(group.detach())
+    let_go(group.close())
 
 
 def test_a_sum_that_is_given_up_no_longer_changes_its_tensor() -> None:
@@ -174,20 +171,22 @@ def test_who_waits_for_a_sum_looks_now_and_then_whether_it_can_still_end(monkeyp
     def over() -> None:
         raise RuntimeError("it is over")
 
-    monkeypatch.setattr(tree_sums, "LOOK_S", 0.001)
+    monkeypatch.setattr(tree_sums, "CHECK_S", 0.001)
     one = TreeSum(torch.zeros(3))
     with pytest.raises(RuntimeError, match="it is over"):
         one.wait(over)
-    assert not one.is_completed()
+    assert not one.done
 
 
 def test_a_group_that_is_closed_ends_what_is_under_way_and_its_threads() -> None:
+    held: list[Closer] = []
+
     def work(rank: int, sums: TreeSums) -> str:
         if rank:
             time.sleep(0.2)
             return ""
         one = sums.start(torch.ones(3))
-        sums.end()
+        held.extend(sums.close())
         with pytest.raises(RuntimeError, match="the group is closed"):
             one.wait(no_look)
         with pytest.raises(RuntimeError, match="the group is closed"):
@@ -195,6 +194,7 @@ def test_a_group_that_is_closed_ends_what_is_under_way_and_its_threads() -> None
         return "ended"
 
     assert together(Topology(sites=(((0,),), ((1,),))), work)[0] == "ended"
+    let_go(held)
 
 
 @pytest.mark.parametrize("name", FORMATS)

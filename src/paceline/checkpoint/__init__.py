@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, their file, the folder of automatic ones."""
+"""Checkpoints: their content, their files, and automatic saving."""

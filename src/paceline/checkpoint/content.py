@@ -1,4 +1,4 @@
-"""What a checkpoint holds: plain values and tensors, whether they fit the script, and putting them back.
+"""The content of a checkpoint: plain values and tensors, whether they fit the script, and their restoring.
 
 Files are read with ``weights_only``: a checkpoint holds tensors and plain values, and loading one executes nothing.
 """
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.checkpoint import file as checkpoint_file
 from paceline.checkpoint import shards
 from paceline.transport import Collective
 
@@ -23,8 +24,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch
 
 
 def plain(value: Any, where: str) -> Any:
-    """``value`` in types that load without executing anything (NumPy's numbers become Python's), or a ValueError that
-    says which part is not: better now than when the checkpoint is needed."""
+    """Return ``value`` in types that load without executing anything; NumPy's numbers become Python's.
+
+    Raise ValueError that names the part for which this is impossible: better now than when the checkpoint is needed.
+    """
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in _PLAIN:
@@ -41,47 +44,23 @@ def plain(value: Any, where: str) -> Any:
 
 
 def pack(content: Mapping[str, Any]) -> torch.Tensor:
-    """Plain values and tensors as bytes, to be sent to a peer."""
+    """Return plain values and tensors as bytes, to be sent to a peer."""
     buffer = io.BytesIO()
     torch.save(dict(content), buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def unpack(data: torch.Tensor, *, device: torch.device) -> dict[str, Any]:
-    """What `pack` made; nothing in it is executed."""
+    """Return what `pack` packed; nothing in it is executed."""
     try:
-        file: Any = _Bytes(data)
+        file: Any = checkpoint_file.BytesReader(checkpoint_file.view(data))
         content: Any = torch.load(file, map_location=device, weights_only=True)
-    except Exception as error:  # whatever garbage makes the reader do
+    except Exception as error:  # damaged bytes make the reader raise anything
         raise ValueError(
             "a peer's state cannot be read: it holds more than tensors and plain values, and nothing in it is executed "
             f"({type(error).__name__})"
         ) from None
     return dict(content)
-
-
-class _Bytes(io.RawIOBase):
-    """A tensor of bytes as a file, without a copy: a state may be as large as what memory is left."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        array: Any = data.numpy()
-        self._view, self._at = memoryview(array), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int:
-        part = self._view[self._at : self._at + len(memoryview(into).cast("B"))]
-        memoryview(into).cast("B")[: len(part)] = part
-        self._at += len(part)
-        return len(part)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence])
-        return self._at
 
 
 def must_match(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any], models: Sequence[nn.Module]) -> None:
@@ -92,20 +71,24 @@ def must_match(path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any],
         ours, theirs = _shapes(model.state_dict()), _shapes(state)
         for name in dict.fromkeys([*ours, *theirs]):
             if ours.get(name) != theirs.get(name):
-                said = f"{theirs.get(name, 'missing')} in the checkpoint and {ours.get(name, 'missing')} in the model"
-                raise ValueError(f"{path} does not fit the model: {name} is {said}")
+                difference = (
+                    f"{theirs.get(name, 'missing')} in the checkpoint and {ours.get(name, 'missing')} in the model"
+                )
+                raise ValueError(f"{path} does not fit the model: {name} is {difference}")
     missing, extra = sorted(set(tracked) - set(saved["tracked"])), sorted(set(saved["tracked"]) - set(tracked))
     if missing or extra:
-        said = " and ".join(
+        difference = " and ".join(
             [f"lacks {', '.join(missing)}"] * bool(missing)
             + [f"holds {', '.join(extra)}, which the script does not track"] * bool(extra)
         )
-        raise ValueError(f"{path} {said}: fleet.track(...) must name the same things as when it was saved")
+        raise ValueError(f"{path} {difference}: fleet.track(...) must name the same things as when it was saved")
 
 
 def check_length(path: Path | str, steps: Mapping[str, Any] | None, length: int | None) -> None:
-    """Raise ValueError when the checkpoint belongs to a dataset of another length; None: nobody knows it, or no loop
-    had begun."""
+    """Raise ValueError when the checkpoint belongs to a dataset of another length.
+
+    A length of None, for a stream or where no loop had begun, passes.
+    """
     saved = (steps or {}).get("dataset_length")
     if saved is not None and length is not None and saved != length:
         raise ValueError(
@@ -122,27 +105,58 @@ def restore(
     *,
     inside: Collective | None = None,
 ) -> None:
-    """Load everything that `must_match` let pass, or raise ValueError and leave everything as it was. ``inside``: of
-    a worker of several processes, whose first alone has the large tensors."""
+    """Load everything that `must_match` let pass, or raise ValueError and leave everything as it was.
+
+    ``inside`` connects the processes of a worker of several, whose first alone has the large tensors.
+    """
     restore_tracked(path, saved["tracked"], tracked, inside=inside)
-    for model, state in zip(models, saved["models"], strict=True):
+    _load_models(models, saved["models"], inside)
+
+
+def take_over(
+    path: Path,
+    saved: Mapping[str, Any],
+    tracked: Mapping[str, Any],
+    models: Sequence[nn.Module],
+    *,
+    inside: Collective | None = None,
+) -> None:
+    """Load a peer's state, whose tensors nobody else holds: tracked objects may keep them.
+
+    A state that does not fit raises ValueError and ends this worker, so nothing is kept to go back to.
+    """
+    for name, thing in tracked.items():
+        if name in saved["tracked"]:
+            _load_tracked(path, name, thing, saved["tracked"][name], inside)
+    _load_models(models, saved["models"], inside)
+
+
+def _load_models(models: Sequence[nn.Module], states: Sequence[Any], inside: Collective | None) -> None:
+    for model, state in zip(models, states, strict=True):
         load_into(model, state, inside)
+
+
+def _load_tracked(path: Path, name: str, thing: Any, state: Any, inside: Collective | None) -> None:
+    try:
+        load_into(thing, state, inside)
+    except Exception as error:
+        raise ValueError(f"{path}: the state of {name} does not fit: {str(error).splitlines()[0]}") from None
 
 
 def restore_tracked(
     path: Path, saved: Mapping[str, Any], tracked: Mapping[str, Any], *, inside: Collective | None = None
 ) -> None:
-    """The part of `restore` that is not the models'; things that ``saved`` does not know stay as they are."""
+    """Load the tracked objects alone; objects that are not in ``saved`` stay as they are."""
     before = {name: copy.deepcopy(thing.state_dict()) for name, thing in tracked.items()}
     for name, thing in tracked.items():
         if name not in saved:
             continue
         try:
-            load_into(thing, saved[name], inside)
-        except Exception as error:
+            _load_tracked(path, name, thing, saved[name], inside)
+        except ValueError:
             for other, state in before.items():
                 load_into(tracked[other], state)
-            raise ValueError(f"{path}: the state of {name} does not fit: {str(error).splitlines()[0]}") from None
+            raise
 
 
 def load_into(thing: Any, state: Any, inside: Collective | None = None) -> None:

@@ -1,8 +1,8 @@
 """A checkpoint in a folder, written by all processes of a worker that divides its model: each writes its parts.
 
-The folder is one of torch.distributed.checkpoint, which holds the divided tensors by name, and beside its files there
-is one of ours (`REST`) with everything else: it says which tensor belongs where, and how long each file is. It loads
-on any grouping of processes, and on a worker of one.
+The folder is one of torch.distributed.checkpoint, which holds the divided tensors by name. One further file (`REST`)
+holds everything else, the tensor names, and the length of each file. It loads on any grouping of processes, and on a
+worker of one.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from paceline.transport import Collective
 
 REST, META = "paceline.pt", ".metadata"
 NAME, SHAPE, DTYPE = "paceline_divided", "shape", "dtype"
-"""In place of a divided tensor: its name in the folder, its shape and type."""
+"""Keys of the entry that replaces a divided tensor: its name in the folder, its shape and type."""
 
 
 class TakenOut:
-    """Takes divided tensors out of a state, by name."""
+    """Collector of the divided tensors of a state, by name."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def __call__(self, value: Any, name: str) -> Any:
-        """``value`` with a note in place of every divided tensor."""
+        """Return ``value`` with an entry in place of every divided tensor."""
         if is_sharded(value):
             self.tensors[name] = value.detach()
             return {NAME: name, SHAPE: list(value.shape), DTYPE: str(value.dtype)}
@@ -45,9 +45,9 @@ def is_one(path: Path) -> bool:
 
 
 def write(path: Path, content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], inside: Collective) -> None:
-    """All processes of the worker: write the tensors' parts, and the first one the rest; OSError says what failed."""
+    """Write the tensors' parts, on all processes of the worker, and the rest on the first; raise OSError on failure."""
     temporary = path.with_name(f".{path.name}.tmp")
-    if problem := inside.said("saving parts", _room_for(temporary) if inside.shard == 0 else None):
+    if problem := inside.from_first("saving parts", _room_for(temporary) if inside.shard == 0 else None):
         raise OSError(*problem)
     try:
         _save(tensors, temporary)
@@ -61,7 +61,7 @@ def write(path: Path, content: Mapping[str, Any], tensors: Mapping[str, torch.Te
 
 
 def _room_for(temporary: Path) -> tuple[int, str] | None:
-    """Make the folder anew; what is wrong, if that cannot be."""
+    """Create the folder anew; return (errno, text) on failure."""
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -81,12 +81,12 @@ def _save(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 
 def _torch() -> Any:
-    """torch.distributed.checkpoint: takes a while to import, and few need it."""
+    """Import torch.distributed.checkpoint, which takes a while and is needed by few."""
     return importlib.import_module("torch.distributed.checkpoint")
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:
-    """In one move, or in two where something is there."""
+    """Rename the folder to ``path``; what is there is moved away first."""
     before = path.with_name(f".{path.name}.old")
     if path.exists():
         shutil.rmtree(before, ignore_errors=True)
@@ -96,8 +96,10 @@ def _put_in_place(temporary: Path, path: Path) -> None:
 
 
 def read(path: Path, parse: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The content with whole tensors, on the CPU; ValueError says what is wrong. ``parse`` reads the file of the
-    rest."""
+    """Return the content with complete tensors, on the CPU; raise ValueError when it is damaged.
+
+    ``parse`` reads the file of the rest.
+    """
     content = parse(path / REST)
     for name, size in content.pop("files").items():
         if not (path / name).is_file() or (path / name).stat().st_size != size:
@@ -109,13 +111,13 @@ def read(path: Path, parse: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that this process reads alone
                 _torch().load(wanted, checkpoint_id=str(path), no_dist=True)
-        except Exception as error:  # whatever damage makes the reader do
+        except Exception as error:  # damaged bytes make the reader raise anything
             raise ValueError(f"{path} is not a whole checkpoint: it cannot be read ({type(error).__name__})") from None
     return dict(filled)
 
 
 def _put_back(value: Any, wanted: dict[str, torch.Tensor]) -> Any:
-    """Empty tensors, to be read by name, where `TakenOut` left notes."""
+    """Put empty tensors, to be filled by name, where `TakenOut` left entries."""
     if isinstance(value, Mapping) and set(value) == {NAME, SHAPE, DTYPE}:
         dtype = getattr(torch, str(value[DTYPE]).removeprefix("torch."))
         tensor = wanted[value[NAME]] = torch.empty(value[SHAPE], dtype=dtype)

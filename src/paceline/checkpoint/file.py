@@ -1,9 +1,11 @@
-"""A checkpoint's bytes on the disk: with a checksum, and there whole or not at all.
+"""Checkpoint files: written with a checksum and in one move, and the folder of automatic ones.
 
-The file is what ``torch.save`` writes, a zip archive, so ``torch.load`` reads it without Paceline. Its checksum
-stands in one line of text, in the place that zip has for a comment, at the very end: a file that was cut off lacks the
-line, and in one that was damaged the checksum (BLAKE2b, 256 bits, over everything before the line) is another. The
-checksum guards against accidents, not against forgery.
+A file is what ``torch.save`` writes, a zip archive, so ``torch.load`` reads it without Paceline. Its checksum is one
+line of text in the zip archive's comment, at the very end: a file that was cut off lacks the line, and in one that was
+damaged the checksum (BLAKE2b, 256 bits, over everything before the line) differs. The checksum guards against
+accidents, not against forgery.
+
+In a folder of automatic checkpoints, only files with exactly such a name are ever read, moved or removed.
 """
 
 from __future__ import annotations
@@ -16,38 +18,41 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from paceline.roster.liveness import computer, process_state_of
+
 VERSION = 2
-"""Of the format; files of version 1 have no checksum."""
+"""Version of the format; files of version 1 have no checksum."""
 _CHECKSUM_LINE = "paceline checkpoint {version} blake2b {digest}\n"
 _LINE_SIZE = len(_CHECKSUM_LINE.format(version=VERSION, digest="0" * 64))
 _ANY_CHECKSUM_LINE = re.compile(rb"paceline checkpoint (\d{1,6}) ([ -~]*)\n\Z")
 _LONGEST = 1024
-"""Bytes at the end in which a checksum line, of this version or a later one, is looked for."""
+"""Bytes at the end in which a checksum line, of this version or a later one, is searched."""
 _TEMPORARY = re.compile(r"\..+\.(\d+)@([^@]+)\.tmp")
 """Name of a file that is being written: that of the checkpoint, the process, and the process's computer."""
 _ZIP_END = 22
-"""Bytes of the record that ends a zip archive; its last two say how long the comment after it is."""
+"""Bytes of the record that ends a zip archive; its last two hold the length of the comment after it."""
 
 
 class NewerVersion(ValueError):
-    """A whole file, which this Paceline is too old to read."""
+    """A complete file that this Paceline is too old to read."""
 
 
 class ChecksumWriter:
-    """A file to write to that adds up the checksum on the way; `close` writes the line with it."""
+    """A file to write to that computes the checksum on the way; `close` writes the line with it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._digest, self._end = file, blake2b(digest_size=32), b""
         self.error: OSError | None = None
-        """The disk's first refusal; what torch's writer makes of it says less."""
+        """The disk's first error; the one that torch's writer raises has less detail."""
 
     def write(self, data: Any) -> int:
-        """Write all but what may be the archive's last record, which is to know the length of the line."""
+        """Write all but what may be the archive's last record, which must contain the length of the line."""
         view = memoryview(data)
         if len(view) >= _ZIP_END:
             self._put(self._end)
@@ -77,8 +82,10 @@ class ChecksumWriter:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write to a temporary file beside ``path``, flush it to the disk, and put it in place in one move. What killed
-    writers left in that folder is removed."""
+    """Write to a temporary file beside ``path``, flush it to the disk, and rename it.
+
+    What killed writers left in that folder is removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
@@ -94,8 +101,10 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _open_locked(temporary: Path) -> IO[bytes]:
-    """Open a file for writing and lock it: `remove_abandoned` then spares it. Where the file was removed between the
-    two, it is opened again."""
+    """Open a file for writing and lock it, so that `remove_abandoned` spares it.
+
+    Where the file was removed between the two, it is opened again.
+    """
     while True:
         file = temporary.open("wb")
         with suppress(OSError):  # some network disks have no locks: `remove_abandoned` then leaves the file alone
@@ -106,7 +115,7 @@ def _open_locked(temporary: Path) -> IO[bytes]:
 
 
 def bytes_of(content: Mapping[str, Any]) -> torch.Tensor:
-    """What the file of a checkpoint with this content would hold."""
+    """Return the bytes of a checkpoint file with this content."""
     buffer = io.BytesIO()
     _save({"paceline_checkpoint": VERSION, **content}, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
@@ -122,7 +131,7 @@ def _save(content: Mapping[str, Any], file: IO[bytes]) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """A new name is safe only when its folder is on the disk too."""
+    """Flush a folder to the disk: before that, a new name in it is not safe."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -131,7 +140,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def checked_version(data: memoryview, path: Path) -> int | None:
-    """The version in the checksum line; None: there is no such line. ValueError when the checksum is not the file's."""
+    """Return the version in the checksum line; None without such a line. Raise ValueError if the checksum is wrong."""
     line = _ANY_CHECKSUM_LINE.search(data[-_LONGEST:])
     if line is None:
         return None
@@ -145,7 +154,7 @@ def checked_version(data: memoryview, path: Path) -> int | None:
 
 
 def read(path: Path) -> torch.Tensor:
-    """The file's bytes, held once."""
+    """Return the file's bytes, held once."""
     with path.open("rb") as file:
         data = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
         size = file.readinto(view(data))
@@ -153,17 +162,44 @@ def read(path: Path) -> torch.Tensor:
 
 
 def view(data: torch.Tensor) -> memoryview:
-    """The bytes of a tensor of bytes, in place."""
+    """Return the bytes of a tensor of bytes, without a copy."""
     array: Any = data.numpy()
     return memoryview(array)
 
 
+class BytesReader(io.RawIOBase):
+    """A file over bytes in memory, without a copy: a state may be as large as the memory that is left."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        room = memoryview(buffer).cast("B")
+        part = self._data[self._at : self._at + len(room)]
+        room[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+
 def remove_abandoned(folder: Path) -> None:
-    """Remove temporary files that processes of this computer left when they were killed. A living writer holds a lock
-    on its own; files of other computers stay, and so does a file that cannot be locked."""
+    """Remove temporary files that processes of this computer left when they were killed.
+
+    A living writer holds a lock on its own; files of other computers stay, and so does a file that cannot be locked.
+    """
     for name in _names(folder):
-        told = _TEMPORARY.fullmatch(name)
-        if told is None or told[2] != socket.gethostname() or _lives_beside(int(told[1])):
+        temporary = _TEMPORARY.fullmatch(name)
+        if temporary is None or temporary[2] != socket.gethostname() or _lives_beside(int(temporary[1])):
             continue
         with suppress(OSError), (folder / name).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -178,13 +214,67 @@ def _names(folder: Path) -> list[str]:
 
 
 def _lives_beside(pid: int) -> bool:
-    """Whether another process has this number. One's own may be that of a process in an earlier container."""
+    """Return whether another process has this id; one's own id may be that of a process in an earlier container."""
     if pid == os.getpid():
         return False
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # it is somebody else's
+    except OSError:  # another user's
         return True
-    return True
+    return not process_state_of(pid, computer()).gone  # a killed worker, before its launcher has noticed
+
+
+_AUTOMATIC_NAME = re.compile(r"step-(\d{8,18})\.paceline")
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint before step ``step`` (counted from 0).
+
+    >>> path_of(Path("saved"), 120).name
+    'step-00000120.paceline'
+    """
+    return folder / f"step-{step:08d}.paceline"
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step in a checkpoint's name; None when the name is not that of an automatic checkpoint.
+
+    >>> step_of(Path("step-00000120.paceline")), step_of(Path("step-120.paceline.bak"))
+    (120, None)
+    """
+    name = _AUTOMATIC_NAME.fullmatch(path.name)
+    return int(name[1]) if name is not None and path.name == path_of(path.parent, int(name[1])).name else None
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """Return the folder's checkpoints; none when there is no such folder."""
+    try:
+        files = [entry for entry in folder.iterdir() if step_of(entry) is not None]
+    except FileNotFoundError:
+        return []
+    return sorted(files, key=lambda file: step_of(file) or 0, reverse=True)
+
+
+def prune(folder: Path, *, keep: int) -> None:
+    """Remove all but the newest ``keep``."""
+    for file in newest_first(folder)[keep:]:
+        file.unlink(missing_ok=True)
+
+
+def set_aside(folder: Path, *, beyond: int) -> list[Path]:
+    """Rename checkpoints of later steps than ``beyond``; return the new paths.
+
+    They belong to another training, or to one that was resumed further back: under their own names they would be taken
+    for this training's newest, and its own would be removed before them.
+    """
+    later = [file for file in newest_first(folder) if (step_of(file) or 0) > beyond]
+    return [_rename(file) for file in later]
+
+
+def _rename(file: Path) -> Path:
+    names = (file.with_name(f"{file.name}.aside{number}") for number in count(1))
+    new = next(name for name in names if not name.exists())
+    os.rename(file, new)
+    return new

@@ -1,8 +1,7 @@
-"""Finding a checkpoint, reading it, and handing it to every worker: only the leader needs to reach the disk."""
+"""Loading of a checkpoint on every worker; only the leader needs to reach the disk."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,25 +10,24 @@ import torch
 
 from paceline.checkpoint import divided_folder
 from paceline.checkpoint import file as checkpoint_file
-from paceline.checkpoint import folder as checkpoint_folder
 from paceline.checkpoint.shards import outline
 from paceline.transport import Transport
 
 _PARTS: dict[str, type] = {"models": list, "tracked": dict, "pace": dict, "seed": int}
-"""What every checkpoint holds, of any version."""
+"""Parts of every checkpoint, of any version, with their types."""
 ATTEMPTS = 10
 """Leaders that may be lost while they hand a checkpoint round."""
 
 
 class Found(NamedTuple):
-    """A checkpoint, and where it lay."""
+    """A checkpoint and its path."""
 
     path: Path
     content: dict[str, Any]
 
 
 class Lookup(NamedTuple):
-    """What the leader found at a path. Either there is a checkpoint, or a problem, or neither: nothing was there."""
+    """The leader's result at a path: a checkpoint, or a problem, or neither when nothing was there."""
 
     found: Found | None = None
     data: torch.Tensor = torch.empty(0, dtype=torch.uint8)
@@ -41,8 +39,15 @@ class Lookup(NamedTuple):
 def fetch(
     transport: Transport, path: Path, *, device: torch.device, missing_ok: bool, warn: Callable[[str], None]
 ) -> Found | None:
-    """The checkpoint at ``path`` (a file, or a folder's newest whole one) on every worker; only the leader needs to
-    reach it. None when nothing is there and that is ``missing_ok``; else ValueError says what is wrong."""
+    """Return the checkpoint at ``path`` on every worker; only the leader needs to reach it.
+
+    Args:
+        transport: connects the workers.
+        path: a file, or a folder, of which the newest complete checkpoint is read.
+        device: device that tensors are loaded to.
+        missing_ok: return None when nothing is there; else ValueError is raised.
+        warn: receives the reasons for which checkpoints were passed over.
+    """
     for _ in range(ATTEMPTS):
         lookup = Lookup()
 
@@ -61,15 +66,15 @@ def fetch(
             return None
         found = _receive(transport, lookup, Path(where), size if transport.shard == 0 else 0, device)
         if transport.shards > 1:
-            told = transport.said("the checkpoint", found and Found(found.path, outline(found.content)))
-            found = found if transport.shard == 0 else told
+            outlined = transport.from_first("the checkpoint", found and Found(found.path, outline(found.content)))
+            found = found if transport.shard == 0 else outlined
         if all(transport.gather("the checkpoint that was read", found is not None)):
             return found
     raise ValueError(f"{path} did not reach every worker: the workers that read it were lost, one after another")
 
 
 def _receive(transport: Transport, lookup: Lookup, path: Path, size: int, device: torch.device) -> Found | None:
-    """The leader's bytes; None when the leader was lost on the way."""
+    """Return the leader's checkpoint; None when the leader was lost on the way."""
     data = lookup.data if lookup.found else torch.zeros(size, dtype=torch.uint8)
     transport.broadcast([data], inside=False)
     if transport.shard:
@@ -81,8 +86,10 @@ def _receive(transport: Transport, lookup: Lookup, path: Path, size: int, device
 
 
 def look_up(path: Path, *, device: torch.device, missing_ok: bool) -> Lookup:
-    """Read the file, or the newest whole one of a folder's automatic checkpoints. What killed writers left there is
-    removed."""
+    """Read the file, or the newest complete one of a folder's automatic checkpoints.
+
+    What killed writers left there is removed.
+    """
     checkpoint_file.remove_abandoned(path if path.is_dir() else path.parent)
     if divided_folder.is_one(path):
         return _look_into(path)
@@ -97,7 +104,7 @@ def look_up(path: Path, *, device: torch.device, missing_ok: bool) -> Lookup:
 
 
 def _look_into(folder: Path) -> Lookup:
-    """A checkpoint that several processes wrote; for others it becomes the bytes of one file."""
+    """Read a checkpoint that several processes wrote; for other workers it becomes the bytes of one file."""
 
     def rest(path: Path) -> dict[str, Any]:
         return parse(checkpoint_file.view(checkpoint_file.read(path)), path=path, device=torch.device("cpu"))
@@ -119,7 +126,7 @@ def _open(path: Path, device: torch.device) -> Lookup:
 
 def _newest_whole(folder: Path, *, device: torch.device, missing_ok: bool) -> Lookup:
     damaged: list[str] = []
-    for path in checkpoint_folder.newest_first(folder):
+    for path in checkpoint_file.newest_first(folder):
         try:
             return _open(path, device)._replace(warnings=tuple(f"{text}: passed over" for text in damaged))
         except checkpoint_file.NewerVersion as error:  # it is whole: going back behind it would lose what it holds
@@ -128,37 +135,12 @@ def _newest_whole(folder: Path, *, device: torch.device, missing_ok: bool) -> Lo
             damaged.append(str(error))
     if damaged:
         return Lookup(problem=f"no checkpoint in {folder} is whole: {'; '.join(damaged)}")
-    said = f"{folder} holds no checkpoint of fleet.autosave; fleet.load(..., missing_ok=True) then starts anew"
-    return Lookup(problem=None if missing_ok else said)
-
-
-class _Reader(io.RawIOBase):
-    """Bytes in memory as a file, without another copy of them."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        room = memoryview(buffer).cast("B")
-        part = self._data[self._at : self._at + len(room)]
-        room[: len(part)] = part
-        self._at += len(part)
-        return len(part)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
-        self._at = max(0, start + offset)
-        return self._at
+    problem = f"{folder} holds no checkpoint of fleet.autosave; fleet.load(..., missing_ok=True) then starts anew"
+    return Lookup(problem=None if missing_ok else problem)
 
 
 def parse(data: bytes | memoryview, *, path: Path, device: torch.device) -> dict[str, Any]:
-    """The content of a checkpoint, or a ValueError that says what is wrong with it."""
+    """Return the content of a checkpoint; raise ValueError when it is damaged or foreign."""
     view = memoryview(data)
     checked = checkpoint_file.checked_version(view, path)
     content = _unpickled(view, path, device)
@@ -180,7 +162,7 @@ def _unpickled(data: memoryview, path: Path, device: torch.device) -> Any:
     try:
         if bytes(data[:4]) != b"PK\x03\x04":  # torch has older readers too, for files that we never wrote
             raise EOFError
-        file: Any = _Reader(data)
+        file: Any = checkpoint_file.BytesReader(data)
         return torch.load(file, map_location=device, weights_only=True)
-    except Exception as error:  # whatever garbage makes the reader do
+    except Exception as error:  # damaged bytes make the reader raise anything
         raise ValueError(f"{path} is not a whole checkpoint: it cannot be read ({type(error).__name__})") from None

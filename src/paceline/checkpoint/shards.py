@@ -1,6 +1,6 @@
-"""Tensors of which each process of a worker holds a part (DTensors, as `fully_shard` makes them), and the whole ones.
+"""Tensors that are divided over a worker's processes (DTensors, as `fully_shard` makes them), and the complete ones.
 
-A state that is saved or handed to a peer holds whole tensors, so that it fits any grouping of processes.
+A state that is saved or handed to a peer holds complete tensors, so that it fits any grouping of processes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """This process's part; of a tensor that is not divided, all of it."""
+    """Return this process's part of a tensor; all of it where it is not divided."""
     with torch.no_grad():
         part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return part
 
 
 def dimension(tensor: Any) -> int:
-    """Along which a tensor is divided."""
+    """Return the dimension along which a tensor is divided."""
     (placement,) = tensor.placements
     return int(placement.dim)
 
@@ -38,18 +38,19 @@ def dimension(tensor: Any) -> int:
 def check(name: str, tensor: Any, shards: int) -> None:
     """Raise ValueError unless a parameter is divided over the worker's processes as `fully_shard` does it."""
     placements: tuple[Any, ...] = getattr(tensor, "placements", ())
-    whole = len(placements) == 1 and type(placements[0]).__name__ == "Shard" and tensor.device_mesh.size() == shards
-    if not whole:
-        said = f"is laid out as {placements} over {tensor.device_mesh.size()}" if placements else "is not divided"
+    fits = len(placements) == 1 and type(placements[0]).__name__ == "Shard" and tensor.device_mesh.size() == shards
+    if not fits:
+        layout = f"is laid out as {placements} over {tensor.device_mesh.size()}" if placements else "is not divided"
         raise ValueError(
-            f"parameter {name} {said} processes, and this worker has {shards}: divide all parameters with "
+            f"parameter {name} {layout} processes, and this worker has {shards}: divide all parameters with "
             "fleet.model(net, shard=True), or with fully_shard(..., mesh=fleet.mesh) of your own"
         )
 
 
 def part_of(whole: torch.Tensor, shard: int, shards: int, dim: int = 0) -> torch.Tensor:
-    """The part of a whole tensor that belongs to one process, a view: all as large but the last ones, as torch.chunk
-    cuts.
+    """Return a view of the part of a complete tensor that belongs to one process.
+
+    The parts are equal but for the last ones, as torch.chunk cuts.
 
     >>> [len(part_of(torch.arange(5), shard, 4)) for shard in range(4)]
     [2, 2, 1, 0]
@@ -61,13 +62,13 @@ def part_of(whole: torch.Tensor, shard: int, shards: int, dim: int = 0) -> torch
 
 
 def own_part(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """This process's part of a whole tensor that is divided as ``like`` is."""
+    """Return this process's part of a complete tensor that is divided like ``like``."""
     mesh = like.device_mesh
     return part_of(whole, mesh.get_local_rank(), mesh.size(), dimension(like))
 
 
 def divided(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """A whole tensor that every process has, divided as ``like`` is."""
+    """Return a complete tensor, which every process has, divided like ``like``."""
     return _as_part(own_part(whole, like).to(local(like).device, copy=True), whole, like)
 
 
@@ -80,12 +81,14 @@ def _as_part(part: torch.Tensor, whole: torch.Tensor, like: Any) -> torch.Tensor
 
 
 LARGE = 1 << 12
-"""Tensors of a state with more elements than these reach a worker's further processes part by part."""
+"""Elements above which tensors of a state reach a worker's further processes part by part."""
 
 
 def outline(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A training's state without what the large tensors of models and tracked things hold: for the processes that get
-    parts of them."""
+    """Return a training's state without the values of large tensors of models and tracked objects.
+
+    It is for the processes that get parts of these tensors.
+    """
     return {key: _outlined(part) if key in ("models", "tracked") else part for key, part in content.items()}
 
 
@@ -96,8 +99,11 @@ def _outlined(value: Any) -> Any:
 
 
 def handed_out(value: Any, like: Any, inside: Collective) -> Any:
-    """A state of which the first process of a worker has the whole tensors and the others an `outline`, on all: divided
-    where ``like``, a parameter or the same structure, is."""
+    """Return a state on all processes of a worker, divided where ``like`` is.
+
+    The first process has the complete tensors and the others an `outline`. ``like`` is a parameter, or the same
+    structure.
+    """
     if not isinstance(value, torch.Tensor):
         return mapped(lambda item, key: handed_out(item, _item(like, key), inside), value)
     if value.numel() <= LARGE and not (is_sharded(like) and like.shape == value.shape):
@@ -116,12 +122,12 @@ def handed_out(value: Any, like: Any, inside: Collective) -> Any:
 
 
 def _item(like: Any, key: Any) -> Any:
-    """The part of a structure under this key; a parameter is that of its own moments."""
+    """Return the part of a structure under this key; a parameter stands for its own moments."""
     return like if isinstance(like, torch.Tensor) else like.get(key) if isinstance(like, Mapping) else None
 
 
 def mapped(function: Callable[[Any, Any], Any], value: Any) -> Any:
-    """The same structure, of what ``function`` makes of its items and their keys."""
+    """Return the same structure, with ``function(item, key)`` in place of each item."""
     if isinstance(value, Mapping):
         items = {key: function(item, key) for key, item in value.items()}
         return OrderedDict(items) if isinstance(value, OrderedDict) else items
@@ -131,8 +137,10 @@ def mapped(function: Callable[[Any, Any], Any], value: Any) -> Any:
 
 
 def gathered(value: Any, *, keep: bool) -> Any:
-    """The same with whole tensors, on the CPU, in place of divided ones. All processes of the worker call it; where the
-    result is not to be kept, empty tensors take their place."""
+    """Return the same structure with complete tensors, on the CPU, in place of divided ones.
+
+    All processes of the worker call it; where the result is not to be kept, empty tensors replace them.
+    """
     if is_sharded(value):
         whole = value.detach().full_tensor()
         return whole.cpu() if keep else torch.empty(0)
@@ -140,7 +148,7 @@ def gathered(value: Any, *, keep: bool) -> Any:
 
 
 def parts_of(thing: Any) -> Any:
-    """Which tensors of a thing's state are divided, and how: in the structure of its state."""
+    """Return which tensors of an object's state are divided, and how, in the structure of its state."""
     if isinstance(thing, torch.optim.Optimizer):
         parameters = [parameter for group in thing.param_groups for parameter in group["params"]]
         return {"state": dict(enumerate(parameters))}
@@ -148,7 +156,7 @@ def parts_of(thing: Any) -> Any:
 
 
 def reshard(models: Iterable[torch.nn.Module]) -> None:
-    """Have parameters that were put together for a forward divided again: an evaluation leaves some so."""
+    """Divide parameters again that a forward had put together: an evaluation leaves some so."""
     for model in models:
         module: Any
         for module in model.modules():

@@ -1,4 +1,4 @@
-"""``python -m paceline.cli`` is the command ``paceline``, for where the command itself is not on the path."""
+"""The command ``paceline`` as ``python -m paceline.cli``, for when the command itself is not on the path."""
 
 from paceline.cli import main
 

@@ -1,8 +1,8 @@
 """``paceline demo``: one training on unlike machines, first in plain torch DDP, then with Paceline, and what it gained.
 
 Both are started by the launcher of ``paceline run``, on the same emulated machines, with the same network, data and
-batches. The limit is known beforehand, since the machines are emulated: with f_i times s seconds a sample on machine i,
-the fleet can do at most ``sum_i 1 / (f_i * s)`` samples a second, however the work is dealt.
+batches. The limit is known in advance, since the machines are emulated: with f_i times s seconds per sample on machine
+i, the fleet can do at most ``sum_i 1 / (f_i * s)`` samples per second, however the work is dealt.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.errors import leave_with, refuse
 from paceline.cli.examples import examples_folder
+from paceline.cli.terminal import leave_with, refuse
 from paceline.launcher.screen import short_path
 from paceline.machines import Machine, parse_fleet
 from paceline.observe import new_run_dir, read_log
 from paceline.observe.words.numbers import duration, number, percent_cell, times
 
 BATCH = 128
-"""Samples a step, or the multiple of the number of machines that is nearest: DDP can only split equally."""
+"""Samples per step, rounded to a multiple of the number of machines: DDP can only split equally."""
 DIGITS = 1437
 """Training samples of the digits, for the forecast of how long each part takes."""
 
@@ -36,23 +36,23 @@ Emulate = Annotated[
 ]
 Epochs = Annotated[int, typer.Option(min=1, help="Passes over the digits.")]
 SampleMs = Annotated[float, typer.Option(help="The reference machine's milliseconds a sample.")]
-Runs = Annotated[Path, typer.Option(help="Folder in which the run's own folder is made.")]
+OutputDir = Annotated[Path, typer.Option(help="Folder in which the run's own folder is made.")]
 
 
 def demo(
-    emulate: Emulate = "1,1,2,4", epochs: Epochs = 6, sample_ms: SampleMs = 3.0, runs: Runs = Path("runs")
+    emulate: Emulate = "1,1,2,4", epochs: Epochs = 6, sample_ms: SampleMs = 3.0, output_dir: OutputDir = Path("runs")
 ) -> None:
     """Train on unlike machines, emulated here: first plain torch DDP, then Paceline, then both in one table."""
     try:
         fleet = parse_fleet(emulate, sample_ms=sample_ms)
-        show = Show(examples(), fleet, emulate, sample_ms, epochs, new_run_dir(runs, "demo").resolve())
+        show = Show(examples(), fleet, emulate, sample_ms, epochs, new_run_dir(output_dir, "demo").resolve())
     except ValueError as error:
         refuse(f"demo: {error}")
     leave_with(show.run())
 
 
 def examples() -> Path:
-    """The folder of the examples, where what they need is installed."""
+    """Return the folder of the examples; raise ValueError if what they need is not installed."""
     if importlib.util.find_spec("sklearn") is None:
         raise ValueError("the digits come with scikit-learn, which is not installed: pip install 'paceline[demo]'")
     return examples_folder()
@@ -71,7 +71,7 @@ class Result:
 
     @property
     def warm(self) -> slice:
-        """The steps after the first epoch: caches are cold and shares not found in it. All, when there is no other."""
+        """Steps after the first epoch, whose caches are cold and whose shares are not found; else all steps."""
         return slice(self.epochs.count(self.epochs[0]) % len(self.epochs), None)
 
     @property
@@ -83,18 +83,18 @@ class Result:
         return sum(self.samples[self.warm]) / sum(self.seconds[self.warm])
 
     def of_limit(self, fleet: Sequence[Machine]) -> float:
-        """The time the fleet would need at its limit, over the time it took; right too when machines change speed."""
+        """Return the time that the fleet would need at its limit over the time it took, with changes of speed."""
         steps = range(len(self.epochs))[self.warm]
         return sum(self.samples[k] / limit(fleet, k) for k in steps) / sum(self.seconds[self.warm])
 
 
 def limit(fleet: Sequence[Machine], step: int) -> float:
-    """Samples a second at step ``step`` if nobody ever waited: the sum of the machines' speeds."""
+    """Return samples per second at step ``step`` if nobody ever waited: the sum of the machines' speeds."""
     return sum(1 / machine.seconds(step, 1, begins=False) for machine in fleet)
 
 
 def equal_speed(fleet: Sequence[Machine], step: int) -> float:
-    """Samples a second at step ``step`` with equal shares: all run at the speed of the slowest."""
+    """Return samples per second at step ``step`` with equal shares: all run at the speed of the slowest."""
     return len(fleet) / max(machine.seconds(step, 1, begins=False) for machine in fleet)
 
 
@@ -111,7 +111,7 @@ class Show:
     console: Console = field(default_factory=lambda: Console(highlight=False))
 
     def run(self) -> int:
-        """Both parts and the table; the exit code of the part that failed or was stopped, else 0."""
+        """Run both parts and print the table; return the exit code of a part that failed or was stopped, else 0."""
         self._introduce()
         self._say(
             "Plain torch DDP",
@@ -146,7 +146,7 @@ class Show:
         self.console.print(f"{text} At best {number(speed)} samples/s: {seconds} and a few to start.\n")
 
     def _train(self, script: str) -> int:
-        from paceline.launcher.fixed import launch_fixed
+        from paceline.launcher.fixed_fleet import launch_fixed
         from paceline.launcher.supervise import Order, worker_settings
 
         size = len(self.fleet)
@@ -172,7 +172,7 @@ class Show:
 
 
 def table(results: dict[str, Result], fleet: Sequence[Machine]) -> Table:
-    """One row a training."""
+    """Return the table, with one row per training."""
     shown = Table("", box=None, padding=(0, 3, 0, 0), pad_edge=False)
     for name in ("seconds an epoch", "samples/s", "of the limit", "test accuracy"):
         shown.add_column(name, justify="right")
@@ -188,26 +188,26 @@ def table(results: dict[str, Result], fleet: Sequence[Machine]) -> Table:
 
 
 def plain_result(run_dir: Path) -> Result:
-    """What plain_ddp.py wrote down."""
-    kept = json.loads((run_dir / "ddp.json").read_text())
-    return Result(tuple(kept["epochs"]), tuple(kept["seconds"]), tuple(kept["samples"]), kept["accuracy"])
+    """Return the result that plain_ddp.py has written."""
+    written = json.loads((run_dir / "ddp.json").read_text())
+    return Result(tuple(written["epochs"]), tuple(written["seconds"]), tuple(written["samples"]), written["accuracy"])
 
 
 def paceline_result(run_dir: Path) -> Result:
-    """What the run's event log says."""
+    """Return the result of the Paceline run, from its event log."""
     log = read_log(run_dir)
     last = [event["result"] for event in log.others if event["event"] == "evaluate"][-1]
     return Result(
         tuple(record.epoch for record in log.records),
         tuple(record.wall_s for record in log.records),
         tuple(record.total for record in log.records),
-        last["correct"] / last["count"],
+        last["correct"],
     )
 
 
 def report_lines(run_dir: Path) -> str:
-    """Write the report of the Paceline run and say where it is; without Plotly, how to get one."""
-    from paceline.observe.page import write_report
+    """Write the report of the Paceline run, and return where it is; without Plotly, how to get one."""
+    from paceline.page import write_report
 
     try:
         return f"To see it, open this in a browser:\n{short_path(write_report(read_log(run_dir)))}"

@@ -1,4 +1,4 @@
-"""``paceline doctor``: is everything here that a fleet needs, and what can this computer do?"""
+"""``paceline doctor``: whether everything that a fleet needs is here, and what this computer can do."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ import typer
 
 from paceline import concurrency
 from paceline.cli import reach
-from paceline.cli.errors import refuse
-from paceline.observe.serve.addresses import address_outwards
+from paceline.cli.terminal import refuse
+from paceline.roster.door import address_outwards
+from paceline.transport.link_speed import PORT, Answering
 
-OLDEST_TORCH, NEWEST_TESTED = (2, 11), (2, 13)
+OLDEST_TORCH, NEWEST_TESTED = (2, 11), (2, 14)
 MARKS = {"ok": "ok   ", "note": "note ", "failed": "FAIL "}
 ALL_REDUCE = """
 import time, torch, torch.distributed as dist
@@ -40,7 +41,7 @@ print(sorted(times[1:])[5] * 1000)
 dist.destroy_process_group()
 """
 BATCH = 64
-"""Samples, of the small ConvNet that devices are measured with."""
+"""Batch size of the small ConvNet with which devices are measured."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,18 @@ class Check:
 
     name: str
     state: str
-    """``ok``, ``note`` (works, but worth knowing) or ``failed`` (something a fleet needs)."""
+    """The result: ``ok``, ``note`` (works, but worth knowing) or ``failed`` (something a fleet needs)."""
     text: str
     advice: str = ""
     value: float | None = None
-    """The number in the text, where there is one, in its plain unit: seconds, samples/s, a count; milliseconds of the
-    all-reduce."""
+    """The number in the text, if there is one, in its plain unit: seconds, samples/s, a count.
+
+    For the all-reduce it is milliseconds.
+    """
 
 
 def doctor(
-    runs: Annotated[Path, typer.Option(help="Folder in which runs will be recorded.")] = Path("runs"),
+    output_dir: Annotated[Path, typer.Option(help="Folder in which runs will be recorded.")] = Path("runs"),
     probe_seconds: Annotated[float, typer.Option(min=0.0, help="Time for measuring the devices; 0: do not.")] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
     to: Annotated[
@@ -66,13 +69,13 @@ def doctor(
         typer.Option(metavar="HOST[:PORT]", help="Only the way to another computer, and its speed."),
     ] = None,
     answer: Annotated[bool, typer.Option("--answer", help="Answer another computer's --to until Ctrl-C.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where --answer listens; 0: any free one.")] = reach.PORT,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where --answer listens; 0: any free one.")] = PORT,
 ) -> None:
     """Check what a fleet needs on this computer, and measure what each device can do."""
     if answer:
         answer_others(port, also=to)
     checks: list[Check] = []
-    for check in examine(runs, probe_seconds) if to is None else examine_way(to):
+    for check in examine(output_dir, probe_seconds) if to is None else examine_way(to):
         checks.append(check)
         if not as_json:
             _print(check)
@@ -87,7 +90,7 @@ def doctor(
 
 
 def examine(runs: Path, probe_seconds: float) -> Iterator[Check]:
-    """All checks, one after the other; without torch, those that need it are left out."""
+    """Yield all checks, one after the other; without torch, those that need it are left out."""
     yield check_python(sys.version_info[:2])
     torch = check_torch()
     yield torch
@@ -109,7 +112,7 @@ def examine(runs: Path, probe_seconds: float) -> Iterator[Check]:
 
 
 def examine_way(to: str) -> Iterator[Check]:
-    """The way to another computer; a line of its own where what was typed is none."""
+    """Yield the checks of the way to another computer; refuse with one line what is not an address."""
     try:
         target = reach.parse(to)
     except ValueError as error:
@@ -118,11 +121,11 @@ def examine_way(to: str) -> Iterator[Check]:
 
 
 def answer_others(port: int, *, also: str | None) -> NoReturn:
-    """Be the other end of somebody's ``--to`` until Ctrl-C."""
+    """Answer other computers' ``--to`` until Ctrl-C."""
     if also is not None:
         refuse("doctor: give --to or --answer: one asks, and the other computer's answers")
     try:
-        answering = reach.Answering(port)
+        answering = Answering(port)
     except OSError as error:
         refuse(f"doctor: cannot listen on port {port} ({error.strerror or error}): give another with --port")
     with closing(answering):
@@ -149,7 +152,7 @@ def check_torch() -> Check:
 
 
 def judge_torch(version: str) -> Check:
-    """Whether this version of torch is within the supported range."""
+    """Check that this version of torch is within the supported range."""
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     text = f"torch {version}"
     if found < OLDEST_TORCH:
@@ -177,7 +180,7 @@ def check_clock() -> Check:
 
 
 def sleep_overshoot(times: int = 50, seconds: float = 0.001) -> float:
-    """Median seconds by which a sleep lasts too long."""
+    """Return the median seconds by which a sleep lasts too long."""
     overs = []
     for _ in range(times):
         started = concurrency.perf_counter()
@@ -187,14 +190,14 @@ def sleep_overshoot(times: int = 50, seconds: float = 0.001) -> float:
 
 
 def check_port() -> Check:
-    from paceline.launcher.rendezvous import RendezvousStore
+    from paceline.launcher.fixed_fleet import RendezvousStore
 
     with closing(RendezvousStore()) as store:
         return Check("port", "ok", f"a free port can be bound (127.0.0.1:{store.port})")
 
 
 def check_network() -> Check:
-    from paceline.launcher.rendezvous import loopback
+    from paceline.launcher.supervise import loopback
 
     outwards = interface_outwards(os.environ.get("MASTER_ADDR"))
     forced = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -206,8 +209,8 @@ def check_network() -> Check:
 
 
 def check_roster() -> Check:
-    """What `-n MIN:MAX` and `paceline host` need: a roster that a worker with the token can enter."""
-    from paceline.roster import RosterClient, RosterServer
+    """Check what `-n MIN:MAX` and `paceline host` need: a roster that a worker with the token can enter."""
+    from paceline.roster import FINISHED, RosterClient, RosterServer
 
     server = RosterServer(minimum=1, maximum=1, token="doctor")
     server.start()
@@ -216,7 +219,7 @@ def check_roster() -> Check:
         client = RosterClient(server.address, token="doctor", name="doctor/0", facts={}, on_over=lambda _: None)
         client.next_generation(after=0, fresh=True, orderly=True)
         seconds = concurrency.perf_counter() - started
-        client.leave("finished")
+        client.leave(FINISHED)
     finally:
         server.close()
     text = f"workers can come and go: one entered a fleet after {seconds * 1000:.1f} ms"
@@ -230,7 +233,7 @@ def check_runs(runs: Path) -> Check:
     try:
         folder = new_run_dir(runs, "doctor")
     except ValueError as error:
-        return Check("run folder", "failed", str(error), "choose another with --runs")
+        return Check("run folder", "failed", str(error), "choose another with --output-dir")
     folder.rmdir()
     if not existed:
         runs.rmdir()
@@ -258,35 +261,35 @@ def check_backends() -> Check:
 
 
 def check_all_reduce() -> Check:
-    milliseconds, said = all_reduce_ms()
+    milliseconds, problem = all_reduce_ms()
     if milliseconds is None:
         advice = "a firewall or a wrong GLOO_SOCKET_IFNAME: unset it, or set it to the loopback interface"
-        return Check("all-reduce", "failed", f"two processes could not add 1 MB over loopback: {said}", advice)
+        return Check("all-reduce", "failed", f"two processes could not add 1 MB over loopback: {problem}", advice)
     return Check("all-reduce", "ok", f"two processes add 1 MB in {milliseconds:.1f} ms over loopback", "", milliseconds)
 
 
 def check_topology(runs: Path) -> Check:
-    """How this computer is told from others and, from the log of the latest run, where its workers were."""
+    """Check by which name this computer is identified and, from the latest run's log, where its workers were."""
     from paceline.observe import latest, read_log
     from paceline.observe.words.places import last_places, places_text
     from paceline.transport.survey import place_facts
 
     facts = place_facts()
     off = ", PACELINE_SITES=off: sums go round workers in the order of ranks" if "sites" in facts else ""
-    said = f"workers with the name {facts['computer']} are on this computer{off}"
+    text = f"workers with the name {facts['computer']} are on this computer{off}"
     folder = latest(runs)
     try:
         log = read_log(folder) if folder is not None else None
-    except ValueError:  # it holds no log that can be read
+    except ValueError:  # the folder holds no log that can be read
         log = None
     if folder is None or log is None:
-        return Check("topology", "ok", said)
+        return Check("topology", "ok", text)
     where = places_text(last_places(log.run, log.others)) or "all workers on one computer"
-    return Check("topology", "ok", f"{said}; in the latest run, {folder.name}: {where}")
+    return Check("topology", "ok", f"{text}; in the latest run, {folder.name}: {where}")
 
 
 def check_device(name: str, seconds: float) -> Check:
-    """Samples/s of a small ConvNet."""
+    """Measure the samples/s of a small ConvNet on one device."""
     speed = probe(name, seconds)
     threads = ", one thread" if name == "cpu" else ""
     text = f"{speed:,.0f} samples/s (small ConvNet, 32 x 32 images, forward and backward{threads})"
@@ -294,7 +297,7 @@ def check_device(name: str, seconds: float) -> Check:
 
 
 def _guarded(name: str, check: Callable[[], Check]) -> Check:
-    """A check that breaks is a failed one, and the others still run."""
+    """Run a check; an exception in it counts as a failed check, so that the others still run."""
     try:
         return check()
     except Exception as error:
@@ -311,10 +314,11 @@ def _print(check: Check) -> None:
 
 
 def all_reduce_ms(timeout_s: float = 30.0) -> tuple[float | None, str]:
-    """Median milliseconds of adding 1 MB between two new processes; None and the reason when it does not work."""
+    """Return the median milliseconds of adding 1 MB between two new processes, or None and the reason."""
     from paceline.errors import describe_exit
-    from paceline.launcher.processes import WorkerProcess
-    from paceline.launcher.rendezvous import RendezvousStore, loopback
+    from paceline.launcher.fixed_fleet import RendezvousStore
+    from paceline.launcher.supervise import loopback
+    from paceline.launcher.worker_process import WorkerProcess
 
     here = {"GLOO_SOCKET_IFNAME": name} if (name := loopback()) else {}
     with closing(RendezvousStore()) as store:
@@ -322,22 +326,22 @@ def all_reduce_ms(timeout_s: float = 30.0) -> tuple[float | None, str]:
         given = [{**here, **os.environ, "OMP_NUM_THREADS": "1", **store.environment(rank, 2)} for rank in range(2)]
         workers = [WorkerProcess(rank, [sys.executable, "-c", ALL_REDUCE], given[rank]) for rank in range(2)]
         try:
-            said = [worker.process.communicate(timeout=timeout_s) for worker in workers]
+            outputs = [worker.process.communicate(timeout=timeout_s) for worker in workers]
         except TimeoutExpired:
             return None, f"no answer within {timeout_s:.0f} s"
         finally:
             for worker in workers:
                 worker.send(9)
                 worker.process.wait()
-    for worker, (_, error) in zip(workers, said):
+    for worker, (_, error) in zip(workers, outputs):
         if code := worker.process.returncode:
             lines = error.decode(errors="replace").strip().splitlines() or [describe_exit(code)]
             return None, lines[-1]
-    return float(said[0][0]), ""
+    return float(outputs[0][0]), ""
 
 
 def devices() -> list[str]:
-    """Every device of this computer that a worker can be given."""
+    """Return every device of this computer that a worker can be given."""
     import torch
 
     names = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
@@ -345,7 +349,7 @@ def devices() -> list[str]:
 
 
 def probe(device: str, seconds: float) -> float:
-    """Samples/s of a small ConvNet, forward and backward, measured for ``seconds`` of which a third is warm-up."""
+    """Return the samples/s of a small ConvNet, forward and backward, over ``seconds``, a third of them warm-up."""
     import torch
 
     threads = torch.get_num_threads()
@@ -370,7 +374,7 @@ def _small_net(device: str) -> tuple[Any, Any, Any]:
 
 
 def _train(net: Any, x: Any, y: Any, device: str, seconds: float) -> float:
-    """Samples/s over ``seconds``; the device is waited for after every batch, so that the time is its own."""
+    """Return the samples/s over ``seconds``; the device is synchronised after every batch."""
     import torch
 
     batches, started = 0, concurrency.perf_counter()
@@ -385,7 +389,7 @@ def _train(net: Any, x: Any, y: Any, device: str, seconds: float) -> float:
 
 
 def interface_outwards(host: str | None = None) -> str | None:
-    """``eth0 (10.0.0.7)``: where packets to ``host``, or to any other computer, leave; None when there is no way."""
+    """Return the interface of packets to ``host``, or to any computer, as ``eth0 (10.0.0.7)``; None without a route."""
     if (address := address_outwards(host)) is None:
         return None
     from paceline.transport.network import interfaces

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from paceline.cli.errors import refuse
+from paceline.cli.terminal import refuse
 
-SHARED = ("share", "paceline", "examples")
-"""Where a wheel puts them, below the environment's folder."""
-
-EXTRAS = {"sklearn": ("scikit-learn", "demo"), "lightning": ("Lightning", "lightning")}
-"""Packages by the names that they are imported by: what they are called, and the extra that brings them."""
+EXTRAS = {
+    "sklearn": ("scikit-learn", "demo"),
+    "lightning": ("Lightning", "lightning"),
+    "accelerate": ("Accelerate", "accelerate"),
+}
+"""A package's name and the extra that installs it, by the name under which it is imported."""
 
 Names = Annotated[
     list[str] | None, typer.Argument(metavar="NAME", help="Copy these into the current folder; all: every one.")
@@ -31,13 +30,13 @@ class Example:
 
     path: Path
     purpose: str
-    """The first sentence of its docstring."""
+    """The first sentence of the script's docstring."""
     beside: tuple[str, ...]
-    """Names of the other examples that it imports."""
+    """Names of the other examples that the script imports."""
     needs: tuple[str, ...]
-    """The packages of `EXTRAS` that it imports."""
+    """The packages of `EXTRAS` that the script imports."""
     start: str
-    """Options of ``paceline run`` to try it with."""
+    """Options of ``paceline run`` with which to try the script."""
 
     @property
     def name(self) -> str:
@@ -54,12 +53,12 @@ def examples(names: Names = None) -> None:
         refuse(f"examples: {error}")
     except OSError as error:
         refuse(f"examples: cannot write {error.filename} ({error.strerror or error})")
-    for line in told(wanted, written) if names else listed(known.values()):
+    for line in next_steps(wanted, written) if names else listed(known.values()):
         typer.echo(line)
 
 
 def chosen(names: Iterable[str], known: Mapping[str, Example]) -> list[str]:
-    """The names asked for, each once, and before each the examples that it imports."""
+    """Return the names asked for, each once, and before each the examples that it imports."""
     asked = [name.removesuffix(".py") for name in names]
     unknown = [name for name in asked if name not in known and name != "all"]
     if unknown:
@@ -69,7 +68,7 @@ def chosen(names: Iterable[str], known: Mapping[str, Example]) -> list[str]:
 
 
 def copy(wanted: Iterable[Example], folder: Path) -> list[Path]:
-    """Copies into ``folder``; nothing is written when a file of that name, with other content, is there already."""
+    """Copy examples into ``folder``; raise ValueError, and write nothing, if a file with other content is there."""
     contents = {folder / example.path.name: example.path.read_bytes() for example in wanted}
     changed = [path for path, content in contents.items() if path.exists() and _content(path) != content]
     if changed:
@@ -87,15 +86,15 @@ def _content(path: Path) -> bytes | None:
 
 
 def listed(examples: Iterable[Example]) -> list[str]:
-    """A line each, and how to go on."""
+    """Return one line per example, and how to copy one."""
     found = list(examples)
     width = max(len(example.name) for example in found)
     lines = [f"{example.name:<{width}}  {example.purpose}" for example in found]
     return [*lines, "", "A copy in the current folder: paceline examples NAME (or all)", *_needs(found)]
 
 
-def told(wanted: Iterable[Example], written: Iterable[Path]) -> list[str]:
-    """What was written, and how to run it."""
+def next_steps(wanted: Iterable[Example], written: Iterable[Path]) -> list[str]:
+    """Return the lines that name the written files and how to run them."""
     found = list(wanted)
     lines = [f"wrote {path.name}" for path in written]
     return [*lines, f"Try: paceline run {found[-1].start} {found[-1].path.name}", *_needs(found)]
@@ -114,26 +113,17 @@ def _needs(found: Iterable[Example]) -> list[str]:
 
 
 def examples_folder() -> Path:
-    """In a clone beside the package's source, else where the wheel put them; ValueError when they are not there."""
-    places = list(dict.fromkeys([Path(__file__).parents[3] / "examples", *_installed(), Path(sys.prefix, *SHARED)]))
-    for place in places:
-        if (place / "digits.py").is_file() and (place / "plain_ddp.py").is_file():
-            return place
-    looked = " and ".join(str(place) for place in places)
+    """Return the folder of the examples: a clone's, else the one inside the installed package; raise ValueError."""
+    folders = [Path(__file__).parents[3] / "examples", Path(__file__).parents[1] / "examples"]
+    for folder in folders:
+        if (folder / "digits.py").is_file() and (folder / "plain_ddp.py").is_file():
+            return folder
+    looked = " and ".join(str(folder) for folder in folders)
     raise ValueError(f"the examples digits.py and plain_ddp.py are not there (looked in {looked})")
 
 
-def _installed() -> list[Path]:
-    """Where the installer says that it put them: below the environment, the user's folder or another prefix."""
-    try:
-        files = metadata.files("paceline") or ()
-    except metadata.PackageNotFoundError:
-        return []
-    return [Path(str(file.locate())).resolve().parent for file in files if file.parts[-4:] == (*SHARED, "digits.py")]
-
-
 def read_examples(folder: Path) -> dict[str, Example]:
-    """All of them by name."""
+    """Return all examples by name."""
     paths = sorted(folder.glob("[a-z]*.py"))
     names = {path.stem for path in paths}
     return {path.stem: _read(path, names) for path in paths}
@@ -147,20 +137,21 @@ def _read(path: Path, names: set[str]) -> Example:
         purpose=first_sentence(purpose),
         beside=tuple(sorted(imported & names)),
         needs=tuple(sorted(imported & set(EXTRAS))),
-        start="-n 2 --group 2" if "--group" in purpose else "-n 2",
+        start="-n 2 --procs-per-worker 2" if "--procs-per-worker" in purpose else "-n 2",
     )
 
 
 def _imported(tree: ast.Module) -> set[str]:
-    """Top-level names of the modules that a script imports."""
+    """Return the top-level names of the modules that a script imports."""
     modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     return {module.partition(".")[0] for module in modules}
 
 
 def first_sentence(text: str) -> str:
-    """
-    >>> first_sentence("Digits on whatever\\nthere is. And more.\\n\\n    python digits.py")
+    r"""Return the first sentence of a text, on one line.
+
+    >>> first_sentence("Digits on whatever\nthere is. And more.\n\n    python digits.py")
     'Digits on whatever there is.'
     """
     paragraph = " ".join(text.strip().partition("\n\n")[0].split())

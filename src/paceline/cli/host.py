@@ -1,4 +1,4 @@
-"""``paceline host``: a roster by itself, for workers that other computers, Slurm, Ray or a hand start."""
+"""``paceline host``: a roster by itself, for workers that other computers, Slurm, Ray or the user start."""
 
 from __future__ import annotations
 
@@ -12,21 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline import concurrency
-from paceline.cli.errors import leave_with, refuse
-from paceline.launcher.signals import Signals
+from paceline.cli.terminal import leave_with, refuse
 from paceline.launcher.tokens import check_host, is_loopback, join_line, own_token, printable
-from paceline.observe.serve.addresses import reached_at
+from paceline.launcher.worker_process import Signals
+from paceline.roster.door import reached_at
 
 if TYPE_CHECKING:
     from paceline.roster import RosterServer
 
-TOKEN_HELP = (
-    "Who knows it may join. Safer in PACELINE_TOKEN or --token-file: all users of a computer see the options of its "
-    "processes. Default: a new one."
-)
-
-Fewest = Annotated[int, typer.Option("--min", min=1, help="Below so many workers the training waits.")]
-Most = Annotated[int, typer.Option("--max", min=1, help="So many may be there at once.")]
+Fewest = Annotated[int, typer.Option("--min", min=1, help="Least number of workers; with fewer the training waits.")]
+Most = Annotated[int, typer.Option("--max", min=1, help="Greatest number of workers at once.")]
 Host = Annotated[
     str,
     typer.Option(
@@ -35,9 +30,12 @@ Host = Annotated[
     ),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")]
-Token = Annotated[str | None, typer.Option(metavar="TEXT", help=TOKEN_HELP)]
 TokenFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The token is in this file; made if it is missing.")
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="File of the token that others join with; made if it is missing. Default: PACELINE_TOKEN, else a new one.",
+    ),
 ]
 State = Annotated[
     Path | None,
@@ -50,7 +48,6 @@ def host(
     maximum: Most = 64,
     host: Host = "127.0.0.1",
     port: Port = 0,
-    token: Token = None,
     token_file: TokenFile = None,
     state: State = None,
 ) -> None:
@@ -62,7 +59,7 @@ def host(
     try:
         if maximum < minimum:
             raise ValueError(f"--min {minimum} is more than --max {maximum}")
-        secret = own_token(token, token_file)
+        secret = own_token(token_file)
         server = RosterServer(
             minimum=minimum,
             maximum=maximum,
@@ -71,7 +68,7 @@ def host(
             port=port,
             state=state,
             certificate=beside(token_file) if token_file and not state else None,
-            observe=say,
+            on_event=log_event,
         )
     except ValueError as error:
         refuse(f"host: {error}")
@@ -79,7 +76,7 @@ def host(
         refuse(f"host: cannot listen on {written(host, port)} ({error.strerror or error})")
     server.start()
     address = written(reached_at(host), server.port, server.fingerprint)
-    shown = printable(secret, option=token, file=token_file)
+    shown = printable(secret, file=token_file)
     typer.echo(welcome(address, shown, minimum=minimum, maximum=maximum), err=True)
     code = serve(server)
     server.close()
@@ -87,7 +84,7 @@ def host(
 
 
 def welcome(address: str, token: str, *, minimum: int, maximum: int) -> str:
-    """Where the roster is and the two ways to join; ``token`` as `paceline.launcher.tokens.printable` gives it."""
+    """Return the roster's address and the two ways to join; ``token`` is a result of `tokens.printable`."""
     only = " (only this computer can join: --host opens it)" if is_loopback(address.rpartition(":")[0]) else ""
     return (
         f"paceline: roster at {address.partition('#')[0]} for {minimum} to {maximum} workers{only}; Ctrl-C ends it\n"
@@ -98,7 +95,7 @@ def welcome(address: str, token: str, *, minimum: int, maximum: int) -> str:
 
 
 def serve(server: RosterServer) -> int:
-    """Wait for a signal, or for the training's end; returns the exit code."""
+    """Wait for a signal, or for the training's end, and return the exit code."""
     with Signals() as signals, selectors.DefaultSelector() as selector:
         selector.register(signals.waker, selectors.EVENT_READ)
         while True:
@@ -110,31 +107,31 @@ def serve(server: RosterServer) -> int:
                 return 0
 
 
-_saying = concurrency.Lock()
+_printing = concurrency.Lock()
 
 
-def say(kind: str, said: Mapping[str, Any]) -> None:
-    """Log who comes and goes, with the time."""
-    if text := words(kind, said):
-        with _saying:
+def log_event(kind: str, event: Mapping[str, Any]) -> None:
+    """Print which workers come and go, with the time."""
+    if text := words(kind, event):
+        with _printing:
             typer.echo(f"{time.strftime('%H:%M:%S')} {text}", err=True)
 
 
-def words(kind: str, said: Mapping[str, Any]) -> str:
-    """An event of the roster in words; empty for what is not worth a line.
+def words(kind: str, event: Mapping[str, Any]) -> str:
+    """Return an event of the roster in words; empty for an event that is not worth a line.
 
     >>> words("generation", {"number": 3, "workers": [0, 2]})
     'generation 3: workers 0, 2'
     """
-    worker = f"worker {said.get('id')} ({said.get('name')})"
+    worker = f"worker {event.get('id')} ({event.get('name')})"
     if kind == "registered":
         return f"{worker} has come"
     if kind == "returned":
         return f"{worker} is back"
     if kind == "left":
-        return f"{worker} {said['text']}"
+        return f"{worker} {event['text']}"
     if kind == "generation":
-        return f"generation {said['number']}: workers {', '.join(str(id) for id in said['workers'])}"
+        return f"generation {event['number']}: workers {', '.join(str(id) for id in event['workers'])}"
     if kind == "refused":
-        return f"refused {said['name'] or said['from']}: {said['text']}"
-    return "the training has finished" if kind == "finished" else str(said.get("text", ""))
+        return f"refused {event['name'] or event['from']}: {event['text']}"
+    return "the training has finished" if kind == "finished" else str(event.get("text", ""))

@@ -1,4 +1,4 @@
-"""What was asked of ``paceline run``, checked before anything starts; errors say what to write instead."""
+"""The options of ``paceline run``, checked before anything starts; errors tell the user what to write instead."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.errors import about
-from paceline.launcher.group import processes
+from paceline.cli.terminal import about
+from paceline.launcher.process_group import processes
 
 if TYPE_CHECKING:
     from paceline.launcher.faults import Faults
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Size:
-    """How many workers."""
+    """The number of workers."""
 
     start: int
-    """So many are started here."""
+    """Workers that are started here."""
     bounds: tuple[int, int] | None = None
-    """The fewest that train and the most that may be there, when they come and go."""
+    """The least and the greatest number of workers in an elastic fleet; None in a fixed one."""
 
 
 def check_script(script: str, module: bool, folder: Path | None = None) -> None:
-    """Whether it is there, seen from ``folder``: the current one unless given."""
+    """Raise ValueError unless the script is found from ``folder``, the current one unless given."""
     if module:
         sys.path.insert(0, os.getcwd())  # as `python -m` does in the workers
         top = script.partition(".")[0]
@@ -49,7 +49,7 @@ def check_script(script: str, module: bool, folder: Path | None = None) -> None:
 
 
 def read_devices(text: str | None) -> list[str]:
-    """The names in ``cuda:0,cuda:1,cpu``; whether they exist is for the workers to find out."""
+    """Return the names in ``cuda:0,cuda:1,cpu``; the workers check whether these devices exist."""
     if text is None:
         return []
     names = [name.strip() for name in text.split(",")]
@@ -60,15 +60,16 @@ def read_devices(text: str | None) -> list[str]:
 
 
 def read_groups(text: str | None, *, on_ray: bool = False) -> tuple[int, ...]:
-    """How many processes each worker has, as in ``2`` or ``1,2``; empty without the option."""
+    """Return the number of processes per worker, from ``2`` or ``1,2``; empty without the option."""
     if text is None:
         return ()
     if on_ray:
-        raise ValueError("--group does not work with --ray yet: leave one of the two out")
+        raise ValueError("--procs-per-worker does not work with --ray yet: leave one of the two out")
     sizes = [size.strip() for size in text.split(",")]
     for position, size in enumerate(sizes, start=1):
         if not re.fullmatch(r"[0-9]{1,4}", size, re.ASCII) or int(size) < 1:
-            raise ValueError(f"--group entry {position} is {size!r}; write how many processes a worker has, from 1 on")
+            entry = f"--procs-per-worker entry {position} is {size!r}"
+            raise ValueError(f"{entry}; write how many processes a worker has, from 1 on")
     return tuple(map(int, sizes))
 
 
@@ -81,11 +82,11 @@ def read_size(
     joining: bool = False,
     groups: Sequence[int] = (),
 ) -> Size:
-    """How many workers to start: as many as asked for, as devices, or as emulated machines.
+    """Return the number of workers to start: as asked for, or one per device or emulated machine.
 
-    With one number these must agree. With MIN:MAX, or when joining a fleet elsewhere, a list says how many to start
-    and begins again for those that come later; without one, MAX are started (one, when joining). With ``groups``, the
-    processes of each worker, devices are for processes.
+    With one number these must agree. With MIN:MAX, or when joining a remote fleet, the length of a list is the number
+    to start, and the list begins again for workers that come later; without a list, MAX are started (one, when
+    joining). With ``groups``, the number of processes per worker, each process has a device.
     """
     bounds = _bounds(n) if n is not None and ":" in n else None
     if bounds and joining:
@@ -107,12 +108,12 @@ def _agreed(asked: int | None, devices: list[str], emulate: str | None, sample_m
         workers = _machines(emulate, sample_ms, workers=workers)
     workers = workers or len(groups) or 1
     if len(groups) > workers:
-        raise ValueError(f"--group has {len(groups)} entries, for {workers} workers: give no more than one for each")
+        raise ValueError(f"--procs-per-worker has {len(groups)} entries, for {workers} workers: give at most one each")
     return workers
 
 
 def _listed(devices: list[str], emulate: str | None, sample_ms: float, groups: Sequence[int]) -> int | None:
-    """How many workers the lists are for; None without one."""
+    """Return the number of workers for which the lists have entries; None without a list."""
     machines = None if emulate is None else _machines(emulate, sample_ms, workers=None)
     if machines and devices:
         _check_devices(f"--emulate has {machines} machines", machines, devices, groups)
@@ -120,7 +121,7 @@ def _listed(devices: list[str], emulate: str | None, sample_ms: float, groups: S
 
 
 def _check_devices(asked: str, workers: int, devices: list[str], groups: Sequence[int]) -> None:
-    """Whether there is one for each worker or, in groups, for each of their processes."""
+    """Raise ValueError unless there is one device per worker or, in groups, per process."""
     wanted = processes(groups or (1,), workers)
     if wanted != len(devices):
         asked, each = (f"{asked} of {wanted} processes", "each process") if groups else (asked, "each")
@@ -128,7 +129,7 @@ def _check_devices(asked: str, workers: int, devices: list[str], groups: Sequenc
 
 
 def _workers_on(devices: list[str], groups: Sequence[int]) -> int | None:
-    """How many workers these devices are for; None without devices."""
+    """Return the number of workers that use these devices; None without devices."""
     sizes, workers = groups or (1,), 0
     while processes(sizes, workers) < len(devices):
         workers += 1
@@ -136,7 +137,7 @@ def _workers_on(devices: list[str], groups: Sequence[int]) -> int | None:
         return workers or None
     fewer, more = processes(sizes, workers - 1), processes(sizes, workers)
     raise ValueError(
-        f"--devices names {len(devices)} devices, and workers of --group {','.join(map(str, groups))} have "
+        f"--devices names {len(devices)} devices, and workers of --procs-per-worker {','.join(map(str, groups))} have "
         f"{f'{fewer} or ' if fewer else ''}{more} processes: give one for each process"
     )
 
@@ -169,7 +170,7 @@ def _bounds(text: str) -> tuple[int, int]:
 def read_faults(
     failures: str | None, *, size: Size, seed: int | None, spot: Path | None, speed_up: float | None, notice: str | None
 ) -> tuple[str | None, Faults]:
-    """The random failures, which are the engine's to play, and the faults that the launcher plays."""
+    """Return the random failures, which the workers play, and the faults, which the launcher plays."""
     from paceline.launcher.faults import Faults
 
     if (speed_up is not None or notice is not None) and spot is None:
@@ -217,19 +218,19 @@ def check_network(network: str | None) -> None:
             parse_link(network)
 
 
-def check_names(pace: str | None, combine: str | None, wire: str | None, workers: int) -> None:
+def check_names(pace: str | None, combine: str | None, comm_dtype: str | None, workers: int) -> None:
     if pace is not None:
         from paceline.pace import make
 
         with about("--pace"):
             make(pace).check(workers)
     if combine is not None:
-        from paceline.combine.choose import names
+        from paceline.training.combines import names
 
         if combine not in names():
             raise ValueError(f"--combine: unknown combine {combine!r}; known: {', '.join(names())}")
-    if wire is not None:
-        from paceline.combine.wire import format_of
+    if comm_dtype is not None:
+        from paceline.transport.formats import format_of
 
-        with about("--wire"):
-            format_of(wire)
+        with about("--comm-dtype"):
+            format_of(comm_dtype)

@@ -1,4 +1,4 @@
-"""The options of ``paceline run`` for workers on a Ray cluster, read and checked; without ``--ray`` nothing of Ray."""
+"""The options of ``paceline run`` for workers on a Ray cluster; without ``--ray`` nothing of Ray is imported."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ Ray = Annotated[
     typer.Option(
         "--ray",
         metavar="auto|ADDRESS",
-        help="The workers are actors of this cluster; needs -n. auto: the one that this computer is a node of.",
+        help="Start the workers on this cluster.",
         rich_help_panel=PANEL,
     ),
 ]
 PerWorker = Annotated[
     str | None,
-    typer.Option(metavar="LIST", help="What each needs, such as gpus=1,cpus=4 (cpus=1).", rich_help_panel=PANEL),
+    typer.Option(metavar="LIST", help="Needs of each: gpus=1,cpus=4.", rich_help_panel=PANEL),
 ]
 Labels = Annotated[
     str | None,
-    typer.Option(metavar="LIST", help="Labels of its node, such as spot=true|false,zone!=b.", rich_help_panel=PANEL),
+    typer.Option(metavar="LIST", help="Labels of nodes: spot=true,zone!=b.", rich_help_panel=PANEL),
 ]
 RuntimeEnv = Annotated[
     str | None,
     typer.Option(
         metavar="JSON|FILE",
-        help='Ray\'s runtime_env, such as {"working_dir": "."}, or a file with it.',
+        help="Ray's runtime_env, or a file of it.",
         rich_help_panel=PANEL,
     ),
 ]
@@ -48,7 +48,7 @@ RuntimeEnv = Annotated[
 
 @dataclass(frozen=True)
 class OnRay:
-    """Where the workers run, and what they need there."""
+    """The Ray cluster on which the workers run, and what they need there."""
 
     address: str
     bounds: tuple[int, int]
@@ -78,7 +78,7 @@ def read_ray(
     runtime_env: str | None,
     **others: object,
 ) -> OnRay | None:
-    """What ``--ray`` asks for; None without it. ``others``: options that have no meaning on Ray, by name."""
+    """Return what ``--ray`` asks for, None without it; ``others`` are options, by name, without a meaning on Ray."""
     if ray is None:
         belong = {"--per-worker": per_worker, "--labels": labels, "--runtime-env": runtime_env}
         if given := [option for option, value in belong.items() if value is not None]:
@@ -97,7 +97,7 @@ def read_ray(
 
 
 def ray_count(ray: str | None, n: str | None) -> str | None:
-    """``-n 4`` on Ray is ``-n 4:4``: its workers return, too.
+    """Turn ``-n 4`` into ``-n 4:4`` on Ray, where workers return, too.
 
     >>> ray_count("auto", "4"), ray_count(None, "4")
     ('4:4', '4')
@@ -106,7 +106,7 @@ def ray_count(ray: str | None, n: str | None) -> str | None:
 
 
 def check_ray_script(on_ray: OnRay, script: str, module: bool) -> None:
-    """As `check_script`, in the folder that Ray brings to the nodes; one that Ray itself fetches is not looked into."""
+    """Run `check_script` in the folder that Ray copies to the nodes; one that Ray itself fetches is not checked."""
     brought = (on_ray.runtime_env or {}).get("working_dir")
     if brought is None:
         check_script(script, module)

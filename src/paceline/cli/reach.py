@@ -1,8 +1,6 @@
 """``paceline doctor --to HOST``: whether another computer is reached, how fast, and over which interface.
 
-Bytes are timed with the doctor there (``paceline doctor --answer``). It greets with `GREETING` and then answers
-requests of nine bytes: a letter and a count. ``p``: one byte back; ``d``: so many bytes; ``u``: takes so many, then
-one byte back.
+Bytes are timed with the doctor there, ``paceline doctor --answer`` (`paceline.transport.link_speed`).
 """
 
 from __future__ import annotations
@@ -10,20 +8,16 @@ from __future__ import annotations
 import os
 import socket
 import statistics
-import struct
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import NamedTuple
 
 from paceline import concurrency
+from paceline.transport.link_speed import MOST_BYTES, PORT, DoctorProbe, bandwidth
 
-PORT = 7071
-GREETING = b"paceline doctor 1\n"
 PATIENCE_S = 3.0
-FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 26
 PINGS = 11
 MEASURED_S = 1.0
-"""How long each direction is measured."""
+"""Seconds for which each direction is measured."""
 
 
 class Target(NamedTuple):
@@ -37,7 +31,7 @@ class Target(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One line: what it is about, ``ok``, ``note`` or ``failed``, the text, what to do, and the number in the text."""
+    """One line: its subject, ``ok``, ``note`` or ``failed``, the text, what to do, and the number in the text."""
 
     name: str
     state: str
@@ -47,7 +41,7 @@ class Finding(NamedTuple):
 
 
 def parse(text: str) -> Target:
-    """``HOST[:PORT]``, looked up; ValueError in one line where that cannot be.
+    """Look ``HOST[:PORT]`` up; ValueError, in one line, where that cannot be.
 
     >>> parse("127.0.0.1:80"), parse("127.0.0.1").port
     (Target(name='127.0.0.1', address='127.0.0.1', port=80, told=True), 7071)
@@ -69,7 +63,7 @@ def parse(text: str) -> Target:
 
 
 def examine(target: Target) -> Iterator[Finding]:
-    """What is found about the way to another computer, line by line."""
+    """Yield what is found about the way to another computer, line by line."""
     yield way_out(target)
     began = concurrency.perf_counter()
     try:
@@ -82,20 +76,20 @@ def examine(target: Target) -> Iterator[Finding]:
         return
     connected_s = concurrency.perf_counter() - began
     with connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if not _greeted(connection):
+        probe = DoctorProbe(connection)
+        if not probe.greeted():
             text = f"{_where(target)} takes connections ({connected_s * 1000:.1f} ms to connect); it is not a doctor"
             yield Finding("reach", "ok", text, _ask_for_doctor(target), connected_s)
             return
         yield Finding("reach", "ok", f"the doctor at {_where(target)} answers")
         try:
-            yield from measured(connection)
+            yield from measured(probe)
         except OSError as error:
             yield Finding("bandwidth", "failed", f"the connection broke while bytes were timed ({error})")
 
 
 def way_out(target: Target) -> Finding:
-    """Which interface packets leave by, and which one Gloo would use."""
+    """Find the interface that packets leave by, and the one that Gloo would use."""
     from paceline.transport.network import address_towards, interfaces
 
     known = interfaces()
@@ -116,60 +110,18 @@ def way_out(target: Target) -> Finding:
     return Finding("way", "ok", f"packets leave by {name} ({address}), and Gloo would use it")
 
 
-def measured(connection: socket.socket) -> Iterator[Finding]:
-    """Round trips and both directions' bandwidth, with the doctor there."""
-    trips = sorted(_timed(connection, b"p", 0) for _ in range(PINGS))
+def measured(probe: DoctorProbe) -> Iterator[Finding]:
+    """Yield the round trip and both directions' bandwidth, measured with the doctor there."""
+    trips = sorted(probe.trip_s() for _ in range(PINGS))
     latency = statistics.median(trips)
     text = f"{latency * 1000:.1f} ms there and back (median of {PINGS}, longest {trips[-1] * 1000:.1f})"
     yield Finding("latency", "ok", text, value=latency)
-    rates = {letter: _bits_per_second(connection, letter, latency) for letter in (b"u", b"d")}
-    text = f"{rates[b'u'] / 1e6:,.0f} Mbit/s there, {rates[b'd'] / 1e6:,.0f} Mbit/s back"
-    yield Finding("bandwidth", "ok", text, value=min(rates.values()))
-
-
-def _bits_per_second(connection: socket.socket, letter: bytes, latency: float) -> float:
-    size = FIRST_BYTES
-    while True:
-        seconds = max(_timed(connection, letter, size) - latency, 1e-6)
-        if seconds > MEASURED_S / 2 or size == MOST_BYTES:
-            return 8 * size / seconds
-        size = min(MOST_BYTES, int(size * min(8.0, 1.2 * MEASURED_S / seconds)))
-
-
-def _timed(connection: socket.socket, letter: bytes, size: int) -> float:
-    """Seconds until a request is answered."""
-    began = concurrency.perf_counter()
-    connection.sendall(letter + struct.pack("!Q", size))
-    if letter == b"u":
-        connection.sendall(bytes(size))
-    _take(connection, size if letter == b"d" else 1)
-    return concurrency.perf_counter() - began
-
-
-def _take(connection: socket.socket, size: int) -> bytes:
-    """So many bytes; the last of them."""
-    data = b""
-    while size > 0:
-        data = connection.recv(min(size, 1 << 20))
-        if not data:
-            raise ConnectionResetError("the other end closed it")
-        size -= len(data)
-    return data
-
-
-def _greeted(connection: socket.socket) -> bool:
-    connection.settimeout(1.0)  # others wait for us to speak first
-    try:
-        heard = b""
-        while len(heard) < len(GREETING) and GREETING.startswith(heard):
-            if not (data := connection.recv(len(GREETING) - len(heard))):
-                return False
-            heard += data
-        return heard == GREETING
-    except OSError:
-        return False
-    finally:
-        connection.settimeout(30.0)
+    there, back = (
+        bandwidth(timed, trip_s=latency, most_bytes=MOST_BYTES, lasting_s=MEASURED_S)
+        for timed in (probe.there_s, probe.back_s)
+    )
+    text = f"{there / 1e6:,.0f} Mbit/s there, {back / 1e6:,.0f} Mbit/s back"
+    yield Finding("bandwidth", "ok", text, value=min(there, back))
 
 
 def _refused(target: Target, seconds: float) -> Finding:
@@ -195,40 +147,3 @@ def _ask_for_doctor(target: Target) -> str:
     return (
         f"bandwidth is measured with the doctor there: run `paceline doctor --answer` on {target.name}, and this again"
     )
-
-
-# -- the other side --------------------------------------------------------------------------------------------------
-
-
-class Answering:
-    """Answers the doctors of other computers until it is closed, each on a thread."""
-
-    def __init__(self, port: int = PORT) -> None:
-        self._listener = socket.create_server(("", port))
-        self.port = int(self._listener.getsockname()[1])
-        concurrency.Thread(target=self._run, name="paceline-answer", daemon=True).start()
-
-    def _run(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                guest, _ = self._listener.accept()
-                concurrency.Thread(target=_answer, args=[guest], name="paceline-answer", daemon=True).start()
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-
-def _answer(guest: socket.socket) -> None:
-    with guest, suppress(OSError, struct.error):
-        guest.settimeout(30.0)
-        guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        guest.sendall(GREETING)
-        while len(request := guest.recv(9, socket.MSG_WAITALL)) == 9:
-            size = struct.unpack("!Q", request[1:])[0]
-            if size > MOST_BYTES:
-                return
-            if request[:1] == b"u":
-                _take(guest, size)
-            guest.sendall(bytes(size) if request[:1] == b"d" else b".")

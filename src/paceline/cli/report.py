@@ -1,12 +1,15 @@
-"""``paceline report RUN``: a run's header, its workers and its verdict, from the log alone; or the same as a page that
-opens in a browser, a trace, or figures for other tools."""
+"""``paceline report RUN``: a run's header, its workers and its verdict, from the log alone.
+
+It also writes them as a page for a browser, as a trace, or as figures for other tools. Several runs are compared
+(side_by_side.py).
+"""
 
 from __future__ import annotations
 
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -16,49 +19,69 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.errors import refuse
+from paceline.cli.side_by_side import report_several
+from paceline.cli.terminal import refuse
 from paceline.observe import RunLog, Verdict, latest, read_log, verdict
 from paceline.observe.log import sanitise
+from paceline.observe.words.lines import run_words
 from paceline.observe.words.places import last_places, places_text
-from paceline.observe.words.progress import run_words
-from paceline.observe.words.verdict import steps_text
-from paceline.observe.words.worker_table import WorkerTable, worker_table
+from paceline.observe.words.verdict import WorkerTable, steps_text, worker_table
 
 RUNS = Path("runs")
 PAGE = "report.html"
 GAP = 2
-"""Blanks between two columns."""
+"""Spaces between two columns."""
 LEAST_MISSED = ("last in", "cut off", "adds", "samples", "waiting", "stuck")
-"""Columns that are left out one by one where a terminal is too narrow for all."""
+"""Columns that are left out, in this order, where a terminal is too narrow for all."""
 
 Run = Annotated[
     Path | None, typer.Argument(help="A run's folder or its events.jsonl; the latest under runs/ when left out.")
 ]
+Runs = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="RUN",
+        help="Folders of runs, or their events.jsonl; the latest under runs/ when left out. Two or more are compared.",
+    ),
+]
+Loss = Annotated[
+    float | None,
+    typer.Option(help="With several runs: the loss to time. Default: the lowest that every run reached."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the numbers as one line of JSON.")]
 Html = Annotated[
-    bool, typer.Option("--html", help=f"Write {PAGE} beside the log, for any browser (needs the extra 'view').")
+    bool, typer.Option("--html", help=f"Draw {PAGE} beside the log, for any browser (needs the extra 'view').")
 ]
-Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --html: write it here.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Draw it into this file.")]
 Perfetto = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")]
 TensorBoard = Annotated[
     Path | None,
     typer.Option("--tensorboard", metavar="DIR", help="Write TensorBoard's files (needs the extra 'tensorboard')."),
 ]
-Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a table, a line a step and worker.")]
+Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a table, one line per step and worker.")]
 
 
 def report(
-    run: Run = None,
+    runs: Runs = None,
     as_json: AsJson = False,
     html: Html = False,
     output: Output = None,
     perfetto: Perfetto = None,
     tensorboard: TensorBoard = None,
     csv: Csv = None,
+    loss: Loss = None,
 ) -> None:
-    """Say again what a run achieved: its workers, and the verdict in plain words; or draw and export it."""
+    """Report what a run achieved: its workers, and the verdict in plain words; or draw, export or compare."""
+    exports = {"--perfetto": perfetto, "--tensorboard": tensorboard, "--csv": csv}
+    if runs and len(runs) > 1:
+        _check_several(runs, html=html and output is None, exports=exports)
+        report_several(runs, loss=loss, page=output, as_json=as_json)
+        return
+    if loss is not None:
+        refuse("report: --loss compares runs: name two or more")
+    run = runs[0] if runs else None
     from paceline.observe.exports import write_csv, write_perfetto, write_tensorboard
-    from paceline.observe.page import write_report
+    from paceline.page import write_report
 
     with _no_search_for_cycles():
         log = read_run(run)
@@ -70,12 +93,21 @@ def report(
             head = {"run": str(log.path.parent), "name": name if isinstance(name, str) else None}
             typer.echo(json.dumps({**head, **verdict(log).to_json()}))
         elif not written:
-            _tell(log, verdict(log))
+            _print(log, verdict(log))
+
+
+def _check_several(runs: Sequence[Path], *, html: bool, exports: Mapping[str, Path | None]) -> None:
+    """Refuse what a report of several runs cannot do; ``html``: a page is asked for, and not where."""
+    if given := [option for option, path in exports.items() if path is not None]:
+        refuse(f"report: {given[0]} is of one run: name one")
+    page = next((run for run in runs if run.suffix == ".html"), None)
+    if page is not None or html:
+        refuse(f"report: the page of several runs needs its name: write -o {page or 'compared.html'}")
 
 
 @contextmanager
 def _no_search_for_cycles() -> Iterator[None]:
-    """A long log is millions of small tuples: looking for cycles among them takes a fifth of the time."""
+    """Switch the garbage collector off: searching a long log's millions of tuples takes a fifth of the time."""
     gc.disable()
     try:
         yield
@@ -84,7 +116,7 @@ def _no_search_for_cycles() -> Iterator[None]:
 
 
 def _write(log: RunLog, path: Path, write: Callable[[RunLog, Path], Path], *, quietly: bool) -> Path:
-    """Write one file and say so (``quietly``: on standard error); what goes wrong is one line and exit code 2."""
+    """Write one file and print its path (``quietly``: on stderr); an error is one line and exit code 2."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         written = write(log, path)
@@ -96,7 +128,7 @@ def _write(log: RunLog, path: Path, write: Callable[[RunLog, Path], Path], *, qu
     return written
 
 
-def _tell(log: RunLog, judged: Verdict) -> None:
+def _print(log: RunLog, judged: Verdict) -> None:
     console = Console(highlight=False)
     console.print(_header(log, judged))
     console.print()
@@ -105,7 +137,7 @@ def _tell(log: RunLog, judged: Verdict) -> None:
 
 
 def run_folder(run: Path | None) -> Path:
-    """The run that is meant, the latest when none was named."""
+    """Return the run's folder, or the latest one's when none was named."""
     folder = run or latest(RUNS)
     if folder is None:
         raise ValueError(f"no runs under {RUNS}/: name a run's folder")
@@ -113,7 +145,7 @@ def run_folder(run: Path | None) -> Path:
 
 
 def read_run(run: Path | None) -> RunLog:
-    """The log meant, or one line on standard error and exit code 2."""
+    """Return the run's log; without one, print one line on stderr and exit with code 2."""
     try:
         log = read_log(run_folder(run))
     except ValueError as error:
@@ -145,14 +177,14 @@ def _ending(log: RunLog) -> str:
 
 
 def _print_workers(console: Console, table: WorkerTable) -> None:
-    """The table, as much of it as fits the terminal, and which columns do not."""
+    """Print the columns of the table that fit the terminal, and the names of those that do not."""
     if not table.rows:
         return
     table = _shortened(table)
     shown = fitted(table, console.width)
     drawn = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
-    for place, name in enumerate(shown.names):
-        figure = place >= shown.words
+    for number, name in enumerate(shown.names):
+        figure = number >= shown.words
         drawn.add_column(name, justify="right" if figure else "left", no_wrap=name != "machine")
     for row in shown.rows:
         drawn.add_row(*map(Text, row))
@@ -164,14 +196,14 @@ def _print_workers(console: Console, table: WorkerTable) -> None:
 
 
 def _shortened(table: WorkerTable) -> WorkerTable:
-    """``cpu, emulated 4x slower, jitter 0.6`` as ``cpu 4x slower ~0.6``, the sign that ``--emulate`` has for it."""
+    """Shorten ``cpu, emulated 4x slower, jitter 0.6`` to ``cpu 4x slower ~0.6``, as ``--emulate`` writes jitter."""
     short = [machine.replace(", emulated ", " ").replace(", jitter ", " ~") for _, machine, *_ in table.rows]
     rows = tuple((row[0], machine, *row[2:]) for machine, row in zip(short, table.rows))
     return WorkerTable(table.names, rows, table.words)
 
 
 def fitted(table: WorkerTable, width: int) -> WorkerTable:
-    """Without as many of the columns that are missed least as do not fit ``width`` characters."""
+    """Return the table with as many columns as fit ``width`` characters, without those that are missed least."""
     for count in range(len(LEAST_MISSED) + 1):
         shown = table.without(LEAST_MISSED[:count])
         columns = zip(shown.names, *shown.rows)

@@ -1,4 +1,4 @@
-"""``paceline run``: check what was asked, then start the workers and stay with them (`paceline.launcher`)."""
+"""``paceline run``: the options are checked, then `paceline.launcher` starts and supervises the workers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.errors import about, leave_with, refuse
-from paceline.cli.host import TOKEN_HELP
 from paceline.cli.options import (
     Size,
     check_names,
@@ -21,64 +19,83 @@ from paceline.cli.options import (
     read_size,
 )
 from paceline.cli.ray_options import Labels, PerWorker, Ray, RuntimeEnv, check_ray_script, ray_count, read_ray
+from paceline.cli.terminal import about, leave_with, refuse
 from paceline.launcher.tokens import own_token
 from paceline.observe import new_run_dir
+from paceline.transport.formats import choice_text
 
 if TYPE_CHECKING:
     from paceline.cli.ray_options import OnRay
     from paceline.launcher.faults import Faults
     from paceline.launcher.roster import Roster
     from paceline.launcher.supervise import Order
-    from paceline.observe.serve.server import LivePage
+    from paceline.page.server import LivePage
 
-COMING = "Workers that come and go"
+WORKERS, ELASTIC, NETWORK = "Workers", "Elastic fleets: workers come and go", "Network"
+EMULATION, OUTPUT = "Emulation on this computer", "Output"
 
-Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script (with -m: a module's name).")]
-Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="ARGS", help="Everything after the script goes to it untouched.")
+Script = Annotated[
+    str, typer.Argument(metavar="SCRIPT", help="Training script (with -m: a module).", show_default=False)
 ]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")]
+
 Count = Annotated[
     str | None,
-    typer.Option(
-        "-n",
-        metavar="N|MIN:MAX",
-        help="Workers to start (default: one for each device or machine). MIN:MAX lets them come and go: the dead are "
-        "started again, others may join, and the rest go on.",
-    ),
+    typer.Option("-n", metavar="N|MIN:MAX", help="Workers; MIN:MAX lets them come and go.", rich_help_panel=WORKERS),
 ]
 Devices = Annotated[
     str | None,
-    typer.Option(
-        metavar="LIST", help="A device for each worker, with --group for each process, such as cuda:0,cuda:1,cpu."
-    ),
+    typer.Option(metavar="LIST", help="Device of each, such as cuda:0,cpu.", rich_help_panel=WORKERS),
 ]
-Group = Annotated[
+ProcsPerWorker = Annotated[
     str | None,
-    typer.Option(
-        metavar="N|LIST",
-        help="Each worker is a group of so many processes, which shard the model. A list, such as 1,2, has an entry "
-        "for each worker, and begins again for those that come later.",
-    ),
+    typer.Option(metavar="N|LIST", help="Processes that shard each model.", rich_help_panel=WORKERS),
 ]
+Pace = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Used instead of the script's pace.", rich_help_panel=WORKERS)
+]
+Combine = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Used instead of the script's combine.", rich_help_panel=WORKERS)
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Seed of emulation (PACELINE_SEED).", rich_help_panel=WORKERS),
+]
+Module = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.", rich_help_panel=WORKERS)]
+
+Join = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT#KEY", help="Join the fleet of this roster.", rich_help_panel=ELASTIC),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Token file (or PACELINE_TOKEN).", rich_help_panel=ELASTIC),
+]
+Host = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Let other computers join here.", rich_help_panel=ELASTIC),
+]
+Port = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, max=65535, help="Port of the roster.", rich_help_panel=ELASTIC),
+]
+
+CommDtype = Annotated[
+    str | None, typer.Option(metavar="NAME", help=f"Format of sums: {choice_text()}.", rich_help_panel=NETWORK)
+]
+Network = Annotated[
+    str | None,
+    typer.Option(metavar="LINK", help="Emulate a link such as 100mbit,20ms.", rich_help_panel=NETWORK),
+]
+
 Emulate = Annotated[
     str | None,
-    typer.Option(
-        metavar="LIST", help="Pad each worker to a machine so many times SLOWER: 1,1,2+50ms,4, or a trace.csv."
-    ),
+    typer.Option(metavar="LIST", help="Times SLOWER: 1,1,2+50ms, or a trace.csv.", rich_help_panel=EMULATION),
 ]
-SampleMs = Annotated[float, typer.Option(help="With --emulate: the reference machine's milliseconds a sample.")]
-Pace = Annotated[
-    str | None,
+SampleMs = Annotated[
+    float,
     typer.Option(
-        metavar="NAME", help="Who does how much (adaptive unless the script says); overrides the script's own."
-    ),
-]
-Combine = Annotated[str | None, typer.Option(metavar="NAME", help="How work merges; overrides the script's own.")]
-Wire = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="How rounds cross the network: float32, bf16, fp16, or int8 with averages; overrides the script's own.",
+        metavar="MS", help="Milliseconds per sample of a 1 (2.0).", show_default=False, rich_help_panel=EMULATION
     ),
 ]
 Fail = Annotated[
@@ -86,67 +103,31 @@ Fail = Annotated[
     typer.Option(
         "--failures",
         metavar="LIST",
-        help="With -n MIN:MAX, at steps: kill:2@30 (kill -9; kill:2@30:stay does not return), freeze:1@50:5s, "
-        "leave:3@60, join@80; ? is any worker. With averages: emulate lost:P, frozen:PxR, restart:PxR (R rounds).",
-    ),
-]
-Network = Annotated[str | None, typer.Option(metavar="LINK", help="Pad rounds to a link such as 100mbit,20ms.")]
-Name = Annotated[str | None, typer.Option(help="Name of the run. Default: the script's.")]
-Runs = Annotated[Path, typer.Option(help="Folder in which the run's own folder is made.")]
-Seed = Annotated[
-    int | None, typer.Option(help="Seed of emulated jitter and of faults; the script finds it in PACELINE_SEED.")
-]
-Quiet = Annotated[
-    bool, typer.Option("-q", "--quiet", help="No view and no verdict: only what the script prints, and warnings.")
-]
-Watch = Annotated[bool, typer.Option("--watch", help="Serve a live page of the run meanwhile, on this computer.")]
-Module = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")]
-
-Host = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Where the roster listens: an address of this computer, or 0.0.0.0 for all. Default: loopback, so that "
-        "only this computer can join.",
-        rich_help_panel=COMING,
-    ),
-]
-Port = Annotated[
-    int | None, typer.Option(min=1, max=65535, help="The roster's port. Default: any free one.", rich_help_panel=COMING)
-]
-Join = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT#FINGERPRINT",
-        help="Start workers that join this fleet elsewhere; HOST:PORT alone trusts whoever knows the token.",
-        rich_help_panel=COMING,
-    ),
-]
-Token = Annotated[str | None, typer.Option(metavar="TEXT", help=TOKEN_HELP, rich_help_panel=COMING)]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="The token is in this file; made if it is missing, unless joining.", rich_help_panel=COMING
+        help="Such as kill:2@30,freeze:1@50:5s,join@80.",
+        rich_help_panel=EMULATION,
     ),
 ]
 Spot = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE.csv",
-        help="Play the comings and goings of spot machines, once the fleet stands: rows of "
-        "milliseconds,add|remove,node.",
-        rich_help_panel=COMING,
-    ),
+    typer.Option(metavar="FILE.csv", help="Rows of milliseconds,add|remove,node.", rich_help_panel=EMULATION),
 ]
 SpeedUp = Annotated[
-    float | None, typer.Option(help="With --spot: so many times faster than recorded.", rich_help_panel=COMING)
+    float | None, typer.Option(metavar="X", help="Play --spot X times faster.", rich_help_panel=EMULATION)
 ]
 SpotNotice = Annotated[
     str | None,
+    typer.Option(metavar="TIME", help="SIGTERM to kill in --spot, such as 2s.", rich_help_panel=EMULATION),
+]
+
+Name = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run.", rich_help_panel=OUTPUT)]
+OutputDir = Annotated[
+    Path,
     typer.Option(
-        metavar="TIME", help="With --spot: SIGTERM so long before the kill, such as 2s.", rich_help_panel=COMING
+        metavar="DIR", help="Folder for the run's own folder (runs).", show_default=False, rich_help_panel=OUTPUT
     ),
 ]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No view and no verdict.", rich_help_panel=OUTPUT)]
+Watch = Annotated[bool, typer.Option("--watch", help="Serve a live page meanwhile.", rich_help_panel=OUTPUT)]
 
 
 def run(
@@ -154,25 +135,20 @@ def run(
     args: Arguments = None,
     n: Count = None,
     devices: Devices = None,
-    group: Group = None,
-    emulate: Emulate = None,
-    sample_ms: SampleMs = 2.0,
+    procs_per_worker: ProcsPerWorker = None,
     pace: Pace = None,
     combine: Combine = None,
-    wire: Wire = None,
-    failures: Fail = None,
-    network: Network = None,
-    name: Name = None,
-    runs: Runs = Path("runs"),
     seed: Seed = None,
-    quiet: Quiet = False,
-    watch: Watch = False,
     module: Module = False,
+    join: Join = None,
+    token_file: TokenFile = None,
     host: Host = None,
     port: Port = None,
-    join: Join = None,
-    token: Token = None,
-    token_file: TokenFile = None,
+    comm_dtype: CommDtype = None,
+    network: Network = None,
+    emulate: Emulate = None,
+    sample_ms: SampleMs = 2.0,
+    failures: Fail = None,
     spot: Spot = None,
     speed_up: SpeedUp = None,
     spot_notice: SpotNotice = None,
@@ -180,27 +156,31 @@ def run(
     per_worker: PerWorker = None,
     labels: Labels = None,
     runtime_env: RuntimeEnv = None,
+    name: Name = None,
+    output_dir: OutputDir = Path("runs"),
+    quiet: Quiet = False,
+    watch: Watch = False,
 ) -> None:
     """Start a training script on every worker of a fleet, on this computer or on a Ray cluster."""
     try:
         device_list = read_devices(devices)
         n = ray_count(ray, n)
-        groups = read_groups(group, on_ray=ray is not None)
+        groups = read_groups(procs_per_worker, on_ray=ray is not None)
         size = read_size(
             n, devices=device_list, emulate=emulate, sample_ms=sample_ms, joining=join is not None, groups=groups
         )
         elsewhere = {"devices": devices, "join": join, "host": host, "port": port}
         on_ray = read_ray(ray, size, per_worker=per_worker, labels=labels, runtime_env=runtime_env, **elsewhere)
         check_ray_script(on_ray, script, module) if on_ray else check_script(script, module)
-        check_names(pace, combine, wire, size.start)
+        check_names(pace, combine, comm_dtype, size.start)
         chances, faults = read_faults(failures, size=size, seed=seed, spot=spot, speed_up=speed_up, notice=spot_notice)
         check_network(network)
         if on_ray is None:
-            roster = _roster(size, host=host, port=port, join=join, token=token, token_file=token_file)
+            roster = _roster(size, host=host, port=port, join=join, token_file=token_file)
         else:
-            roster, secret = None, own_token(token, token_file)
+            roster, secret = None, own_token(token_file)
         run_name = name or (script if module else Path(script).stem)
-        run_dir = new_run_dir(runs, run_name).resolve()
+        run_dir = new_run_dir(output_dir, run_name).resolve()
         page = _live_page(run_dir) if watch else None
     except ValueError as error:
         refuse(str(error))
@@ -213,7 +193,7 @@ def run(
         run_dir=run_dir,
         pace=pace,
         combine=combine,
-        wire=wire,
+        comm_dtype=comm_dtype,
         emulate=emulate,
         sample_ms=f"{sample_ms:g}" if emulate else None,
         failures=chances,
@@ -225,14 +205,14 @@ def run(
     if on_ray is not None:
         code = _on_ray(on_ray, order, faults, secret)
     elif roster is None:
-        from paceline.launcher.fixed import launch_fixed
+        from paceline.launcher.fixed_fleet import launch_fixed
 
         code = launch_fixed(order)
     else:
-        from paceline.launcher.elastic import launch_elastic
+        from paceline.launcher.elastic_fleet import launch_elastic
         from paceline.launcher.tokens import invitation, printable
 
-        shown = printable(roster.token, option=token, file=token_file)
+        shown = printable(roster.token, file=token_file)
         invites = "" if join else invitation(roster.address, shown, called, loopback=roster.loopback)
         code = launch_elastic(order, roster, faults=faults, invitation=invites)
     if page is not None:
@@ -241,9 +221,9 @@ def run(
 
 
 def _roster(
-    size: Size, *, host: str | None, port: int | None, join: str | None, token: str | None, token_file: Path | None
+    size: Size, *, host: str | None, port: int | None, join: str | None, token_file: Path | None
 ) -> Roster | None:
-    """The roster of a fleet that comes and goes, its own or that of the fleet to join; None for a fixed fleet."""
+    """Return the roster of an elastic fleet, its own or that of the fleet to join; None for a fixed fleet."""
     from paceline.launcher.roster import OwnRoster, remote_roster
     from paceline.launcher.tokens import check_host, their_token
     from paceline.roster.persistence import beside
@@ -251,15 +231,15 @@ def _roster(
     if join is not None:
         if host or port:
             raise ValueError("--host and --port say where a roster of one's own listens: leave them out with --join")
-        return remote_roster(join, their_token(token, token_file))
+        return remote_roster(join, their_token(token_file))
     if size.bounds is None:
-        own = {"--host": host, "--port": port, "--token": token, "--token-file": token_file}
+        own = {"--host": host, "--port": port, "--token-file": token_file}
         if given := [option for option, value in own.items() if value is not None]:
             raise ValueError(f"{given[0]} is for fleets that others may join: give -n MIN:MAX, such as -n 2:8")
         return None
     minimum, maximum = size.bounds
     where = check_host(host or "127.0.0.1")
-    secret, kept = own_token(token, token_file), beside(token_file) if token_file else None
+    secret, kept = own_token(token_file), beside(token_file) if token_file else None
     return OwnRoster(minimum=minimum, maximum=maximum, token=secret, host=where, port=port or 0, certificate=kept)
 
 
@@ -271,9 +251,9 @@ def _on_ray(on_ray: OnRay, order: Order, faults: Faults, token: str) -> int:
 
 
 def _live_page(run_dir: Path) -> LivePage:
-    """The run's live page, being served; its folder may still be empty. Raises ValueError when something is missing."""
+    """Serve and return the run's live page, also while its folder is empty; raise ValueError without the extra."""
     from paceline.launcher.screen import remove_empty
-    from paceline.observe.serve.server import LivePage
+    from paceline.page.server import LivePage
 
     with about("--watch"):
         try:

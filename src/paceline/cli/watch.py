@@ -12,8 +12,9 @@ from typing import Annotated
 import typer
 
 from paceline import concurrency
-from paceline.cli.errors import refuse
 from paceline.cli.report import Run, run_folder
+from paceline.cli.terminal import refuse
+from paceline.launcher.tokens import read_token
 from paceline.observe.log.reader import Event
 
 Connect = Annotated[
@@ -23,7 +24,9 @@ Host = Annotated[
     str, typer.Option(help="Address to serve on. Other than this computer's own, a token guards the page.")
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on; 0: any that is free.")]
-Token = Annotated[str | None, typer.Option(help="The token to ask for, instead of a random one.")]
+TokenFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File of the token to ask for, instead of a random one.")
+]
 Browse = Annotated[bool, typer.Option("--open", help="Open the page in a browser.")]
 
 
@@ -32,17 +35,18 @@ def watch(
     connect: Connect = None,
     host: Host = "127.0.0.1",
     port: Port = 0,
-    token: Token = None,
+    token_file: TokenFile = None,
     browse: Browse = False,
 ) -> None:
     """Show a run as a live page: while it trains, and afterwards. Ctrl-C ends the page, never the run.
 
     Needs the extra 'view' (starlette, uvicorn and plotly).
     """
-    from paceline.observe.serve.server import LivePage
+    from paceline.page.server import LivePage
 
     try:
         path, source = _source(run, connect)
+        token = read_token(token_file) if token_file is not None else None
         page = LivePage(path, host=host, port=port, token=token, source=source)
     except ValueError as error:
         refuse(f"watch: {error}")
@@ -65,8 +69,8 @@ def _wait_for_a_signal() -> None:
 def _source(
     run: Path | None, connect: str | None
 ) -> tuple[Path, Callable[[concurrency.Event], Iterator[Event]] | None]:
-    """Where the events come from: a path here, or a page elsewhere."""
-    from paceline.observe.serve.remote import address, check, remote_events
+    """Return where the events come from: a path on this computer, or a page on another one."""
+    from paceline.page.remote import address, check, remote_events
 
     if connect is not None:
         if run is not None:

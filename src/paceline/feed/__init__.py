@@ -1,12 +1,11 @@
-"""Exactly-once dealing: who gets which samples (`Feed`), and how they reach the device (`Source`)."""
+"""Exactly-once dealing: which worker gets which samples (`Feed`), and how they reach the device (`Source`)."""
 
-from paceline.feed.batches import Batches, unit_said
+from paceline.feed.custom_orders import Batches, batch_count_note
 from paceline.feed.feed import Feed, Order
-from paceline.feed.keys import key, keys
-from paceline.feed.loading import Source
 from paceline.feed.permutation import KeyedPermutation
-from paceline.feed.randomness import Generators, TorchGenerators, seed_micro_batch, seed_update
+from paceline.feed.randomness import Generators, TorchGenerators, key, keys, seed_micro_batch, seed_update
 from paceline.feed.ranges import Ranges, positions, split, total
+from paceline.feed.source import Source
 
 __all__ = [
     "Batches",
@@ -17,6 +16,7 @@ __all__ = [
     "Ranges",
     "Source",
     "TorchGenerators",
+    "batch_count_note",
     "key",
     "keys",
     "positions",
@@ -24,5 +24,4 @@ __all__ = [
     "seed_update",
     "split",
     "total",
-    "unit_said",
 ]

@@ -1,4 +1,4 @@
-"""Dealing: what the loop asks of a worker's data, step by step (`Dealing`), and which kind serves it."""
+"""The interface between the loop and a worker's data (`Dealing`), and the choice of the implementation."""
 
 from __future__ import annotations
 
@@ -8,105 +8,131 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.feed.batch_dealing import BatchDealing
 from paceline.feed.feed import Feed, Order
-from paceline.feed.loading import Source
 from paceline.feed.micro_batches import MicroBatch
-from paceline.feed.sample_dealing import SampleDealing
+from paceline.feed.sample_dealing import BatchDealing, SampleDealing
+from paceline.feed.source import Source
 from paceline.feed.stream_dealing import StreamDealing
 from paceline.records import Range, StepRecord
 
 if TYPE_CHECKING:
-    from paceline.settings import LoopSettings
+    from paceline.records import LoopSettings
 
 
 class Dealing(Protocol):
-    """Where a worker's micro-batches come from."""
+    """Source of a worker's micro-batches, step by step."""
 
     micro_batch: int
     smallest: int
     ended: bool
-    """This worker's stream has no more samples (datasets with a length: always False)."""
+    """Whether this worker's stream has no more samples; always False for datasets with a length."""
 
     unit: str
-    """What a share counts."""
+    """Unit in which shares are counted: "samples" or "batches"."""
 
     @property
     def epoch(self) -> int: ...
 
     @property
     def at_once(self) -> int:
-        """Samples that go through the model at once, at most or on average."""
+        """Return how many samples go through the model at once: at most, or on average for a batch sampler."""
 
-    def told(self, record: StepRecord) -> StepRecord:
-        """The record of the step under way, before its commit or just after it, with all counts in samples, as scripts
-        and logs see them."""
+    def in_samples(self, record: StepRecord) -> StepRecord:
+        """Return a step's record with all counts in samples, as scripts and logs see them.
+
+        The record is that of the step under way, before its commit or just after it.
+        """
 
     @property
     def length(self) -> int | None:
-        """Samples of an epoch; None when nobody can know."""
+        """Return the samples of an epoch; None when that is unknown."""
 
     @property
     def next_length(self) -> int | None:
-        """Samples of the next epoch; None when nobody can know yet."""
+        """Return the samples of the next epoch; None when that is still unknown."""
 
     @property
     def remaining(self) -> int | None:
-        """Samples the fleet has left in this epoch; None when nobody can know."""
+        """Return the samples that the fleet has left in this epoch; None when that is unknown."""
 
     @property
     def progress(self) -> float:
-        """The part of this epoch that is done, in [0, 1]."""
+        """Return the part of this epoch that is done, in [0, 1]."""
 
     def look(self, indices: Sequence[int]) -> dict[str, Any]:
-        """Fingerprints of these samples of the dataset, on the script's thread and before the first micro-batch."""
+        """Return fingerprints of these samples of the dataset.
+
+        Call it on the script's thread and before the first micro-batch.
+        """
 
     def order_digest(self) -> str | None:
-        """Of the open epoch's custom order; None when there is none."""
+        """Return a digest of the open epoch's custom order; None when there is none."""
 
     def drawn(self) -> NDArray[np.int64]:
-        """The dataset indices of the open epoch's custom order; empty when there is none."""
+        """Return the dataset indices of the open epoch's custom order; empty when there is none."""
 
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """Begin a step with these shares; returns the shares really dealt."""
+        """Begin a step with these shares; return the shares that were dealt."""
 
     def take_up(self, share: int, *, done: int = 0) -> None:
-        """Begin to work on this worker's share of the step that was dealt last; 0: the worker has none, or is late.
-        ``done``: so many at the front of its queue are done already, and no commit has counted them yet."""
+        """Begin to work on this worker's share of the step that was dealt last.
+
+        Args:
+            share: samples; 0 where the worker sits out or is late.
+            done: samples at the front of its queue that are done already, and that no commit has counted yet.
+        """
 
     def take(self, largest: int | None = None) -> MicroBatch | None:
-        """The next micro-batch of this worker's share, or None when the share is done. ``largest``: the time left
-        allows no more samples; fewer come where the batch can be cut."""
+        """Return the next micro-batch of this worker's share, or None when the share is done.
+
+        Args:
+            largest: samples for which there is time left; the micro-batch is cut to that size where it can be cut.
+        """
 
     @property
     def left(self) -> int:
-        """Samples of this worker's share that were not taken yet."""
+        """Return the samples of this worker's share that were not taken yet."""
 
     def resize(self, size: int) -> None:
-        """Micro-batches of ``size`` from here on: what is left of the share is cut anew."""
+        """Set the size of micro-batches, and cut the rest of the share anew."""
 
     def shrink(self, size: int, *, again: bool) -> bool:
-        """Micro-batches of ``size`` at most from here on; ``again``: the one last taken comes back. False: cannot."""
+        """Limit micro-batches to ``size`` samples from here on; return False where that is impossible.
+
+        Args:
+            size: samples at most.
+            again: also return the last taken micro-batch to the share.
+        """
 
     def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:
-        """The step is over: each worker did so many; ``ended``: every worker's stream has ended."""
+        """End the step; return the positions that each worker counted.
+
+        Args:
+            done: samples that each worker did.
+            ended: whether every worker's stream has ended.
+        """
 
     def open(self, epoch: int) -> None: ...
 
     def renew(self) -> None:
-        """The script has changed the dataset: loader processes get it as it is now."""
+        """Hand the dataset to the loader processes again: the script has changed it."""
 
     def close(self) -> None: ...
 
-    def members_changed(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
-        """The members changed: the new rank r was rank ``kept[r]``, or is new where that is None. This worker has
-        ``rank`` now; ``ahead`` is what each worker's loader likes to hold. The pieces left of its share stay."""
+    def members_changed(self, old_ranks: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
+        """Continue with other members; the pieces left of this worker's share stay.
+
+        Args:
+            old_ranks: the old rank of each new rank; None for a newcomer.
+            rank: this worker's new rank.
+            ahead: samples that each worker's loader prefers to hold.
+        """
 
     def give_back(self, ranges: Sequence[Range]) -> None:
-        """A commit has counted these positions, and the work on them is lost: they are dealt again."""
+        """Deal these positions again: a commit has counted them, and the work on them is lost."""
 
     def take_over(self, state: Mapping[str, Any], *, rank: int, ahead: Sequence[int]) -> None:
-        """Take over a peer's ``state_dict`` as it is, queues included: the peer knows the new members already."""
+        """Adopt a peer's ``state_dict`` unchanged, with its queues, which are those of the new members."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -126,9 +152,20 @@ def make_dealing(
     epoch: int = 0,
     part: tuple[int, int] = (0, 1),
 ) -> Dealing:
-    """The dealing for this kind of data. ``ahead``: samples that each worker's loader likes to hold; ``identity``: this
-    worker's number for good (None: its rank); ``epoch``: the first; ``part``: which of how many processes of its worker
-    this is."""
+    """Return the dealing for this kind of data.
+
+    Args:
+        source: loads the samples.
+        settings: those of the loop.
+        order: the custom order, if there is one.
+        seed: seed of the shuffle.
+        rank: this worker's rank.
+        size: workers in the fleet.
+        ahead: samples that each worker's loader prefers to hold.
+        identity: this worker's permanent number; None uses its rank.
+        epoch: the first epoch.
+        part: (index, count) of this process among those of its worker.
+    """
     if source.length is None:
         if part[1] > 1:
             raise ValueError(

@@ -1,12 +1,12 @@
-"""Who gets which samples: a small state machine, the same on every worker, that deals each sample exactly once.
+"""The feed: a small state machine, equal on every worker, that deals each sample exactly once.
 
 An epoch is an order of *positions* ``0 .. length - 1``. They start in the **pool**; `Feed.deal` claims them for
-workers' **queues**; `Feed.consume` ends them. A position is always in exactly one of the three places. What a cut-off
-left undone stays at the head of its queue, what a lost worker held goes back to the pool, and when the pool is dry
-the tails of the longest queues are dealt again, so that all workers finish the epoch together.
+workers' **queues**; `Feed.consume` ends them. A position is always in exactly one of these three. What a cut-off left
+undone stays at the head of its queue, what a lost worker held goes back to the pool, and when the pool is empty the
+tails of the longest queues are dealt again, so that all workers finish the epoch together.
 
 Every method is a deterministic function of the calls so far, in whole numbers: workers that make the same calls hold
-equal feeds and need not speak about data at all.
+equal feeds and need not communicate about data at all.
 
 >>> feed = Feed(10, workers=2, shuffle=False)
 >>> feed.deal([3, 1]), feed.queue(0), feed.queue(1)
@@ -28,21 +28,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.feed.batches import Batches
-from paceline.feed.keys import key
+from paceline.feed.custom_orders import Batches
 from paceline.feed.permutation import MAX_LENGTH, KeyedPermutation
+from paceline.feed.randomness import key
 from paceline.feed.ranges import Ranges, positions
 from paceline.records import Range
 
 Order = Callable[[int], Sequence[int] | NDArray[np.int64] | Batches]
-"""Epoch -> the dataset indices to train on, in order, or batches of them. The same on every worker, and each time it is
-asked."""
+"""Function from an epoch to the dataset indices to train on, in order, or batches of them.
+
+It returns the same on every worker and on every call.
+"""
 
 _VERSION = 1
 
 
 class Feed:
-    """Deals the positions of one epoch after another to ``workers`` workers."""
+    """Dealer of the positions of one epoch after another to ``workers`` workers."""
 
     def __init__(
         self,
@@ -55,14 +57,17 @@ class Feed:
         multiple_of: int = 1,
         epoch: int = 0,
     ) -> None:
-        """
+        """Open the first epoch.
+
         Args:
             length: samples in the dataset.
-            seed: of the shuffle; every epoch has its own.
-            order: a custom order of dataset indices for each epoch, instead of the shuffle. An index may occur any
-                number of times, each *draw* counts once.
-            multiple_of: drop_last: the end of an epoch beyond a multiple of this many positions is not dealt.
-            epoch: the one that is open to begin with.
+            workers: workers that positions are dealt to.
+            seed: seed of the shuffle; every epoch has its own order.
+            shuffle: whether epochs are shuffled.
+            order: custom order of dataset indices for each epoch, instead of the shuffle. An index may occur any
+                number of times; each *draw* counts once.
+            multiple_of: the end of an epoch beyond a multiple of this many positions is not dealt (drop_last).
+            epoch: the epoch that is open at first.
         """
         if not 1 <= length <= MAX_LENGTH:
             raise ValueError(f"the dataset's length must be between 1 and 2**40, got {length}")
@@ -76,7 +81,8 @@ class Feed:
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
         self._drawn_digest = ""
         self.batches: Batches | None = None
-        """Of the open epoch, where the order gives batches: a position is then a batch's, not a sample's."""
+        """Batches of the open epoch where the order gives batches: a position is then that of a batch, not of a sample.
+        """
         self._queues = _empty_queues(workers)
         self.open(epoch)
 
@@ -86,17 +92,17 @@ class Feed:
 
     @property
     def ordered(self) -> bool:
-        """Whether the order is custom, so that epochs may differ in length."""
+        """Return whether the order is custom, so that epochs may differ in length."""
         return self._order is not None
 
     @property
     def unit(self) -> str:
-        """What is dealt."""
+        """Return the unit that is dealt: "samples" or "batches"."""
         return "samples" if self.batches is None else "batches"
 
     @property
     def remaining(self) -> int:
-        """Positions of the open epoch that are not consumed yet."""
+        """Return the number of positions of the open epoch that are not consumed yet."""
         return self._pool.total + sum(queue.total for queue in self._queues)
 
     @property
@@ -117,7 +123,7 @@ class Feed:
         self._queues = _empty_queues(self.workers)
 
     def deal(self, shares: Sequence[int], *, ahead: Sequence[int] | int = 0) -> tuple[int, ...]:
-        """Make sure that worker i's queue holds ``shares[i]`` positions; returns the shares really dealt.
+        """Fill worker i's queue with ``shares[i]`` positions; return the shares that were dealt.
 
         They are smaller than asked for, in proportion, when the epoch has less left. Beyond its share each queue is
         filled up to ``shares[i] + ahead[i]`` while the pool lasts, so that loading can run ahead along the queue.
@@ -132,11 +138,11 @@ class Feed:
         return tuple(dealt)
 
     def queue(self, worker: int) -> tuple[Range, ...]:
-        """What the worker has claimed, in the order it will be consumed."""
+        """Return what the worker has claimed, in the order in which it will be consumed."""
         return self._queue_of(worker).ranges
 
     def consume(self, counts: Sequence[int]) -> tuple[tuple[Range, ...], ...]:
-        """The first ``counts[i]`` positions of each queue are done; returns them."""
+        """Remove the first ``counts[i]`` positions of each queue, which are done; return them."""
         done = self._per_worker(counts, "counts")
         for worker, (queue, count) in enumerate(zip(self._queues, done)):
             if count > queue.total:
@@ -144,15 +150,16 @@ class Feed:
         return tuple(queue.take_front(count) for queue, count in zip(self._queues, done))
 
     def release(self, worker: int) -> None:
-        """The worker left: what it claimed and did not consume goes back to the pool."""
+        """Put what a worker that left had claimed and not consumed back into the pool."""
         queue = self._queue_of(worker)
         self._pool.put_back(queue.take_front(queue.total))
 
-    def members_changed(self, kept: Sequence[int | None]) -> None:
-        """The members changed: the new rank r was rank ``kept[r]``, or is new where that is None.
+    def members_changed(self, old_ranks: Sequence[int | None]) -> None:
+        """Continue with other members: the new rank r was rank ``old_ranks[r]``, or is new where that is None.
 
-        Who stays keeps its queue as it is, so this may happen in the middle of a step: what it has done is still the
-        head of its queue. A newcomer's queue is empty, and what those claimed that are gone goes back to the pool.
+        A worker that stays keeps its queue unchanged, so this may happen in the middle of a step: what it has done is
+        still the head of its queue. A newcomer's queue is empty, and what lost workers had claimed goes back to the
+        pool.
 
         >>> feed = Feed(10, workers=2, shuffle=False)
         >>> dealt = feed.deal([3, 2])
@@ -160,20 +167,20 @@ class Feed:
         >>> feed.queue(0), feed.queue(1), feed.deal([2, 4]), feed.queue(1)
         (((3, 5),), (), (2, 4), ((0, 3), (5, 6)))
         """
-        stays = {old for old in kept if old is not None}
-        if not kept or len(stays) + list(kept).count(None) != len(kept):
-            raise ValueError(f"a new fleet has at least one worker and nobody in it twice, not {list(kept)}")
-        queues = [Ranges() if old is None else self._queue_of(old) for old in kept]
+        stays = {old for old in old_ranks if old is not None}
+        if not old_ranks or len(stays) + list(old_ranks).count(None) != len(old_ranks):
+            raise ValueError(f"a new fleet has at least one worker and nobody in it twice, not {list(old_ranks)}")
+        queues = [Ranges() if old is None else self._queue_of(old) for old in old_ranks]
         gone = [queue for old, queue in enumerate(self._queues) if old not in stays]
         self._pool.put_back(part for queue in gone for part in queue.ranges)
         self._queues = queues
 
     def give_back(self, ranges: Iterable[Range]) -> None:
-        """These positions were consumed, and what was made of them is lost: they go back to the pool."""
+        """Put consumed positions back into the pool: the work on them is lost."""
         self._pool.put_back(ranges)
 
     def indices(self, ranges: Sequence[Range]) -> NDArray[np.int64]:
-        """The dataset indices at these positions of the open epoch."""
+        """Return the dataset indices at these positions of the open epoch."""
         if any(start < 0 or stop > self._draws for start, stop in ranges):
             raise ValueError(f"positions {list(ranges)} lie outside epoch {self.epoch}, which has {self._draws}")
         if self.batches is not None:
@@ -186,16 +193,16 @@ class Feed:
         return np.concatenate(parts) if parts else positions(())
 
     def order_digest(self) -> str | None:
-        """Of the open epoch's custom order; None when there is none."""
+        """Return a digest of the open epoch's custom order; None when there is none."""
         return None if self._drawn is None else self._drawn_digest
 
     @property
     def drawn(self) -> NDArray[np.int64]:
-        """The dataset indices of the open epoch's custom order; empty when there is none."""
+        """Return the dataset indices of the open epoch's custom order; empty when there is none."""
         return np.empty(0, dtype=np.int64) if self._drawn is None else self._drawn[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON types; a few ranges, whatever the length of the epoch."""
+        """Return plain JSON types: a few ranges, whatever the length of the epoch."""
         return {
             "version": _VERSION,
             "dataset_length": self._dataset_length,
@@ -211,8 +218,10 @@ class Feed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, workers: int | None = None) -> None:
-        """Go on from a saved state, whose seed is taken over. In a fleet of another size than the one that saved
-        (``workers``; None: this feed's), all claims go back to the pool and are dealt anew.
+        """Continue from a saved state, including its seed.
+
+        In a fleet of another size than the one that saved (``workers``; None: this feed's), all claims go back to the
+        pool and are dealt anew.
         """
         self._check_state(state)
         self.seed = state["seed"]
@@ -241,7 +250,7 @@ class Feed:
         queue.append(self._pool.take_front(count))
 
     def _level(self, shares: Sequence[int]) -> None:
-        """Where the pool could not fill a share, take from the tail of the queue with most beyond its own share."""
+        """Fill shares that the pool could not fill from the tails of the queues with most beyond their own share."""
         short = [worker for worker, share in enumerate(shares) if self._queues[worker].total < share]
         if not short:
             return
@@ -256,7 +265,7 @@ class Feed:
                     heappush(spare, (surplus + missing, donor))
 
     def _look_up(self, epoch: int) -> int:
-        """Prepare the epoch's order; returns how many draws it has."""
+        """Prepare the epoch's order; return its number of draws."""
         if self._order is None:
             if self._shuffle:
                 self._permutation = KeyedPermutation(self._dataset_length, key(self.seed, epoch))
@@ -278,10 +287,10 @@ class Feed:
     def _per_worker(self, values: Sequence[int], name: str) -> list[int]:
         if len(values) != self.workers:
             raise ValueError(f"{name} needs one number for each of {self.workers} workers, got {len(values)}")
-        whole = [as_int(value) for value in values]
-        if min(whole) < 0:
-            raise ValueError(f"{name} must not be negative, got {whole}")
-        return whole
+        numbers = [as_int(value) for value in values]
+        if min(numbers) < 0:
+            raise ValueError(f"{name} must not be negative, got {numbers}")
+        return numbers
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         if state.get("version") != _VERSION:
@@ -300,7 +309,7 @@ class Feed:
 
 
 def _fit(shares: list[int], remaining: int) -> list[int]:
-    """Shares cut in proportion to what is left, exactly used up (largest remainder, lower ranks first)."""
+    """Cut shares in proportion to what is left, which is used up exactly (largest remainder, lower ranks first)."""
     asked = sum(shares)
     if asked <= remaining:
         return shares

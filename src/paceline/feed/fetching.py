@@ -1,4 +1,4 @@
-"""From positions to one collated micro-batch, in whichever process: fetch each sample with its own noise, collate."""
+"""Loading of one micro-batch in any process: fetch each sample with its own random numbers, then collate."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from torch.utils.data import StackDataset, Subset, TensorDataset, default_collat
 
 from paceline import concurrency
 from paceline.feed.fingerprints import MOST_SECONDS, NoFingerprint, fingerprint
-from paceline.feed.keys import keys
-from paceline.feed.randomness import seed_generators
+from paceline.feed.randomness import keys, seed_generators
 from paceline.feed.ranges import positions
 from paceline.records import Range
 
 
 @dataclass(eq=False)
-class Piece:
-    """One micro-batch to be loaded: positions of an epoch, and the dataset indices found there."""
+class EpochPiece:
+    """One micro-batch to be loaded: positions of an epoch, and the dataset indices there."""
 
     epoch: int
     ranges: tuple[Range, ...]
@@ -30,7 +29,7 @@ class Piece:
 
     @cached_property
     def name(self) -> tuple[int, tuple[Range, ...], bytes]:
-        """Equal for pieces that ask for the same thing."""
+        """Return a value that is equal for pieces that request the same samples."""
         return self.epoch, self.ranges, self.indices.tobytes()
 
 
@@ -44,9 +43,11 @@ class Glance:
     def name(self) -> tuple[str, tuple[int, ...]]:
         return "look", self.indices
 
-    def of(self, fetch: Fetcher | TensorFetcher) -> dict[str, Any]:
-        """Return the fingerprints of the first of them, for as long as time allows, and the seconds that it took; with
-        ``why`` where they have none."""
+    def read(self, fetch: Fetcher | TensorFetcher) -> dict[str, Any]:
+        """Return fingerprints of the first of these samples, the seconds spent, and ``why`` if there are none.
+
+        Reading stops after `MOST_SECONDS`.
+        """
         began, found = concurrency.perf_counter(), list[Any]()
         spent = 0.0
         try:
@@ -57,7 +58,7 @@ class Glance:
                     break
         except NoFingerprint as none:
             return {"found": [], "seconds": spent, "why": f"a sample holds {none}, which has no stable bytes"}
-        except Exception as error:  # whatever the dataset raises: the loop will meet it, and say so
+        except Exception as error:  # the loop will raise it when it loads the sample
             return {"found": [], "seconds": spent, "why": f"sample {index} raised {type(error).__name__}"}
         return {"found": found, "seconds": spent, "why": None}
 
@@ -67,10 +68,10 @@ def _never() -> bool:
 
 
 class Fetcher:
-    """Loads pieces of a map-style dataset. Travels to loader processes by pickling."""
+    """Loader of pieces of a map-style dataset; it travels to loader processes by pickling."""
 
     random = True
-    """Whether the global generators are seeded on the way."""
+    """Whether the global generators are seeded while loading."""
 
     def __init__(self, dataset: Any, *, collate: Callable[[Any], Any], seed: int) -> None:
         self._dataset, self._chosen = unwrap(dataset)
@@ -78,11 +79,11 @@ class Fetcher:
         self._collate = collate
         self._seed = seed
 
-    def __call__(self, piece: Piece, *, unwanted: Callable[[], bool] = _never) -> Any:
-        """The collated piece; None when it turned out on the way that nobody wants it any more.
+    def __call__(self, piece: EpochPiece, *, unwanted: Callable[[], bool] = _never) -> Any:
+        """Return the collated piece; None when it was called off meanwhile.
 
-        Each sample is seeded by its position. A dataset that fetches many at once with ``__getitems__`` is seeded
-        once a piece, by its first position.
+        Each sample is seeded by its position. A dataset that fetches many samples at once with ``__getitems__`` is
+        seeded once per piece, by its first position.
         """
         sample_keys = keys(self._seed, piece.epoch, positions(piece.ranges)).tolist()
         indices = choose(self._chosen, piece.indices).tolist()
@@ -98,7 +99,7 @@ class Fetcher:
         return self._collate(samples)
 
     def sample(self, index: int) -> Any:
-        """One sample, not collated, with noise that belongs to its index, whatever the run's seed."""
+        """Return one sample, not collated, with random numbers keyed by its index alone, whatever the run's seed."""
         where = np.array([index])
         ((chosen,), (sample_key,)) = choose(self._chosen, where).tolist(), keys(0, 0, where).tolist()
         seed_generators(sample_key)
@@ -106,7 +107,7 @@ class Fetcher:
 
 
 class TensorFetcher:
-    """Loads pieces of a TensorDataset by one indexing per tensor: equal to fetch and collate, many times faster."""
+    """Loader of pieces of a TensorDataset by one indexing per tensor: equal to fetch and collate, many times faster."""
 
     random = False
 
@@ -115,11 +116,11 @@ class TensorFetcher:
         self._tensors = base.tensors
 
     def sample(self, index: int) -> list[torch.Tensor]:
-        """One sample, as a list of its tensors."""
+        """Return one sample, as a list of its tensors."""
         chosen = int(choose(self._chosen, np.array([index]))[0])
         return [tensor[chosen] for tensor in self._tensors]
 
-    def __call__(self, piece: Piece) -> list[torch.Tensor]:
+    def __call__(self, piece: EpochPiece) -> list[torch.Tensor]:
         where = torch.from_numpy(choose(self._chosen, piece.indices))
         return [
             tensor.index_select(0, where if tensor.is_cpu else where.to(tensor.device, non_blocking=True))
@@ -128,17 +129,20 @@ class TensorFetcher:
 
 
 def make_fetcher(dataset: Any, *, collate: Callable[[Any], Any], seed: int) -> Fetcher | TensorFetcher:
-    """The quick one for exactly a TensorDataset (or a Subset of one): a subclass may transform its samples."""
+    """Return the fast fetcher for exactly a TensorDataset or a Subset of one, else the general one.
+
+    A subclass of TensorDataset may transform its samples.
+    """
     if type(unwrap(dataset)[0]) is TensorDataset and collate is default_collate:
         return TensorFetcher(dataset)
     return Fetcher(dataset, collate=collate, seed=seed)
 
 
 def unwrap(dataset: Any) -> tuple[Any, NDArray[np.int64] | None]:
-    """The dataset beneath torch's Subset, and the indices it chooses.
+    """Return the dataset beneath torch's Subset, and the indices that the Subset chooses.
 
-    Subset defines ``__getitems__``, which would hide from us that the dataset beneath fetches one sample at a time,
-    each with its own noise.
+    Subset defines ``__getitems__``, which would hide that the dataset beneath fetches one sample at a time, each with
+    its own random numbers.
     """
     chosen: NDArray[np.int64] | None = None
     while type(dataset) is Subset:
@@ -149,8 +153,10 @@ def unwrap(dataset: Any) -> tuple[Any, NDArray[np.int64] | None]:
 
 
 def fetches_many(dataset: Any) -> bool:
-    """Whether the dataset fetches many samples at once of its own: torch's Subset and StackDataset only pass on the
-    question, and would hide that each sample has its own noise."""
+    """Return whether the dataset itself fetches many samples at once.
+
+    torch's Subset and StackDataset only delegate, and would hide that each sample has its own random numbers.
+    """
     if type(dataset) is Subset:
         return fetches_many(dataset.dataset)
     if type(dataset) is StackDataset:

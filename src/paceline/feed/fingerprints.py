@@ -1,4 +1,4 @@
-"""Fingerprints of a few samples, by which workers see that they have the same data.
+"""Fingerprints of a few samples, by which workers check that they have the same data.
 
 A fingerprint has two parts. The exact one is a digest of structure, types, shapes, whole numbers and text. The other
 has, for each array of real numbers or of bytes, its mean, its spread and a few random projections: decoders and
@@ -20,36 +20,36 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.feed.keys import key
+from paceline.feed.randomness import key
 
 POSITIONS = 4
-"""Samples that are looked at, where time allows."""
+"""Samples that are read, if time allows."""
 MOST_SECONDS = 0.05
-"""Time after which no further sample is read."""
+"""Seconds after which no further sample is read."""
 MOST_VALUES = 1 << 13
-"""Values of an array that are looked at, spread over the whole of it."""
+"""Values of an array that are used at most, spread evenly over it."""
 MOST_LEAVES = 4096
-"""Entries of a list that are looked at, spread in the same way."""
+"""Entries of a list that are used at most, spread evenly over it."""
 PROJECTIONS = 8
 MANY = 64
-"""Values from which an array may be an image or a sound that was decoded."""
+"""Number of values from which an array may be a decoded image or sound."""
 DECODED, ROUNDED = 0.05, 1e-4
-"""Tolerances, relative to |v|: of arrays with many values, and of small ones."""
+"""Tolerances relative to |v|: for arrays with `MANY` values or more, and for smaller ones."""
 EPSILON = 1e-6
 """Tolerance relative to the mean: rounding in float32."""
 _LOOK = 0x6C6F6F6B
-"""Keeps the keys of these positions apart from others."""
+"""Constant that keeps the keys of these indices apart from others."""
 
 Fingerprint = list[Any]
 """``[digest, sketches]``, as JSON; a sketch is ``[n, mean, |v|, p_1, ...]``."""
 
 
 class NoFingerprint(Exception):
-    """A sample holds something without stable bytes."""
+    """A sample that holds something without stable bytes."""
 
 
 def look_at(length: int) -> list[int]:
-    """Dataset indices to look at, the same on every worker: no two alike, spread by a key.
+    """Return distinct dataset indices to read, spread by a key and equal on every worker.
 
     >>> look_at(2), len(set(look_at(1000)))
     ([0, 1], 4)
@@ -71,7 +71,7 @@ def fingerprint(sample: Any) -> Fingerprint:
 
 
 def alike(one: Fingerprint, other: Fingerprint) -> bool:
-    """Whether two fingerprints may be those of one sample.
+    """Return whether two fingerprints may be those of one sample.
 
     >>> images = [np.random.default_rng(n).integers(0, 250, 4096).astype(np.uint8) for n in (0, 0, 1)]
     >>> images[1] += 1
@@ -93,7 +93,7 @@ def _close(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[tuple[bytes, NDArray[np.float64] | None]]:
-    """The parts of a sample: the bytes of what must be equal, and values that are compared with a tolerance."""
+    """Yield the parts of a sample: bytes that must be equal, and values that are compared with a tolerance."""
     if isinstance(value, torch.Tensor):
         yield f"tensor {value.dtype} {tuple(value.shape)}".encode(), None
         yield from _array(_numpy(value))
@@ -139,7 +139,7 @@ def _numpy(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    """At most `MOST_VALUES` of a tensor's values, flat where it has more."""
+    """Return at most `MOST_VALUES` of a tensor's values, flat where it has more."""
     return tensor if tensor.numel() <= MOST_VALUES else tensor.reshape(-1)[:: -(-tensor.numel() // MOST_VALUES)]
 
 

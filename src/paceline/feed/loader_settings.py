@@ -1,4 +1,4 @@
-"""What the user's Dataset or DataLoader asks for, read once; what cannot be honoured is refused with advice."""
+"""The settings of the user's Dataset or DataLoader, read once; what cannot be honoured is refused with advice."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paceline.feed.samplers import within
+from paceline.feed.custom_orders import within
 
 log = logging.getLogger(__name__)
 
 _ORDER_ADVICE = "pass order=fn(epoch), which returns the dataset indices of that epoch in the order you want"
 _PARTS = ("num_replicas", "world_size", "num_processes")
-"""What samplers that draw one worker's part call the number of parts."""
+"""Attribute names under which samplers that draw one worker's part store the number of parts."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How samples are to be loaded; the defaults are those of a plain Dataset."""
+    """Settings for loading samples; the defaults are those of a plain Dataset."""
 
     dataset: Any
     length: int | None
-    """None for an iterable dataset."""
+    """Samples in the dataset; None for an iterable dataset."""
     collate: Callable[[Any], Any] = default_collate
     batch_size: int | None = None
     shuffle: bool | None = None
-    """None: the user did not say."""
+    """Whether epochs are shuffled; None where the user did not specify it."""
     sampler: Any = None
-    """One that decides the order; None: the feed does."""
+    """Sampler that decides the order; None where the feed does."""
     batches: Any = None
-    """A batch sampler whose batches are dealt as they are; None: micro-batches are cut from shares."""
+    """Batch sampler whose batches are dealt unchanged; None where micro-batches are cut from shares."""
     drop_last: bool = False
     num_workers: int = 0
     prefetch_factor: int = 2
@@ -55,11 +55,11 @@ class Settings:
 
 
 def read_settings(data: Any) -> Settings:
-    """Settings of a Dataset (anything with ``__len__`` and ``__getitem__``), an IterableDataset or a DataLoader."""
+    """Return the settings of a Dataset (``__len__`` and ``__getitem__``), an IterableDataset or a DataLoader."""
     _refuse_several(data)
     if not isinstance(data, DataLoader):
         return Settings(dataset=data, length=_length(data))
-    plain = type(data.batch_sampler) is BatchSampler  # as torch makes it of batch_size, or given: it says no more
+    plain = type(data.batch_sampler) is BatchSampler  # made by torch from batch_size, or equivalent
     if not plain and data.batch_size is None:
         return Settings(batches=_read_batch_sampler(data.batch_sampler), **_loading(data))
     batches: Any = data.batch_sampler
@@ -76,7 +76,7 @@ def read_settings(data: Any) -> Settings:
 
 
 def _loading(data: DataLoader[Any]) -> dict[str, Any]:
-    """How the DataLoader loads, whatever its order."""
+    """Return those settings of the DataLoader that do not concern its order."""
     return {
         "dataset": data.dataset,
         "length": _length(data.dataset),
@@ -93,11 +93,11 @@ def _loading(data: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _refuse_several(data: Any) -> None:
-    """Several datasets or loaders in one list, tuple or dict would pass for a dataset with so many samples."""
+    """Raise ValueError for several datasets or loaders in a list, tuple or dict, which would pass for one dataset."""
     parts = list(data.values()) if isinstance(data, dict) else data if isinstance(data, (list, tuple)) else []
     if isinstance(data, zip) or any(isinstance(part, (DataLoader, Dataset)) for part in parts):
         raise ValueError(
-            "fleet.steps, evaluate and gather take one dataset: torch.utils.data.StackDataset(a, b) gives the samples "
+            "fleet.steps, evaluate and predict take one dataset: torch.utils.data.StackDataset(a, b) gives the samples "
             "(a[i], b[i]) of datasets of one length, ConcatDataset([a, b]) one after the other (docs/data.md has a "
             "recipe for unlike lengths)"
         )
@@ -121,7 +121,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _read_batch_sampler(batches: Any) -> Any:
-    """A batch sampler that gives the fleet's batches."""
+    """Return the batch sampler, or raise ValueError where it does not give the fleet's batches."""
     if batches is None:
         raise ValueError(
             "a DataLoader with batch_size=None gives whole batches, which cannot be dealt in shares: let the dataset "
@@ -143,7 +143,7 @@ def _read_batch_sampler(batches: Any) -> Any:
 
 
 def _read_sampler(sampler: Any, length: int) -> tuple[bool | None, bool, Any]:
-    """(shuffle, drop_last, sampler): those that only say whether to shuffle are not needed, others are an order."""
+    """Return (shuffle, drop_last, sampler); sampler is None where it only says whether to shuffle."""
     if type(sampler) is SequentialSampler:
         return False, False, None
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length:

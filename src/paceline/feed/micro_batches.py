@@ -1,4 +1,4 @@
-"""How a worker's share is cut into micro-batches: as few as fit in memory, whole ones first."""
+"""Micro-batches, and how a worker's share is cut into them: as few as fit in memory, full ones first."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ class MicroBatch(NamedTuple):
     samples: int
     epoch: int
     position: int
-    """Of the first sample in the epoch's order: the key of the micro-batch's random numbers."""
+    """Position of the first sample in the epoch's order: the key of the micro-batch's random numbers."""
     last: bool
-    """No more micro-batches come in this step."""
+    """Whether no more micro-batches come in this step."""
     given: int = 0
-    """Samples in a batch that a batch sampler gave, which counts as one; 0: the micro-batch counts its samples."""
+    """Samples in a batch that a batch sampler gave, which counts as one; 0 where the micro-batch counts its samples."""
     own: int | None = None
-    """Of them, those that are this process's, in a worker of several: 0 where the batch is only there to go through the
-    model beside the others'. None: all."""
+    """Samples of this process, in a worker of several; None: all.
+
+    0 where the batch is only there to go through the model beside the others'.
+    """
 
     @property
     def rows(self) -> int:
-        """Samples in the micro-batch, however it counts; in a worker of several processes, this one's."""
+        """Return the samples in the micro-batch, however it counts; in a worker of several processes, this one's."""
         return (self.given or self.samples) if self.own is None else self.own
 
 
 def pieces_of(ranges: Iterable[Range], largest: int) -> list[tuple[Range, ...]]:
-    """Cut a share into as few micro-batches as fit ``largest``: whole ones but for the last two, which differ by one
-    at most. So what loader processes prepare for the next step, before its share is known, is mostly right, and most
-    micro-batches have the same shape. A last micro-batch of a single sample would cost nearly as much as a whole one,
+    """Cut a share into as few micro-batches as fit ``largest``; all are full but the last two, which differ by one.
+
+    So what loader processes prepare for the next step, before its share is known, is mostly right, and most
+    micro-batches have the same shape. A last micro-batch of a single sample would cost nearly as much as a full one,
     and batch norm cannot train on it.
 
     >>> from paceline.feed.ranges import total
@@ -55,9 +58,10 @@ def pieces_of(ranges: Iterable[Range], largest: int) -> list[tuple[Range, ...]]:
 
 
 def own_rows(piece: Piece, shard: int, shards: int) -> tuple[Piece, int | None]:
-    """The part of a micro-batch that one of a worker's processes takes, and how many of its rows count (None: all,
-    where it is the only one): as equal parts as can be. One that gets nothing takes the first row, which does not
-    count, for all processes go through the model together.
+    """Return the part of a micro-batch that one of a worker's processes takes, and how many of its rows count.
+
+    The parts are as equal as can be. A process whose part is empty takes the first row, which does not count, because
+    all processes go through the model together. The count is None where there is one process only.
 
     >>> [own_rows((((3, 8),), np.arange(5)), shard, 2)[0][0] for shard in (0, 1)]
     [((3, 5),), ((5, 8),)]
@@ -76,7 +80,7 @@ def own_rows(piece: Piece, shard: int, shards: int) -> tuple[Piece, int | None]:
 
 
 def front_of(batch: Any, *, samples: int, keep: int) -> Any:
-    """The first ``keep`` of a batch's samples where every tensor in it has one row a sample; else None.
+    """Return the first ``keep`` of a batch's samples if every tensor has one row per sample, else None.
 
     >>> front_of([torch.arange(4), torch.zeros(4, 2)], samples=4, keep=3)[0]
     tensor([0, 1, 2])

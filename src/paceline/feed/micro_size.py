@@ -1,11 +1,12 @@
-"""How many samples go through the model at once, found by trying: ``micro_batch="auto"``.
+"""The search for the number of samples that go through the model at once: ``micro_batch="auto"``.
 
-Sizes double from a small one, and a few micro-batches of each are timed. The size grows while a sample gets cheaper,
-while memory suffices, and while the worker's share holds enough micro-batches of it. Kept is the smallest size that is
-nearly as fast as the fastest: more would take memory, and make shares and deadlines coarse, for nothing.
+Sizes double from a small one, and a few micro-batches of each are timed. The size grows while the cost per sample
+falls, while memory suffices, and while the worker's share holds enough micro-batches of it. The search keeps the
+smallest size that is nearly as fast as the fastest: a larger one would take memory, and make shares and deadlines
+coarse, for nothing.
 
 >>> search = SizeSearch(4)
->>> while not search.settled:  # every micro-batch takes 1 s, and 0.1 s more a sample
+>>> while not search.settled:  # every micro-batch takes 1 s, and 0.1 s more per sample
 ...     search.begin(64)
 ...     for _ in range(64 // search.size):
 ...         search.measure(search.size, 1.0 + 0.1 * search.size)
@@ -19,34 +20,36 @@ from dataclasses import dataclass
 from statistics import median
 
 GAIN = 0.05
-"""A size is faster than another when its seconds a sample are lower by this part."""
+"""Part by which the seconds per sample of a size must be lower for it to count as faster than another."""
 ENOUGH = 3
-"""Micro-batches of a size that are timed, after one that is not: it may load kernels, or fill caches."""
+"""Micro-batches of a size that are timed, after one that is not: the first may load kernels, or fill caches."""
 DOUBTED = 7
-"""The same for a size that does not look faster than smaller ones: a busy computer slows down single micro-batches."""
+"""Micro-batches timed of a size that does not look faster: a busy computer slows down single ones."""
 CLEARLY = 0.25
-"""One is enough where a sample took less by this part than with any smaller size: nothing makes work faster by chance.
+"""Part by which the seconds per sample must be below those of every smaller size for one timing to suffice.
+
+Nothing makes work faster by chance.
 """
 PATIENCE = 2
-"""Sizes in a row that bring nothing before the search ends: one may look slow by chance."""
+"""Sizes in a row without a gain that end the search: one may look slow by chance."""
 MOST_STEPS = 20
 """Steps of this worker after which the best size so far is kept."""
 LADDER = 16
-"""An equal share holds so many micro-batches of the first size."""
+"""Micro-batches of the first size in an equal share."""
 FEWEST = 4
-"""With deadlines a share holds at least so many micro-batches: one that is unfinished at the deadline is lost."""
+"""Micro-batches that a share holds at least with deadlines: one that is unfinished at the deadline is lost."""
 FEWEST_NORMALISED = 16
 """Samples of the first size where batch norm computes its statistics over a micro-batch."""
 NEARLY = 0.75
 """Part of a size that a micro-batch must have to be timed as one of that size: a share's last two are smaller."""
 HEADROOM = 1.25
-"""A size that only the share bounds is kept so much larger: a share that grows a little stays in one piece."""
+"""Factor by which a size that only the share bounds is enlarged: a share that grows a little stays in one piece."""
 GROWN = 1.5
-"""Such a size is looked at again when the share holds so many times as much."""
+"""Factor by which the share must have grown for such a size to be searched again."""
 MOST_AGAIN = 3
-"""How often that may happen: a size that changes makes shares change, too."""
+"""Repetitions of the search at most: a size that changes makes shares change, too."""
 MOST_MEMORY = 0.9
-"""Part of the memory that a larger size may be foreseen to need."""
+"""Part of the memory that a larger size may be predicted to need."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,14 @@ class MemoryUse:
     """A GPU's memory after a micro-batch, in bytes."""
 
     peak: int
-    """The most that was in use so far."""
+    """Most bytes in use so far."""
     held: int
-    """In use between two micro-batches: parameters, gradients, the optimiser's state."""
+    """Bytes in use between two micro-batches: parameters, gradients, the optimiser's state."""
     usable: int
 
 
 def first_size(equal_share: int, *, normalises: bool = False) -> int:
-    """Where the search begins. ``normalises``: the model has batch norm.
+    """Return the size with which the search begins. ``normalises``: the model has batch norm.
 
     >>> first_size(256), first_size(6), first_size(64, normalises=True)
     (16, 1, 16)
@@ -70,8 +73,9 @@ def first_size(equal_share: int, *, normalises: bool = False) -> int:
 
 
 def next_size(size: int, share: int, *, fewest: int = 1) -> int:
-    """About twice as many samples, such that the share has parts nearly of that size; 0 where it holds nothing much
-    larger ``fewest`` times.
+    """Return about twice ``size``, such that the share has parts of nearly that size.
+
+    Return 0 where the share does not hold ``fewest`` micro-batches of a clearly larger size.
 
     >>> next_size(8, 64), next_size(8, 22), next_size(16, 22), next_size(22, 22), next_size(16, 70, fewest=4)
     (16, 22, 22, 0, 0)
@@ -86,8 +90,10 @@ def next_size(size: int, share: int, *, fewest: int = 1) -> int:
 
 
 def _comes(size: int, share: int, fewest: int) -> bool:
-    """Whether a share cut into parts of this size (`pieces_of`) has some of nearly that many samples, beside its first,
-    which may bear what is paid once a step."""
+    """Return whether a share cut into parts of this size (`pieces_of`) has some of nearly that size.
+
+    The first part does not count: it may bear what is paid once per step.
+    """
     parts = -(-share // size)
     part = size if parts > 3 else -(-(share - size * (parts == 3)) // min(parts, 2))
     return part >= NEARLY * size and (share // fewest >= NEARLY * size or size == 1)
@@ -97,39 +103,39 @@ class SizeSearch:
     """One worker's search. ``begin`` each step, ``measure`` each micro-batch, and use ``size`` for the next."""
 
     def __init__(self, first: int, *, fewest: int = 1) -> None:
-        """``fewest``: micro-batches that a share must hold."""
+        """Begin with size ``first``; a share must hold ``fewest`` micro-batches."""
         self.size = first
-        """For the next micro-batch."""
+        """Size of the next micro-batch."""
         self.costs: dict[int, float] = {}
-        """Median seconds a sample of each size that was timed."""
+        """Median seconds per sample of each size that was timed."""
         self.by_memory = False
         """Whether memory, not speed, bounds the size."""
         self._fewest, self._tried, self._over = fewest, first, False
         self._by_share = False
         self._share, self._room = 0, 10**9
-        """This step's, and the largest size that fits into memory."""
+        """This step's share, and the largest size that fits into memory."""
         self._steps = self._again = 0
         self._times: list[float] = []
         self._warm = False
-        """Whether a micro-batch of this size was there before."""
+        """Whether a micro-batch of this size has run before."""
         self._peak: tuple[int, int] | None = None
         """The size that was timed last, and the peak of memory by then."""
 
     @property
     def settled(self) -> int:
-        """The size that was found; 0 while the search goes on."""
+        """Return the size that was found; 0 while the search goes on."""
         return self.size if self._over else 0
 
     def keep(self, size: int, *, by_memory: bool) -> None:
-        """Take over what an earlier run found here."""
+        """Adopt the size that an earlier run found here."""
         self.size = self._tried = size
         self._over, self._by_share, self.by_memory = True, False, by_memory
 
     def begin(self, share: int) -> None:
-        """A step begins with so many samples.
+        """Begin a step with ``share`` samples.
 
-        The first step is not timed: the optimiser has no state yet, so nothing is known about memory. A size that only
-        the share bounded is looked at again when the share has grown by half.
+        The first step is not timed: the optimiser has no state yet, so its use of memory is unknown. A size that only
+        the share bounded is searched again when the share has grown by half.
         """
         if not share:
             return
@@ -144,12 +150,12 @@ class SizeSearch:
             self._aim_anew()
 
     def _may_grow(self) -> bool:
-        """Whether only the share bounded the size that was found, and holds more now."""
+        """Return whether only the share bounded the size that was found, and has grown since."""
         grown = min(self._share // self._fewest, self._room) >= GROWN * self._tried
         return self._by_share and grown and self._again < MOST_AGAIN
 
     def _aim_anew(self) -> None:
-        """The share changed, and has no parts of the size to try."""
+        """Choose another size to try: the share changed, and has no parts of the current one."""
         if not self.costs:
             self._try(min(self._tried, max(1, self._share // self._fewest)))
         elif larger := next_size(max(self.costs), self._share, fewest=self._fewest):
@@ -158,7 +164,7 @@ class SizeSearch:
             self._settle(by_share=True)
 
     def measure(self, samples: int, seconds: float, memory: MemoryUse | None = None, *, counts: bool = True) -> None:
-        """A micro-batch took so long; unless it ``counts``, because of something else."""
+        """Record a micro-batch's seconds. ``counts``: whether they are the model's alone."""
         if self._over or self._steps < 2 or samples < NEARLY * self._tried:
             return
         if self._warm and counts:
@@ -169,7 +175,7 @@ class SizeSearch:
             self._go_on(memory)
 
     def ran_out(self, samples: int) -> None:
-        """Memory did not suffice for so many samples: half as many may do, or a size that was timed."""
+        """Lower the limit after memory did not suffice: half of ``samples`` may fit, or a size that was timed."""
         self._room = min(self._room, max([1, samples // 2, *(size for size in self.costs if size < samples)]))
         if self._over:
             self.by_memory |= self.size > self._room
@@ -191,19 +197,19 @@ class SizeSearch:
             self._try(larger)
 
     def _is_known(self) -> bool:
-        """Whether the size was timed often enough."""
+        """Return whether the size was timed often enough."""
         times, least = self._times, min(self.costs.values(), default=float("inf"))
         if self.costs and times and times[-1] < (1 - CLEARLY) * least:
             return True
         return len(times) >= DOUBTED or (len(times) >= ENOUGH and median(times) < (1 - GAIN) * least)
 
     def _best(self) -> int:
-        """The smallest size that is nearly as fast as the fastest."""
+        """Return the smallest size that is nearly as fast as the fastest."""
         enough = min(self.costs.values()) / (1 - GAIN)
         return min(size for size, cost in self.costs.items() if cost <= enough)
 
     def _fits(self, larger: int, memory: MemoryUse | None) -> bool:
-        """Whether memory should suffice for a larger size."""
+        """Return whether memory should suffice for a larger size."""
         before, now = self._peak, self._tried
         if memory is None:
             return True
@@ -215,7 +221,7 @@ class SizeSearch:
         self._times, self._warm = [], False
 
     def _settle(self, *, by_share: bool = False, by_memory: bool = False) -> None:
-        """``by_share``, ``by_memory``: what kept the search from a larger size, if speed did not."""
+        """End the search. ``by_share``, ``by_memory``: the bound that excluded a larger size, if speed did not."""
         best = self._best() if self.costs else self._tried
         self._tried = max(self.costs, default=self._tried)
         grows = best == self._tried  # a larger size might have been faster
@@ -224,8 +230,10 @@ class SizeSearch:
 
 
 def foreseen(memory: MemoryUse, size: int, larger: int, before: tuple[int, int] | None) -> float:
-    """Bytes at the peak of a larger size. By what the last doubling added (``before``: a smaller size and its peak);
-    without one, all that ``size`` needs beside what is held grows in proportion.
+    """Return the predicted peak of a larger size, in bytes.
+
+    It grows by what the last doubling added (``before``: a smaller size and its peak); without one, all that ``size``
+    needs beside what is held grows in proportion.
 
     >>> foreseen(MemoryUse(peak=70, held=50, usable=100), 8, 16, None)
     90.0

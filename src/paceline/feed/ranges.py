@@ -1,4 +1,4 @@
-"""Lists of ranges: how the feed remembers a billion positions in a few numbers.
+"""Lists of ranges, in which the feed stores a billion positions in a few numbers.
 
 A range is ``(start, stop)``: the positions ``start <= p < stop``. A list of them is in order of consumption.
 
@@ -31,7 +31,7 @@ class Ranges:
         return tuple(self._ranges)
 
     def append(self, ranges: Iterable[Range]) -> None:
-        """Add at the end; what continues the last range is merged into it."""
+        """Add at the end; merge what continues the last range into it."""
         for start, stop in ranges:
             if stop == start:
                 continue
@@ -42,7 +42,7 @@ class Ranges:
             self._ranges.append((start, stop))
 
     def put_back(self, ranges: Iterable[Range]) -> None:
-        """Add and sort by position, so that what comes back lies in as few ranges as can be."""
+        """Add and sort by position, so that the positions lie in as few ranges as possible."""
         ordered = sorted([*self._ranges, *ranges])
         self._ranges.clear()
         self.total = 0
@@ -76,12 +76,12 @@ class Ranges:
 
 
 def total(ranges: Iterable[Range]) -> int:
-    """How many positions the ranges hold."""
+    """Return how many positions the ranges hold."""
     return sum(stop - start for start, stop in ranges)
 
 
 def positions(ranges: Sequence[Range]) -> NDArray[np.int64]:
-    """The positions themselves, in order."""
+    """Return the positions themselves, in order."""
     if not ranges:
         return np.empty(0, dtype=np.int64)
     return np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in ranges])

@@ -1,19 +1,23 @@
-"""Dealing from a dataset with a length: a share is a number of samples of the feed, cut into micro-batches and loaded a
-little ahead."""
+"""Dealing from a dataset with a length, in samples (`SampleDealing`) or in a batch sampler's batches (`BatchDealing`).
+
+A share is taken from the feed, cut into micro-batches, and loaded a little ahead.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.feed.custom_orders import Batches
 from paceline.feed.feed import Feed
-from paceline.feed.loading import Source
 from paceline.feed.micro_batches import MicroBatch, Piece, front_of, own_rows, pieces_of
 from paceline.feed.ranges import Ranges, total
+from paceline.feed.source import Source
 from paceline.records import Range, StepRecord
 
 
@@ -33,11 +37,13 @@ class SampleDealing:
         ahead: Sequence[int],
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """``part``: which of how many processes of its worker this one is; each takes its rows of every
-        micro-batch."""
+        """Deal from the open epoch of ``feed``.
+
+        ``part`` is (index, count) of this process among those of its worker; each takes its rows of every micro-batch.
+        """
         self.micro_batch, self._part = micro_batch, part
         self.smallest = 1
-        """Where a micro-batch is cut in two, each part has at least so many samples."""
+        """Samples that each part has at least where a micro-batch is cut in two."""
         self._feed, self._source, self._rank = feed, source, rank
         self._ahead = ahead
         self._pieces: deque[Piece] = deque()
@@ -52,7 +58,7 @@ class SampleDealing:
     def at_once(self) -> int:
         return self.micro_batch
 
-    def told(self, record: StepRecord) -> StepRecord:
+    def in_samples(self, record: StepRecord) -> StepRecord:
         return record
 
     @property
@@ -78,7 +84,7 @@ class SampleDealing:
         return self._feed.drawn
 
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
-        # Room to load ahead along the queue: what the loader likes to hold, and the next share behind this one.
+        # Room to load ahead along the queue: what the loader prefers to hold, and the next share.
         ahead = [more + share if more else 0 for more, share in zip(self._ahead, samples, strict=True)]
         return self._feed.deal(samples, ahead=ahead)
 
@@ -97,7 +103,7 @@ class SampleDealing:
             self._expect(queue, share)
 
     def _load_epoch(self) -> None:
-        """On the script's thread, which has seen the last epoch end."""
+        """Begin an epoch in the source, on the script's thread, which has seen the last epoch end."""
         if self._loaded_epoch != self._feed.epoch:
             self._loaded_epoch = self._feed.epoch
             self._source.new_epoch(self._feed.epoch)
@@ -110,7 +116,7 @@ class SampleDealing:
         self._source.expect(self._feed.epoch, [own_rows(piece, *self._part)[0] for piece in pieces])
 
     def _cut(self, ranges: Sequence[Range]) -> list[Piece]:
-        """Micro-batches with their dataset indices, all looked up in one call."""
+        """Return micro-batches with their dataset indices, all looked up in one call."""
         return self._in_pieces(ranges, self._feed.indices(ranges)) if ranges else []
 
     def _in_pieces(self, ranges: Sequence[Range], indices: NDArray[np.int64]) -> list[Piece]:
@@ -128,7 +134,7 @@ class SampleDealing:
             piece = self._cut_front(piece, keep)
         mine, own = own_rows(piece, *self._part)
         batch = self._source.take(self._pieces_epoch, *mine)
-        if keep < samples and self._source.ahead:  # the batch was loaded whole by another process, and is cut here
+        if keep < samples and self._source.ahead:  # another process loaded the complete batch: cut it here
             shorter = front_of(batch, samples=samples, keep=keep)
             if shorter is not None:
                 batch, piece = shorter, self._cut_front(piece, keep)
@@ -137,12 +143,12 @@ class SampleDealing:
         return MicroBatch(batch, len(piece[1]), self._pieces_epoch, mine[0][0][0], last=not self._pieces, own=own)
 
     def _largest_cut(self, samples: int, largest: int) -> int:
-        """How many of a piece's samples to take so that neither part is too small; all where there is no such cut."""
+        """Return how many of a piece's samples to take so that neither part is too small; all where that cannot be."""
         keep = min(largest, samples - self.smallest)
         return samples if largest >= samples or keep < self.smallest else keep
 
     def _cut_front(self, piece: Piece, keep: int) -> Piece:
-        """The first ``keep`` samples of a piece; the others come next."""
+        """Return the first ``keep`` samples of a piece; the others come next."""
         rest, indices = Ranges(piece[0]), piece[1]
         front = rest.take_front(keep)
         self._pieces.appendleft((rest.ranges, indices[keep:]))
@@ -180,19 +186,19 @@ class SampleDealing:
     def close(self) -> None:
         self._source.close()
 
-    def members_changed(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
-        self._feed.members_changed(kept)
-        self._place(rank, ahead)
+    def members_changed(self, old_ranks: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
+        self._feed.members_changed(old_ranks)
+        self._set_rank(rank, ahead)
 
     def give_back(self, ranges: Sequence[Range]) -> None:
         self._feed.give_back(ranges)
 
     def take_over(self, state: Mapping[str, Any], *, rank: int, ahead: Sequence[int]) -> None:
         self._feed.load_state_dict(state, workers=len(state["queues"]))
-        self._place(rank, ahead)
+        self._set_rank(rank, ahead)
         self._pieces.clear()
 
-    def _place(self, rank: int, ahead: Sequence[int]) -> None:
+    def _set_rank(self, rank: int, ahead: Sequence[int]) -> None:
         assert 0 <= rank < self._feed.workers == len(ahead), (rank, self._feed.workers, ahead)
         self._rank, self._ahead = rank, ahead
 
@@ -201,3 +207,60 @@ class SampleDealing:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._feed.load_state_dict(state, workers=self._feed.workers)
+
+
+class BatchDealing(SampleDealing):
+    """Micro-batches that a batch sampler gives: each batch is dealt undivided, and counts as one."""
+
+    unit = "batches"
+
+    @property
+    def batches(self) -> Batches:
+        """Return the open epoch's batches."""
+        assert self._feed.batches is not None
+        return self._feed.batches
+
+    @property
+    def at_once(self) -> int:
+        return self.batches.mean
+
+    def _cut(self, ranges: Sequence[Range]) -> list[Piece]:
+        """Return batches; their positions are those of their samples, which key the samples' random numbers."""
+        return list(self.batches.each(ranges))
+
+    def take(self, largest: int | None = None) -> MicroBatch | None:
+        if not self._pieces:
+            return None
+        piece = self._pieces.popleft()
+        mine, own = own_rows(piece, *self._part)
+        batch = self._source.take(self._pieces_epoch, *mine)
+        first, given = mine[0][0][0], len(piece[1])
+        return MicroBatch(batch, 1, self._pieces_epoch, first, last=not self._pieces, given=given, own=own)
+
+    @property
+    def left(self) -> int:
+        return len(self._pieces)
+
+    def shrink(self, size: int, *, again: bool) -> bool:
+        return False
+
+    def in_samples(self, record: StepRecord) -> StepRecord:
+        """Return the record in samples.
+
+        Before the commit the step's batches stand first in the queues; after it, those that were left undone do.
+        """
+        done = record.ranges or self._heads(record.samples)
+        undone = [planned - counted for planned, counted in zip(record.planned, record.samples, strict=True)]
+        dealt = self._heads(undone if record.ranges else record.planned)
+        samples = self._in_samples(done)
+        before = samples if record.ranges else (0,) * len(samples)
+        planned = tuple(a + b for a, b in zip(before, self._in_samples(dealt), strict=True))
+        ranges = tuple(self.batches.flat(mine) for mine in record.ranges)
+        return replace(record, samples=samples, planned=planned, ranges=ranges)
+
+    def _heads(self, counts: Sequence[int]) -> list[tuple[Range, ...]]:
+        """Return the first ``counts[rank]`` batches of each queue."""
+        return [Ranges(self._feed.queue(rank)).take_front(max(0, count)) for rank, count in enumerate(counts)]
+
+    def _in_samples(self, parts: Iterable[Sequence[Range]]) -> tuple[int, ...]:
+        return tuple(total(self.batches.flat(part)) for part in parts)

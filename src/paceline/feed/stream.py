@@ -1,8 +1,8 @@
-"""Iterable datasets: each worker draws from its own stream, and collates as many samples as its share asks for.
+"""Iterable datasets: each worker draws from its own stream, and collates as many samples as its share holds.
 
 A stream that does not divide itself can be divided here: of W workers, process l of L of worker w keeps the samples i
-with ``i mod (W L) = w + W l``. For that all of them must see the same stream: each process is told that it is the only
-one, and the global generators, by which a stream may shuffle, start a pass alike everywhere.
+with ``i mod (W L) = w + W l``. For that all of them must see the same stream: `get_worker_info` reports one process in
+each, and the global generators, by which a stream may shuffle, start a pass alike everywhere.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from paceline.feed.keys import key
+from paceline.feed.loader_processes import InitWorker, LoaderFailure, as_it_is, received, shut_down
 from paceline.feed.loader_settings import Settings
-from paceline.feed.processes import InitWorker, LoaderFailure, as_it_is, received, shut_down
-from paceline.feed.randomness import Generators, generators_kept, seed_generators
+from paceline.feed.randomness import Generators, generators_kept, key, seed_generators
 
 Part = tuple[int, int]
 """(w, W): worker w of those W who divide a stream."""
 
 
 class Guarded(IterableDataset[Any]):
-    """The user's stream in a loader process: it hears of each pass, and its exceptions come through as they are."""
+    """The user's stream in a loader process: it gets each pass's epoch, and its exceptions arrive unchanged."""
 
     def __init__(self, dataset: Any, *, seed: int, split: bool) -> None:
         self.dataset = dataset
         self._seed, self._split = seed, split
         self._pass = torch.zeros(3, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        """Epoch, w and W, as the worker says them: persistent processes read them too."""
-        self._place: Part | None = None
-        """In a loader process: (l, L)."""
+        """Epoch, w and W, written by the worker and read in loader processes, persistent ones too."""
+        self._process: Part | None = None
+        """(l, L) of this loader process."""
 
     def announce(self, epoch: int, part: Part) -> None:
-        """In the worker: before a pass."""
+        """Store the epoch and the part of the next pass; called in the worker."""
         self._pass[:] = torch.tensor([epoch, *part])
 
     def __iter__(self) -> Iterator[Any]:
@@ -44,12 +43,12 @@ class Guarded(IterableDataset[Any]):
             set_epoch(self.dataset, epoch)
             yield from self._divided(epoch, *part) if self._split else self.dataset
         except Exception as error:
-            yield LoaderFailure.of(error)
+            yield LoaderFailure.wrap(error)
 
     def _divided(self, epoch: int, worker: int, workers: int) -> Iterator[Any]:
         info = get_worker_info()
         assert info is not None
-        process, processes = self._place = self._place or (info.id, info.num_workers)
+        process, processes = self._process = self._process or (info.id, info.num_workers)
         object.__setattr__(info, "id", 0)  # frozen; a stream that divides itself by it would be divided twice
         object.__setattr__(info, "num_workers", 1)
         seed_generators(key(self._seed, epoch))
@@ -57,7 +56,7 @@ class Guarded(IterableDataset[Any]):
 
 
 class InitStream(InitWorker):
-    """In a new loader process of a stream that is divided here: the user's init must not divide it too."""
+    """Initialiser of a loader process of a stream that is divided here: the user's init must not divide it too."""
 
     def __call__(self, worker_id: int) -> None:
         info = get_worker_info()
@@ -75,7 +74,7 @@ class InitStream(InitWorker):
 
 
 def _received(chunks: Iterator[Any]) -> Iterator[Any]:
-    """What loader processes give, until all have come to their end."""
+    """Yield the items of loader processes until all have come to their end."""
     while True:
         try:
             yield received(chunks)
@@ -91,9 +90,9 @@ def set_epoch(dataset: Any, epoch: int) -> None:
 class Stream:
     """One worker's passes over an iterable dataset, with or without loader processes.
 
-    The noise of a pass is keyed by (seed, epoch, rank): no two workers share it, though within a pass it depends on
-    the order in which the stream gives its samples. A stream that is divided here (``split``) has noise keyed by
-    (seed, epoch), so that all read the same one.
+    The random numbers of a pass are keyed by (seed, epoch, rank): no two workers share them, though within a pass they
+    depend on the order in which the stream gives its samples. A stream that is divided here (``split``) has random
+    numbers keyed by (seed, epoch), so that all read the same stream.
     """
 
     def __init__(self, settings: Settings, *, seed: int, rank: int, split: bool = False) -> None:
@@ -104,14 +103,19 @@ class Stream:
         self._guarded = Guarded(settings.dataset, seed=seed, split=split)
         self._own_generator = torch.Generator()
         self._stale = False
-        """Loader processes hold a dataset that the script has changed since, and is to reach them."""
+        """Whether the script has changed the dataset since it was handed to the loader processes."""
         self._loader = self._make_loader() if settings.num_workers else None
         self._chunks: Iterator[Any] | None = None
         self._samples: Iterator[Any] | None = None
         self._noise: Generators | None = None
 
     def restart(self, epoch: int, part: Part = (0, 1)) -> None:
-        """A new pass. A dataset with ``set_epoch`` is told which. ``part``: of a stream that is divided here."""
+        """Begin a new pass; a dataset with ``set_epoch`` gets its number.
+
+        Args:
+            epoch: number of the pass.
+            part: (w, W) of a stream that is divided here.
+        """
         self.close()
         self._epoch, self._drawn = epoch, 0
         set_epoch(self._settings.dataset, epoch)
@@ -129,17 +133,17 @@ class Stream:
             self._noise = Generators()
 
     def draw(self, count: int) -> tuple[Any, int] | None:
-        """Up to ``count`` samples, collated, and how many they are; None when the stream has ended."""
+        """Return up to ``count`` samples, collated, and their number; None when the stream has ended."""
         if count < 1:
             raise ValueError(f"draw needs a count of at least 1, got {count}")
         if self._samples is None:
             self.restart(0)
         assert self._noise is not None
-        with generators_kept():  # the stream has its own noise, which goes on from one draw to the next
+        with generators_kept():  # the stream's own random numbers continue from draw to draw
             self._noise.restore()
             try:
                 samples = self._gather(count)
-                if self._split:  # unlike shares are collated here: that must not move the stream's own generators
+                if self._split:  # collating unequal shares must not advance the stream's generators
                     self._noise = Generators()
                     seed_generators(key(self._seed, self._epoch, self._rank, self._drawn))
                 self._drawn += len(samples)
@@ -149,7 +153,7 @@ class Stream:
                     self._noise = Generators()
 
     def renew(self) -> None:
-        """Persistent processes start anew with the next pass."""
+        """Restart persistent processes with the next pass."""
         self._stale = True
 
     def close(self) -> None:
@@ -174,7 +178,7 @@ class Stream:
         return samples
 
     def _make_loader(self) -> DataLoader[Any]:
-        """Samples travel in chunks of the user's batch size, not collated: how many make a micro-batch shows later."""
+        """Return a loader of chunks of the user's batch size, not collated: a micro-batch's size is known later."""
         settings = self._settings
         return DataLoader(
             self._guarded,

@@ -1,4 +1,4 @@
-"""Dealing from a stream: a worker draws as many samples as its share says, until the stream ends."""
+"""Dealing from a stream: a worker draws the samples of its share until the stream ends."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.feed.loading import Source
 from paceline.feed.micro_batches import MicroBatch
+from paceline.feed.source import Source
 from paceline.records import Range, StepRecord
 
 
 class StreamDealing:
     """Micro-batches of an iterable dataset: each worker draws from its own stream, and the epoch ends with the last.
 
-    Exactly-once is not promised here: nobody knows what the streams hold. ``identity`` keys the random numbers of this
-    worker's micro-batches; unlike a rank, no other worker ever has the same.
+    Exactly-once is not promised here: the content of the streams is unknown. ``identity`` keys the random numbers of
+    this worker's micro-batches; unlike a rank, no other worker ever has the same.
 
     A stream that the source divides is divided when a pass begins, among the members of that moment. A worker that
     enters later has no part in that pass, and what a lost worker had not read of its part is not read in it: no sample
@@ -35,9 +35,10 @@ class StreamDealing:
         self.epoch = epoch
         self.ended = False
         self._part = (rank, size)
-        """Of the next pass."""
+        """(rank, size) with which the next pass is divided."""
         self._pass: tuple[int, tuple[int, int]] | None = (epoch, self._part)
-        """Opened and not begun: a pass begins with its first sample, when the script has seen the last pass end."""
+        """Pass that is open and not begun; it begins with its first sample, when the script has seen the last pass end.
+        """
         self._source, self._identity = source, identity
         self._share = self._drawn = 0
         self._all_ended = False
@@ -46,7 +47,7 @@ class StreamDealing:
     def at_once(self) -> int:
         return self.micro_batch
 
-    def told(self, record: StepRecord) -> StepRecord:
+    def in_samples(self, record: StepRecord) -> StepRecord:
         return record
 
     @property
@@ -67,7 +68,7 @@ class StreamDealing:
         return np.empty(0, dtype=np.int64)
 
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """Where the stream is divided every worker has a share: nobody else would read its part."""
+        """Return the shares; where the stream is divided every worker has one, since no other would read its part."""
         fewest = self.smallest if self._source.split else 0
         return tuple(max(share, fewest) for share in samples)
 
@@ -86,7 +87,7 @@ class StreamDealing:
         batch, samples = drawn
         position, self._drawn = self._drawn, self._drawn + samples
         self._share -= samples
-        key = (self._identity << 40) + position  # of random numbers that no other worker draws
+        key = (self._identity << 40) + position  # keys random numbers that no other worker draws
         return MicroBatch(batch, samples, self.epoch, key, last=False)
 
     @property
@@ -116,12 +117,12 @@ class StreamDealing:
     def close(self) -> None:
         self._source.close()
 
-    def members_changed(self, kept: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
-        """A stream is its worker's own, whatever the others do, until the next pass."""
-        self._part = (rank, len(kept))
+    def members_changed(self, old_ranks: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
+        """Divide the next pass among the new members; until then each worker keeps its stream."""
+        self._part = (rank, len(old_ranks))
 
     def give_back(self, ranges: Sequence[Range]) -> None:
-        """A stream has no positions."""
+        """Do nothing: a stream has no positions."""
 
     def take_over(self, state: Mapping[str, Any], *, rank: int, ahead: Sequence[int]) -> None:
         self._part = (rank, len(ahead))

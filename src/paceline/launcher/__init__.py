@@ -1,1 +1,1 @@
-"""Starting the workers of a fleet on this computer, and staying with them until all have ended."""
+"""The launcher: it starts the workers of a fleet on this computer, and supervises them until all have ended."""

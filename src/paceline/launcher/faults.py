@@ -1,4 +1,4 @@
-"""Faults that a user asked for, played on real workers: events at steps, and the nodes of a spot trace."""
+"""Faults that the user asked for, injected into real workers: events at steps, and the nodes of a spot trace."""
 
 from __future__ import annotations
 
@@ -11,33 +11,36 @@ from paceline.machines.spot import Market, SpotChange
 
 
 class Workers(Protocol):
-    """What faults are played on: the workers of this launcher, by number."""
+    """The workers of a launcher, by number, as far as faults need them."""
 
     @property
     def living(self) -> Sequence[int]:
-        """Those whose process runs and that nothing was done to yet, in order."""
+        """Workers whose process runs and that no fault has hit yet, in order."""
 
     @property
     def inside(self) -> frozenset[int]:
-        """Those among them that are in the fleet, so that they hold the training's state."""
+        """Living workers that are in the fleet, and therefore hold the training's state."""
 
     def kill(self, number: int, *, returns: bool) -> None: ...
 
     def freeze(self, number: int, *, seconds: float) -> None: ...
 
     def leave(self, number: int, *, notice_s: float | None = None) -> None:
-        """Ask it to leave; after ``notice_s``, if given, kill it. It does not return."""
+        """Ask a worker to leave for good; after ``notice_s``, if given, kill it."""
 
     def add(self, *, new: bool) -> int | None:
-        """Start one more, with a number never used or the lowest that is free; None when there is no room."""
+        """Start one more worker and return its number; None when there is no room.
+
+        Its number is one never used before if ``new``, else the lowest that is free.
+        """
 
     def note(self, text: str) -> None: ...
 
 
 class Faults:
-    """Plays ``events`` as the steps come, and ``market`` as time goes by once the fleet stands.
+    """The player of faults: ``events`` at their steps, and ``market`` by the clock once a worker is in the fleet.
 
-    ``seed`` draws the workers called ``?``; a spot node is asked to go ``notice_s`` before it is killed.
+    ``seed`` draws the workers called ``?``. A spot node is asked to leave ``notice_s`` before it is killed.
     """
 
     def __init__(
@@ -46,22 +49,24 @@ class Faults:
         self._events, self._random = [*events], random.Random(seed)
         self._market, self._notice_s = market, notice_s
         self._slots: dict[str, int] = {}
-        """The number of each node of the trace that is being played."""
+        """The worker number of each node of the trace that is in use."""
         self._arriving: list[str] = []
-        """Nodes that start as soon as those before them have gone."""
+        """Nodes that start as soon as the nodes before them have gone."""
         self._began_s: float | None = None
-        """When the trace's clock began: when the first of its nodes was in the fleet. Starting takes a while, and at a
-        high speed-up the nodes of the beginning would be gone before they had begun."""
-        self._told_of_waiting = False
+        """When the trace's clock began: when its first node was in the fleet.
+
+        Starting takes a while, and at a high speed-up the first nodes would be gone before they had begun.
+        """
+        self._announced_waiting = False
 
     @property
     def starts_workers(self) -> bool:
-        """Whether the trace says who is started, from the first one on."""
+        """Whether the trace decides which workers are started, from the first one on."""
         return self._market is not None
 
     @property
     def coming(self) -> bool:
-        """Whether the trace, its clock running, has yet to start somebody."""
+        """Whether the trace, whose clock is running, has yet to start a worker."""
         return bool(self._arriving) or (self._began_s is not None and self._market is not None and self._market.coming)
 
     @property
@@ -69,7 +74,7 @@ class Faults:
         return bool(self._events)
 
     def play(self, workers: Workers, *, step: int, elapsed_s: float) -> None:
-        """Do what is due after step ``step`` (-1: none yet) and ``elapsed_s`` seconds."""
+        """Play the faults that are due after step ``step`` (-1: none yet) and ``elapsed_s`` seconds."""
         while self._events and self._events[0].step <= step:
             self._play_event(self._events.pop(0), workers)
         if self._market is not None:
@@ -124,8 +129,8 @@ class Faults:
             self._reclaim(node, workers)
         elif change.what == "spare":
             workers.note(f"spot: {node} is spared until another worker has the training's state")
-        elif not self._told_of_waiting:
-            self._told_of_waiting = True
+        elif not self._announced_waiting:
+            self._announced_waiting = True
             workers.note(f"spot: {node} and further nodes wait until there is room")
 
     def _reclaim(self, node: str, workers: Workers) -> None:

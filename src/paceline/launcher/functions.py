@@ -1,36 +1,44 @@
-"""``paceline.launch(fn, workers=4)``: run a function in worker processes on this computer, from a notebook or a test.
+"""The launcher ``paceline.launch(fn, workers=4)``, which runs a function in worker processes on this computer.
 
-A function that a new process can import is run in new processes (spawn). One that lives in a notebook or inside
-another function cannot be imported, so the process is copied instead (fork), before CUDA is in use: a copy of a process
-that uses CUDA cannot. A copy has one thread, because a copied pool of OpenMP threads waits for ever.
+It is meant for notebooks and tests. A function that a new process can import is run in new processes (spawn). One that
+is defined in a notebook or inside another function cannot be imported, so this process is copied instead (fork). That
+must happen before the process uses CUDA, which does not work in a copy. A copy has one thread, because a copied pool of
+OpenMP threads waits for ever. The worker's side is `work`: it sets its process up, runs the function, and reports how
+the function ended.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from paceline import concurrency
-from paceline.errors import WorkerFailed, describe_exit
-from paceline.launcher.function_worker import FunctionReport, work
+from paceline.errors import FLEET_FAILED, FleetError, WorkerFailed, describe_exit
+from paceline.launcher.fixed_fleet import ELASTIC_VARIABLES, RendezvousStore
 from paceline.launcher.pool import INTERRUPT_GRACE_S, TERM_GRACE_S, TICK_S
-from paceline.launcher.rendezvous import RendezvousStore
-from paceline.launcher.supervise import worker_settings
+from paceline.launcher.process_group import GROUP_VARIABLES
+from paceline.launcher.supervise import loopback, worker_settings
+from paceline.launcher.worker_process import end_with_parent
+from paceline.renamed import names_present_keywords
 
 GRACE_S = 6.0
-"""After a failure, or when all have answered, the others have so long to end by themselves."""
+"""Time that workers have to end by themselves after a failure, or after all have reported."""
 
 
+@names_present_keywords
 def launch(
     fn: Callable[..., Any],
     *args: Any,
@@ -38,7 +46,7 @@ def launch(
     devices: Sequence[str] | None = None,
     pace: str | None = None,
     combine: str | None = None,
-    wire: str | None = None,
+    comm_dtype: str | None = None,
     emulate: str | None = None,
     sample_ms: float | None = None,
     name: str | None = None,
@@ -48,20 +56,24 @@ def launch(
 ) -> list[Any]:
     """Run ``fn(*args)`` in ``workers`` processes on this computer, where ``paceline.join()`` makes them one fleet.
 
-    Returns what each returned, by rank. When a worker fails, all are ended and `WorkerFailed` is raised with the
-    traceback of the one that failed first. Ctrl-C ends all of them.
+    Returns the functions' results, in rank order. When a worker fails, all are ended and `WorkerFailed` is raised with
+    the traceback of the worker that failed first. Ctrl-C ends all of them.
 
     Args:
-        devices: one for each worker, such as ``["cuda:0", "cpu"]``.
-        pace: as the option of ``paceline run``, like ``combine``; they override what the function says.
-        combine: see ``pace``.
-        wire: see ``pace``.
-        emulate: machines to play, as ``paceline run --emulate``.
-        sample_ms: of an emulated machine of speed 1, milliseconds a sample.
-        name: of the run, for its log; the function's name unless given.
+        fn: the function that every worker runs.
+        *args: its arguments.
+        workers: the number of worker processes.
+        devices: one per worker, such as ``["cuda:0", "cpu"]``.
+        pace: the pace, as the option of ``paceline run``; it overrides what the function asks for.
+        combine: how workers combine their work, in the same way.
+        comm_dtype: the format in which gradients or parameters travel, in the same way.
+        emulate: the machines to emulate, as ``paceline run --emulate``.
+        sample_ms: milliseconds per sample on an emulated machine of speed 1.
+        name: the run's name in its log; the function's name unless given.
         run_dir: the run's folder; ``runs/<time>-<name>`` unless given.
         env: further environment variables for the workers.
-        method: "spawn" (new processes) or "fork" (copies of this one); chosen by where the function lives unless given.
+        method: "spawn" (new processes) or "fork" (copies of this one); chosen by where the function is defined unless
+            given.
     """
     _check(fn, workers, devices)
     method = method or choose_method(fn, args)
@@ -74,7 +86,7 @@ def launch(
         run_dir=None if run_dir is None else Path(run_dir).resolve(),
         pace=pace,
         combine=combine,
-        wire=wire,
+        comm_dtype=comm_dtype,
         emulate=emulate,
         sample_ms=None if sample_ms is None else f"{sample_ms:g}",
     )
@@ -94,7 +106,7 @@ def launch(
 
 
 def choose_method(fn: Callable[..., Any], args: Sequence[Any]) -> str:
-    """ "spawn" where a new process could import the function and be given its arguments, else "fork"."""
+    """Return "spawn" when a new process can import the function and receive its arguments, else "fork"."""
     main = sys.modules["__main__"]
     inner = fn.func if isinstance(fn, partial) else fn
     file = getattr(main, "__file__", None)
@@ -154,7 +166,7 @@ class FunctionPool:
         self._reports: dict[int, FunctionReport] = {}
         self._ended: set[int] = set()
         self._failures: list[FunctionReport] = []
-        """In the order in which they became known."""
+        """Reports of failures, in the order of their arrival."""
 
     def start(self, fn: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> None:
         reader, writer = multiprocessing.Pipe(duplex=False)
@@ -166,14 +178,14 @@ class FunctionPool:
             name=f"paceline worker {len(self._processes)}",
         )
         self._readers.append(reader)
-        with warnings.catch_warnings():  # Python 3.12 warns of copying a process with threads, which is said above
+        with warnings.catch_warnings():  # Python 3.12 warns of copying a process with threads: see the docstring above
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         self._processes.append(process)
         writer.close()
 
     def _leave(self) -> None:
-        """In a fork: close what belongs to its parent."""
+        """Close what belongs to the parent; called in a fork."""
         self._store.close()
         for reader in self._readers:
             reader.close()
@@ -181,7 +193,7 @@ class FunctionPool:
     # -- while they run --------------------------------------------------------------------------------------------
 
     def results(self) -> list[Any]:
-        """What each worker returned, by rank; raises WorkerFailed when one did not."""
+        """Return the functions' results, in rank order; raise WorkerFailed when one has failed."""
         until = None
         while len(self._ended) < len(self._processes):
             self._listen()
@@ -231,7 +243,7 @@ class FunctionPool:
         self._failures.append(self._reports[rank])
 
     def _explain(self) -> WorkerFailed:
-        """By the first failure that was not the failure of others."""
+        """Return the error for the first failure that another worker's failure did not cause."""
         cause = next((failure for failure in self._failures if not failure.of_the_fleet), self._failures[0])
         assert cause.error is not None
         return WorkerFailed(cause.error, rank=cause.rank)
@@ -239,13 +251,13 @@ class FunctionPool:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Ctrl-C: workers may save what they want to save. Once more: they are killed at once."""
+        """Pass Ctrl-C on and wait, so that workers can save; a second Ctrl-C stops waiting, and they are killed."""
         with suppress(KeyboardInterrupt):
             self._signal(signal.SIGINT)
             self._await(INTERRUPT_GRACE_S)
 
     def end(self) -> None:
-        """Whatever happened, no worker stays behind."""
+        """End every worker that still runs, whatever happened."""
         try:
             if any(not _over(process.pid) for process in self._running()):
                 self._signal(signal.SIGTERM)
@@ -272,7 +284,7 @@ class FunctionPool:
 
     @staticmethod
     def _kill(process: Any) -> None:
-        """A worker is the head of a process group: all that it started goes with it."""
+        """Kill a worker and the process group it leads, which holds every process that it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, signal.SIGKILL)
         with suppress(ProcessLookupError, PermissionError):
@@ -280,8 +292,88 @@ class FunctionPool:
 
 
 def _over(pid: int) -> bool:
-    """Whether this child has ended; its number stays its own until it is joined."""
+    """Return whether this child has ended, without reaping it: its process id stays in use until it is joined."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         return True
+
+
+@dataclass(frozen=True)
+class FunctionReport:
+    """A worker's report of how its function ended."""
+
+    rank: int
+    value: bytes = b""
+    """The function's result, pickled."""
+    error: str | None = None
+    """The exception that the function raised, with its traceback."""
+    of_the_fleet: bool = False
+    """Whether the exception was a `FleetError`: another worker's failure, as seen by this one."""
+
+
+def work(
+    order: Any, environment: dict[str, str], writer: Connection, parent: int, leave: Callable[[], None] | None = None
+) -> None:
+    """Run the function in this process, a worker's own; in a fork, ``leave`` closes what belongs to the parent."""
+    end_with_parent(parent)
+    os.setsid()
+    if leave is not None:
+        leave()
+        atexit._clear()
+        signal.set_wakeup_fd(-1)  # a notebook's loop would get this process's signals
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for own in (*ELASTIC_VARIABLES, *GROUP_VARIABLES, "PACELINE_LAUNCHER"):
+        os.environ.pop(own, None)
+    os.environ.update(environment)
+    if (name := loopback()) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    _limit_threads(copied=leave is not None)
+    report = _run(order, int(environment["RANK"]))
+    _send(writer, report)
+    if leave is not None or report.error is not None:
+        if report.error is None:
+            atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        # A failed round may leave the engine's threads stuck: they are not waited for.
+        os._exit(0 if report.error is None else FLEET_FAILED if report.of_the_fleet else 1)
+
+
+def _run(order: Any, rank: int) -> FunctionReport:
+    try:
+        fn, args = pickle.loads(order) if isinstance(order, bytes) else order
+        value = fn(*args)
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)
+    except SystemExit as end:
+        if end.code:
+            return FunctionReport(rank, error=f"worker {rank} ended with sys.exit({end.code!r})")
+        value = None
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        return FunctionReport(
+            rank, error=f"worker {rank} failed:\n\n{text}", of_the_fleet=isinstance(error, FleetError)
+        )
+    try:
+        return FunctionReport(rank, value=pickle.dumps(value))
+    except Exception as error:
+        problem = f"worker {rank} returned a {type(value).__name__} that cannot be handed back ({error})"
+        return FunctionReport(rank, error=f"{problem}: return plain values, tensors or a state_dict")
+
+
+def _send(writer: Connection, report: FunctionReport) -> None:
+    try:
+        writer.send(report)
+        writer.close()
+    except OSError:  # nobody listens any more
+        os._exit(1)
+
+
+def _limit_threads(*, copied: bool) -> None:
+    """Limit torch to one thread, as ``paceline run`` does; a copy needs this, for its thread pool was not copied."""
+    if copied or "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(1)

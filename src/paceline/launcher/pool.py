@@ -1,4 +1,4 @@
-"""All worker processes of a launcher: started, read, stopped by signals and, whatever happens, ended."""
+"""The pool of a launcher's worker processes: it starts them, reads their output, stops them, and ends every one."""
 
 from __future__ import annotations
 
@@ -11,39 +11,41 @@ from typing import IO
 
 from paceline import concurrency
 from paceline.launcher.output import OutputStream
-from paceline.launcher.processes import LaunchedWorker, Watchdog, WorkerProcess
 from paceline.launcher.screen import Screen
-from paceline.launcher.signals import Signals
+from paceline.launcher.worker_process import LaunchedWorker, Signals, Watchdog, WorkerProcess
 
 INTERRUPT_GRACE_S = 5.0
 TERM_GRACE_S = 2.0
 LINGER_S = 0.5
-"""How long output is awaited from a worker that has ended (a process it detached may hold its stdout open)."""
+"""Time for which output is read from a worker that has ended: a process that it detached may hold its stdout open."""
 TICK_S = 0.1
 
 
 Start = Callable[[int, Mapping[str, str]], LaunchedWorker]
-"""Starts worker number so and so, with these environment variables."""
+"""Function that starts the worker with this number and these environment variables."""
 
 
 class WorkerPool:
-    """The workers of one launcher. ``leave_s`` is how long they may take to leave after SIGTERM; ``start`` starts one,
-    as a process of this computer unless given."""
+    """The workers of one launcher.
+
+    ``leave_s`` is the time that they have to leave after SIGTERM. ``start`` starts one worker; unless given, workers
+    are processes of this computer.
+    """
 
     def __init__(
         self, command: Sequence[str], *, signals: Signals, screen: Screen, leave_s: float, start: Start | None = None
     ) -> None:
         self.stopped_by = 0
-        """The signal that ends the run, as soon as there is one."""
+        """The signal that ends the run; 0 before there is one."""
         self._signals, self._screen, self._leave_s = signals, screen, leave_s
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.waker, selectors.EVENT_READ, signals.drain)
         self._outputs: dict[LaunchedWorker, list[OutputStream]] = {}
         self._open: dict[LaunchedWorker, set[IO[bytes]]] = {}
-        """The pipes that have not ended yet."""
+        """Pipes that have not ended yet, per worker."""
         self._ended_at: dict[LaunchedWorker, float] = {}
         self._escalation: list[tuple[float, int]] = []
-        """Which signal all workers get when, soonest first."""
+        """Signals that all workers will get, as (time, signal), soonest first."""
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._watchdog = Watchdog() if start is None else None
         self._start = start or partial(self._start_here, command)
@@ -69,19 +71,19 @@ class WorkerPool:
     # -- while they run --------------------------------------------------------------------------------------------
 
     def listen(self, seconds: float = TICK_S) -> None:
-        """Pass on what the workers print, until something has happened or the time is over."""
+        """Wait for output or a signal, at most for ``seconds``, and print the output that has arrived."""
         for key, _ in self._selector.select(seconds):
             key.data()
 
     def reap(self, now: float) -> list[LaunchedWorker]:
-        """Those that have ended since the last call."""
+        """Return the workers that have ended since the last call."""
         ended = [worker for worker in self._outputs if worker.reap()]
         for worker in ended:
             self._ended_at[worker] = now
         return ended
 
     def drained(self, worker: LaunchedWorker, now: float) -> bool:
-        """Whether it has ended and all its output was read."""
+        """Return whether the worker has ended and all its output was read."""
         if worker not in self._ended_at:
             return False
         return not self._open[worker] or now - self._ended_at[worker] > LINGER_S
@@ -96,7 +98,7 @@ class WorkerPool:
         self._timers.append((concurrency.monotonic() + seconds, action))
 
     def tick(self, now: float, *, failing: bool) -> None:
-        """Do what is due, and show what was held back for long enough."""
+        """Run due timers, send due signals, and print lines that were held back long enough."""
         for timer in [timer for timer in self._timers if timer[0] <= now]:
             self._timers.remove(timer)
             timer[1]()
@@ -109,14 +111,14 @@ class WorkerPool:
     # -- stopping --------------------------------------------------------------------------------------------------
 
     def handle_signals(self, now: float) -> None:
-        """Stop when a signal asks for it, or when nobody reads what is printed any more."""
+        """Stop the workers when a signal asks for it, or when nobody reads the launcher's output any more."""
         for number in self._signals.take():
             self._stop(number, now)
         if self._screen.broken and not self.stopped_by:
             self._stop(signal.SIGPIPE, now)
 
     def end_all(self, now: float, *, grace_s: float) -> None:
-        """Workers that have not ended by themselves after ``grace_s`` get SIGTERM, then SIGKILL."""
+        """Send workers that still run after ``grace_s`` SIGTERM, and later SIGKILL."""
         self._escalation = [(now + grace_s, signal.SIGTERM), (now + grace_s + TERM_GRACE_S, signal.SIGKILL)]
 
     def send(self, number: int) -> None:
@@ -125,7 +127,7 @@ class WorkerPool:
             worker.resume()  # a suspended process would not act on it
 
     def close(self) -> None:
-        """Whatever happened to the launcher, no worker stays behind."""
+        """Kill every worker that still runs, and release the pool's resources."""
         self.send(signal.SIGKILL)
         for worker in self._outputs:
             worker.wait()
@@ -134,7 +136,7 @@ class WorkerPool:
         self._selector.close()
 
     def _stop(self, number: int, now: float) -> None:
-        """A first signal is passed on; a second one ends everything at once."""
+        """Pass a first signal on to the workers; kill them all on a second one."""
         if self.stopped_by:
             self._escalation = [(now, signal.SIGKILL)]
             return

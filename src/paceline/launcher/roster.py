@@ -1,8 +1,8 @@
-"""The roster as a launcher sees it, its own in this process or a remote one; and the workers' identity there.
+"""The roster as a launcher sees it, in its own process or a remote one; and the workers' names in it.
 
-A worker's identity is its computer's name and its number there, so a second launcher that joins a fleet from the same
-computer must use other numbers. A launcher whose workers may return on another computer has a name of its own for them
-(``starter``), which they find in PACELINE_STARTER.
+A worker's name is its computer's name and its number there, so a second launcher that joins a fleet from the same
+computer must use other numbers. A launcher whose workers may return on another computer gives them a name of its own
+(``starter``) in place of the computer's, in the variable PACELINE_STARTER.
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ from typing import Any
 
 from paceline import concurrency
 from paceline.launcher.tokens import is_loopback
-from paceline.observe.serve.addresses import reached_at
 from paceline.roster import RosterServer
-from paceline.roster.membership_rules import FINISHED
+from paceline.roster.door import reached_at
+from paceline.roster.state import FINISHED
 from paceline.roster.wire import parse_address, parse_fingerprint, written
 
 TAKING_S = 2.0
-"""How long a newcomer is given to take over a peer's state before it counts as one that holds it."""
+"""Time after which a newcomer is assumed to have taken over a peer's state."""
 
 
 class Roster:
-    """What a launcher asks of a roster, answered for one elsewhere: that notices by itself who comes and goes, and only
-    workers connect to it. Workers of this computer are called by their number."""
+    """A roster as a launcher sees it; this base class stands for a remote one.
+
+    A remote roster notices by itself which workers come and go, and only workers connect to it. Workers of this
+    computer are identified by their number.
+    """
 
     maximum: int | None = None
-    """The most workers that the launcher knows to be allowed."""
+    """The greatest number of workers allowed; None when the launcher does not know it."""
     finished = False
     """Whether the training has ended well, so that no worker is needed any more."""
 
     starter: str | None = None
-    """In the names of this launcher's workers, in place of their computer's."""
+    """The name that stands in place of the computer's in the names of this launcher's workers."""
 
     def __init__(self, host: str, port: int, token: str, *, fingerprint: str | None = None) -> None:
         self.address, self.port, self.token = written(host, port, fingerprint or ""), port, token
         self.loopback = is_loopback(host)
-        """Whether only this computer can reach it."""
+        """Whether only this computer can reach the roster."""
 
     @property
     def inside(self) -> frozenset[int]:
@@ -50,26 +53,26 @@ class Roster:
 
     @property
     def outsiders(self) -> int:
-        """How many are in the fleet that others have started: they need the roster here."""
+        """The number of workers in the fleet that other launchers have started: they need the roster here."""
         return 0
 
     @property
     def waiting(self) -> str:
-        """What the fleet waits for, as long as it does."""
+        """For whom the fleet waits, in words; empty when it does not."""
         return ""
 
     def started(self, number: int, *, first: bool) -> None:
-        """A process was started; the fleet's first generation waits for those of the beginning (``first``)."""
+        """Register a started process; the fleet's first generation waits for those started ``first``."""
 
     def died(self, number: int, how: str) -> None:
-        """A process has ended."""
+        """Report the end of a process."""
 
     def close(self) -> None:
-        """The launcher ends."""
+        """Release the roster; called when the launcher ends."""
 
 
 def remote_roster(address: str, token: str) -> Roster:
-    """The roster that ``--join`` names."""
+    """Return the roster at the address given by ``--join``."""
     try:
         host, port = parse_address(address)
         return Roster(host, port, token, fingerprint=parse_fingerprint(address))
@@ -78,7 +81,7 @@ def remote_roster(address: str, token: str) -> Roster:
 
 
 class OwnRoster(Roster):
-    """A roster in the launcher's own process: it is told at once who has died, and knows who is in."""
+    """A roster in the launcher's own process: the launcher reports deaths at once, and sees who is in the fleet."""
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class OwnRoster(Roster):
         self._names: dict[int, str] = {}
         self._inside: set[str] = set()
         self._fresh: dict[str, float] = {}
-        """Until when workers that just came in may still lack the training's state."""
+        """Times until which workers that just came in may still lack the training's state."""
         self._started: set[str] = set()
         try:
             self._server = RosterServer(
@@ -106,7 +109,7 @@ class OwnRoster(Roster):
                 host=host,
                 port=port,
                 certificate=certificate,
-                observe=self._observe,
+                on_event=self._on_event,
             )
         except OSError as error:
             raise ValueError(f"cannot listen on {written(host, port)} ({error.strerror or error})") from None
@@ -141,29 +144,29 @@ class OwnRoster(Roster):
     def close(self) -> None:
         self._server.close()
 
-    def _observe(self, kind: str, said: Mapping[str, Any]) -> None:
-        """Called from the server's thread."""
+    def _on_event(self, kind: str, event: Mapping[str, Any]) -> None:
+        """Handle an event of the server; called from the server's thread."""
         with self._lock:
             if kind == "registered":
-                self._names[said["id"]] = said["name"]
-            elif kind == "left" and said["name"] in self._inside:
-                self._inside.remove(said["name"])
-                self.finished = self.finished or said["text"] == FINISHED
+                self._names[event["id"]] = event["name"]
+            elif kind == "left" and event["name"] in self._inside:
+                self._inside.remove(event["name"])
+                self.finished = self.finished or event["text"] == FINISHED
             elif kind == "generation":
-                self._inside = {self._names[id] for id in said["workers"]}
-                new = said["fresh"] if len(said["fresh"]) < len(said["workers"]) else []
+                self._inside = {self._names[id] for id in event["workers"]}
+                new = event["fresh"] if len(event["fresh"]) < len(event["workers"]) else []
                 self._fresh = {self._names[id]: concurrency.monotonic() + TAKING_S for id in new}
             elif kind == "finished":
                 self.finished = True
 
 
 def worker_name(number: int, starter: str | None = None) -> str:
-    """A worker's name in the fleet: its computer, or who else numbers the workers, and its number there."""
+    """Return a worker's name in the fleet: its computer's name, or the ``starter``, and its number there."""
     return f"{starter or socket.gethostname()}/{number}"
 
 
 def number_of(name: str, starter: str | None = None) -> int | None:
-    """The number of a worker of this computer, or of this ``starter``; None for others."""
+    """Return the number of a worker of this computer, or of this ``starter``; None for others."""
     host, _, number = name.rpartition("/")
     mine = host == (starter or socket.gethostname())
     return int(number) if mine and number.isascii() and number.isdigit() else None
@@ -172,9 +175,9 @@ def number_of(name: str, starter: str | None = None) -> int | None:
 class WorkerNumbers:
     """The numbers that this launcher holds in the fleet whose roster listens on ``port``.
 
-    A number is held by binding a name in Linux's abstract namespace of sockets: nothing is left on the disk, and it is
-    free again when the launcher ends, whatever it ends of. Elsewhere every number counts as free, and the roster
-    refuses the second worker of a name.
+    A number is held by binding a name in Linux's abstract socket namespace: nothing is left on the disk, and the number
+    is free again however the launcher ends. On other systems every number counts as free, and the roster refuses a
+    second worker with the same name.
     """
 
     def __init__(self, port: int) -> None:
@@ -182,7 +185,7 @@ class WorkerNumbers:
         self._held: dict[int, socket.socket | None] = {}
 
     def acquire(self, lowest: int = 0) -> int:
-        """The lowest number from ``lowest`` on that nobody holds; it is this launcher's until `close`."""
+        """Return the lowest free number from ``lowest`` on, and hold it until `close`."""
         return next(number for number in count(lowest) if number not in self._held and self._bind(number))
 
     def close(self) -> None:

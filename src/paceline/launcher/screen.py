@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LogFollower:
-    """Hands the events of a run's log to ``take`` as they are written, on a thread, from `start` to `close`."""
+    """A thread that passes the events of a run's log to ``take`` as they are written, from `start` to `close`."""
 
     def __init__(self, run_dir: Path, take: Callable[[Iterator[Event]], None], *, poll_s: float = 0.1) -> None:
         self._run_dir, self._take, self._poll_s = run_dir, take, poll_s
@@ -39,10 +39,10 @@ class LogFollower:
 
 
 class Screen:
-    """Prints, and shows the run in ``run_dir`` as its log grows; of the latter the warnings alone when ``quiet``.
+    """The launcher's output: printed lines, and the run in ``run_dir`` as its log grows (warnings only if ``quiet``).
 
-    On a terminal the live view takes over sys.stdout and sys.stderr, so that lines printed meanwhile appear above it;
-    that is why they are looked up for every line.
+    On a terminal the live view replaces sys.stdout and sys.stderr, so that lines printed meanwhile appear above it.
+    Therefore both are looked up for every line.
     """
 
     def __init__(self, run_dir: Path, *, quiet: bool = False) -> None:
@@ -65,18 +65,19 @@ class Screen:
         self._write(sys.stderr, text)
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Print a line of the launcher's own."""
         self.err(f"paceline: {text}\n")
 
     def note(self, text: str) -> None:
-        """A line of the launcher's own that a quiet run does without."""
+        """Print a line of the launcher's own, unless the run is quiet."""
         if not self._quiet:
             self.say(text)
 
     def close(self, end: tuple[str, str] | None = None) -> RunLog | None:
-        """End the view and print the verdict; returns the run's log, None when the script never joined a fleet.
+        """End the view, print the verdict, and return the run's log; None when the script never joined a fleet.
 
-        ``end``: how the run ended (reason, text), for the log, unless a worker has told it there."""
+        ``end`` is how the run ended (reason, text). It is logged unless a worker has logged the end already.
+        """
         from paceline.observe import read_log, verdict
         from paceline.observe.log.writer import EventLog
         from paceline.observe.words.numbers import wrapped
@@ -106,7 +107,7 @@ class Screen:
         try:
             for event in events:
                 if event.get("event") == "end" and event.get("reason") == "error":
-                    continue  # the launcher says it, once
+                    continue  # the launcher prints it, once
                 view = view or (WarningsView(sys.stderr) if self._quiet else make_view(sys.stderr))
                 view.show(event)
         finally:
@@ -127,11 +128,11 @@ class Screen:
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            _silence(stream)  # the terminal is gone: whether that ends the run is for SIGHUP to say, or nohup
+            _silence(stream)  # the terminal is gone: SIGHUP ends the run, unless nohup ignores it
 
 
 def _silence(stream: TextIO) -> None:
-    """Point the stream to nowhere: Python would complain about it once more when it ends."""
+    """Redirect the stream to the null device: else Python reports the broken stream once more when it ends."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -147,5 +148,5 @@ def remove_empty(run_dir: Path) -> None:
 
 
 def short_path(path: Path) -> str:
-    """As seen from the current folder, if it lies there."""
+    """Return the path relative to the current folder, if it lies there, else unchanged."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,7 +1,7 @@
-"""A run's token and its address: who may join, and where.
+"""A run's token and address, with which others join it.
 
-The token is better given as the variable PACELINE_TOKEN or in a file than as an option: every user of a computer can
-read the options of its processes, and only the owner their environment.
+The token is given as the variable PACELINE_TOKEN or in a file, and not as an option: every user of a computer can read
+the options of its processes, but only the owner their environment.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ SHORTEST = 8
 LONGEST = 1024
 
 
-def own_token(token: str | None, file: Path | None) -> str:
-    """The token of a roster started here: as given, else a new one. A file that is not there yet is made with it."""
-    if file is not None and token is None and not file.exists():
+def own_token(file: Path | None) -> str:
+    """Return the token of a roster started here, as given or new; a ``file`` that does not exist yet is written."""
+    if file is not None and not file.exists():
         made = secrets.token_urlsafe(24)
         _write(file, made)
         return made
-    return _given(token, file) or secrets.token_urlsafe(24)
+    return _given(file) or secrets.token_urlsafe(24)
 
 
-def their_token(token: str | None, file: Path | None) -> str:
-    """The token of a roster elsewhere; it must be given."""
-    found = _given(token, file)
+def their_token(file: Path | None) -> str:
+    """Return the token of a remote roster; raise ValueError unless it was given."""
+    found = _given(file)
     if found is None:
         raise ValueError(
             "joining a fleet needs its token, which its launcher printed: set PACELINE_TOKEN, or give --token-file"
@@ -36,16 +36,17 @@ def their_token(token: str | None, file: Path | None) -> str:
     return found
 
 
-def _given(token: str | None, file: Path | None) -> str | None:
-    if token is not None and file is not None:
-        raise ValueError("give --token or --token-file, not both")
+def read_token(file: Path) -> str:
+    """Return the token in a file; raise ValueError when there is none."""
+    try:
+        return _checked(file.read_text(encoding="utf-8").strip(), f"the file {file}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the token cannot be read from {file} ({error})") from None
+
+
+def _given(file: Path | None) -> str | None:
     if file is not None:
-        try:
-            return _checked(file.read_text(encoding="utf-8").strip(), f"the file {file}")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"the token cannot be read from {file} ({error})") from None
-    if token is not None:
-        return _checked(token, "--token")
+        return read_token(file)
     if (variable := os.environ.get("PACELINE_TOKEN")) is not None:
         return _checked(variable, "PACELINE_TOKEN")
     return None
@@ -67,7 +68,7 @@ def _write(file: Path, token: str) -> None:
 
 
 def check_host(host: str) -> str:
-    """``host`` if this computer can be listened on there."""
+    """Return ``host`` if this computer can listen on that address; raise ValueError otherwise."""
     try:
         for family, kind, proto, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with socket.socket(family, kind, proto) as probe:
@@ -85,26 +86,27 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 
-def printable(token: str, *, option: str | None, file: Path | None) -> str:
-    """The token as a shell reads it in the lines that are printed: what is kept in a file or in the variable is not
-    written out, for what a launcher prints ends up in logs.
+def printable(token: str, *, file: Path | None) -> str:
+    """Return the token as a shell expression, for the lines that are printed.
 
-    >>> printable("s3cret-token", option=None, file=Path("token"))
+    A token in a file or in the variable is not written out, because a launcher's output ends up in logs.
+
+    >>> printable("s3cret-token", file=Path("token"))
     '"$(cat token)"'
     """
     if file is not None:
         return f'"$(cat {shlex.quote(str(file))})"'
-    if option is None and "PACELINE_TOKEN" in os.environ:
+    if "PACELINE_TOKEN" in os.environ:
         return '"$PACELINE_TOKEN"'
     return shlex.quote(token)
 
 
 def join_line(address: str, token: str, script: Sequence[str]) -> str:
-    """The command that joins a fleet; ``token`` as `printable` gives it."""
+    """Return the command that joins a fleet; ``token`` is a result of `printable`."""
     return f"PACELINE_TOKEN={token} paceline run --join {address} {shlex.join(script)}"
 
 
 def invitation(address: str, token: str, script: Sequence[str], *, loopback: bool) -> str:
-    """How others join, in one line; who can is said too."""
+    """Return one line that shows how, and from where, others can join."""
     who = "this computer (--host opens it to others)" if loopback else "another machine"
     return f"to join from {who}: {join_line(address, token, script)}"

@@ -1,6 +1,6 @@
-"""Emulated machines: a worker that takes as long as a slower machine would, for experiments on one computer.
+"""Emulated machines, which make a worker as slow as another machine, for experiments on one computer.
 
-Nothing is emulated unless it is asked for, with ``paceline run --emulate`` or the variable PACELINE_EMULATE.
+Nothing is emulated unless the user asks for it, with ``paceline run --emulate`` or the variable PACELINE_EMULATE.
 
 >>> slow = parse_fleet("1,4", sample_ms=2.0)[1]
 >>> slow.seconds(step=0, samples=10)
@@ -19,14 +19,14 @@ from paceline.machines.trace import Trace, read_trace
 __all__ = ["SAMPLE_MS", "Machine", "Trace", "from_env", "parse_fleet", "read_trace"]
 
 SAMPLE_MS = 2.0
-"""Milliseconds a sample that the reference machine takes when PACELINE_SAMPLE_MS does not say."""
+"""Default milliseconds per sample of the reference machine, without PACELINE_SAMPLE_MS."""
 
 
 def from_env(rank: int, *, around: bool = False) -> Machine | None:
-    """The machine that worker ``rank`` should play, as PACELINE_EMULATE, PACELINE_SAMPLE_MS and PACELINE_SEED say.
+    """Return the machine that worker ``rank`` emulates, from PACELINE_EMULATE, PACELINE_SAMPLE_MS and PACELINE_SEED.
 
-    In a fleet whose workers come and go (``around``) there may be more workers than machines: the list then begins
-    again, with jitter of the worker's own.
+    An elastic fleet (``around``) may have more workers than machines: the list then begins again, with the worker's own
+    jitter.
     """
     text = os.environ.get("PACELINE_EMULATE", "").strip()
     if not text:

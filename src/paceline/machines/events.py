@@ -1,14 +1,14 @@
-"""What happens to real processes at a given step, as ``--failures`` writes it for fleets that come and go.
+"""Events that hit real processes at a given step, as ``--failures`` writes them for elastic fleets.
 
 Entries are separated by commas; one that holds an ``@`` is an event, any other is a random failure of averages
 (`paceline.machines.failures`)::
 
-    kill:WORKER@STEP[:stay]     kill -9 when the step has been logged; it starts again, or (stay) does not
-    freeze:WORKER@STEP:TIME     stopped (SIGSTOP) for so long, as 5s or 500ms
+    kill:WORKER@STEP[:stay]     kill -9 when the step has been logged; the worker is restarted, or (stay) is not
+    freeze:WORKER@STEP:TIME     stopped (SIGSTOP) for TIME, such as 5s or 500ms
     leave:WORKER@STEP           asked to leave (SIGTERM), as a spot machine is
     join@STEP                   a new worker is started
 
-WORKER is its number, or ``?`` for one at random among those that live then.
+WORKER is its number, or ``?`` for one at random among those that are alive then.
 
 >>> [event.text for event in parse_events("kill:2@30,join@80")]
 ['kill:2@30', 'join@80']
@@ -24,13 +24,13 @@ from typing import Literal, cast
 
 Action = Literal["kill", "freeze", "leave", "join"]
 
-FORMS = {
+EXAMPLES = {
     "kill": "kill:2@30 or kill:2@30:stay",
     "freeze": "freeze:1@50:5s",
     "leave": "leave:3@60",
     "join": "join@80",
 }
-"""An example of each, for errors."""
+"""An example of each action, for error messages."""
 
 ENTRY = re.compile(r"(?P<action>\w+)(?::(?P<worker>[^@:]*))?@(?P<step>[^:]*)(?::(?P<more>.*))?", re.ASCII)
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
@@ -38,12 +38,12 @@ UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
 
 @dataclass(frozen=True)
 class Event:
-    """One entry."""
+    """One event of ``--failures``."""
 
     action: Action
     step: int
     worker: int | None = None
-    """None: one at random (or, of a join, nobody)."""
+    """The worker's number; None for one at random, and for a join."""
     seconds: float = 0.0
     """How long a freeze lasts."""
     stays: bool = False
@@ -53,13 +53,13 @@ class Event:
 
 
 def split(text: str) -> tuple[str, str]:
-    """The random failures and the events in ``text``, each as text again."""
+    """Split ``text`` into its random failures and its events, each as text again."""
     entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
     return ",".join(e for e in entries if "@" not in e), ",".join(e for e in entries if "@" in e)
 
 
 def parse_events(text: str) -> tuple[Event, ...]:
-    """The events that ``text`` describes, by step; those of one step in the order they were written."""
+    """Return the events that ``text`` describes, sorted by step; within a step they keep their order."""
     entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
     return tuple(sorted((_event(entry) for entry in entries), key=lambda event: event.step))
 
@@ -67,8 +67,8 @@ def parse_events(text: str) -> tuple[Event, ...]:
 def _event(entry: str) -> Event:
     match = ENTRY.fullmatch(entry)
     action = match["action"] if match else re.split(r"[:@]", entry)[0]
-    if action not in FORMS:
-        raise ValueError(f"event {entry!r}: {action!r} is not known; write {', '.join(FORMS.values())}")
+    if action not in EXAMPLES:
+        raise ValueError(f"event {entry!r}: {action!r} is not known; write {', '.join(EXAMPLES.values())}")
     try:
         if match is None:
             raise ValueError("it cannot be understood")
@@ -81,7 +81,7 @@ def _event(entry: str) -> Event:
             text=entry,
         )
     except ValueError as error:
-        raise ValueError(f"event {entry!r}: {error}; write it as {FORMS[action]}") from None
+        raise ValueError(f"event {entry!r}: {error}; write it as {EXAMPLES[action]}") from None
 
 
 def _step(text: str) -> int:
@@ -119,7 +119,7 @@ def _stays(action: str, more: str | None) -> bool:
 
 
 def seconds(text: str) -> float:
-    """A duration above 0 as it is written on the command line.
+    """Return the seconds of a duration above 0, as it is written on the command line.
 
     >>> seconds("5s"), seconds("500ms"), seconds("1.5m")
     (5.0, 0.5, 90.0)

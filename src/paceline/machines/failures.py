@@ -1,19 +1,19 @@
-"""Failures to play: which worker's exchange fails in which round, as ``--failures`` writes it.
+"""Random failures of a worker's exchange, by round, as ``--failures`` writes them.
 
-Entries are separated by commas. Three kinds strike at random, seeded, each in bursts of whole rounds::
+Entries are separated by commas. Three kinds strike at random, seeded, each in bursts of complete rounds::
 
     lost:P[xROUNDS]              (A) the worker trains on, but its exchange is lost
     frozen:P[xROUNDS]            (B) the worker stands still, then goes on from where it was
     restart:P[xROUNDS][:stale]   (C) the worker is gone, then returns with its initial weights, or (stale) with those
                                  it had when it went; its optimiser starts anew
 
-P is the probability that a worker that is well falls into such a burst in a round; ROUNDS is its length, 1 when left
+P is the probability per round that such a burst begins for a worker that is well; ROUNDS is its length, 1 when left
 out. So ``lost:0.33`` loses a third of all exchanges, and ``restart:0.02x20`` takes a worker away for 20 rounds, on
 average 49 rounds after it came back.
 
-What happens to real processes at a given step, such as ``kill:2@30``, is an event (`paceline.machines.events`).
+An event such as ``kill:2@30`` hits a real process at a given step (`paceline.machines.events`).
 
-The same worker, round and seed always give the same answer, in whatever order they are asked for.
+The same worker, round and seed always give the same result, in whatever order they are queried.
 
 >>> failures = parse_failures("lost:0.33,restart:0.02x20", seed=7)
 >>> failures.describe()
@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -38,19 +38,19 @@ MOST_ROUNDS = 10**6
 
 @dataclass(frozen=True)
 class Trouble:
-    """How a worker fares in one round."""
+    """The effect of failures on one worker in one round."""
 
     trains: bool = True
     exchanges: bool = True
     returns_with: Literal["initial", "stale"] | None = None
-    """Set in the first round after a model C outage: the weights it starts this round with."""
+    """The weights with which the worker starts this round; set in the first round after an outage of kind C."""
 
 
 WELL = Trouble()
 
 
 class Failure(Protocol):
-    """One entry of ``--failures``: how a worker fares, by itself, in a round."""
+    """One entry of ``--failures``, and its effect on a worker in a round."""
 
     def describe(self) -> str: ...
 
@@ -59,22 +59,22 @@ class Failure(Protocol):
 
 @dataclass(frozen=True)
 class Outages:
-    """A worker's outages: well for a while (geometric, P a round), then out for ``rounds`` rounds, and so on."""
+    """A worker's outages: well for a while (geometric, P per round), then out for ``rounds`` rounds, and so on."""
 
     probability: float
     rounds: int
     key: tuple[int, ...]
-    """Seeds the draws: the run's seed and the entry's place in the list."""
+    """The seed of the draws: the run's seed and the entry's position in the list."""
     _found: dict[int, tuple[np.random.Generator, list[int]]] = field(default_factory=dict, repr=False, compare=False)
 
     def out_since(self, worker: int, round: int) -> int | None:
-        """The first round of the outage that covers ``round``, if any."""
+        """Return the first round of the outage that covers ``round``, if any."""
         starts = self._starts(worker, round)
-        place = bisect_right(starts, round) - 1
-        return starts[place] if place >= 0 and round < starts[place] + self.rounds else None
+        last = bisect_right(starts, round) - 1
+        return starts[last] if last >= 0 and round < starts[last] + self.rounds else None
 
     def just_over(self, worker: int, round: int) -> bool:
-        """Whether ``round`` is the first after an outage (and not the first of the next)."""
+        """Return whether ``round`` is the first after an outage (and not the first of the next)."""
         return round > 0 and self.out_since(worker, round) is None and self.out_since(worker, round - 1) is not None
 
     def _starts(self, worker: int, round: int) -> list[int]:
@@ -91,7 +91,7 @@ class Outages:
 
 @dataclass(frozen=True)
 class Lost:
-    """(A) The exchange is lost, the worker trains on."""
+    """Failure (A): the exchange is lost, the worker trains on."""
 
     outages: Outages
 
@@ -104,7 +104,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Frozen:
-    """(B) The worker stands still."""
+    """Failure (B): the worker stands still."""
 
     outages: Outages
 
@@ -117,7 +117,7 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Restart:
-    """(C) The worker is gone and returns with old weights."""
+    """Failure (C): the worker is gone and returns with old weights."""
 
     outages: Outages
     returns_with: Literal["initial", "stale"] = "initial"
@@ -135,7 +135,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Failures:
-    """All entries together: a worker trains and exchanges when every entry lets it."""
+    """All entries together: a worker trains and exchanges when every entry allows it."""
 
     entries: tuple[Failure, ...]
     seed: int
@@ -150,20 +150,20 @@ class Failures:
         )
 
     def describe(self) -> str:
-        """For the head of every result."""
+        """Return all failures in words, for the head of every result."""
         return (
             "; ".join([*(entry.describe() for entry in self.entries), f"seed {self.seed}"]) if self.entries else "none"
         )
 
 
 Parser = Callable[[str, tuple[int, ...]], Failure]
-"""From what stands after ``name:`` and the key of its draws to an entry."""
+"""Function that makes an entry from the text after ``name:`` and the key of its draws."""
 
 
 def parse_failures(text: str, *, seed: int = 0) -> Failures:
-    """What ``text`` describes; empty text describes no failures."""
+    """Return the failures that ``text`` describes; empty text describes none."""
     entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
-    return Failures(tuple(_entry(entry, (seed, place)) for place, entry in enumerate(entries)), seed)
+    return Failures(tuple(_entry(entry, (seed, number)) for number, entry in enumerate(entries)), seed)
 
 
 def _entry(entry: str, key: tuple[int, ...]) -> Failure:
@@ -222,14 +222,9 @@ def _restart(rest: str, key: tuple[int, ...]) -> Failure:
 
 
 PARSERS: dict[str, Parser] = {"lost": _lost, "frozen": _frozen, "restart": _restart}
-"""By name. What happens to processes at a given step is an event (`paceline.machines.events`)."""
+"""Parsers of the entries, by name; events at a given step are parsed in `paceline.machines.events`."""
 
 
 def _burst(outages: Outages) -> str:
     during = f" for {outages.rounds} rounds" if outages.rounds > 1 else ""
     return f"{during} with p {outages.probability:g}"
-
-
-def troubles(failures: Failures, *, workers: int, rounds: int) -> Sequence[Sequence[Trouble]]:
-    """Everybody's fate, round by round."""
-    return [[failures.at(worker=worker, round=number) for worker in range(workers)] for number in range(rounds)]

@@ -1,6 +1,6 @@
-"""How a fleet of emulated machines is written: ``1,1+50ms,2@40:8~0.2,4!16``, or the path of a recorded trace.
+"""The notation for a fleet of emulated machines: ``1,1+50ms,2@40:8~0.2,4!16``, or the path of a recorded trace.
 
-Machines are separated by commas, one for each worker in rank order::
+Machines are separated by commas, one per worker in rank order::
 
     FACTOR[+COST][@STEP:FACTOR[+COST]]...[~JITTER][!MEMORY]
 
@@ -21,7 +21,7 @@ from paceline.machines.machine import Changing, Machine, Recorded
 from paceline.machines.trace import read_trace
 
 MAX_JITTER = 3.0
-"""Beyond this a lognormal's mean rests on steps that never come."""
+"""Greatest jitter: beyond it a lognormal's mean depends on steps that practically never occur."""
 
 ENTRY = re.compile(
     r"(?P<factor>[^@~!]*)(?P<changes>(?:@[^@~!]*)*)(?:~(?P<jitter>[^@~!]*))?(?:!(?P<memory>[^@~!]*))?", re.ASCII
@@ -32,9 +32,9 @@ SHAPE = "FACTOR[+COST][@STEP:FACTOR[+COST]]...[~JITTER][!MEMORY]"
 
 
 def parse_fleet(text: str, *, sample_ms: float, seed: int = 0, workers: int | None = None) -> list[Machine]:
-    """The machines that ``text`` describes; ``sample_ms`` is the reference machine's milliseconds a sample.
+    """Return the machines that ``text`` describes; ``sample_ms`` is the reference machine's milliseconds per sample.
 
-    With ``workers``, exactly so many: a trace may have more columns (the first are used), a list may not.
+    With ``workers``, returns exactly that number: a trace may have more columns (the first are used), a list may not.
 
     >>> [machine.describe() for machine in parse_fleet("1+50ms,2@40:8~0.2", sample_ms=2.0)]
     ['1x slower, 50 ms a step', '2x slower, 8x from step 40, jitter 0.2']
@@ -52,7 +52,7 @@ def parse_fleet(text: str, *, sample_ms: float, seed: int = 0, workers: int | No
 
 
 def is_trace(text: str) -> bool:
-    """Whether ``text`` is the path of a trace and not a list of machines."""
+    """Return whether ``text`` is the path of a trace and not a list of machines."""
     path, _ = _path_and_cost(text)
     return "/" in path or "\\" in path or path.lower().endswith(".csv")
 
@@ -106,7 +106,7 @@ def _changing(factor: str, changes: str) -> Changing:
         if not colon:
             raise ValueError(f"'@{change}' should read @STEP:FACTOR, such as @40:8")
         slowness, cost = _split(factor)
-        steps.append(_whole("a step", step))
+        steps.append(_whole_number("a step", step))
         factors.append(_factor(slowness))
         costs.append(costs[-1] if cost is None else _cost_s(cost))
         if steps[-1] <= steps[-2]:
@@ -115,7 +115,7 @@ def _changing(factor: str, changes: str) -> Changing:
 
 
 def _split(text: str) -> tuple[str, str | None]:
-    """A factor and its constant cost: 2+50ms; 1e+3 is a number."""
+    """Split a factor from its constant cost, as in 2+50ms; 1e+3 is a number."""
     if "+" not in text or _is_number(text):
         return text, None
     factor, _, cost = text.rpartition("+")
@@ -153,7 +153,7 @@ def _jitter(text: str | None) -> float:
 def _memory(text: str | None) -> int | None:
     if text is None:
         return None
-    memory = _whole("the memory after ! (samples in a micro-batch)", text)
+    memory = _whole_number("the memory after ! (samples in a micro-batch)", text)
     if memory < 1:
         raise ValueError("the memory after ! must hold at least 1 sample")
     return memory
@@ -176,7 +176,7 @@ def _number(what: str, text: str) -> float:
     return number
 
 
-def _whole(what: str, text: str) -> int:
+def _whole_number(what: str, text: str) -> int:
     if not re.fullmatch(r"\s*[0-9]+\s*", text):
         raise ValueError(f"{what} is a whole number from 0, not {text.strip()!r}")
     return int(text)

@@ -5,7 +5,7 @@ Every worker has a link of its own with this bandwidth and delay. Summing B byte
 
     seconds = 2 * delay + 2 * (n - 1) / n * B / bandwidth
 
-which no way of summing beats: what is emulated is the best the link could do.
+which no algorithm beats: the emulation shows the best that the link could do.
 
 >>> link = parse_link("100mbit,20ms")
 >>> round(link.seconds(1_000_000, workers=4), 3)
@@ -23,13 +23,13 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 @dataclass(frozen=True)
 class Link:
-    """A worker's link."""
+    """A worker's link to the network."""
 
     bits_per_s: float
     delay_s: float
 
     def seconds(self, data: int, *, workers: int) -> float:
-        """What a sum of so many bytes takes."""
+        """Return the seconds of a sum of ``data`` bytes over ``workers`` workers."""
         if workers < 2:
             return 0.0
         return 2 * self.delay_s + 2 * (workers - 1) / workers * 8 * data / self.bits_per_s
@@ -39,7 +39,7 @@ class Link:
 
 
 def parse_link(text: str) -> Link:
-    """``100mbit,30ms``: bandwidth (kbit, mbit or gbit a second) and one-way delay."""
+    """Parse a bandwidth (kbit, mbit or gbit per second) and a one-way delay, such as ``100mbit,30ms``."""
     found = re.fullmatch(r"\s*([\d.]+)\s*(kbit|mbit|gbit)\s*,\s*([\d.]+)\s*ms\s*", text.lower())
     try:
         if found is None:
@@ -53,6 +53,6 @@ def parse_link(text: str) -> Link:
 
 
 def link_from_env() -> Link | None:
-    """The link that PACELINE_NETWORK asks to emulate."""
+    """Return the link that PACELINE_NETWORK asks to emulate, if any."""
     text = os.environ.get("PACELINE_NETWORK", "")
     return parse_link(text) if text else None

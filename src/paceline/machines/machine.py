@@ -1,4 +1,4 @@
-"""One emulated machine: how long it takes for so many samples, and the sleep that makes a worker take so long.
+"""One emulated machine: the time that it takes for its samples, and the sleep that makes a worker take that time.
 
 The time of a step's samples is::
 
@@ -23,12 +23,15 @@ from typing import Protocol
 from paceline import concurrency
 
 CARRY_S = 0.05
-"""The most oversleeping that later pads make up for. What goes beyond it (the process was stopped, the host was
-overloaded) is a shortfall: catching up would make the machine look fast for a while."""
+"""The most oversleeping that later pads make up for.
+
+Anything beyond (the process was stopped, the host was overloaded) is a shortfall: catching up would make the machine
+look fast for a while.
+"""
 
 
 class Slowness(Protocol):
-    """How many times slower than the reference a machine is, step by step, and its constant cost of a step."""
+    """A machine's slowness against the reference machine, and its constant cost, step by step."""
 
     def factor(self, step: int) -> float: ...
 
@@ -39,8 +42,10 @@ class Slowness(Protocol):
 
 @dataclass(frozen=True)
 class Changing:
-    """A factor and a cost that change at given steps: ``factors[i]`` and ``costs_s[i]`` hold from ``steps[i]`` on;
-    ``steps[0]`` is 0."""
+    """A factor and a cost that change at given steps.
+
+    ``factors[i]`` and ``costs_s[i]`` hold from ``steps[i]`` on; ``steps[0]`` is 0.
+    """
 
     steps: tuple[int, ...]
     factors: tuple[float, ...]
@@ -65,7 +70,7 @@ class Changing:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A factor for every recorded step; after the last, the record begins again. ``constant_s`` is the cost of each."""
+    """A factor per recorded step, repeated after the last one, and the constant cost of each step."""
 
     factors: tuple[float, ...]
     source: str
@@ -89,7 +94,7 @@ class Machine:
     slowness: Slowness
     rank: int
     sample_s: float
-    """Seconds a sample on the reference machine."""
+    """Seconds per sample on the reference machine."""
     jitter: float = 0.0
     """Sigma of the lognormal jitter from step to step."""
     memory_samples: int | None = None
@@ -98,16 +103,18 @@ class Machine:
     _ahead_s: float = field(default=0.0, init=False, repr=False, compare=False)
 
     def seconds(self, step: int, samples: int, *, begins: bool = True) -> float:
-        """What this machine takes for ``samples`` samples at step ``step``: nothing for none. ``begins``: they are its
-        first in this step, so the step's constant cost is in it."""
+        """Return the seconds that this machine takes for ``samples`` samples at step ``step``; 0 for none.
+
+        With ``begins`` the samples are its first in this step, so the step's constant cost is included.
+        """
         cost_s = self.slowness.cost_s(step) if begins and samples else 0.0
         return cost_s + samples * self.sample_s * self.slowness.factor(step) * self._jitter(step)
 
     def pad(self, step: int, samples: int, started: float, *, begins: bool = True) -> float:
         """Sleep until ``started + seconds(step, samples, begins=begins)`` on the clock of `concurrency.perf_counter`.
 
-        Every sleep lasts a little too long. What one oversleeps, the next sleep is shorter by, so that the average is
-        right. Returns the seconds by which the host was too slow to play this machine, else 0.
+        Every sleep lasts a little too long; the next sleep is shorter by the excess, so that the average is right.
+        Returns the seconds by which the host was too slow to emulate this machine, else 0.
         """
         owed = self._ahead_s
         due = started + self.seconds(step, samples, begins=begins) - owed
@@ -131,7 +138,7 @@ class Machine:
             )
 
     def describe(self) -> str:
-        """One line for the log and the view, such as ``2x slower, 8x from step 40, jitter 0.2``."""
+        """Return one line for the log and the view, such as ``2x slower, 8x from step 40, jitter 0.2``."""
         jitter = [f"jitter {self.jitter:g}"] if self.jitter else []
         memory = [f"memory for {self.memory_samples} samples"] if self.memory_samples is not None else []
         return ", ".join([self.slowness.describe(), *jitter, *memory])
@@ -147,7 +154,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _standard_normal(seed: int, rank: int, step: int) -> float:
-    """A normal number that is the same everywhere and in every version: from a hash, not a generator's state."""
+    """Return a normal number that is the same on every system and version, since it is drawn from a hash."""
     digest = blake2b(f"{seed}/{rank}/{step}".encode(), digest_size=8).digest()
     uniform = ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2**52  # strictly between 0 and 1
     return NormalDist().inv_cdf(uniform)

@@ -1,12 +1,12 @@
 """Recorded comings and goings of spot machines, played on a small fleet.
 
-A trace is a CSV file without a head, one event a row, in the order of time::
+A trace is a CSV file without a header, one event per row, in the order of time::
 
     milliseconds,add|remove,node
 
-`Market` plays it on a fleet with room for so many: a node that finds no room waits until another has gone, and the
-last worker that holds the training's state is spared until another has it too. Pure: the caller brings the time and
-does what is decided.
+`Market` plays it on a fleet with limited room: a node that finds no room waits until another has gone, and the last
+worker that holds the training's state is spared until another has it too. Nothing here waits or starts workers: the
+caller passes the time and carries out the decisions.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class Row:
     at_s: float
     """Seconds after the trace's beginning, as recorded."""
     adds: bool
-    """Whether the node comes; else it goes."""
+    """Whether the node comes; otherwise it goes."""
     node: str
 
 
 @dataclass(frozen=True)
 class SpotChange:
-    """What to do now."""
+    """A decision about one node."""
 
     what: Literal["add", "remove", "wait", "spare"]
-    """``wait``: there is no room for the node yet. ``spare``: it should go, but it is the last one."""
+    """The decision. ``wait``: there is no room for the node yet. ``spare``: it should go, but it is the last one."""
     node: str
 
 
 def read_spot(path: Path) -> tuple[Row, ...]:
-    """The events of a trace. Raises ValueError, with the line, for what cannot be understood."""
+    """Return the events of a trace; raise ValueError, with the line, for what cannot be understood."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = tuple(_rows(csv.reader(file)))
@@ -85,7 +85,7 @@ def _row(cells: list[str]) -> Row:
 
 
 class Market:
-    """Plays a trace, ``speed_up`` times as fast as it was recorded, with at most ``room`` nodes at once."""
+    """The player of a trace, ``speed_up`` times as fast as recorded, with at most ``room`` nodes at once."""
 
     def __init__(self, rows: Sequence[Row], *, room: int, speed_up: float = 1.0) -> None:
         if not (math.isfinite(speed_up) and speed_up > 0):
@@ -96,7 +96,7 @@ class Market:
         self._playing: list[str] = []
         self._waiting: list[str] = []
         self._owed: list[str] = []
-        """Those that were spared and go when another can stay."""
+        """Nodes that were spared, and go once another worker holds the training's state."""
 
     @property
     def begins_s(self) -> float:
@@ -109,7 +109,10 @@ class Market:
         return bool(self._waiting) or any(row.adds for row in self._rows[self._next :])
 
     def changes(self, elapsed_s: float, *, inside: Set[str]) -> list[SpotChange]:
-        """What to do at ``elapsed_s``, in order; ``inside`` are the nodes whose workers hold the training's state."""
+        """Return the decisions due at ``elapsed_s``, in order.
+
+        ``inside`` holds the nodes whose workers have the training's state.
+        """
         made: list[SpotChange] = []
         staying = set(inside)
         for node in [*self._owed]:

@@ -1,6 +1,6 @@
 """Recorded traces: the seconds that each worker of a real job took in each step, for equal shares.
 
-The file is CSV: the first column is the step's number, then one column a worker; a header line is optional. Steps are
+The file is CSV: the first column is the step's number, then one column per worker; a header line is optional. Steps are
 often recorded in blocks, so their numbers jump; a jump is an ordinary next step.
 """
 
@@ -21,29 +21,29 @@ Row = tuple[int, list[str]]
 
 @dataclass(frozen=True)
 class Trace:
-    """Seconds of own compute, one row a recorded step, one column a worker."""
+    """Seconds of own compute, with one row per recorded step and one column per worker."""
 
     steps: tuple[int, ...]
     workers: tuple[str, ...]
     seconds: npt.NDArray[np.float64]
 
     def factors(self) -> npt.NDArray[np.float64]:
-        """How many times slower than the trace's median: ``seconds / median(seconds)``."""
+        """Return the slowness against the trace's median: ``seconds / median(seconds)``."""
         return np.asarray(self.seconds / np.median(self.seconds), dtype=np.float64)
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace; a file that is not one raises a ValueError that names the line and the column."""
+    """Read a trace; raise ValueError, with the line and the column, for a file that is not one."""
     rows = _rows(path)
     named = bool(rows) and not _is_number(rows[0][1][0])
     header = rows[0][1] if named else []
     body = rows[1:] if named else rows
     if not body:
-        raise ValueError(f"{path} holds no steps: a trace has a line a step, its number and then seconds a worker")
+        raise ValueError(f"{path} holds no steps: a trace has one line per step: its number, then seconds per worker")
     width = len(header) or len(body[0][1])
     if width < 2:
         raise ValueError(
-            f"{path}, line {rows[0][0]}: no workers; a trace has the step's number, then a column a worker"
+            f"{path}, line {rows[0][0]}: no workers; a trace has the step's number, then one column per worker"
         )
     for line, cells in body:
         if len(cells) != width:

@@ -1,20 +1,29 @@
-"""Who does how many samples, until when: the pacers, and `make` to get one by name. Pure: no clock, no I/O, no torch.
+"""The pacers: how many samples each worker does, and until when; `make` gets one by name.
 
-Each pace is one file and one line here; what others need to know of it stands on its class (`Traits`).
+Pure: no clock, no I/O, no torch.
+
+Each pace is one file and one line here; what others need to know of it stands on its class (`Pacer`). The cut-off is a
+plug-in (`paceline.research`), imported when it is asked for.
 """
 
 from __future__ import annotations
 
 from paceline.pace.adaptive import Adaptive
 from paceline.pace.auto import Auto
-from paceline.pace.base import Ask, Pacer, deadlines_needed, may_set_deadlines
-from paceline.pace.cutoff import Cutoff
 from paceline.pace.epoch import Epoch
 from paceline.pace.equal import Equal
 from paceline.pace.fixed import Fixed
 from paceline.pace.joint import Joint
-from paceline.pace.registry import baseline, make, register, registered, traits_of
-from paceline.pace.traits import Simulated, Traits
+from paceline.pace.pacer import (
+    Ask,
+    MinimalPacer,
+    Pacer,
+    Simulated,
+    Traits,
+    deadlines_needed,
+    may_set_deadlines,
+)
+from paceline.pace.registry import PACES, baseline, make, register, registered, traits_of
 
 __all__ = [
     "DEFAULT",
@@ -22,11 +31,11 @@ __all__ = [
     "Adaptive",
     "Ask",
     "Auto",
-    "Cutoff",
     "Epoch",
     "Equal",
     "Fixed",
     "Joint",
+    "MinimalPacer",
     "Pacer",
     "Simulated",
     "Traits",
@@ -37,6 +46,7 @@ __all__ = [
     "register",
     "registered",
     "traits_of",
+    "with_a_sample_for_each",
 ]
 
 DEFAULT = Auto.name
@@ -44,10 +54,16 @@ DEFAULT = Auto.name
 WAITING = Adaptive.name
 """What reports advise where waiting for everybody is faster."""
 
+
+def with_a_sample_for_each() -> Pacer:
+    """Return a pacer whose shares follow the speeds, with at least one sample per worker and no deadlines."""
+    return Adaptive(minimum=1)
+
+
 register(Equal)
 register(Fixed)
 register(Epoch)
 register(Adaptive)
-register(Cutoff)
+PACES.plug_in("cutoff", "paceline.research.cutoff")
 register(Joint)
 register(Auto)

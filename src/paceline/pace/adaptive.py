@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.pace.base import Ask
 from paceline.pace.cost import Belief
 from paceline.pace.forecasting import Forecasting, by_identity, caps, floors, made_to_hold
+from paceline.pace.pacer import Ask, Traits
 from paceline.pace.probing import Probes
 from paceline.pace.shares import Ints, fill, level
-from paceline.pace.traits import Traits
 from paceline.records import Plan, StepRecord
 
 PROBED_PART = 8
-"""At most one in so many units of a step goes to workers that are only tried."""
+"""One in this many units of a step, at most, goes to workers that are only tried."""
 
 
 class Adaptive(Forecasting):
@@ -28,15 +27,15 @@ class Adaptive(Forecasting):
     the members changed. So shares rest while there is nothing to gain, whatever the lag between plan and record, and a
     plan for the short tail of an epoch is just another total put to the same belief.
 
-    ``minimum`` and ``maximum`` bound the shares in samples (one number, or one a worker); ``minimum=0`` lets a worker
+    ``minimum`` and ``maximum`` bound the shares in samples (one number, or one per worker); ``minimum=0`` lets a worker
     too slow to help sit out. ``probe`` is the fraction of time that may be spent on trying such workers again.
 
     In a fleet whose members change, the i-th bound is that of worker i, and one beyond the list has the loosest of
-    them; where so many have left that the maximums hold less than the step, they are raised in proportion.
+    them; where the maximums of those that are left hold less than the step, they are raised in proportion.
     """
 
     name = "adaptive"
-    """As in ``pace=``, the log and checkpoints."""
+    """Name in ``pace=``, the log and checkpoints."""
     traits = Traits(follows_speed=True, if_stalled="joint")
     """What reports and the simulator need to know of it."""
 
@@ -71,11 +70,11 @@ class Adaptive(Forecasting):
                 )
 
     def floors(self, ask: Ask) -> Ints:
-        """Everybody's minimum in samples, as far as the step holds them."""
+        """Return everybody's minimum in samples, as far as the step holds them."""
         return floors(ask, _bounds_of(self.minimum, ask.workers, min))
 
     def caps(self, ask: Ask) -> Ints | None:
-        """Everybody's maximum in samples; None when there is none."""
+        """Return everybody's maximum in samples; None when there is none."""
         high = caps(ask, None if self.maximum is None else _bounds_of(self.maximum, ask.workers, max))
         return made_to_hold(high, ask) if high is not None and self._costs.misses(ask.workers) else high
 
@@ -91,7 +90,7 @@ class Adaptive(Forecasting):
             self._held = present
 
     def plan(self, ask: Ask) -> Plan:
-        """The shares with which all are expected to finish together."""
+        """Return the shares with which all are expected to finish together."""
         belief = self._belief(ask.workers)
         low, high = self.floors(ask), self.caps(ask)
         high = _within(belief.most, ask, low, high)
@@ -108,15 +107,18 @@ class Adaptive(Forecasting):
         return self._costs.belief(workers)
 
     def _gains(self, held: Belief | None, present: Belief) -> bool:
-        """Whether shares by the present belief beat those by the held one by more than the dead-band."""
+        """Return whether shares by the present belief beat those by the held one by more than the dead-band."""
         assert held is not None
         kept, _ = _split(held, self._total)
         _, best_s = _split(present, self._total)
         return best_s < float(present.seconds(kept).max()) * (1 - self.dead_band)
 
     def _tried(self, ask: Ask, belief: Belief, shares: Ints, low: Ints, high: Ints | None) -> NDArray[np.bool_]:
-        """Workers that would sit out, one unit each: those about whom one measurement alone says so, and those whose
-        turn to be tried again has come."""
+        """Return who is to be tried, one unit each, of those that would sit out.
+
+        These are the workers about whom a single measurement decided that, and those whose turn to be tried again has
+        come.
+        """
         tried = np.zeros(len(shares), dtype=np.bool_)
         idle = shares == 0 if high is None else (shares == 0) & (high >= ask.unit)
         if not idle.any() or ask.total < self._total:
@@ -154,7 +156,7 @@ def _bound(name: str, bound: int | Sequence[int]) -> int | tuple[int, ...]:
 
 
 def _crossed(minimum: int | tuple[int, ...], maximum: int | tuple[int, ...]) -> bool:
-    """Whether anybody's minimum is above its maximum."""
+    """Return whether anybody's minimum is above its maximum."""
     named = max(len(bound) if isinstance(bound, tuple) else 1 for bound in (minimum, maximum))
     workers = tuple(range(named))
     return bool(np.any(_bounds_of(minimum, workers, min) > _bounds_of(maximum, workers, max)))
@@ -163,8 +165,9 @@ def _crossed(minimum: int | tuple[int, ...], maximum: int | tuple[int, ...]) -> 
 def _bounds_of(
     bound: int | tuple[int, ...], workers: tuple[int, ...], loosest: Callable[[tuple[int, ...]], int]
 ) -> Ints:
-    each = [bound] * len(workers) if isinstance(bound, int) else by_identity(bound, workers, beyond=loosest(bound))
-    return np.array(each, dtype=np.int64)
+    if isinstance(bound, int):
+        return np.full(len(workers), bound, dtype=np.int64)
+    return np.array(by_identity(bound, workers, beyond=loosest(bound)), dtype=np.int64)
 
 
 def _fill(belief: Belief, ask: Ask, low: Ints, high: Ints | None) -> Ints:
@@ -172,14 +175,14 @@ def _fill(belief: Belief, ask: Ask, low: Ints, high: Ints | None) -> Ints:
 
 
 def _within(most: NDArray[np.float64], ask: Ask, low: Ints, high: Ints | None) -> Ints | None:
-    """The maximum, tightened to parts ``most`` of the step where everything still fits."""
+    """Return the maximum, tightened to parts ``most`` of the step where everything still fits."""
     units = np.ceil(most * (ask.total / ask.unit)).astype(np.int64)
     tight = np.maximum(units * ask.unit if high is None else np.minimum(units * ask.unit, high), low)
     return tight if int((tight // ask.unit).sum()) >= -(-ask.total // ask.unit) else high
 
 
 def _split(belief: Belief, total: int) -> tuple[NDArray[np.float64], float]:
-    """The best real-valued shares of ``total`` and the seconds they take."""
+    """Return the best real-valued shares of ``total`` and the seconds they take."""
     rate = 1 / belief.per_sample_s
     none = np.zeros_like(rate)
     best_s = level(belief.fixed_s, rate, total, none, none + total)

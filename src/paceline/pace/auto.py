@@ -3,53 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from paceline.pace.base import Ask
 from paceline.pace.forecast import Forecast
 from paceline.pace.gain import RATE, Gain
 from paceline.pace.joint import Joint
 from paceline.pace.ledger import Ledger
+from paceline.pace.pacer import Ask, PaceChange, Simulated, Traits
 from paceline.pace.reading import column
-from paceline.pace.traits import Simulated, Traits
 from paceline.records import Plan, StepRecord
 
 KEEP = 1 / 3
 """Deadlines end when they bring no more than this part of ``least_gain``."""
 EVIDENCE, FEW = 20, 8
-"""Steps judged before the first deadline, as many as the running means weigh, or so few that agree: no single slow step
-of a start decides."""
-
-
-@dataclass(frozen=True)
-class PaceChange:
-    """The pace began to plan deadlines, or no longer does: the log's ``pace`` event."""
-
-    step: int
-    """After this step's record."""
-    deadlines: bool
-    saves: float
-    """Of the time that waiting for everybody takes, what deadlines save, by the last steps."""
-    worker: int | None
-    """Who alone was waited for, for more than half of that time; None: several were, or deadlines ended."""
+"""Steps judged before the first deadline, as many as the running means weigh, or this few that agree: no single slow
+step of a start decides."""
 
 
 class Auto(Joint):
-    """`Adaptive` to the letter, until deadlines would have made the last steps faster by more than ``least_gain``; then
-    `Joint`, until they bring no more than a third of that.
+    """`Adaptive` to the letter, and `Joint` while deadlines pay.
+
+    Deadlines begin when they would have made the last steps faster by more than ``least_gain``, and end when they bring
+    no more than a third of that.
 
     Both are running means of what really happened (see `paceline.pace.gain`), of 20 steps at least or 8 that agree.
     Where rounds cannot have a deadline (averages, NCCL, a stream of data), it stays adaptive. ``forecast`` and the
-    other ``settings`` are those of `Joint`, ``adaptive`` among them. See docs/pace.md.
+    other ``settings`` are those of `Joint`, ``adaptive`` among them. See docs/shares-and-deadlines.md.
     """
 
     name = "auto"
-    """As in ``pace=``, the log and checkpoints."""
+    """Name in ``pace=``, the log and checkpoints."""
     does_without = True
-    """Where a step may have no deadline (`Ask.deadlines`), it plans none."""
+    """It plans no deadline where a step may have none (`Ask.deadlines`)."""
     traits = Traits(follows_speed=True)
     """What reports and the simulator need to know of it."""
 
@@ -57,12 +44,10 @@ class Auto(Joint):
         super().__init__(forecast, least_gain=least_gain, **settings)
         self._gain = Gain(least=least_gain, keep=KEEP * least_gain, steps=EVIDENCE, few=FEW)
         self._held = Ledger(alone_s=0.0)
-        self.change: PaceChange | None = None
-        """The last change between adaptive and joint that this object saw; None before the first."""
 
     @classmethod
     def simulated(cls, *, seed: int, forecast: Forecast | None = None) -> Sequence[Simulated]:
-        """The simulator's row: one."""
+        """Return the simulator's one row."""
         return [Simulated(cls.name, cls(seed=seed))]
 
     def observe(self, record: StepRecord) -> None:
@@ -75,7 +60,7 @@ class Auto(Joint):
             self.change = PaceChange(record.step, deadlines=not before, saves=1 - 1 / (1 + self.gain), worker=whom)
 
     def _note_last(self, record: StepRecord) -> None:
-        """By how much the last one came after the one before it: what it alone cost a step that waited."""
+        """Note by how much the last worker came after the one before it: what it alone cost a step that waited."""
         self._held.arrange(record.workers)
         alone_s = self._held["alone_s"]
         alone_s *= 1 - RATE
@@ -90,15 +75,15 @@ class Auto(Joint):
         return self._held.present[last] if 2 * alone_s[last] > alone_s.sum() else None
 
     def plan(self, ask: Ask) -> Plan:
-        """Adaptive's shares, or, where it pays and may be, larger ones and a deadline."""
+        """Return adaptive's shares or, where deadlines pay and may be, larger ones and a deadline."""
         return super().plan(ask) if ask.deadlines else self.adaptive.plan(ask)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has learned, as plain data."""
+        """Return what it has learned, as plain data."""
         return {**super().state_dict(), "held": self._held.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Know what another pacer of this kind knew."""
+        """Take over what another pacer of this kind had learned."""
         super().load_state_dict(state)
         self._held.load_state_dict(state["held"])
 

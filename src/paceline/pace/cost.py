@@ -43,17 +43,17 @@ LEAST_NOISE = 0.01
 NOISE_RATE = 0.1
 """Least weight of the newest residual in the running noise; more while there are few."""
 YOUNG = 4
-"""A belief from so few measurements still moves; plans follow it without a dead-band."""
+"""Measurements from which a belief still moves; plans follow it without a dead-band."""
 WANDER = 0.01
 """Relative random walk of a worker's speed in one step."""
 REGROW = 0.002
-"""The same for the part of the time that is fixed cost, until it is as uncertain as at first."""
+"""Random walk of the part of the time that is fixed cost, in one step, until it is as uncertain as at first."""
 MOST_FIXED = 0.98
 """Fixed cost never explains more than this part of a measured time: more samples always cost something."""
 NOISY = 0.12
 NOISY_FIXED = 0.5
-"""The same for a worker whose times scatter by more than `NOISY`: what looks like fixed cost may be chance there, and a
-plan that believed it would deal far too much."""
+"""The most that fixed cost explains for a worker whose times scatter by more than `NOISY`: it may be chance there, and
+a plan that believed it would deal far too much."""
 TELLING_MOVE = 0.05
 """Log of a share's change between two measurements that can tell fixed cost from speed. Smaller moves cannot: a worker
 that drifts faster is dealt a little more, its time stays as it was, and that looks like fixed cost."""
@@ -83,27 +83,29 @@ class Belief:
     the worker has just joined, so that it rests on the others' alone."""
 
     def seconds(self, samples: NDArray[Any]) -> Floats:
-        """``a + b * n``, and 0 for a worker without samples."""
+        """Return ``a + b * n``, and 0 for a worker without samples."""
         return np.where(samples > 0, self.fixed_s + self.per_sample_s * samples, 0.0)
 
 
 def measurements(record: StepRecord) -> tuple[Mask, Floats, Floats]:
-    """Who was measured in this step, its samples and its seconds; both 1 where nothing was."""
+    """Return who was measured in this step, its samples and its seconds; both 1 where nothing was."""
     count = len(record.workers)
     n = np.fromiter(record.samples, dtype=np.float64, count=count)
     t = np.fromiter(record.seconds, dtype=np.float64, count=count)
-    told: Mask = (n > 0) & (t > 0) & np.isfinite(t)
-    return told, np.where(told, n, 1.0), np.clip(np.where(told, t, 1.0), *SECONDS_RANGE)
+    measured: Mask = (n > 0) & (t > 0) & np.isfinite(t)
+    return measured, np.where(measured, n, 1.0), np.clip(np.where(measured, t, 1.0), *SECONDS_RANGE)
 
 
-def resized(sizes: tuple[int, ...], told: Mask, last: Floats) -> Mask:
-    """Whose micro-batches are of another size than before, of those measured: their earlier times say little.
-    ``sizes``: a record's `micro_size`, 0 while a worker looks for one; ``last``: those before, which become these."""
-    if len(sizes) != len(told):
-        return np.zeros(len(told), dtype=np.bool_)
-    now = np.fromiter(sizes, dtype=np.float64, count=len(told))
-    changed: Mask = told & ((now == 0) | (now != last))
-    _put(last, told, now)
+def resized(sizes: tuple[int, ...], measured: Mask, last: Floats) -> Mask:
+    """Return whose micro-batches, of those measured, have another size than before: their earlier times say little.
+
+    ``sizes``: a record's `micro_size`, 0 while a worker looks for one; ``last``: those before, which become these.
+    """
+    if len(sizes) != len(measured):
+        return np.zeros(len(measured), dtype=np.bool_)
+    now = np.fromiter(sizes, dtype=np.float64, count=len(measured))
+    changed: Mask = measured & ((now == 0) | (now != last))
+    _put(last, measured, now)
     return changed
 
 
@@ -133,20 +135,20 @@ class Costs:
         """
         book = self._ledger
         book.arrange(record.workers)
-        told, n, t = measurements(record)
-        self._forget(resized(record.micro_size, told, book["size"]))
-        first: Mask = told & (book["measured"] == 0)
+        measured, n, t = measurements(record)
+        self._forget(resized(record.micro_size, measured, book["size"]))
+        first: Mask = measured & (book["measured"] == 0)
         if first.any():
             self._begin(first, n, t)
-        jumped = self._follow(told & ~first, n, t)
-        book["measured"][:] += told
-        _put(book["share"], told, n)
-        _put(book["part"], told, n / max(1, sum(record.samples)))
-        young: Mask = told & (book["measured"] <= YOUNG)
+        jumped = self._follow(measured & ~first, n, t)
+        book["measured"][:] += measured
+        _put(book["share"], measured, n)
+        _put(book["part"], measured, n / max(1, sum(record.samples)))
+        young: Mask = measured & (book["measured"] <= YOUNG)
         return young | jumped
 
     def belief(self, workers: tuple[int, ...] | None = None) -> Belief:
-        """The belief about ``workers`` (those of the last record by default), in their order."""
+        """Return the belief about ``workers`` (those of the last record by default), in their order."""
         workers = self._ledger.present if workers is None else workers
         names = ("a", "b", "measured", "jumped", "part")
         a, b, measured, jumped, part = (self._ledger.look_up(name, workers) for name in names)
@@ -160,11 +162,11 @@ class Costs:
         return Belief(workers, a, b, known, most=most, doubtful=doubtful)
 
     def misses(self, workers: tuple[int, ...]) -> bool:
-        """Whether somebody who was once there is not among these."""
+        """Return whether somebody who was once there is not among these."""
         return self._ledger.misses(workers)
 
     def forecast_s(self, workers: tuple[int, ...], samples: NDArray[Any]) -> tuple[float, ...] | None:
-        """Seconds each worker should take; NaN for one never measured, None when nobody was."""
+        """Return the seconds each worker should take; NaN for one never measured, None when nobody was."""
         belief = self.belief(workers)
         if not belief.known.any():
             return None
@@ -177,7 +179,7 @@ class Costs:
         self._ledger.load_state_dict(state)
 
     def _prior(self) -> tuple[float, float]:
-        """A worker never measured is the median of those that were: those present, else those that left."""
+        """Return the costs of a worker never measured: the median of those present, else of those that left."""
         for column in (self._ledger.__getitem__, self._ledger.everybody):
             known = column("measured") > 0
             if known.any():
@@ -185,7 +187,7 @@ class Costs:
         return 0.0, 1.0
 
     def _begin(self, first: Mask, n: Floats, t: Floats) -> None:
-        """First measurements: scale the prior to meet the time; the ratio a/b stays open."""
+        """Take first measurements: scale the prior to meet the time; the ratio a/b stays open."""
         book, (a, b) = self._ledger, self._prior()
         fixed = a / (a + b * n) if (book["measured"] > 0).any() else np.full_like(t, PRIOR_FIXED)
         fixed = np.clip(fixed, 0.0, MOST_FIXED)
@@ -196,7 +198,7 @@ class Costs:
         self._loosen(first, n, t, speed=PRIOR_NOISE**2, ratio=PRIOR_SPREAD**2)
 
     def _forget(self, who: Mask) -> None:
-        """Their next measurement is a first one."""
+        """Let the next measurement of these workers be a first one."""
         if not who.any():
             return
         for name, value in (("measured", 0.0), ("last", 0.0), ("jumped", 0.0), ("noise", PRIOR_NOISE**2)):
@@ -210,7 +212,7 @@ class Costs:
         _put(self._ledger["bb"], who, self._ledger["bb"] + speed * b * b + ratio * (t / n) ** 2)
 
     def _follow(self, who: Mask, n: Floats, t: Floats) -> Mask:
-        """One step of the filter for workers measured before, or a jump where the time cannot be noise."""
+        """Make one step of the filter for workers measured before, or a jump where the time cannot be noise."""
         book = self._ledger
         a, b, noise = book["a"], book["b"], book["noise"]
         expected = np.where(who, a + b * n, t)
@@ -239,13 +241,13 @@ class Costs:
         return jump
 
     def _again(self, surprise: Floats) -> Mask:
-        """Whether this surprise and the last one point the same way, both beyond what noise does."""
+        """Return whether this surprise and the last one point the same way, both beyond what noise does."""
         last = self._ledger["last"]
         both = np.where(surprise * last > 0, np.minimum(np.abs(surprise), np.abs(last)), 0.0)
         return both > np.maximum(PAIR_LOG, PAIR_SIGMAS * np.sqrt(self._ledger["noise"]))
 
     def _correct(self, who: Mask, n: Floats, t: Floats, error: Floats, ga: Floats, gb: Floats, spread: Floats) -> None:
-        """The filter's correction with gains ``ga / spread`` and ``gb / spread``, kept where costs make sense."""
+        """Correct the costs with gains ``ga / spread`` and ``gb / spread``, kept where costs make sense."""
         book = self._ledger
         a, b = book["a"] + ga / spread * error, book["b"] + gb / spread * error
         expected = np.maximum(a + b * n, np.minimum(t, t - error) / 2)
@@ -258,7 +260,7 @@ class Costs:
         _put(book["ab"], who, np.clip(book["ab"] - ga * gb / spread, -np.sqrt(aa * bb), np.sqrt(aa * bb)))
 
     def _scale(self, who: Mask, by: Floats, ga: Floats, gb: Floats, spread: Floats) -> None:
-        """The filter's correction of the speed alone: a and b grow by the same part."""
+        """Correct the speed alone: a and b grow by the same part."""
         book = self._ledger
         for name, gain, other in (("aa", ga, ga), ("ab", ga, gb), ("bb", gb, gb)):
             _put(book[name], who, book[name] - gain * other / spread)
@@ -266,7 +268,7 @@ class Costs:
             _put(book[name], who, book[name] * (1 + by))
 
     def _rescale(self, who: Mask, n: Floats, t: Floats, ratio: Floats) -> None:
-        """A change of speed: scale a and b alike; the ratio keeps what was learned about it."""
+        """Follow a change of speed: scale a and b alike; the ratio keeps what was learned about it."""
         if not who.any():
             return
         for name in ("a", "b"):

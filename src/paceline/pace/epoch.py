@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline.pace.base import Ask
 from paceline.pace.cost import Floats, Mask, measurements, resized
 from paceline.pace.forecasting import Forecasting, caps, floors
 from paceline.pace.ledger import Ledger
+from paceline.pace.pacer import Ask, Traits
 from paceline.pace.shares import proportional
-from paceline.pace.traits import Traits
 from paceline.records import Plan, StepRecord
 
 
@@ -29,7 +28,7 @@ class Epoch(Forecasting):
     """
 
     name = "epoch"
-    """As in ``pace=``, the log and checkpoints."""
+    """Name in ``pace=``, the log and checkpoints."""
     traits = Traits(shown=False)
     """What reports and the simulator need to know of it."""
 
@@ -47,22 +46,22 @@ class Epoch(Forecasting):
             samples, seconds, speed = (book.everybody(name) for name in ("samples", "seconds", "speed"))
             speed[:] = _speed(samples, seconds, speed)
             samples[:] = seconds[:] = 0.0
-        told, done, seconds = measurements(record)
-        samples = _before_rounding(_weights(book["speed"]), told, done)
-        cold = told & (book["steps"] == 1) | resized(record.micro_size, told, book["size"])
+        measured, done, seconds = measurements(record)
+        samples = _before_rounding(_weights(book["speed"]), measured, done)
+        cold = measured & (book["steps"] == 1) | resized(record.micro_size, measured, book["size"])
         for name, values in (("samples", samples), ("seconds", seconds)):
             np.copyto(book[name], 0.0, where=cold)
-            book[name][:] += np.where(told, values, 0.0)
-        book["steps"][:] += told
+            book[name][:] += np.where(measured, values, 0.0)
+        book["steps"][:] += measured
 
     def plan(self, ask: Ask) -> Plan:
-        """Shares in proportion to the speeds of the epoch before."""
+        """Return shares in proportion to the speeds of the epoch before."""
         weights = _weights(self._speeds(ask))
         shares = proportional(weights, ask.total, unit=ask.unit, minimum=floors(ask), maximum=caps(ask))
         return self._answer(ask, shares)
 
     def _speeds(self, ask: Ask) -> Floats:
-        """Samples a second by the epoch before the asked one, whose first plan comes before its first record."""
+        """Return samples per second by the epoch before the asked one, which is planned before its first record."""
         samples, seconds, speed = (self._ledger.look_up(name, ask.workers) for name in ("samples", "seconds", "speed"))
         return speed if ask.epoch == self._epoch else _speed(samples, seconds, speed)
 
@@ -79,21 +78,23 @@ class Epoch(Forecasting):
 
 
 def _weights(speed: Floats) -> Floats:
-    """``p_i`` up to a factor: the speeds, and the median where nothing is known."""
+    """Return ``p_i`` up to a factor: the speeds, and the median where nothing is known."""
     known = speed > 0
     return np.where(known, speed, np.median(speed[known]) if known.any() else 1.0)
 
 
-def _before_rounding(weights: Floats, told: Mask, done: Floats) -> Floats:
-    """``p_i * total`` of those who worked, or what each did where that is not ``p_i * total`` rounded: a bound, a lost
-    worker or a round by the clock set the shares. Rounding moves a share by less than the unit they are multiples of.
+def _before_rounding(weights: Floats, measured: Mask, done: Floats) -> Floats:
+    """Return ``p_i * total`` of those who worked, or what each did where that is not ``p_i * total`` rounded.
+
+    Then a bound, a lost worker or a round by the clock set the shares. Rounding moves a share by less than the unit
+    they are multiples of.
     """
-    if not told.any():
+    if not measured.any():
         return done
-    worked, whole = np.where(told, weights, 0.0), done[told].astype(np.int64)
-    dealt = worked * (whole.sum() / worked.sum())
-    rounded = np.all(np.abs(dealt - done)[told] < np.gcd.reduce(whole))
-    return np.where(told & rounded, dealt, done)
+    worked, counts = np.where(measured, weights, 0.0), done[measured].astype(np.int64)
+    dealt = worked * (counts.sum() / worked.sum())
+    rounded = np.all(np.abs(dealt - done)[measured] < np.gcd.reduce(counts))
+    return np.where(measured & rounded, dealt, done)
 
 
 def _speed(samples: Floats, seconds: Floats, last: Floats) -> Floats:

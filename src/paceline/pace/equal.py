@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.pace.base import Ask
 from paceline.pace.forecasting import Forecasting, caps, floors
+from paceline.pace.pacer import Ask, Traits
 from paceline.pace.shares import proportional
-from paceline.pace.traits import Traits
 from paceline.records import Plan
 
 
@@ -19,12 +18,12 @@ class Equal(Forecasting):
     """
 
     name = "equal"
-    """As in ``pace=``, the log and checkpoints."""
+    """Name in ``pace=``, the log and checkpoints."""
     traits = Traits(equal_shares=True)
     """What reports and the simulator need to know of it."""
 
     def plan(self, ask: Ask) -> Plan:
-        """The same number of samples for everybody."""
+        """Return the same number of samples for everybody."""
         weights = np.ones(len(ask.workers))
         shares = proportional(weights, ask.total, unit=ask.unit, minimum=floors(ask), maximum=caps(ask))
         return self._answer(ask, shares)

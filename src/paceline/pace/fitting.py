@@ -28,14 +28,14 @@ RUNGS = (1.0, 0.75, 0.5, 0.25, 0.125)
 
 
 def ladder(micro_batch: int) -> tuple[int, ...]:
-    """Sizes to choose from, largest first: the whole micro-batch, 3/4, 1/2, 1/4 and 1/8 of it, at least 1 sample."""
+    """Return the sizes to choose from, largest first: all, 3/4, 1/2, 1/4 and 1/8 of the micro-batch, at least 1."""
     if micro_batch < 1:
         raise ValueError(f"a micro-batch has at least one sample, not {micro_batch}")
     return tuple(sorted({max(1, int(part * micro_batch)) for part in RUNGS}, reverse=True))
 
 
 def fit(time_left_s: float, seconds_per_sample: float, sizes: Sequence[int], *, margin: float = MARGIN) -> int:
-    """The largest of ``sizes`` with ``size * seconds_per_sample * (1 + margin) <= time_left_s``; 0 when none fits.
+    """Return the largest size with ``size * seconds_per_sample * (1 + margin) <= time_left_s``; 0 when none fits.
 
     An unknown pace (NaN, or not above 0) gives the smallest size: something must be tried to learn it.
     """
@@ -45,7 +45,7 @@ def fit(time_left_s: float, seconds_per_sample: float, sizes: Sequence[int], *, 
 def fit_all(
     time_left_s: ArrayLike, seconds_per_sample: ArrayLike, sizes: Sequence[int], *, margin: float = MARGIN
 ) -> NDArray[np.int64]:
-    """`fit` for many workers at once."""
+    """Return what `fit` does, for many workers at once."""
     rising = np.unique(np.array([0, *sizes], dtype=np.int64))
     if len(rising) < 2 or rising[0] < 0:
         raise ValueError(f"sizes are whole numbers of samples, at least one of them, not {list(sizes)}")
@@ -60,5 +60,5 @@ def fit_all(
 
 
 def recent_pace(paces: Sequence[float]) -> float:
-    """A worker's present seconds a sample: the median over its last micro-batches, which one stall cannot move."""
+    """Return a worker's present seconds per sample: the median over its last micro-batches, robust to one stall."""
     return median(paces[-RECENT:]) if paces else float("nan")

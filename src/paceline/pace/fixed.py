@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.pace.base import Ask
 from paceline.pace.forecasting import Forecasting, by_identity, caps, floors
+from paceline.pace.pacer import Ask, Simulated, Traits
 from paceline.pace.shares import proportional
-from paceline.pace.traits import Simulated, Traits
 from paceline.records import Plan
 
 
@@ -24,7 +23,7 @@ class Fixed(Forecasting):
     """
 
     name = "fixed"
-    """As in ``pace=``, the log and checkpoints."""
+    """Name in ``pace=``, the log and checkpoints."""
     traits = Traits(usage="fixed:1,1,2 (ratios of work, one a worker)")
     """What reports and the simulator need to know of it."""
 
@@ -39,7 +38,7 @@ class Fixed(Forecasting):
 
     @classmethod
     def from_text(cls, pace: str) -> Fixed:
-        """From ``pace=`` as it is written, ``fixed:1,1,2``."""
+        """Return the pacer for ``pace=`` as it is written, ``fixed:1,1,2``."""
         try:
             ratios = [float(ratio) for ratio in pace.strip().partition(":")[2].split(",")]
         except ValueError:
@@ -48,7 +47,7 @@ class Fixed(Forecasting):
 
     @classmethod
     def simulated(cls, **_: Any) -> Sequence[Simulated]:
-        """Not in the simulator's table: only who knows the machines can set ratios."""
+        """Return no rows for the simulator: only who knows the machines can set ratios."""
         return ()
 
     def check(self, workers: int) -> None:
@@ -57,7 +56,7 @@ class Fixed(Forecasting):
             raise ValueError(f"{len(self.ratios)} ratios for {workers} workers: give one for each")
 
     def plan(self, ask: Ask) -> Plan:
-        """Shares in the ratios that were set."""
+        """Return shares in the ratios that were set."""
         ratios = by_identity(self.ratios, ask.workers, beyond=sum(self.ratios) / len(self.ratios))
         weights = ratios if any(ratios) else [1.0] * len(ratios)
         shares = proportional(weights, ask.total, unit=ask.unit, minimum=floors(ask), maximum=caps(ask))

@@ -28,13 +28,13 @@ class More(NamedTuple):
     shares: tuple[int, ...]
     """Each worker's share of the whole step, never less than before."""
     seconds: float
-    """By which its deadline is moved."""
+    """Seconds by which its deadline is moved."""
     recall: bool = False
     """The free workers have nothing left: what stuck ones were dealt is to be dealt again instead."""
 
 
 def least_samples(part: float, batch: int) -> int:
-    """The fewest samples a step of this batch may count.
+    """Return the fewest samples a step of this batch may count.
 
     >>> least_samples(0.7, 128), least_samples(0.0, 128)
     (90, 0)
@@ -55,8 +55,9 @@ def more(
     smallest: int = 1,
     patience: float = 1.0,
 ) -> More | None:
-    """What a step gets that has counted less than ``least`` at its deadline, ``so_far_s`` after its start; None when
-    it may close, because enough is counted or because nobody can bring more.
+    """Return what a step gets that has counted less than ``least`` at its deadline, ``so_far_s`` after its start.
+
+    None when it may close, because enough is counted or because nobody can bring more.
 
     ``free``: workers that have nothing to do and would take more; ``busy``: those inside a micro-batch, who may be
     stuck. The rest have left. ``room``: samples that nobody was dealt yet. Nobody is dealt more in other than multiples

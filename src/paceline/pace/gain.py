@@ -1,6 +1,6 @@
 """Whether a deadline pays: what waiting for everybody costs, against all working until one deadline.
 
-Both are running means of seconds a sample, over steps:
+Both are running means of seconds per sample, over steps:
 
     waited    the step with adaptive's shares and nobody left out:  max_i t_i + overhead without a deadline
     together  the step with a deadline:  n / sum_i v_i, over the part of their time that workers are at work, + overhead
@@ -23,8 +23,9 @@ RATE = 0.05
 
 
 class Gain:
-    """On when waiting costs more than the fraction ``least`` over a deadline; off when it costs no more than ``keep``:
-    below ``least``, so that it does not flap.
+    """Whether deadlines pay: on when waiting costs more than the fraction ``least``, off when no more than ``keep``.
+
+    ``keep`` is below ``least``, so that it does not flap.
 
     Before the first time ``steps`` are judged, or ``few`` that agree: the mean of their gains, less two standard
     errors, is above ``least``.
@@ -53,7 +54,7 @@ class Gain:
         overhead_s: float = 0.0,
         may_end: bool = True,
     ) -> None:
-        """One step of so many samples, with or without a ``deadline``, and its own overhead.
+        """Learn from one step of ``samples`` samples, with or without a ``deadline``, and its own overhead.
 
         ``may_end``: nobody is stuck now, so waiting for everybody is safe.
         """
@@ -78,7 +79,7 @@ class Gain:
         return mean - 2 * error > self.least
 
     def _overheads(self, deadline: bool, overhead_s: float) -> tuple[float, float]:
-        """Running means without and with a deadline; the kind never met is taken for the other."""
+        """Return running means without and with a deadline; the kind never met is taken for the other."""
         last = self._overhead_s[deadline]
         self._overhead_s[deadline] = overhead_s if last is None else last + RATE * (overhead_s - last)
         without_s, with_s = (mean if mean is not None else overhead_s for mean in self._overhead_s)

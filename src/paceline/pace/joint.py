@@ -9,58 +9,56 @@ from typing import Any
 import numpy as np
 
 from paceline.pace.adaptive import Adaptive
-from paceline.pace.availability import Availability
-from paceline.pace.base import Ask
-from paceline.pace.cutoff import DRAWS
-from paceline.pace.deadline import solve
-from paceline.pace.forecast import Forecast, OrderStatistics, make
-from paceline.pace.forecast.base import Floats, Mask
+from paceline.pace.deadline import Availability, solve
+from paceline.pace.forecast import Floats, Forecast, Learner, Mask, make
 from paceline.pace.forecasting import floors
 from paceline.pace.gain import Gain
 from paceline.pace.ledger import Ledger
-from paceline.pace.reading import TYPICAL_RATE, Followed, column, steps_ahead
+from paceline.pace.pacer import Ask, Pacer, Simulated, Traits
+from paceline.pace.reading import DRAWS, TYPICAL_RATE, Followed, column, steps_ahead
 from paceline.pace.shares import Ints, proportional
-from paceline.pace.traits import Simulated, Traits
 from paceline.records import Plan, StepRecord
 
 GENEROUS = 1.25
 """Dealt over what a worker would do by the deadline at its best: nobody should run out of samples, and what stays
 undone costs nothing, for it stays in the worker's queue."""
 REGROW = 1.02
-"""A worker's best pace is the fastest one seen, forgotten by so much a step."""
+"""A worker's best pace is the fastest one seen, forgotten by this factor per step."""
 SLOWEST = 4.0
-"""No pace is believed to be more than so many times the typical one: beyond lies a stall."""
+"""Times the typical pace beyond which no pace is believed: beyond lies a stall."""
 FASTEST = 8.0
-"""Nor is one less than that part of the mean: a wide belief's fast end is no promise."""
+"""Times below the mean beyond which no pace is believed: a wide belief's fast end is no promise."""
 LAST_SLACK = 1.1
 """The deadline of an epoch's last step over the time it should take. What is not done by then is dealt again at once to
 those that are free, so nothing is gained by waiting longer, or by guessing who will be stuck."""
 YOUNG = 3
 """Steps of every worker before the gain is judged: adaptive needs two to find its shares."""
 STALL = 2.0
-"""An unfinished micro-batch that took more than so many usual ones is a stall and no mere remainder."""
+"""Times a usual micro-batch beyond which an unfinished one is a stall and no mere remainder."""
 MOST_WAIT = 2.0
-"""Under a deadline nobody knows how long a late worker would have been waited for; at most so many deadlines count."""
+"""Deadlines that count at most as waiting for a late worker: how long it would have taken is not known."""
 STRETCH = 2.0
 MOST_STRETCH = 64.0
-"""After a round in which nobody finished anything the next deadline is so many times longer; again, up to so much."""
+"""Factor of the next deadline after a round in which nobody finished anything, and the most it grows to."""
 LEAST_S, MOST_S = 1e-6, 1e8
 """A deadline is never shorter or longer than this, whatever the records said."""
 
 
-class Joint:
-    """The deadline D with ``sum_i a_i mean_s min(share_i, D / r_i^s) = total``, and shares a little above what is
-    expected by then; ``r_i^s`` are draws of seconds a sample from ``forecast`` (a name or a forecast).
+class Joint(Pacer):
+    """Shares and a deadline D with ``sum_i a_i mean_s min(share_i, D / r_i^s) = total``.
+
+    Shares are a little above what is expected by D; ``r_i^s`` are draws of seconds per sample from ``forecast`` (a name
+    or a forecast).
 
     A deadline is planned while it pays by more than the fraction ``least_gain`` against waiting for everybody; until
     then, and again when it no longer pays, the plan is that of ``adaptive`` (`Adaptive` by default), to the letter. A
     round closes at its deadline only once the part ``least_count`` of the global batch is counted; 0 for at any count.
     ``draws`` is how many joint samples of the forecast a plan is made from, ``seed`` that of drawing them. See
-    docs/joint.md.
+    docs/shares-and-deadlines.md.
     """
 
     name = "joint"
-    """As in ``pace=``, the log and checkpoints."""
+    """Name in ``pace=``, the log and checkpoints."""
     deadlines = True
     """Its plans may close a round without everybody."""
     traits = Traits(follows_speed=True)
@@ -83,8 +81,10 @@ class Joint:
         if draws < 1:
             raise ValueError(f"a plan needs at least one draw, not {draws}")
         chosen = make(forecast)
-        if isinstance(chosen, OrderStatistics):
-            raise ValueError("the forecast 'elfving' tells no worker from another, which joint must: take 'smoothed'")
+        if not chosen.tells_apart:
+            raise ValueError(
+                f"the forecast {chosen.name.lower()!r} tells no worker from another, which joint must: take 'smoothed'"
+            )
         self.least_gain, self.least_count, self.draws, self.seed = least_gain, least_count, draws, seed
         self.adaptive = Adaptive() if adaptive is None else adaptive
         self._followed = Followed(chosen)
@@ -99,14 +99,18 @@ class Joint:
 
     @classmethod
     def simulated(cls, *, seed: int, forecast: Forecast | None = None) -> Sequence[Simulated]:
-        """The simulator's rows: with whole micro-batches, and with micro-batches cut to fit, as it is."""
-        whole = Simulated(f"{cls.name}, whole", cls(seed=seed), as_chosen=False, cut_to_fit=False)
-        return whole, Simulated(cls.name, cls(seed=seed))
+        """Return the simulator's rows: with whole micro-batches, and with micro-batches cut to fit, as it is."""
+        uncut = Simulated(f"{cls.name}, whole", cls(seed=seed), as_chosen=False, cut_to_fit=False)
+        return uncut, Simulated(cls.name, cls(seed=seed))
 
     @property
     def forecast(self) -> Forecast:
         """What foretells the workers' times."""
         return self._followed.forecast
+
+    def learner(self) -> Learner | None:
+        """Return what learns the forecast from the run, where the forecast wants that."""
+        return self.forecast.learner()
 
     @property
     def gain(self) -> float:
@@ -114,7 +118,7 @@ class Joint:
         return self._gain.value
 
     def check(self, workers: int) -> None:
-        """Raise ValueError when the settings make no sense for so many workers."""
+        """Raise ValueError when the settings make no sense for this number of workers."""
         self.adaptive.check(workers)
 
     # -- learning --------------------------------------------------------------------------------------------------
@@ -135,11 +139,13 @@ class Joint:
         elif record.wait_for is None and same_members:
             self._judge_waiting(work)
         self._follow(record, work)
-        book["steps"][:] += work.told
-        book["best"][:] = np.where(work.told, np.minimum(work.pace_s, REGROW * book["best"]), book["best"])
-        nobody = record.deadline_s is not None and not work.told.any() and bool(work.planned.any())
+        book["steps"][:] += work.measured
+        book["best"][:] = np.where(work.measured, np.minimum(work.pace_s, REGROW * book["best"]), book["best"])
+        nobody = record.deadline_s is not None and not work.measured.any() and bool(work.planned.any())
         self._stretch = min(self._stretch * STRETCH, MOST_STRETCH) if nobody else 1.0
-        self.adaptive.observe(record if record.deadline_s is None else replace(record, planned=(0,) * len(work.told)))
+        self.adaptive.observe(
+            record if record.deadline_s is None else replace(record, planned=(0,) * len(work.measured))
+        )
         self._observed += 1
         self._step, self._drawn = record.step, None
 
@@ -149,14 +155,14 @@ class Joint:
             self._followed.restart()  # the first step is often slowed by warming up
         typical = self._followed.typical(record.workers)
         pace_s = np.where(typical > 0, np.minimum(work.pace_s, SLOWEST * typical), work.pace_s)
-        seconds = np.where(work.told, pace_s, 0.0)
-        self._followed.observe(record.workers, seconds, ~work.told, sizes=record.micro_size)
+        seconds = np.where(work.measured, pace_s, 0.0)
+        self._followed.observe(record.workers, seconds, ~work.measured, sizes=record.micro_size)
         speed = self._ledger["speed"]
-        newest = np.divide(1.0, pace_s, out=speed.copy(), where=work.told)
+        newest = np.divide(1.0, pace_s, out=speed.copy(), where=work.measured)
         speed += np.where(speed > 0, TYPICAL_RATE, 1.0) * (newest - speed)
 
     def _judge_waiting(self, work: _Work) -> None:
-        """A step that waited for everybody: what it took, and what a deadline would have made of it."""
+        """Judge a step that waited for everybody: what it took, and what a deadline would have made of it."""
         if self._young(work):
             return
         together_s = work.total / float(work.speed.sum()) / self._at_work.working
@@ -164,7 +170,7 @@ class Joint:
         self._gain.observe(work.slowest_s, together_s, work.total, deadline=False, overhead_s=overhead_s)
 
     def _judge_deadline(self, record: StepRecord, work: _Work, stuck_before: Mask) -> None:
-        """A step with a deadline: what it took, what it was expected to do, and what adaptive would have waited."""
+        """Judge a step with a deadline: what it took, what was expected of it, and what adaptive would have waited."""
         # By the running mean and not by draws: those are the leader's alone, made while a step computes.
         expected = np.minimum(work.planned, work.closed_s * self._ledger["speed"])
         self._at_work.observe(work.samples, expected, stuck_before)
@@ -172,7 +178,7 @@ class Joint:
             return
         shares = self.adaptive.plan(Ask(step=record.step, total=work.total, workers=record.workers)).samples
         wanted = np.fromiter(shares, dtype=np.float64, count=len(shares))
-        needed_s = np.where(wanted > 0, np.where(work.told, wanted * work.stalled_pace_s, np.inf), 0.0)
+        needed_s = np.where(wanted > 0, np.where(work.measured, wanted * work.stalled_pace_s, np.inf), 0.0)
         waited_s = min(float(needed_s.max()), MOST_WAIT * work.closed_s)
         self._gain.observe(
             waited_s,
@@ -184,12 +190,12 @@ class Joint:
         )
 
     def _young(self, work: _Work) -> bool:
-        return work.total == 0 or bool((self._ledger["steps"][work.told] < YOUNG).any())
+        return work.total == 0 or bool((self._ledger["steps"][work.measured] < YOUNG).any())
 
     # -- planning --------------------------------------------------------------------------------------------------
 
     def plan(self, ask: Ask) -> Plan:
-        """Adaptive's shares, or, where it pays, larger ones and a deadline."""
+        """Return adaptive's shares or, where it pays, larger ones and a deadline."""
         calm = self.adaptive.plan(ask)
         if not self._gain.on or ask.total < 1 or len(ask.workers) < 2:
             return calm
@@ -199,7 +205,7 @@ class Joint:
         return self._last(ask, pace_s) if ask.last else self._until_deadline(ask, pace_s, stuck, calm.samples)
 
     def _until_deadline(self, ask: Ask, pace_s: Floats, stuck: Mask, least: tuple[int, ...]) -> Plan:
-        most, at_work = _most(ask, self.adaptive.caps(ask)), self._at_work.of(stuck)
+        most, at_work = _most(ask, self.adaptive.caps(ask)), self._at_work.factors(stuck)
         deadline_s = _bounded(solve(pace_s, ask.total, most=most, at_work=at_work) * self._stretch)
         mean_s, best_s = pace_s.mean(axis=0), self._ledger.look_up("best", ask.workers)
         best_s = np.clip(np.minimum(best_s, pace_s.min(axis=0)), mean_s / FASTEST, mean_s)
@@ -212,7 +218,7 @@ class Joint:
         return replace(self._answer(ask, dealt, deadline_s, pace_s), least_count=self.least_count)
 
     def _last(self, ask: Ask, pace_s: Floats) -> Plan:
-        """The last step of an epoch: just what is left, by speed, and time enough for those that are at work."""
+        """Return the plan of the last step of an epoch: what is left, by speed, and time enough for those at work."""
         speed, high = (1 / pace_s).mean(axis=0), self.adaptive.caps(ask)
         shares = proportional(speed, ask.total, unit=ask.unit, minimum=floors(ask), maximum=high)
         expected_s = float((shares * pace_s.mean(axis=0)).max())
@@ -230,7 +236,7 @@ class Joint:
         )
 
     def _draws(self, workers: tuple[int, ...], ahead: int = 1) -> Floats | None:
-        """Seconds a sample, drawn once for each observed step: a function of what was observed alone."""
+        """Return seconds per sample, drawn once for each observed step: a function of what was observed alone."""
         if self._drawn is None or self._drawn[:2] != (workers, ahead):
             rng = np.random.default_rng((self.seed, self._observed))
             drawn = self._followed.draws(workers, self.draws, rng, ahead=ahead)
@@ -240,7 +246,7 @@ class Joint:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has learned, as plain data."""
+        """Return what it has learned, as plain data."""
         return {
             "adaptive": self.adaptive.state_dict(),
             "followed": self._followed.state_dict(),
@@ -254,7 +260,7 @@ class Joint:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Know what another pacer of this kind knew."""
+        """Take over what another pacer of this kind had learned."""
         self.adaptive.load_state_dict(state["adaptive"])
         self._followed.load_state_dict(state["followed"])
         self._gain.load_state_dict(state["gain"])
@@ -278,15 +284,15 @@ class _Work:
             column(values, count)
             for values in (record.planned, record.samples, record.seconds, record.unfinished_s, record.micro_batches)
         )
-        self.told: Mask = (self.samples > 0) & (seconds > 0)
+        self.measured: Mask = (self.samples > 0) & (seconds > 0)
         self.stuck: Mask = (self.samples == 0) & (self.planned > 0)
-        self.total = int(self.samples[self.told].sum())
+        self.total = int(self.samples[self.measured].sum())
         each = np.maximum(self.samples, 1.0)
-        self.pace_s = np.where(self.told, np.maximum(seconds, LEAST_S) / each, 0.0)
+        self.pace_s = np.where(self.measured, np.maximum(seconds, LEAST_S) / each, 0.0)
         usual = seconds / np.maximum(pieces, 1.0)
         stalled = unfinished > STALL * usual
         self.stalled_pace_s = self.pace_s + np.where(stalled, unfinished, 0.0) / each
-        self.speed = np.divide(1.0, self.pace_s, out=np.zeros(count), where=self.told)
+        self.speed = np.divide(1.0, self.pace_s, out=np.zeros(count), where=self.measured)
         self.slowest_s = float(seconds.max(initial=0.0))
         self.wall_s = float(column((record.wall_s,), 1)[0])
         busy = float(np.max(seconds + unfinished, initial=0.0))
@@ -295,14 +301,14 @@ class _Work:
         self.closed_s = max(LEAST_S, limit_s if limit_s and cut else busy)
 
     def overhead_s(self, worked_s: float) -> float:
-        """What the step took beyond its work; at most as much again, for a late leader's clock says nothing."""
+        """Return what the step took beyond its work; at most as much again, for a late leader's clock is no measure."""
         return float(np.clip(self.wall_s - worked_s, 0.0, worked_s))
 
 
 def _most(ask: Ask, high: Ints | None) -> Floats:
-    """Nobody is dealt more than its maximum, or than one that does nearly everything alone should have at hand."""
-    whole = np.full(len(ask.workers), float(int(GENEROUS * ask.total)))
-    return whole if high is None else np.minimum(whole, high)
+    """Return the most that each is dealt: its maximum, or what one that does nearly everything alone should have."""
+    alone = np.full(len(ask.workers), float(int(GENEROUS * ask.total)))
+    return alone if high is None else np.minimum(alone, high)
 
 
 def _bounded(deadline_s: float) -> float:

@@ -19,7 +19,7 @@ KEEP_ABSENT = 1000
 
 
 class Ledger:
-    """Named columns of float64, one row a worker; a new worker's row holds the defaults.
+    """Named columns of float64, one row per worker; a new worker's row holds the defaults.
 
     >>> ledger = Ledger(speed=1.0)
     >>> ledger.arrange((7, 9))
@@ -40,19 +40,19 @@ class Ledger:
         return self._present
 
     def __getitem__(self, name: str) -> Floats:
-        """The column of the workers present, in rank order; writing into it changes the ledger."""
+        """Return the column of the workers present, in rank order; writing into it changes the ledger."""
         return self._columns[name][: len(self._present)]
 
     def everybody(self, name: str) -> Floats:
-        """The column with those that left behind those present; writing into it changes the ledger."""
+        """Return the column with those that left behind those present; writing into it changes the ledger."""
         return self._columns[name]
 
     def met(self, workers: tuple[int, ...]) -> NDArray[np.bool_]:
-        """Who of these was ever present, and is remembered."""
+        """Return who of these was ever present, and is remembered."""
         return self._rows(workers) >= 0
 
     def misses(self, workers: tuple[int, ...]) -> bool:
-        """Whether somebody who was once present is not among these."""
+        """Return whether somebody who was once present is not among these."""
         return not set(self._workers) <= set(workers)
 
     def arrange(self, workers: tuple[int, ...]) -> bool:
@@ -67,13 +67,13 @@ class Ledger:
         return True
 
     def look_up(self, name: str, workers: tuple[int, ...]) -> Floats:
-        """The column for any workers, in their order; changes nothing."""
+        """Return the column for any workers, in their order; changes nothing."""
         if workers is self._present or workers == self._present:
             return self[name].copy()
         return self._take(name, self._rows(workers))
 
     def _rows(self, workers: tuple[int, ...]) -> NDArray[np.intp]:
-        """Row of each worker; -1 for one never met."""
+        """Return the row of each worker; -1 for one never met."""
         row = {worker: index for index, worker in enumerate(self._workers)}
         return np.fromiter((row.get(worker, -1) for worker in workers), dtype=np.intp, count=len(workers))
 

@@ -29,7 +29,10 @@ Mask = NDArray[np.bool_]
 
 
 class Probes:
-    """Whose turn it is, by stable identity. Changed by records alone, so a plan asks without changing anything."""
+    """The turns of workers that sit out, by stable identity.
+
+    Changed by records alone, so a plan asks without changing anything.
+    """
 
     def __init__(self, *, budget: float) -> None:
         self.budget = budget
@@ -55,7 +58,7 @@ class Probes:
         _set(book["seen"], worked | (book["seen"] < 0), step)
 
     def due(self, workers: tuple[int, ...], step: int, added_s: Floats, step_s: float) -> NDArray[np.intp]:
-        """Indices of those whose turn comes in this step, the longest unseen first.
+        """Return the indices of those whose turn comes in this step, the longest unseen first.
 
         ``added_s`` is what each would add to a step of ``step_s`` seconds.
         """

@@ -15,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.pace.cost import SECONDS_RANGE, resized
-from paceline.pace.forecast.base import Floats, Forecast, Mask, Seen
+from paceline.pace.forecast import Floats, Forecast, Mask, Seen
 from paceline.pace.ledger import Ledger
 
+DRAWS = 32
+"""Joint samples of a forecast that a plan is made from."""
 NO_BOUND = 1e-6
-"""Of what is believed: a worker known only to be slower than this part of it is one about which nothing was learned."""
+"""Part of what is believed: nothing was learned about a worker known only to be slower than that."""
 SETTLING = 2
 """Times of a newcomer that say all there is to know about it."""
 TYPICAL_RATE = 0.3
@@ -27,7 +29,7 @@ TYPICAL_RATE = 0.3
 
 
 def column(values: tuple[float, ...] | tuple[int, ...], count: int) -> Floats:
-    """A record's numbers as an array, within what is possible; 0 where it has none, or where they are no numbers."""
+    """Return a record's numbers as an array, within what is possible; 0 where it has none, or no numbers."""
     if len(values) != count:
         return np.zeros(count)
     found = np.fromiter(values, dtype=np.float64, count=count)
@@ -35,12 +37,12 @@ def column(values: tuple[float, ...] | tuple[int, ...], count: int) -> Floats:
 
 
 def steps_ahead(planned: int, observed: int) -> int:
-    """How far ahead of the last observed step a plan looks: 2 at most, and 1 where nothing is known of that."""
+    """Return how far ahead of the last observed step a plan looks: 2 at most, and 1 where that is not known."""
     return 2 if 0 <= observed < planned - 1 else 1
 
 
 class Followed:
-    """A forecast and whose columns it has. ``typical`` is each worker's running mean of what was seen of it."""
+    """A forecast, and the workers whose columns it has."""
 
     def __init__(self, forecast: Forecast) -> None:
         self.forecast = forecast
@@ -49,45 +51,49 @@ class Followed:
         self._ledger = _new_ledger()
 
     def typical(self, workers: tuple[int, ...]) -> Floats:
-        """0 for a worker never seen."""
+        """Return each worker's running mean of what was seen of it; 0 for one never seen."""
         return self._ledger.look_up("typical", workers)
 
     def observe(self, workers: tuple[int, ...], seconds: Floats, late: Mask, *, sizes: tuple[int, ...] = ()) -> None:
-        """One step: a worker's seconds; where ``late``, a bound it exceeded, 0 when nothing was learned about it.
-        ``sizes``: of their micro-batches, where the record has them."""
-        told = ~late
-        if not self.workers and not told.any():
+        """Learn from a step: each worker's seconds; where ``late``, a bound it exceeded, 0 when nothing was learned.
+
+        ``sizes`` are those of the micro-batches, where the record has them.
+        """
+        measured = ~late
+        if not self.workers and not measured.any():
             return
         self._ledger.arrange(workers)
         typical, settling = self._ledger["typical"], self._ledger["settling"]
         if not self.workers:
             settling[:] = 0.0  # they all begin together, so nobody looks slow beside the others
-        np.copyto(settling, 1.0, where=resized(sizes, told, self._ledger["size"]) & (settling == 0))
-        anew = told & (settling > 0)
-        believed = _filled(np.where((typical > 0) & ~anew, typical, np.where(told, seconds, 0.0)))
+        np.copyto(settling, 1.0, where=resized(sizes, measured, self._ledger["size"]) & (settling == 0))
+        anew = measured & (settling > 0)
+        believed = _filled(np.where((typical > 0) & ~anew, typical, np.where(measured, seconds, 0.0)))
         self._regroup(workers, believed, anew)
         # One never measured stands at the others' median, so that no forecast starts from a bound that says nothing.
         low = np.where(typical > 0, NO_BOUND * believed, believed)
         bound = late & ((typical > 0) | (seconds > low))
         self.forecast.observe(Seen(np.where(late, np.maximum(seconds, low), seconds), bound))
         newest = np.where((typical > 0) & ~anew, typical + TYPICAL_RATE * (seconds - typical), seconds)
-        np.copyto(typical, newest, where=told)
+        np.copyto(typical, newest, where=measured)
         settling -= anew
 
     def draws(self, workers: tuple[int, ...], rows: int, rng: np.random.Generator, *, ahead: int = 1) -> Floats | None:
-        """Joint samples for any workers, in their order, of the step ``ahead`` steps after the last one observed (of
-        the next, from a forecast that looks no further); None before anything was observed."""
+        """Draw joint samples for any workers, in their order; None before anything was observed.
+
+        They are of the step ``ahead`` steps after the last one observed, or of the next, from a forecast that looks no
+        further.
+        """
         if not self.workers:
             return None
-        if getattr(self.forecast, "ahead", None) not in (None, ahead):
-            self.forecast.ahead = ahead  # type: ignore[attr-defined]
+        self.forecast.look_ahead(ahead)
         drawn = self.forecast.draw(rows, rng)
         if workers == self.workers:
             return drawn
         middle = np.median(drawn, axis=1, keepdims=True)
         typical = self.typical(workers)
         absent = middle * np.where(typical > 0, typical / middle.mean(), 1.0)
-        known = self._places(workers)
+        known = self._columns(workers)
         return np.where(known < 0, absent, drawn[:, known])
 
     def restart(self) -> None:
@@ -97,15 +103,15 @@ class Followed:
         self._ledger = _new_ledger()
 
     def _regroup(self, workers: tuple[int, ...], believed: Floats, anew: Mask) -> None:
-        """Tell the forecast who is where now, and whose column starts anew."""
+        """Rearrange the forecast for these workers; those ``anew`` start from what is believed of them."""
         if self.workers and (workers != self.workers or anew.any()):
-            self.forecast.rearrange(np.where(anew, -1, self._places(workers)).tolist(), believed)
+            self.forecast.rearrange(np.where(anew, -1, self._columns(workers)).tolist(), believed)
         self.workers = workers
 
-    def _places(self, workers: tuple[int, ...]) -> NDArray[np.intp]:
-        """The forecast's column of each; -1 where it has none."""
-        place = {worker: index for index, worker in enumerate(self.workers)}
-        return np.array([place.get(worker, -1) for worker in workers], dtype=np.intp)
+    def _columns(self, workers: tuple[int, ...]) -> NDArray[np.intp]:
+        """Return the forecast's column of each worker; -1 where it has none."""
+        position = {worker: index for index, worker in enumerate(self.workers)}
+        return np.array([position.get(worker, -1) for worker in workers], dtype=np.intp)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -115,9 +121,15 @@ class Followed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state; from one that another kind of forecast saved, what was typical of each worker."""
         self.workers = tuple(int(worker) for worker in state["workers"])
-        self.forecast.load_state_dict(state["forecast"])
         self._ledger.load_state_dict(state["typical"])
+        try:
+            self.forecast.load_state_dict(state["forecast"])
+        except (KeyError, TypeError):
+            self.forecast.load_state_dict(self._blank)
+            if self.workers:
+                self.forecast.observe(Seen.whole(_filled(self.typical(self.workers))))
 
 
 def _new_ledger() -> Ledger:
@@ -125,6 +137,6 @@ def _new_ledger() -> Ledger:
 
 
 def _filled(values: Floats) -> Floats:
-    """Gaps (0) take the median of the others; 1 where there are no others."""
+    """Return the values, the median of the others in gaps (0); 1 where there are no others."""
     known = values > 0
     return np.where(known, values, np.median(values[known]) if known.any() else 1.0)

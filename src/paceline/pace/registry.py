@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
-from paceline.pace.base import Pacer
-from paceline.pace.traits import Traits, declared
+from paceline.pace.pacer import MinimalPacer, Pacer, Traits, UnknownSettings, completed
+from paceline.pace.plug_ins import Registry
 
-_PACES: dict[str, type[Pacer]] = {}
-Kind = TypeVar("Kind", bound=Pacer)
+PACES: Registry[type[Pacer]] = Registry()
+Kind = TypeVar("Kind", bound=MinimalPacer)
 
 
 def register(kind: type[Kind]) -> type[Kind]:
@@ -29,43 +29,49 @@ def register(kind: type[Kind]) -> type[Kind]:
     name = getattr(kind, "name", None)
     if not isinstance(kind, type) or not isinstance(name, str) or not name or set(name) & set(": ,"):
         raise ValueError(f"a pace is a class with a name such as 'mine', not {kind!r} with the name {name!r}")
-    if _PACES.setdefault(name, kind) is not kind:
-        raise ValueError(f"there is a pace {name!r} already, {_PACES[name].__name__}: take another name")
+    other = PACES.loaded().get(name, kind)
+    if other is not kind:
+        raise ValueError(f"there is a pace {name!r} already, {other.__name__}: take another name")
+    PACES.add(name, completed(kind))
     return kind
 
 
 def registered() -> Mapping[str, type[Pacer]]:
-    """All paces by name, in the order in which they were registered."""
-    return MappingProxyType(_PACES)
+    """Return all paces by name, in the order in which they were registered; plug-ins only where installed."""
+    return MappingProxyType(PACES.present())
 
 
 def traits_of(name: str) -> Traits:
-    """What the pace of this name says of itself; the defaults for one that is not known here."""
-    return declared(_PACES.get(name, object))
+    """Return the traits of the pace of this name; the defaults for an unknown one."""
+    kind = PACES.get(name)
+    return Traits() if kind is None else kind.traits
 
 
 def baseline() -> type[Pacer]:
-    """The pace that the others are compared with: equal shares, and everybody is waited for."""
-    return next(kind for kind in _PACES.values() if declared(kind).equal_shares)
+    """Return the pace that the others are compared with: equal shares, and everybody is waited for."""
+    return next(kind for kind in PACES.loaded().values() if kind.traits.equal_shares)
 
 
-def make(pace: str | Pacer) -> Pacer:
-    """A pacer from its name or from itself.
+def make(pace: str | MinimalPacer) -> Pacer:
+    """Return a pacer from its name or from itself.
 
     >>> make("fixed:1,1,2")
     Fixed([1.0, 1.0, 2.0])
     """
-    if isinstance(pace, Pacer) and not isinstance(pace, type):
-        return pace
+    if isinstance(pace, MinimalPacer) and not isinstance(pace, type):
+        completed(type(pace))
+        return pace  # type: ignore[return-value]
     if not isinstance(pace, str):
         raise ValueError(f"pace must be a name or a pacer such as Adaptive(), not {pace!r}. Known names: {_known()}")
-    name, _, settings = pace.strip().partition(":")
-    from_text = getattr(_PACES.get(name), "from_text", None)
-    if name not in _PACES or (settings and from_text is None):
-        raise ValueError(f"unknown pace {pace!r}. Known names: {_known()}")
-    made: Pacer = _PACES[name]() if from_text is None else from_text(pace)
-    return made
+    kind = PACES.get(pace.strip().partition(":")[0])
+    try:
+        if kind is not None:
+            return kind.from_text(pace)
+    except UnknownSettings:
+        pass
+    raise ValueError(f"unknown pace {pace!r}. Known names: {_known()}")
 
 
 def _known() -> str:
-    return ", ".join(declared(kind).usage or name for name, kind in _PACES.items())
+    loaded = PACES.loaded()
+    return ", ".join((loaded[name].traits.usage if name in loaded else "") or name for name in PACES.names())

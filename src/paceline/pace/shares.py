@@ -33,7 +33,7 @@ def fill(
     minimum: Bound = 0,
     maximum: Bound | None = None,
 ) -> Ints:
-    """The integers ``n`` with sum ``total`` that minimise ``max(fixed_s + per_sample_s * n)`` over workers with n > 0.
+    """Return integers ``n`` of sum ``total`` and least ``max(fixed_s + per_sample_s * n)`` over workers with n > 0.
 
     Shares are multiples of ``unit``; ``total % unit`` goes on top of one worker's share, where it hurts least.
     ``minimum`` is a floor for every step, rounded up to whole units; ``maximum`` is never exceeded. Exact: no other
@@ -58,7 +58,7 @@ def proportional(
     minimum: Bound = 0,
     maximum: Bound | None = None,
 ) -> Ints:
-    """Shares in proportion to ``weights``, rounded by largest remainder to the exact sum ``total``.
+    """Return shares in proportion to ``weights``, rounded by largest remainder to the exact sum ``total``.
 
     Where a bound cuts a worker's quota, the others take over the difference in their own proportion. ``unit``,
     ``minimum`` and ``maximum`` are as in `fill`. A weight of 0 gets the minimum.
@@ -90,7 +90,7 @@ def _vector(values: ArrayLike) -> Floats:
 def _in_units(
     workers: int, total: int, unit: int, minimum: Bound, maximum: Bound | None
 ) -> tuple[int, Ints, Ints, Ints]:
-    """Whole units to deal, each worker's bounds in units, and its maximum in samples; ValueError if nothing fits."""
+    """Return the units to deal, everybody's bounds in units, and maximum in samples; ValueError if nothing fits."""
     if total < 0 or unit < 1:
         raise ValueError(f"total must be at least 0 and unit at least 1, not {total} and {unit}")
     units = total // unit
@@ -116,7 +116,7 @@ def _clip(values: Floats, low: Floats, high: Floats) -> Floats:
 
 
 def level(start: Floats, rate: Floats, units: float, low: Floats, high: Floats) -> float:
-    """The level L with ``sum(clip((L - start) * rate, low, high)) = units``: Newton's steps inside a bracket.
+    """Return the level L with ``sum(clip((L - start) * rate, low, high)) = units``: Newton's steps inside a bracket.
 
     The sum is piece-wise linear in L, so a step that stays on its piece is exact; a few passes do.
     """
@@ -136,7 +136,7 @@ def level(start: Floats, rate: Floats, units: float, low: Floats, high: Floats) 
 
 
 def _fill_units(start: Floats, each: Floats, units: int, low: Ints, high: Ints) -> Ints:
-    """Exact min-max split of ``units``: a bracket around the level, then the cheapest further units inside it."""
+    """Split ``units`` exactly min-max: a bracket around the level, then the cheapest further units inside it."""
     rate, least, most = 1 / each, low.astype(np.float64), high.astype(np.float64)
 
     def counts(by: float) -> Ints:
@@ -163,7 +163,7 @@ def _fill_units(start: Floats, each: Floats, units: int, low: Ints, high: Ints) 
 def _bracket(
     counts: Callable[[float], Ints], guess: float, units: int, slope: float, workers: int
 ) -> tuple[Ints, Ints]:
-    """Counts at a level just below the wanted sum and at one just above it, at most a few units a worker apart."""
+    """Return counts at a level just below the wanted sum and just above it, at most a few units per worker apart."""
     bottom = top = guess
     below = above = counts(guess)
     step = max(2 * abs(units - int(below.sum())) / slope, abs(guess) * 1e-12, 1e-300)
@@ -183,14 +183,14 @@ def _bracket(
 
 
 def _smallest(values: Floats, count: int) -> NDArray[np.intp]:
-    """Indices of the ``count`` smallest values; among equals the first ones, whatever machine this runs on."""
+    """Return indices of the ``count`` smallest values; among equals the first ones, on any machine."""
     border = np.partition(values, count - 1)[count - 1]
     less, equal = np.flatnonzero(values < border), np.flatnonzero(values == border)
     return np.concatenate([less, equal[: count - len(less)]])
 
 
 def _round(counts: Ints, fraction: Floats, units: int, low: Ints, high: Ints) -> None:
-    """Largest remainder, in place: the units still missing go where most was cut off (and back where too many went)."""
+    """Round by largest remainder, in place: missing units go where most was cut off, and too many come back."""
     while missing := units - int(counts.sum()):
         step = 1 if missing > 0 else -1
         open_ = np.flatnonzero(counts < high if missing > 0 else counts > low)

@@ -20,8 +20,9 @@ LEAST = 0.7
 
 
 def goal(step: int, *, done: int, batch: int) -> int:
-    """Samples the step of this number should count when ``done`` were counted before it: after step k,
-    ``(k + 1) * batch`` should be done.
+    """Return the samples the step of this number should count when ``done`` were counted before it.
+
+    After step k, ``(k + 1) * batch`` should be done.
 
     >>> goal(3, done=700, batch=256), goal(3, done=1000, batch=256)
     (324, 179)
@@ -30,13 +31,14 @@ def goal(step: int, *, done: int, batch: int) -> int:
 
 
 def least(batch: int) -> int:
-    """The fewest samples a step is asked for."""
+    """Return the fewest samples a step is asked for."""
     return max(1, round(batch * LEAST))
 
 
 def made_for(plan: Plan, expected: int) -> Plan:
-    """The plan, made to expect so many samples: when it was made, the step before it was still to be done, and may have
-    done more or less than was hoped.
+    """Return the plan, made to expect ``expected`` samples.
+
+    When it was made, the step before it was still to be done, and may have done more or less than was hoped.
 
     >>> plan = made_for(Plan(generation=0, step=0, samples=(9, 3), deadline_s=1.0, expects=8), 12)
     >>> plan.samples, plan.deadline_s, plan.expects
@@ -49,7 +51,7 @@ def made_for(plan: Plan, expected: int) -> Plan:
 
 
 def for_all(plan: Plan, left: int) -> Plan:
-    """The plan with so many samples dealt in all, and no less time for them.
+    """Return the plan with ``left`` samples dealt in all, and no less time for them.
 
     >>> for_all(Plan(generation=0, step=0, samples=(6, 2), deadline_s=1.0), 12).deadline_s
     1.5

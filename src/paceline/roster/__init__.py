@@ -5,8 +5,8 @@
 """
 
 from paceline.roster.client import RosterClient
-from paceline.roster.generation import Generation, Gone, RunOver
 from paceline.roster.membership_rules import LEFT
 from paceline.roster.server import RosterServer
+from paceline.roster.state import FINISHED, Generation, Gone, RunOver
 
-__all__ = ["LEFT", "Generation", "Gone", "RosterClient", "RosterServer", "RunOver"]
+__all__ = ["FINISHED", "LEFT", "Generation", "Gone", "RosterClient", "RosterServer", "RunOver"]

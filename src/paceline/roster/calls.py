@@ -1,4 +1,4 @@
-"""Where workers are in the program, from their beats: calls that can never meet, and who is waited for.
+"""The position of each worker in the program, from its heartbeats: calls that can never meet, and who is waited for.
 
 Every collective call is numbered in one sequence, the same on every worker. Two workers that wait in the same call
 under unlike names wait for ever; so does one that waits in a call which another has passed by. The roster looks for
@@ -12,21 +12,24 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from paceline.errors import SAME_CALLS, CallMismatch, FleetError, WorkerLost
-from paceline.roster.generation import Facts
+from paceline.roster.state import Facts
 
-CALLS, ROUNDS, GROUP = "calls", "rounds", "group"
-"""The sequences of collective calls: the user's thread's, in which alone workers can be unlike; rounds on a thread of
-their own; and a group's own sums."""
+CALLS, BACKGROUND, GROUP = "calls", "rounds", "group"
+"""The lanes: sequences of collective calls, each the same on every worker.
+
+Those of the user's thread, in which alone workers can be unlike; rounds that another thread runs in the background; and
+the sums of a group of workers (`paceline.transport.fixed.Subgroup`).
+"""
 STEADY = 2
 """Beats in a row that must say the same before it counts: two beats are never of the same moment."""
 REMIND_S = (5.0, 15.0, 30.0)
 """When a waiting worker is told for whom; then once a minute."""
 ERRORS: dict[str, type[FleetError]] = {"lost": WorkerLost, "mismatch": CallMismatch, "fleet": FleetError}
-"""By the kind of a failure that is told to everybody: what each raises."""
+"""The error that each worker raises, by the kind of a failure that was published."""
 
 
 def reminder_due_s(reminded: int) -> float:
-    """After how many seconds of waiting the next reminder is due, when there were ``reminded`` before it.
+    """Return the seconds of waiting after which the next reminder is due, after ``reminded`` earlier ones.
 
     >>> [reminder_due_s(reminded) for reminded in range(5)]
     [5.0, 15.0, 30.0, 90.0, 150.0]
@@ -35,7 +38,7 @@ def reminder_due_s(reminded: int) -> float:
 
 
 class Spot(NamedTuple):
-    """Where a worker is in one sequence of calls."""
+    """A worker's position in one sequence of calls."""
 
     call: int
     """Number of the call it is in or, when not waiting, was in last."""
@@ -81,12 +84,12 @@ class Heard:
         self.beat = beat
 
     def reminder_is_due(self, now: float) -> bool:
-        """Whether this worker has waited long enough to be told, again, for whom."""
+        """Return whether this worker has waited long enough for a reminder of whom it waits for."""
         return bool(self.beat.waits()) and now - self.since > reminder_due_s(self.reminded)
 
 
 def mismatch(heard: Mapping[int, Heard], names: Mapping[int, str]) -> str | None:
-    """A sentence that names members of one generation whose calls can never meet; None when all is well."""
+    """Return a sentence that names members of one generation whose calls can never meet; None when all is well."""
     spots = {id: one.beat.spots[CALLS] for id, one in heard.items() if CALLS in one.beat.spots}
     begun = {id: one.beat.begun for id, one in heard.items()}
     steady = {id: spot for id, spot in spots.items() if spot.waiting and heard[id].steady >= STEADY}
@@ -102,20 +105,20 @@ def mismatch(heard: Mapping[int, Heard], names: Mapping[int, str]) -> str | None
 
 
 def unlike_labels(id: int, spots: Mapping[int, Spot]) -> dict[int, str]:
-    """The labels of all who wait in the call that worker ``id`` waits in, when they differ; else nothing."""
+    """Return the labels of all who wait in worker ``id``'s call, when they differ; else nothing."""
     labels = {other: spot.label for other, spot in spots.items() if spot.waiting and spot.call == spots[id].call}
     return labels if len(set(labels.values())) > 1 else {}
 
 
 def passed_by(id: int, spots: Mapping[int, Spot], begun: Mapping[int, int]) -> dict[int, str]:
-    """The label of worker ``id``'s call and those who have begun a later step than it without that call, if any."""
+    """Return worker ``id``'s label and those who have begun a later step without its call, if there are any."""
     at = spots[id]
     gone = [other for other, spot in spots.items() if spot.call < at.call and begun[other] > begun[id]]
     return {id: at.label, **{other: f"step {begun[other] - 1} without it" for other in gone}} if gone else {}
 
 
 def waited_for(id: int, heard: Mapping[int, Heard]) -> tuple[str, str]:
-    """The call in which this member waits, and the members that are not in it yet with what they do."""
+    """Return the call in which this member waits, and the members that are not in it yet with what they do."""
     lane, at = min(heard[id].beat.waits().items())
     behind = [
         f"worker {other} ({one.beat.doing})"
@@ -126,7 +129,9 @@ def waited_for(id: int, heard: Mapping[int, Heard]) -> tuple[str, str]:
 
 
 def without_answer(found: Iterable[tuple[Sequence[int], str, float]], names: Sequence[str]) -> str:
-    """Between whom the network does not pass: workers by their place in ``names``, their address, and for how long.
+    """Name those whom the network does not reach.
+
+    ``found``: positions in ``names``, their address, and the seconds since an answer.
 
     >>> without_answer([([1], "10.0.0.3", 6.2)], ["worker 0", "worker 3"])
     'the network to worker 3 at 10.0.0.3, which has acknowledged nothing for 6 s'
@@ -139,7 +144,7 @@ def without_answer(found: Iterable[tuple[Sequence[int], str, float]], names: Seq
 
 
 def name_workers(facts: Mapping[int, Facts]) -> dict[int, str]:
-    """How each is called in sentences: with its device, and its host when there are several.
+    """Return each worker's name in sentences: with its device, and its host when there are several.
 
     >>> name_workers({0: {"device": "cpu", "host": "a"}, 3: {"device": "cuda:0", "host": "a"}})
     {0: 'worker 0 (cpu)', 3: 'worker 3 (cuda:0)'}
@@ -153,7 +158,7 @@ def name_workers(facts: Mapping[int, Facts]) -> dict[int, str]:
 
 
 def sentence(labels: Mapping[int, str], names: Mapping[int, str]) -> str:
-    """That these workers are in unlike calls, with what each called."""
+    """Return a sentence: these workers are in unlike calls, with what each called."""
     callers: dict[str, list[int]] = {}
     for id in sorted(labels):
         callers.setdefault(labels[id], []).append(id)
@@ -162,7 +167,8 @@ def sentence(labels: Mapping[int, str], names: Mapping[int, str]) -> str:
 
 
 def listed(ids: Sequence[int], names: Mapping[int, str]) -> str:
-    """
+    """Return workers as a list in words.
+
     >>> listed([1, 2, 3], {}), listed([1], {1: "worker 1 (cpu)"}), listed([1], {})
     ('workers 1, 2 and 3', 'worker 1 (cpu)', 'worker 1')
     """

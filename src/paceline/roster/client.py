@@ -18,9 +18,9 @@ from paceline import concurrency
 from paceline.errors import Dropped, FleetError
 from paceline.roster import wire
 from paceline.roster.calls import ERRORS, reminder_due_s
-from paceline.roster.generation import Generation, RunOver
 from paceline.roster.handshake import ClientConnection, ShakeHands, shake_hands
 from paceline.roster.liveness import BEAT_S, computer
+from paceline.roster.state import FINISHED, Generation, RunOver
 
 logger = logging.getLogger("paceline")
 
@@ -33,6 +33,12 @@ STOOD_STILL_S = 1.0
 BACK_OFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 """Between attempts to find the roster; the last for ever."""
 BYE_S = 2.0
+"""How long a worker that leaves waits until the roster has heard it."""
+END_S = 20.0
+"""The same for one that has finished, during which it also looks for a roster that is away.
+
+A roster that comes back after the run's end, and was never told of it, lets the next worker train everything anew.
+"""
 CLOCK_S = 1.0
 QUIET_S = 5.0
 """A roster that has not answered a beat for so long is warned about, once."""
@@ -68,10 +74,12 @@ class RosterClient:
         self.generation: Generation | None = None
         """The last one this worker was in."""
         self._ended: str | None = None
+        self.ended_in = 0
+        """The run's last generation, once the roster has told of the end; 0: not known."""
         self._asking: tuple[int, bool, bool] | None = None
         self._reason = ""
         self.network: Callable[[], str] = lambda: ""
-        """Where the network between this worker and others does not pass, in words."""
+        """The places where the network to other workers does not pass, in words."""
         self.foreign: Callable[[], str] = lambda: ""
         """A collective of the script's own that this worker is in, in words."""
         self.on_beat: Callable[[], None] = lambda: None
@@ -79,9 +87,12 @@ class RosterClient:
         self._answered_at = concurrency.monotonic()
         self._clock_ahead_s = 0.0
         self._said: tuple[str, int, dict[str, tuple[int, str, bool]]] = ("starting", 0, {})
-        self._changed = concurrency.Condition()
-        self._closing = self._leaving = False
+        self._lock = concurrency.Condition()
+        self._closing = False
+        self._leaving = ""
+        """Why this worker leaves; empty while it stays."""
         self._bye = concurrency.Event()
+        """The roster has heard that this worker leaves, or does not want to."""
         self.id = -1
         self._connection: ClientConnection | None = self._find_roster()
         self.id = self._connection.id
@@ -91,13 +102,16 @@ class RosterClient:
 
     @property
     def store(self) -> tuple[str, int]:
-        """Where the roster's store is."""
+        """Address of the roster's store."""
         connection = self._connection
         return self._address[0], connection.store_port if connection is not None else 0
 
     def clock(self) -> float:
-        """Unix seconds on the roster's clock, which is the fleet's: workers go on with each other's logs, and their own
-        clocks may differ by minutes. Less than `CLOCK_S` is the network's doing."""
+        """Return the Unix time on the roster's clock, which is the fleet's.
+
+        Workers continue each other's logs, and their own clocks may differ by minutes. Differences below `CLOCK_S` come
+        from the network.
+        """
         if (connection := self._connection) is not None:
             self._clock_ahead_s = connection.clock_ahead_s
         return concurrency.time() + (self._clock_ahead_s if abs(self._clock_ahead_s) > CLOCK_S else 0.0)
@@ -112,21 +126,14 @@ class RosterClient:
     def next_generation(
         self, *, after: int, fresh: bool, orderly: bool, still: Callable[[float], None] = lambda waited_s: None
     ) -> Generation:
-        """Say that this worker has left generation ``after`` (0: none) and wait for the next that has it in.
-
-        ``fresh``: it holds no state of the training; ``orderly``: it comes from a step boundary. Whether it must take
-        a peer's state is for the answer to say (`Generation.fresh`): the fleet may have gone on without it meanwhile.
-        Raises `RunOver` when the run has ended, and `Dropped` when the fleet has gone on without a worker that still
-        holds the state of its last step: it asks again, fresh, once it is at a step boundary. ``still`` hears now and
-        then how long this has taken, and may raise.
-        """
-        with self._changed:
+        """Report that this worker has left generation ``after`` (0: none), and wait for the next that has it in."""
+        with self._lock:
             self._asking, self._reason, self.dropped = (after, fresh, orderly), "", False
         self._send({"ready": [after, fresh, orderly]})
         began, reminded = concurrency.monotonic(), 0
-        with self._changed:
+        with self._lock:
             while not self._answered(after):
-                self._changed.wait(timeout=0.5)
+                self._lock.wait(timeout=0.5)
                 waited_s = concurrency.monotonic() - began
                 reminded = self._remind(waited_s, reminded)
                 still(waited_s)
@@ -155,21 +162,27 @@ class RosterClient:
         return reminded + 1
 
     def report(self, *, doing: str, begun: int, spots: Mapping[str, tuple[int, str, bool]]) -> None:
-        """What the next beats say: what this worker does, the steps begun, and where it is in each row of calls."""
+        """Set what the next beats report: what this worker does, the steps begun, its position in each lane."""
         self._said = (doing[:200], begun, {lane: (at[0], str(at[1])[:200], at[2]) for lane, at in spots.items()})
 
     def leave(self, why: str) -> None:
-        """Go, and say why: ``finished``, ``left (SIGTERM)``, or an error's text."""
-        self._leaving = True
-        if not self._closing and self._send({"leave": why[:1000]}):
-            self._bye.wait(BYE_S)  # once the roster has heard, the process may end
+        """Leave, and report why: ``finished``, ``left (SIGTERM)``, or an error's text.
+
+        Once the roster has heard it, the process may end.
+        """
+        self._leaving = why[:1000]
+        if not self._closing and (self._send_leave() or why == FINISHED):
+            self._bye.wait(END_S if why == FINISHED else BYE_S)
         self.close()
+
+    def _send_leave(self) -> bool:
+        return self._send({"leave": self._leaving})
 
     def close(self) -> None:
         """Close the connection without a word; the roster takes this worker for lost."""
-        with self._changed:
+        with self._lock:
             self._closing = True
-            self._changed.notify_all()
+            self._lock.notify_all()
         connection = self._connection
         if connection is not None:
             connection.break_off()
@@ -180,17 +193,24 @@ class RosterClient:
 
     def _run(self) -> None:
         while not self._closing:
-            connection = self._connection
+            connection, since = self._connection, concurrency.monotonic()
             assert connection is not None
             try:
                 self._attend(connection)
             except (OSError, EOFError, wire.Garbled) as error:
                 connection.close()
-                if self._leaving:
+                if self._bye.is_set() or self._leaving not in ("", FINISHED):
                     return
                 if not self._closing:
-                    logger.warning("the roster is away (%s); training goes on, and it is looked for", _brief(error))
+                    goal = (
+                        "it is looked for, to hear of the end"
+                        if self._leaving
+                        else "training goes on, and it is looked for"
+                    )
+                    logger.warning("the roster is away (%s); %s", _brief(error), goal)
                     self._connection = None
+                    if concurrency.monotonic() - since < BEAT_S:  # a roster that lets everybody in and loses them again
+                        self._pause(BEAT_S)
                     self._find_again()
         if self._connection is not None:
             self._connection.close()
@@ -203,7 +223,9 @@ class RosterClient:
             now = concurrency.monotonic()
             if now - beat_at > STOOD_STILL_S:  # it was this process that heard nothing
                 self._answered_at = now
-            if now >= beat_at:
+            if now >= beat_at and self._leaving:  # the roster answers, and closes: a failed beat would hide the answer
+                beat_at = now + BEAT_S
+            elif now >= beat_at:
                 count, beat_at = count + 1, max(beat_at + BEAT_S, now)
                 if not self._beat(count):
                     raise EOFError("the connection broke")
@@ -228,9 +250,9 @@ class RosterClient:
         elif "over" in message:
             self._end(int(message["over"]))
         elif "dropped" in message:
-            with self._changed:
+            with self._lock:
                 self.dropped = True
-                self._changed.notify_all()
+                self._lock.notify_all()
             self._end(int(message["dropped"]))
         elif "news" in message:
             self.news = True
@@ -241,37 +263,37 @@ class RosterClient:
         elif "fail" in message:
             self._fail(ERRORS.get(message["fail"], FleetError)(message["text"]))
         elif "ended" in message:
-            self._note_end(str(message["ended"]))
+            self._note_end(str(message["ended"]), last=int(message.get("last", 0)))
         elif "bye" in message:
             self._bye.set()
 
     def _enter(self, generation: Generation) -> None:
         host = self._address[0]  # the store is where the roster is, at the address that reaches it from here
-        with self._changed:
+        with self._lock:
             if self._asking is None or generation.number <= self._asking[0]:
                 return
             self.generation = replace(generation, store=(host, generation.store[1]))
             self._said = (self._said[0], self._said[1], {})  # calls are compared within one generation
             self._asking, self.news, self.dropped = None, False, False
-            self._changed.notify_all()
+            self._lock.notify_all()
 
     def _end(self, number: int) -> None:
         if number > self.over:
             self.over = number
             self._call_on_over(number)
 
-    def _note_end(self, text: str) -> None:
-        """The run has ended without this worker: whoever waits in its last generation waits for nobody."""
-        with self._changed:
-            self._ended = text
-            self._changed.notify_all()
+    def _note_end(self, text: str, *, last: int = 0) -> None:
+        """Note that the run has ended without this worker: whoever waits in its last generation waits for nobody."""
+        with self._lock:
+            self._ended, self.ended_in = text, last
+            self._lock.notify_all()
         if self.generation is not None:
             self._end(self.generation.number)
 
     def _fail(self, failure: FleetError) -> None:
-        with self._changed:
+        with self._lock:
             self.failure = self.failure or failure
-            self._changed.notify_all()
+            self._lock.notify_all()
         self._call_on_over(self.generation.number if self.generation else 0)
 
     def _call_on_over(self, number: int) -> None:
@@ -295,7 +317,7 @@ class RosterClient:
     # -- finding the roster ----------------------------------------------------------------------------------------
 
     def _find_roster(self) -> ClientConnection:
-        """The first time: for a minute, and a refusal is final."""
+        """Find the roster for the first time: try for a minute; a refusal is final."""
         began, attempt = concurrency.monotonic(), 0
         while True:
             waited = concurrency.monotonic() - began
@@ -315,7 +337,7 @@ class RosterClient:
             attempt += 1
 
     def _find_again(self) -> None:
-        """After the connection broke: for ever, with a pause between."""
+        """Find the roster after the connection broke: try for ever, with a pause between."""
         began, attempt, refusal = concurrency.monotonic(), 0, ""
         while not self._closing:
             try:
@@ -326,26 +348,34 @@ class RosterClient:
                     refusal = str(refused)
                     logger.warning("the roster does not take this worker back: %s", refusal)
                 self._give_up(refused, concurrency.monotonic() - began)
+                if self._leaving:
+                    self._bye.set()
             except (OSError, EOFError, wire.Garbled):
                 began = concurrency.monotonic()
-            with self._changed:
-                if not self._closing:
-                    self._changed.wait(timeout=BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
+            self._pause(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
             attempt += 1
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before another attempt, unless this worker closes meanwhile."""
+        with self._lock:
+            if not self._closing:
+                self._lock.wait(timeout=seconds)
 
     def _resume(self, connection: ClientConnection) -> None:
         if self._closing:
             connection.close()
             return
         logger.warning("the roster is back")
-        with self._changed:
+        with self._lock:
             self._connection, self.id = connection, connection.id  # another id, if the roster has lost its state
             asking = self._asking
-        if asking is not None:
+        if self._leaving:
+            self._send_leave()
+        elif asking is not None:
             self._send({"ready": list(asking)})
 
     def _give_up(self, refused: wire.Refused, refused_s: float) -> None:
-        """The run has ended, or goes on with another process in this one's place: say so to the thread that waits."""
+        """Fail the thread that waits: the run has ended, or continues with another process in this one's place."""
         if refused.kind == "ended":
             self._note_end(str(refused))
         elif not self.failure and (refused.kind == "failed" or (refused.kind == "busy" and refused_s > BUSY_S)):
@@ -374,7 +404,7 @@ class RosterClient:
 
 def _check(name: str, facts: Mapping[str, Any], token: str) -> None:
     if not token:
-        raise ValueError("the run's token is missing: set PACELINE_TOKEN, or give --token")
+        raise ValueError("the run's token is missing: set PACELINE_TOKEN, or give --token-file")
     if not 0 < len(name) <= 200:
         raise ValueError(f"a worker's name has 1 to 200 characters, got {len(name)}")
     try:
@@ -386,7 +416,7 @@ def _check(name: str, facts: Mapping[str, Any], token: str) -> None:
 
 
 def _with_network(nag: str, network: str) -> str:
-    """The roster knows whom a worker waits for, and the worker itself where the network does not pass.
+    """Return the roster's reminder, completed by where the network does not pass, which this worker itself measures.
 
     >>> _with_network("step 3: waiting for the network", "the network to worker 1"), _with_network("waiting for b", "")
     ('step 3: waiting for the network to worker 1', 'waiting for b')

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.roster import wire
 from paceline.roster.calls import Beat, Heard
-from paceline.roster.liveness import Look, SilenceCheck, SilenceLimit, look_at
+from paceline.roster.liveness import ProcessState, SilenceCheck, SilenceLimit, process_state_of
 from paceline.roster.tls import HANDSHAKE, Channel
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class WorkerConnection(ABC):
         """Note that the other end knows the token."""
         self.proven = True
 
-    def look(self) -> Look:
+    def process_state(self) -> ProcessState:
         """Return what is known of the worker's process."""
-        return look_at(*self.process)
+        return process_state_of(*self.process)
 
     def note_beat(self, beat: Beat, now: float) -> None:
         """Remember a beat, and what its lateness says of the next ones."""

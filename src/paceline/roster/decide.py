@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.roster.generation import Generation, Gone
-from paceline.roster.state import Last, Ready, RegisteredWorker, RosterState
+from paceline.roster.state import Generation, Gone, Last, Ready, RegisteredWorker, RosterState
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Wait:
 
 
 def decide(roster: RosterState) -> Draft | Wait | None:
-    """The next generation, or what it waits for; None when nobody asks for one."""
+    """Return the next generation, or what it waits for; None when nobody asks for one."""
     if not any(worker.ready and worker.present for worker in roster.workers.values()):
         return None
     if roster.last is None or state_is_lost(roster, roster.last):
@@ -40,7 +39,7 @@ def decide(roster: RosterState) -> Draft | Wait | None:
 
 
 def compose(roster: RosterState, draft: Draft, *, store_port: int) -> Generation:
-    """The generation that a draft becomes, numbered, with who came and who left since the one before."""
+    """Return the generation that a draft becomes: numbered, with who came and who left since the one before."""
     old = roster.last.seats if roster.last else {}
     stayed = {id for id in draft.workers if id in old and old[id].fits(roster.workers[id]) and not old[id].gone}
     return Generation(
@@ -57,7 +56,7 @@ def compose(roster: RosterState, draft: Draft, *, store_port: int) -> Generation
 
 
 def _begin(roster: RosterState) -> Draft | Wait:
-    """The first generation, or the first after all that held the training's state are gone."""
+    """Return the first generation, or the first after all that held the training's state are gone."""
     asking = sorted(id for id, worker in roster.workers.items() if worker.ready and worker.present)
     starting = sorted(id for id, worker in roster.workers.items() if worker.present and not worker.asked)
     if roster.last is None and roster.searching:
@@ -99,7 +98,7 @@ def _with_newcomers(roster: RosterState, holders: list[int], empty: list[int]) -
 
 
 def _request(roster: RosterState, last: Last, id: int) -> Ready | None:
-    """What a member of the last generation has said on leaving it; None when it has not."""
+    """Return the request with which a member left the last generation; None when it has not left."""
     worker: RegisteredWorker | None = roster.workers.get(id)
     if worker is None or not last.seats[id].fits(worker) or worker.ready is None:
         return None
@@ -107,7 +106,7 @@ def _request(roster: RosterState, last: Last, id: int) -> Ready | None:
 
 
 def state_is_lost(roster: RosterState, last: Last) -> bool:
-    """Whether every process that may hold the training's state is known to be gone."""
+    """Return whether every process that may hold the training's state is known to be gone."""
     left = (id for id, seat in last.seats.items() if not seat.sure)
     requests = (_request(roster, last, id) if last.seats[id].gone is None else None for id in left)
     return all(request is not None and request.fresh for request in requests)

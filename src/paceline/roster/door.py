@@ -10,8 +10,8 @@ from typing import Protocol
 
 from paceline import concurrency
 from paceline.roster import persistence, wire
-from paceline.roster.certificate import Certificate
 from paceline.roster.connection import SocketConnection, WorkerConnection
+from paceline.roster.tls import Certificate
 
 logger = logging.getLogger("paceline")
 
@@ -114,3 +114,18 @@ class SocketDoor:
         """Close the listener, and what wakes the thread."""
         for one in (self._listener, self._wake_sender, self._wake_receiver):
             one.close()
+
+
+def reached_at(host: str) -> str:
+    """Return the address at which others reach what listens on ``host``, which may stand for all addresses."""
+    return host if host not in ("0.0.0.0", "::") else address_outwards() or socket.gethostname()
+
+
+def address_outwards(host: str | None = None) -> str | None:
+    """Return the local address from which packets to ``host``, or to any other computer, leave; None: no route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+        try:
+            datagrams.connect((host or "10.255.255.254", 9))  # sends nothing, only chooses the route
+        except OSError:
+            return None
+        return str(datagrams.getsockname()[0])

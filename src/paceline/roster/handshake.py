@@ -61,7 +61,7 @@ class RosterConnection:
         self.running = False
         self.store_port = 0
         self.clock_ahead_s = 0.0
-        """By how much the roster's clock is ahead of this computer's, but for the time that the welcome travelled."""
+        """Seconds by which the roster's clock is ahead of this computer's, but for the welcome's time on its way."""
         self._channel = Channel()
         self._sending = concurrency.Lock()
         self._lines = wire.Lines(wire.MAX_ANSWER)
@@ -72,11 +72,11 @@ class RosterConnection:
 
     @property
     def fingerprint(self) -> str:
-        """Of the certificate that the roster has shown."""
+        """Fingerprint of the certificate that the roster has shown."""
         return self._channel.fingerprint
 
     def secure(self) -> None:
-        """TLS's handshake. Raises `wire.Refused` when the roster speaks in the clear."""
+        """Make TLS's handshake; raises `wire.Refused` when the roster speaks in the clear."""
         self.socket.sendall(self._channel.outgoing())
         data = self._receive()
         if data[0] not in (ALERT, HANDSHAKE):
@@ -96,17 +96,17 @@ class RosterConnection:
         return data
 
     def send(self, message: wire.Message) -> None:
-        """Any thread may."""
+        """Send a message; any thread may."""
         with self._sending:
             self.socket.sendall(self._channel.seal(wire.encode(message)))
 
     def read(self) -> list[dict[str, Any]]:
-        """The messages that have come; waits for at least some bytes."""
+        """Return the messages that have come; wait for at least some bytes."""
         early, self._early = self._early, []
         return early or self._lines.feed(self._channel.open(self._receive()))
 
     def answer(self) -> dict[str, Any]:
-        """The next message; what came with it is kept for `read`."""
+        """Return the next message; what came with it is kept for `read`."""
         while not self._early:
             self._early = self.read()
         first, *self._early = self._early
@@ -139,7 +139,7 @@ class RosterConnection:
 
 
 def _close_in_child() -> None:
-    """A forked child (a data loader's) must not hold its parent's connection open: its end is how a death is known."""
+    """Close connections in a forked child (a data loader), for a death shows by the end of a worker's connection."""
     for connection in list(_OPEN):
         with suppress(OSError):  # some systems' selectors do not survive a fork
             connection.close()  # the parent's selector goes on: nothing is unregistered
@@ -152,10 +152,7 @@ if hasattr(os, "register_at_fork"):
 def shake_hands(
     address: tuple[str, int], *, token: str, hello: wire.Message, fingerprint: str | None = None
 ) -> RosterConnection:
-    """Be let in by the roster whose certificate has this fingerprint, if one is given.
-
-    Raises `wire.Refused`, OSError or EOFError if nobody answers, `wire.Garbled` if it is no roster.
-    """
+    """Enter at the roster whose certificate has this fingerprint, if one is given."""
     sock = socket.create_connection(address, timeout=ANSWER_S)
     connection = RosterConnection(sock)
     try:
@@ -194,7 +191,7 @@ def _prove(connection: RosterConnection, token: str) -> None:
 
 
 def _plain(data: bytes) -> Exception:
-    """What is wrong where something else than TLS answers: a roster of version 1 sends its challenge."""
+    """Return the error for an answer that is not TLS: a roster of version 1 sends its challenge."""
     if b'"challenge"' in data:
         return wire.Refused(
             "plain", "the roster there speaks in the clear, and this worker TLS: install the same paceline on both"

@@ -21,7 +21,7 @@ CEILING_S = 20.0
 EXCESS_WEIGHT = 4.0
 REMEMBERED = 300
 """Gaps that are remembered: a minute of them."""
-LOOK_S = 0.5
+CHECK_S = 0.5
 """Silent for so long, a worker's process is looked at."""
 HOLDING_S = 120.0
 """How long a process that computes, or waits for a processor, may keep its beats back."""
@@ -30,7 +30,7 @@ FINE, BUSY, FROZEN, GONE = "fine", "busy", "frozen", "gone"
 
 
 class SilenceLimit:
-    """How long a worker may be silent before it is given up, learned from the gaps between its own beats:
+    """The time for which a worker may be silent before it is given up, learned from the gaps between its own beats.
 
         limit = FLOOR_S + 4 x (largest recent gap - BEAT_S), at most CEILING_S
 
@@ -46,7 +46,7 @@ class SilenceLimit:
         self._excesses: deque[float] = deque(maxlen=REMEMBERED)
 
     def note(self, gap_s: float) -> None:
-        """Two beats came so many seconds apart."""
+        """Note the seconds between two beats."""
         self._excesses.append(max(0.0, gap_s - BEAT_S))
 
     @property
@@ -55,8 +55,8 @@ class SilenceLimit:
         return min(CEILING_S, FLOOR_S + EXCESS_WEIGHT * max(self._excesses, default=0.0))
 
 
-class Look(NamedTuple):
-    """What /proc says of a process."""
+class ProcessState(NamedTuple):
+    """The state of a worker's process, as its computer shows it."""
 
     gone: bool = False
     stopped: bool = False
@@ -66,38 +66,35 @@ class Look(NamedTuple):
     """One of its threads runs, or would if it were given a processor."""
 
 
-UNKNOWN = Look()
-ENDED = Look(gone=True)
+UNKNOWN = ProcessState()
+ENDED = ProcessState(gone=True)
 
 
 class SilenceCheck:
     """One stretch of a worker's silence, judged again and again while it lasts."""
 
-    def __init__(self, look: Look) -> None:
-        self._ticks = look.ticks
+    def __init__(self, state: ProcessState) -> None:
+        self._ticks = state.ticks
         """Processor time of its process at the beginning, and then at each verdict."""
         self._due_s = 0.0
         """Seconds of silence before which there is nothing new to judge."""
 
-    def judge(self, silent_s: float, *, limit_s: float, look: Look) -> str:
-        """After ``silent_s`` seconds: fine, busy (waited for, and named), frozen or gone (given up)."""
-        if look.gone:
+    def judge(self, silent_s: float, *, limit_s: float, state: ProcessState) -> str:
+        """Judge a silence of ``silent_s`` seconds: fine, busy (waited for, and named), frozen or gone (given up)."""
+        if state.gone:
             return GONE
         if silent_s < max(limit_s, self._due_s):
             return FINE
-        computes = look.ticks is not None and self._ticks is not None and look.ticks > self._ticks
-        if look.stopped or not (computes or look.ready) or silent_s > HOLDING_S:
+        computes = state.ticks is not None and self._ticks is not None and state.ticks > self._ticks
+        if state.stopped or not (computes or state.ready) or silent_s > HOLDING_S:
             return FROZEN
-        self._ticks, self._due_s = look.ticks, silent_s + limit_s
+        self._ticks, self._due_s = state.ticks, silent_s + limit_s
         return BUSY
 
 
 @cache
 def computer() -> str:
-    """Names this boot of this computer and this space of process numbers: a pid of one means nothing in another.
-
-    Empty where the system does not say.
-    """
+    """Return a name of this boot and this space of process numbers: a pid of one means nothing in another."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -105,11 +102,11 @@ def computer() -> str:
         return ""
 
 
-def look_at(pid: int, where: str) -> Look:
-    """How process ``pid`` on computer ``where`` is doing.
+def process_state_of(pid: int, where: str) -> ProcessState:
+    """Return the state of process ``pid`` on computer ``where``.
 
-    >>> look_at(os.getpid(), computer()).gone, look_at(1, "another computer")
-    (False, Look(gone=False, stopped=False, ticks=None, ready=False))
+    >>> process_state_of(os.getpid(), computer()).gone, process_state_of(1, "another computer")
+    (False, ProcessState(gone=False, stopped=False, ticks=None, ready=False))
     """
     if not where or where != computer() or pid < 1:
         return UNKNOWN
@@ -120,7 +117,7 @@ def look_at(pid: int, where: str) -> Look:
     except OSError:
         return UNKNOWN
     state, ticks = fields[0], int(fields[11]) + int(fields[12])
-    return ENDED if state in "ZXx" else Look(stopped=state in "Tt", ticks=ticks, ready=_ready(pid))
+    return ENDED if state in "ZXx" else ProcessState(stopped=state in "Tt", ticks=ticks, ready=_ready(pid))
 
 
 def _ready(pid: int) -> bool:
@@ -133,5 +130,5 @@ def _ready(pid: int) -> bool:
 
 
 def _stat(file: Path) -> list[str]:
-    """What /proc says of a process or thread, after its name, which may hold anything, spaces and brackets too."""
+    """Return /proc's fields of a process or thread after its name, which may contain spaces and brackets."""
     return file.read_text(errors="replace").rpartition(")")[2].split()

@@ -11,13 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.roster.decide import Draft, Wait, compose, decide, state_is_lost
-from paceline.roster.generation import Gone
-from paceline.roster.identity import adopt, free_id, is_member, known_process
-from paceline.roster.state import Hello, Last, Ready, RegisteredWorker, RosterState, Seat
+from paceline.roster.state import FINISHED, Gone, Hello, Last, Ready, RegisteredWorker, RosterState, Seat
 from paceline.roster.wire import Refused
 
-FINISHED = "finished"
-"""What a worker says when it leaves because the training has ended."""
 LEFT = "left (SIGTERM)"
 ENDED = "the run has ended"
 CLOSED = "is gone: its connection closed"
@@ -40,10 +36,10 @@ class Happened:
 
 
 class MembershipRules:
-    """Who is in, who waits, and which generation is the last.
+    """The rules of who is in, who waits, and which generation is the last.
 
-    ``store_port``: of the torch store that serves the generations. ``leap``: a number beyond all that a roster before
-    this one may have given, to go on from when its workers come back and the state of that roster is lost.
+    ``store_port`` is that of the torch store that serves the generations. ``leap`` is a number beyond all that an
+    earlier roster may have given, to continue from when its workers come back and its state is lost.
     """
 
     def __init__(self, roster: RosterState, *, store_port: int = 0, leap: int = 0) -> None:
@@ -61,19 +57,19 @@ class MembershipRules:
         """Names whose last registered process the launcher has not seen end."""
 
     def drain(self) -> list[Tell | Happened]:
-        """What was decided since the last call, in order."""
+        """Return what was decided since the last call, in order."""
         out, self._out = self._out, []
         return out
 
     # -- coming ----------------------------------------------------------------------------------------------------
 
     def expect(self, more: int) -> None:
-        """So many processes were started that will register."""
+        """Expect ``more`` processes to register that were started."""
         self.roster.expected = max(0, self.roster.expected + more)
         self.consider()
 
     def register(self, hello: Hello) -> RegisteredWorker:
-        """A process presents itself, for the first time or after its connection broke; raises `Refused`."""
+        """Register a process, for the first time or after its connection broke; raises `Refused`."""
         if self.ended or (self.roster.finishing and not is_member(self.roster, hello)):
             raise Refused("ended", ENDED)
         if self.failure:
@@ -112,7 +108,7 @@ class MembershipRules:
         return worker
 
     def _replace(self, name: str) -> None:
-        """A new process comes under this name: the old one, if any, is given up, unless it is there or awaited."""
+        """Give up the old process of this name, if there is one, unless it is there or awaited."""
         id = self.roster.ids.get(name, -1)
         old, seat = self.roster.workers.get(id), self.roster.seat(id)
         if (old is not None and old.present) or (old is None and seat is not None and seat.gone is None):
@@ -123,11 +119,11 @@ class MembershipRules:
     # -- asking ----------------------------------------------------------------------------------------------------
 
     def ready(self, id: int, asked: Ready) -> None:
-        """This worker has left generation ``asked.after`` and wants the next."""
+        """Note that a worker has left generation ``asked.after`` and wants the next."""
         worker, last = self.roster.workers[id], self.roster.last
         worker.asked = True
         if self.ended or (self.roster.finishing and self.roster.seat_of(worker) is None):
-            self._tell([id], {"ended": ENDED})
+            self._tell([id], self._end())
             return
         member = last is not None and self.roster.seat_of(worker) is not None
         if last is not None and member and asked.after < last.number:
@@ -146,7 +142,7 @@ class MembershipRules:
         self.consider()
 
     def heard(self, id: int) -> None:
-        """A silent or lost worker is there again. Nothing happens to one that was never away."""
+        """Note that a silent or lost worker is there again; nothing happens to one that was never away."""
         worker, last = self.roster.workers[id], self.roster.last
         if worker.present:
             return
@@ -162,14 +158,14 @@ class MembershipRules:
     # -- going -----------------------------------------------------------------------------------------------------
 
     def silent(self, id: int, text: str) -> None:
-        """Nothing was heard of this worker for longer than it may be silent; its connection stands."""
+        """Note that a worker was silent for longer than it may be, while its connection stands."""
         worker = self.roster.workers[id]
         worker.present = False
         self._lose(id, text, sure=False)
         self.consider()
 
     def lost(self, id: int, text: str, *, sure: bool) -> None:
-        """This worker's connection is closed. ``sure``: its process has ended; otherwise it may come back."""
+        """Note that a worker's connection is closed. ``sure``: its process has ended; otherwise it may come back."""
         self._remove(id, text, sure=sure)
         self.consider()
 
@@ -184,7 +180,7 @@ class MembershipRules:
         self._forget_failure()
 
     def confirm(self, id: int, session: str) -> None:
-        """This process was lost, and will not come back."""
+        """Note that a lost process will not come back."""
         worker, seat = self.roster.workers.get(id), self.roster.seat(id)
         if worker is not None and worker.session == session and worker.away:
             del self.roster.workers[id]
@@ -194,7 +190,7 @@ class MembershipRules:
         self.consider()
 
     def give_up_absent(self, text: str) -> list[tuple[int, str]]:
-        """Members of before the roster's restart that have not come back are lost; returns their ids and sessions."""
+        """Give up members of before the roster's restart that have not come back; returns their ids and sessions."""
         last = self.roster.last
         absent = [id for id in last.alive() if not last.seats[id].fits(self.roster.workers.get(id))] if last else []
         for id in absent:
@@ -207,7 +203,7 @@ class MembershipRules:
         return [(id, last.seats[id].session) for id in absent] if last else []
 
     def leave(self, id: int, why: str) -> None:
-        """This worker goes on its own."""
+        """Let a worker leave that asks to."""
         worker = self.roster.workers.get(id)
         if worker is None:
             return
@@ -218,7 +214,7 @@ class MembershipRules:
         self.consider()
 
     def died(self, name: str, how: str) -> None:
-        """The launcher saw the process of this name end."""
+        """Note that the launcher saw the process of this name end."""
         if name not in self._not_seen_to_end and not self._awaited(name):  # it ended before it had registered
             self.expect(-1)
             return
@@ -232,7 +228,7 @@ class MembershipRules:
             self.consider()
 
     def _awaited(self, name: str) -> bool:
-        """Whether a restarted roster waits for the process of this name to come back."""
+        """Return whether a restarted roster waits for the process of this name to come back."""
         seat = self.roster.seat(self.roster.ids.get(name, -1))
         return seat is not None and not seat.sure
 
@@ -280,7 +276,7 @@ class MembershipRules:
         return next((name for name, known in self.roster.ids.items() if known == id), "")
 
     def _end_generation(self, why: str) -> None:
-        """The last generation's rounds can no longer end: the members still in it must leave it."""
+        """End the last generation: its rounds can no longer end, and the members still in it must leave it."""
         last = self.roster.last
         assert last is not None
         if not last.over:
@@ -290,7 +286,7 @@ class MembershipRules:
             self._note("over", number=last.number, text=why)
 
     def _spread_news(self) -> None:
-        """Somebody waits to enter, or the store is gone: the members re-form at their next step boundary."""
+        """Ask the members to re-form at their next step boundary: somebody waits to enter, or the store is gone."""
         last, roster = self.roster.last, self.roster
         if last is None or last.over or roster.finishing:
             return
@@ -304,7 +300,7 @@ class MembershipRules:
         if self.roster.finishing:
             return
         self.roster.finishing = True
-        self._tell([worker.id for worker in self.roster.newcomers()], {"ended": ENDED})
+        self._tell([worker.id for worker in self.roster.newcomers()], self._end())
 
     def _end_if_finished(self) -> None:
         last = self.roster.last
@@ -312,8 +308,12 @@ class MembershipRules:
             return
         if last is None or not last.alive() or state_is_lost(self.roster, last):
             self.ended = True
-            self._tell(self.roster.workers, {"ended": ENDED})
+            self._tell(self.roster.workers, self._end())
             self._note("finished")
+
+    def _end(self) -> dict[str, Any]:
+        """Return the message of the run's end: a worker of its last generation has missed nothing but the farewell."""
+        return {"ended": ENDED, "last": self.roster.last.number if self.roster.last else 0}
 
     def _forget_failure(self) -> None:
         if self.failure and not self.roster.workers:
@@ -343,3 +343,69 @@ class MembershipRules:
 
     def _note(self, kind: str, **data: Any) -> None:
         self._out.append(Happened(kind, data))
+
+
+# -- who a process is ----------------------------------------------------------------------------------------------
+
+LEAP = 1_000_000
+"""More generations than a fleet has while one of its workers is away."""
+
+
+def is_member(roster: RosterState, hello: Hello) -> bool:
+    """Return whether this very process has a seat in the last generation."""
+    seat = roster.seat(roster.ids.get(hello.name, -1))
+    return seat is not None and seat.session == hello.session
+
+
+def known_process(roster: RosterState, hello: Hello) -> RegisteredWorker | None:
+    """Return the worker that this process already is.
+
+    One that returns to a restarted roster is entered again, as away.
+    """
+    id = roster.ids.get(hello.name, -1)
+    worker, last = roster.workers.get(id), roster.last
+    if worker is not None:
+        return worker if worker.session == hello.session else None
+    seat = roster.seat(id)
+    if last is None or seat is None or seat.sure:
+        return None
+    if seat.session != hello.session and (seat.session or hello.generation != last.number):
+        return None
+    seat.session = hello.session
+    roster.workers[id] = RegisteredWorker(id, hello.name, hello.session, hello.facts, asked=True, present=False)
+    return roster.workers[id]
+
+
+def adopt(roster: RosterState, hello: Hello, *, leap: int) -> bool:
+    """Take a fleet over from what a returning worker says, where this roster has lost its state.
+
+    ``leap`` is a number to continue from, by this computer's clock beyond all that may have been given; where the clock
+    of the roster before was ahead, `LEAP` beyond this worker's generation is. Returns whether the state has changed.
+    """
+    was, found_out = hello.was, hello.returning and not roster.number
+    if found_out:
+        roster.number, roster.searching = max(leap, hello.generation + LEAP), True
+    behind = was is not None and roster.last is not None and roster.last.stale and was.number > roster.last.number
+    if was is None or was.number != hello.generation or not (roster.searching or behind):
+        return found_out
+    if roster.last is not None and was.number <= roster.last.number:  # of several, the youngest is the living one
+        return found_out
+    ids = {str(was.facts[id]["name"]): id for id in was.workers}
+    if any(ids.get(name, -1) != id for name, id in roster.ids.items() if name in ids or id in ids.values()):
+        return found_out  # newcomers were sooner, and have these numbers
+    roster.ids.update(ids)
+    roster.number = max(roster.number, was.number)
+    roster.last = Last(was, {id: Seat(id, "") for id in was.workers}, stale=True)
+    return True
+
+
+def free_id(name: str, taken: set[int]) -> int:
+    """Return the id of a new name: its own slot number where that is free, else the lowest free one.
+
+    >>> free_id("host/2", {0, 1}), free_id("other/2", {0, 1, 2}), free_id("host/by hand", {0})
+    (2, 3, 1)
+    """
+    slot = name.rpartition("/")[2]
+    if slot.isascii() and slot.isdigit() and len(slot) <= 3 and int(slot) not in taken:
+        return int(slot)
+    return next(id for id in range(len(taken) + 1) if id not in taken)

@@ -16,7 +16,7 @@ logger = logging.getLogger("paceline")
 
 
 def load(path: Path) -> dict[str, Any] | None:
-    """The state that an earlier roster saved; None when there is none yet."""
+    """Return the state that an earlier roster saved; None when there is none yet."""
     try:
         saved = json.loads(path.read_text())
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def beside(path: Path) -> Path:
-    """Where the certificate of a roster is kept that keeps something else in ``path``.
+    """Return the file for the certificate of a roster that keeps something else in ``path``.
 
     >>> beside(Path("roster.json")).name
     'roster.json.pem'
@@ -109,7 +109,7 @@ class StoreHost:
                 self._on_made(store)
 
     def _on_made(self, store: Any) -> None:
-        """Called under the lock, once the store is there."""
+        """Note the store's port, under the lock, once the store is there."""
 
     def _reachable(self) -> str:
         return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
@@ -121,5 +121,5 @@ class StoreHost:
 
 
 def family(host: str) -> socket.AddressFamily:
-    """IPv4 or IPv6, as the host's address is."""
+    """Return IPv4 or IPv6, as the host's address is."""
     return socket.getaddrinfo(host or "127.0.0.1", 0, type=socket.SOCK_STREAM)[0][0]

@@ -17,13 +17,12 @@ from typing import Any
 from paceline import concurrency
 from paceline.roster import persistence, wire
 from paceline.roster.calls import Beat
-from paceline.roster.certificate import Certificate
 from paceline.roster.connection import MAX_UNSENT, Closed, WorkerConnection
 from paceline.roster.door import RosterDoor, SocketDoor
-from paceline.roster.generation import Generation
 from paceline.roster.membership_rules import CLOSED, Happened, MembershipRules
-from paceline.roster.state import Hello, Ready, RosterState
+from paceline.roster.state import Generation, Hello, Ready, RosterState
 from paceline.roster.timeouts import TICK_S, Timeouts
+from paceline.roster.tls import Certificate
 
 logger = logging.getLogger("paceline")
 
@@ -41,7 +40,7 @@ class RosterServer:
 
     ``expect``: workers that are being started, for whom the first generation waits. ``state``: a file from which a
     restarted roster goes on. ``certificate``: the file that keeps its certificate, by default beside ``state``; without
-    either it has a new one each time. ``observe(kind, data)`` is called on the roster's thread with *registered*,
+    either it has a new one each time. ``on_event(kind, data)`` is called on the roster's thread with *registered*,
     *refused*, *generation*, *over*, *left*, *returned*, *waiting*, *holding*, *failed* and *finished*. ``door``: where
     workers connect, by default sockets at ``host`` and ``port``; ``store``: by default torch's, on ``host``.
     """
@@ -57,7 +56,7 @@ class RosterServer:
         state: Path | None = None,
         certificate: Path | None = None,
         expect: int = 0,
-        observe: Callable[[str, dict[str, Any]], None] | None = None,
+        on_event: Callable[[str, dict[str, Any]], None] | None = None,
         door: RosterDoor | None = None,
         store: persistence.HostedStore | None = None,
     ) -> None:
@@ -65,7 +64,7 @@ class RosterServer:
             raise ValueError(f"a fleet of {minimum} to {maximum} workers cannot be: write 1 <= minimum <= maximum")
         if not token:
             raise ValueError("the roster needs a token: whoever knows it may join the run")
-        self._token, self._state, self._observe = token, state, observe
+        self._token, self._state, self._on_event = token, state, on_event
         roster = RosterState(minimum, maximum, expected=expect)
         saved = persistence.load(state) if state else None
         if saved:
@@ -94,7 +93,7 @@ class RosterServer:
         self._thread.start()
 
     def died(self, name: str, how: str) -> None:
-        """The process of this name has ended, as ``how`` says: ``was killed by signal 9 (SIGKILL)``."""
+        """Note that the process of this name has ended, as ``how`` says: ``was killed by signal 9 (SIGKILL)``."""
         with self._lock:
             self._rules.died(name, how)
             self._carry_out()
@@ -104,14 +103,14 @@ class RosterServer:
         self._door.wake()
 
     def expect(self, more: int) -> None:
-        """So many more processes were started (fewer, when negative): the first generation waits for them."""
+        """Expect more processes (fewer, when negative): the first generation waits for them."""
         with self._lock:
             self._rules.expect(more)
             self._carry_out()
         self._door.wake()
 
     def snapshot(self) -> dict[str, Any]:
-        """Members, those who wait, the generation's number, whether the run finished, and what is waited for."""
+        """Return members, those who wait, the generation's number, whether the run finished, and what is waited for."""
         with self._lock:
             roster, last = self._rules.roster, self._rules.roster.last
             inside = last.alive() if last else []
@@ -230,10 +229,10 @@ class RosterServer:
         connection.send({**welcome, "now": concurrency.time()})
 
     def _give_up_if_gone(self, hello: Hello) -> None:
-        """The process that had this name may have ended a moment ago, its connection still open in a child of it."""
+        """Give up the process that had this name if it has ended: a child of it may hold its connection open."""
         id = self._rules.roster.ids.get(hello.name, -1)
         old, connection = self._rules.roster.workers.get(id), self._by_worker.get(id)
-        if old and connection and old.session != hello.session and connection.look().gone:
+        if old and connection and old.session != hello.session and connection.process_state().gone:
             self._lose(connection, cut=False)
 
     def _running(self, id: int) -> bool:
@@ -263,14 +262,14 @@ class RosterServer:
     # -- consequences ----------------------------------------------------------------------------------------------
 
     def _lose(self, connection: WorkerConnection, *, cut: bool) -> None:
-        """This connection is closed, or nothing gets through it any more."""
+        """Give up a connection that is closed, or through which nothing passes any more."""
         id = connection.worker
         self._drop(connection)
         if id is None:
             return
-        gone = not cut and connection.look().gone
+        gone = not cut and connection.process_state().gone
         if not gone:
-            self._timeouts.may_return(id, connection.session, connection.look, cut=cut)
+            self._timeouts.may_return(id, connection.session, connection.process_state, cut=cut)
         self._rules.lost(id, "was cut off (nothing gets through to it)" if cut else CLOSED, sure=gone)
 
     def _refuse(self, connection: WorkerConnection, kind: str, text: str, *, name: str = "") -> None:
@@ -335,8 +334,8 @@ class RosterServer:
             one = self._happened.popleft()
             logger.debug("roster: %s %s", one.kind, one.data)
             try:
-                if self._observe:
-                    self._observe(one.kind, one.data)
+                if self._on_event:
+                    self._on_event(one.kind, one.data)
             except Exception:
                 logger.exception("the roster's onlooker failed")
 
@@ -346,7 +345,7 @@ class RosterServer:
 
 
 def _read_hello(said: dict[str, Any]) -> Hello:
-    """What a process says of itself, checked: everything bounded, nothing taken on trust that could break its state."""
+    """Return what a process says of itself, checked: everything bounded, nothing trusted that could break the state."""
     name, session, facts = str(said["name"]), str(said["session"]), said["facts"]
     if not 0 < len(name) <= 200 or not 0 < len(session) <= 100:
         raise ValueError("a worker's name has 1 to 200 characters")

@@ -1,4 +1,4 @@
-"""What the roster knows of each worker, and of each seat in the last generation."""
+"""What the roster decides on: generations, as it publishes them, and what it stores of each worker and seat."""
 
 from __future__ import annotations
 
@@ -6,7 +6,73 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from paceline.roster.generation import Facts, Generation, Gone
+from paceline.errors import FleetError
+
+Facts = Mapping[str, Any]
+"""What a worker says of itself: host, pid, device, name, emulated."""
+
+
+FINISHED = "finished"
+"""What a worker says when it leaves because the training has ended."""
+
+
+class RunOver(FleetError):
+    """The run has ended: there is no further generation to wait for."""
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Why somebody is no longer in."""
+
+    id: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One membership. While it lasts its members never change, and its rounds need all of them.
+
+    A process that died and came back under its name, between two generations, stands in `left` and in `joined`: the
+    id is the same, what the old process held is not.
+    """
+
+    number: int
+    """Counted up by the roster; never given twice."""
+    workers: tuple[int, ...]
+    """Ids in rank order: those that hold the training's state in their old order, then newcomers by id."""
+    fresh: tuple[int, ...]
+    """Those among them that have no state and take a peer's. All of them: the training starts anew."""
+    joined: tuple[int, ...]
+    """Processes in this one and not in the one before."""
+    left: tuple[Gone, ...]
+    """Processes in the one before and not in this one."""
+    facts: Mapping[int, Facts]
+    store: tuple[str, int]
+    """Host and port of the torch TCPStore that serves this generation."""
+    orderly: bool
+    """Every member came from a step boundary, or is fresh."""
+    wanting: int
+    """How many more workers the minimum needs."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "left": [[gone.id, gone.text] for gone in self.left]}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Generation:
+        return cls(
+            number=int(said["number"]),
+            workers=tuple(int(id) for id in said["workers"]),
+            fresh=tuple(int(id) for id in said["fresh"]),
+            joined=tuple(int(id) for id in said["joined"]),
+            left=tuple(Gone(int(id), str(text)) for id, text in said["left"]),
+            facts={int(id): dict(facts) for id, facts in said["facts"].items()},
+            store=(str(said["store"][0]), int(said["store"][1])),
+            orderly=bool(said["orderly"]),
+            wanting=int(said["wanting"]),
+        )
+
+
+# -- what the roster stores ----------------------------------------------------------------------------------------
 
 MOST_NAMED = 12
 """Workers that a sentence names."""
@@ -34,7 +100,7 @@ class Hello:
     generation: int = 0
     """The last generation it was in, when it comes back after its connection broke."""
     was: Generation | None = None
-    """The same in full, for a roster that has lost its state."""
+    """That generation in full, for a roster that has lost its state."""
     returning: bool = False
     """It was let in before, by this roster or by one that it takes this one for."""
 
@@ -112,24 +178,24 @@ class RosterState:
     workers: dict[int, RegisteredWorker] = field(default_factory=dict)
     last: Last | None = None
     ids: dict[str, int] = field(default_factory=dict)
-    """By name; never forgotten."""
+    """Each worker's id by its name; never forgotten."""
 
     def seat(self, id: int) -> Seat | None:
-        """The place of this id in the last generation."""
+        """Return the seat of this id in the last generation."""
         return self.last.seats.get(id) if self.last else None
 
     def seat_of(self, worker: RegisteredWorker) -> Seat | None:
-        """The place of this very process in the last generation, if it is still its own."""
+        """Return the seat of this very process in the last generation, if it is still its own."""
         seat = self.seat(worker.id)
         return seat if seat is not None and seat.fits(worker) and seat.gone is None else None
 
     def newcomers(self) -> list[RegisteredWorker]:
-        """Those that ask to enter and are not members, by id."""
+        """Return those that ask to enter and are not members, by id."""
         asking = [worker for worker in self.workers.values() if worker.ready and worker.present]
         return sorted((worker for worker in asking if self.seat_of(worker) is None), key=lambda worker: worker.id)
 
     def called(self, ids: Iterable[int]) -> str:
-        """These workers, and what each does: ``worker 2 (its own code after step 40)``; of many the first."""
+        """Name workers and what each does, ``worker 2 (its own code after step 40)``; of many the first."""
         named = list(ids)
         few = ", ".join(f"worker {id} ({self._doing(id)})" for id in named[:MOST_NAMED])
         return f"{few} and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else few
@@ -141,7 +207,7 @@ class RosterState:
         return worker.doing
 
     def to_json(self) -> dict[str, Any]:
-        """What must outlive the roster."""
+        """Return what must outlive the roster."""
         last = self.last
         return {
             "version": 1,
@@ -158,7 +224,7 @@ class RosterState:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from `to_json`. A run that had ended leaves its numbers and names, not its members."""
+        """Restore what `to_json` saved. A run that had ended leaves its numbers and names, not its members."""
         self.number, self.ids = int(saved["number"]), {str(name): int(id) for name, id in saved["ids"].items()}
         self.searching = bool(saved["searching"])
         if not saved["generation"]:

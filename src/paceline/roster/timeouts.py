@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.roster.calls import mismatch, name_workers, waited_for
 from paceline.roster.connection import WorkerConnection
-from paceline.roster.liveness import BUSY, FROZEN, GONE, LOOK_S, UNKNOWN, Look, SilenceCheck
+from paceline.roster.liveness import BUSY, CHECK_S, FROZEN, GONE, UNKNOWN, ProcessState, SilenceCheck
 from paceline.roster.membership_rules import MembershipRules
 
 TICK_S = 0.1
@@ -40,22 +40,28 @@ class Timeouts:
     ) -> None:
         self._rules, self._workers, self._lose, self._note = rules, workers, lose, note
         self._now = self._ticked = 0.0
-        self._away: dict[tuple[int, str], tuple[float, Callable[[], Look]]] = {}
-        """By id and session: until when a lost process may come back, and what is known of it."""
+        self._away: dict[tuple[int, str], tuple[float, Callable[[], ProcessState]]] = {}
+        """The time until which a lost process may come back, and how to look at it, by id and session."""
         self._await_until: float | None = None
         self._waiting_since, self._waiting_told = 0.0, ""
         self._told_at = 0.0
 
-    def may_return(self, id: int, session: str, look: Callable[[], Look], *, cut: bool = False) -> None:
-        """This process's connection closed, and it is not known to have ended. ``cut``: the path to it is dead, which
-        says nothing of the process: it may come back however late, unless it is seen to have ended."""
-        self._away[id, session] = (math.inf if cut else self._now + RETURN_S, look)
+    def may_return(self, id: int, session: str, state: Callable[[], ProcessState], *, cut: bool = False) -> None:
+        """Note that a process's connection closed, and that it is not known to have ended.
+
+        ``cut``: the path to it is dead, which shows nothing of the process: it may come back however late, unless it is
+        seen to have ended.
+        """
+        self._away[id, session] = (math.inf if cut else self._now + RETURN_S, state)
 
     def is_back(self, id: int, session: str) -> None:
         self._away.pop((id, session), None)
 
     def forgive(self, now: float) -> None:
-        """If the roster itself stood still, nobody else was silent meanwhile. Called before what has come is read."""
+        """Add to all deadlines the time for which the roster itself stood still.
+
+        Nobody else was silent meanwhile. Call it before what has come is read.
+        """
         late = now - self._now - TICK_S if self._now else 0.0
         self._now = now
         if late > TICK_S:
@@ -64,14 +70,14 @@ class Timeouts:
                 connection.last_beat += late
 
     def tick(self, now: float) -> None:
-        """Called often; looks every `TICK_S`, once what has come is read."""
+        """Look at every worker, every `TICK_S`; call it often, once what has come is read."""
         if now - self._ticked < TICK_S:
             return
         self._ticked = now
         for id, connection in list(self._workers.items()):
             if not connection.given_up:
                 self._check_silence(id, connection, now)
-            elif connection.look().gone:  # a child of it may hold its socket open
+            elif connection.process_state().gone:  # a child of it may hold its socket open
                 self._lose(connection)
         self._check_lost(now)
         self._check_absent(now)
@@ -81,14 +87,14 @@ class Timeouts:
 
     def _check_silence(self, id: int, connection: WorkerConnection, now: float) -> None:
         silent_s = now - connection.last_heard
-        if silent_s < LOOK_S:
+        if silent_s < CHECK_S:
             return
-        look = connection.look()
+        state = connection.process_state()
         if connection.silence is None:
-            connection.silence = SilenceCheck(look)
-            if not look.gone:  # whether it computes shows at the next look; by then what lies here unread is read
+            connection.silence = SilenceCheck(state)
+            if not state.gone:  # whether it computes shows at the next tick; by then what lies here unread is read
                 return
-        verdict = connection.silence.judge(silent_s, limit_s=connection.silence_limit.limit_s, look=look)
+        verdict = connection.silence.judge(silent_s, limit_s=connection.silence_limit.limit_s, state=state)
         if verdict == GONE:
             self._lose(connection)
         elif verdict == BUSY:
@@ -100,14 +106,14 @@ class Timeouts:
             self._rules.silent(id, f"was silent for {silent_s:.1f} s (frozen, or its network is cut)")
 
     def _check_lost(self, now: float) -> None:
-        """Lost processes that have ended, or have had the time to come back."""
-        for (id, session), (until, look) in list(self._away.items()):
-            if now > until or look().gone:
+        """Confirm the loss of processes that have ended, or have had the time to come back."""
+        for (id, session), (until, state) in list(self._away.items()):
+            if now > until or state().gone:
                 del self._away[id, session]
                 self._rules.confirm(id, session)
 
     def _check_absent(self, now: float) -> None:
-        """Members that a restarted roster knows of and has not seen yet."""
+        """Give up the members that a restarted roster expects and has not seen in time."""
         roster, last = self._rules.roster, self._rules.roster.last
         if not roster.searching and (last is None or not last.stale):
             self._await_until = None
@@ -118,7 +124,7 @@ class Timeouts:
                 self._away[id, session] = (now + ABSENT_S - RETURN_S, lambda: UNKNOWN)
 
     def _check_calls(self, now: float) -> None:
-        """Calls that can never meet end the run; a worker that waits long is told for whom."""
+        """End the run when calls can never meet; remind a worker that waits long for whom it does."""
         last = self._rules.roster.last
         if last is None or last.over or self._rules.failure:
             return
@@ -135,8 +141,10 @@ class Timeouts:
                 self._workers[id].send({"nag": f"{label}: waiting for {whom or 'the network'}"})
 
     def _check_waiting(self, now: float) -> None:
-        """Tell those who wait, now and then, what a generation waits for; and onlookers, once that lasts: every
-        re-forming waits for a moment."""
+        """Report what a generation waits for: now and then to those who wait, and once it lasts to onlookers.
+
+        Every re-forming waits for a moment.
+        """
         if self._rules.waiting and now - self._told_at >= TELL_S:
             self._told_at = now
             self._rules.tell_waiting()

@@ -24,7 +24,7 @@ VERSION = 2
 MAX_LINE = 64 * 1024
 """Bytes of a line that a worker may send."""
 MAX_FIRST_LINE = 1024
-"""The same before it has proven that it knows the token."""
+"""Bytes of a line before the worker has proven that it has the token."""
 MAX_ANSWER = 8 * 1024 * 1024
 """Bytes of a line that the roster may send: a generation holds every member's facts."""
 MAX_FACTS = 4 * 1024
@@ -39,8 +39,11 @@ class Garbled(ValueError):
 
 
 class Refused(Exception):
-    """The roster does not let this process in. ``kind``: token, ended, failed, full, garbled, plain (not TLS),
-    fingerprint (this worker's own word: it is another roster), or busy (its name is in use; it may try again)."""
+    """The roster does not let this process in.
+
+    ``kind``: token, ended, failed, full, garbled, plain (not TLS), fingerprint (the worker's own finding: it is another
+    roster), or busy (the name is in use; the worker may try again).
+    """
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -48,14 +51,14 @@ class Refused(Exception):
 
 
 def encode(message: Message | bytes) -> bytes:
-    """A message as a line; one that is a line already stays as it is."""
+    """Return a message as a line; one that is a line already stays as it is."""
     if isinstance(message, bytes):
         return message
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """The message in a line.
+    """Return the message in a line.
 
     >>> decode(b'{"ack": 3}')
     {'ack': 3}
@@ -77,7 +80,7 @@ class Lines:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that ``data`` completes."""
+        """Return the messages that ``data`` completes."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > self.limit or any(len(line) > self.limit for line in lines):
             raise Garbled(f"a line of more than {self.limit} bytes")
@@ -89,8 +92,11 @@ def challenge() -> str:
 
 
 def proof(token: str, role: str, roster_challenge: str, worker_challenge: str, fingerprint: str) -> str:
-    """What only one who knows ``token`` can say. ``role`` keeps one side's proof from serving as the other's,
-    ``fingerprint`` one connection's from serving in another."""
+    """Return the proof that only one who has ``token`` can make.
+
+    ``role`` keeps one side's proof from serving as the other's, ``fingerprint`` one connection's from serving in
+    another.
+    """
     said = "|".join(("paceline", str(VERSION), role, roster_challenge, worker_challenge, fingerprint))
     return hmac.new(token.encode(), said.encode(), hashlib.sha256).hexdigest()
 
@@ -100,7 +106,7 @@ def proven(said: object, expected: str) -> bool:
 
 
 def tune(connection: socket.socket) -> None:
-    """Small messages leave at once, and a dead path is noticed by the kernel."""
+    """Send small messages at once, and have the kernel notice a dead path."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -114,7 +120,7 @@ def tune(connection: socket.socket) -> None:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT`` or ``HOST:PORT#FINGERPRINT``.
+    """Return host and port of ``HOST:PORT`` or ``HOST:PORT#FINGERPRINT``.
 
     >>> parse_address("10.0.0.5:7070"), parse_address("[::1]:7070")
     (('10.0.0.5', 7070), ('::1', 7070))
@@ -127,7 +133,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def parse_fingerprint(address: str) -> str | None:
-    """The fingerprint that the roster at ``HOST:PORT#FINGERPRINT`` must show; None: the token alone tells.
+    """Return the fingerprint that the roster at ``HOST:PORT#FINGERPRINT`` must show; None: the token alone decides.
 
     >>> parse_fingerprint("10.0.0.5:7070") is None
     True
@@ -142,6 +148,6 @@ def parse_fingerprint(address: str) -> str | None:
 
 
 def written(host: str, port: int, fingerprint: str = "") -> str:
-    """``HOST:PORT#FINGERPRINT``, as far as is given; an IPv6 address stands in brackets."""
+    """Write ``HOST:PORT#FINGERPRINT``, as far as is given; an IPv6 address stands in brackets."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return f"{address}#{fingerprint}" if fingerprint else address

@@ -1,4 +1,4 @@
-"""The comparison: every rule against the same matrix of seconds."""
+"""The comparison of rules: each is played against the same matrix of seconds."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from paceline.pace import Simulated, baseline, registered
 from paceline.pace.arrivals import best_static_count, clairvoyant_counts, static_count
 from paceline.pace.forecast import Forecast
 from paceline.pace.forecast import make as make_forecast
-from paceline.pace.traits import Played, declared, played, rows
-from paceline.simulate import play, rounds
-from paceline.simulate.outcome import Floats, Outcome, matrix
-from paceline.simulate.stuck import MICRO_BATCHES, NOISE, alone
+from paceline.pace.pacer import Played, played, rows
+from paceline.simulate import deadline_play, play
+from paceline.simulate.play import Floats, Outcome, matrix
+from paceline.simulate.scenarios import STUCK_MICRO_BATCHES, STUCK_NOISE, stuck_limit
 
 STATIC = 0.9
-"""Fraction of the workers the static cut-off waits for."""
+"""Fraction of the workers that the static cut-off waits for."""
 
 Rule = Callable[[play.Tick], Outcome]
 Progress = Callable[[int, int], None]
-"""Called with the steps played so far, of all rules, and their total."""
+"""Function called with the steps played so far, of all rules, and their total."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule to be played, and what its outcome says of it."""
+    """A rule to be played, and the fields of its outcome that describe it."""
 
     rule: Rule
     pace: str = ""
@@ -46,11 +46,12 @@ def compare(
     model: str | Path | None = None,
     progress: Progress | None = None,
 ) -> list[Outcome]:
-    """Play everybody; the first outcome is naive (wait for all, equal shares), the last one the limit.
+    """Play every rule; the first outcome is naive (wait for all, equal shares), the last one the limit.
 
-    ``cost_s`` is a constant cost a step on top of ``seconds``: one for all, one a worker, or a matrix like ``seconds``.
-    The first ``warm_up`` steps are played and seen, but not scored. Hindsight is over the scored steps alone. With a
-    ``model`` (a file of ``paceline learn``), P3's decision is played with the deep forecast as well.
+    ``cost_s`` is a constant cost per step on top of ``seconds``: one for all, one per worker, or a matrix like
+    ``seconds``. The first ``warm_up`` steps are played and observed, but not scored. Rules with hindsight see the
+    scored steps alone. With a ``model`` (a file of ``paceline learn``), P3's decision is played with the deep forecast
+    as well.
     """
     own = _checked(seconds, overhead_s, warm_up)
     cost = play.costs(own, cost_s)
@@ -66,7 +67,7 @@ def compare_stuck(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> list[Outcome]:
-    """The same under stalls inside micro-batches (`stuck`), for the rules played micro-batch by micro-batch."""
+    """Compare the rules that are played by micro-batches, under the stalls of `paceline.simulate.scenarios`."""
     own = _checked(seconds, overhead_s, warm_up)
     return _play(_stuck_entries(own, play.costs(own, cost_s), overhead_s, seed), len(own), warm_up, progress)
 
@@ -100,13 +101,13 @@ def _checked(seconds: ArrayLike, overhead_s: float, warm_up: int) -> Floats:
 def _entries(
     own: Floats, cost: Floats, overhead_s: float, warm_up: int, seed: int, model: str | Path | None
 ) -> list[Entry]:
-    """Every registered pace, grouped by how it is played, among yardsticks that nobody can choose."""
-    whole, size = own + cost, own.shape[1]
-    scored, costs = np.sort(whole[warm_up:], axis=1), _costs(overhead_s, cost)
+    """Return every registered pace, grouped by how it is played, among yardsticks that nobody can choose."""
+    total, size = own + cost, own.shape[1]
+    scored, costs = np.sort(total[warm_up:], axis=1), _costs(overhead_s, cost)
     extra = None if model is None else make_forecast(f"deep:{model}")
 
     def first(name: str, count: play.Ints | int, pace: str = "", shown: bool = False) -> Entry:
-        return Entry(lambda tick: play.counts(name, whole, count, overhead_s=overhead_s), pace, shown)
+        return Entry(lambda tick: play.counts(name, total, count, overhead_s=overhead_s), pace, shown)
 
     def row_rule(how: Played) -> Callable[[Simulated], Rule]:
         return lambda row: lambda tick: play_row(how, row, own, **costs, seed=seed, tick=tick)
@@ -120,7 +121,7 @@ def _entries(
         *_paces(row_rule("shares"), seed, "shares"),
         Entry(lambda tick: play.smoothed_shares(own, **costs, tick=tick)),
         *_paces(row_rule("rounds"), seed, "rounds"),
-        first("clairvoyant cut-off", clairvoyant_counts(np.sort(whole, axis=1), overhead_s=overhead_s), shown=True),
+        first("clairvoyant cut-off", clairvoyant_counts(np.sort(total, axis=1), overhead_s=overhead_s), shown=True),
         Entry(lambda tick: play.limit(own, **costs), shown=True),
     ]
 
@@ -136,7 +137,7 @@ def play_row(
     share: int = play.SHARE,
     tick: play.Tick = lambda: None,
 ) -> Outcome:
-    """One row of a pace, played as its plans are (`Played`); ``share`` is the samples of an equal share."""
+    """Play one row of a pace in the way that its plans need (`Played`), with equal shares of ``share`` samples."""
     if how == "arrivals":
         return play.arrivals(own + cost_s, row.pacer, name=row.name, overhead_s=overhead_s, tick=tick)
     costs = _costs(overhead_s, cost_s)
@@ -144,7 +145,7 @@ def play_row(
         return play.shares(own, row.pacer, name=row.name, **costs, share=share, tick=tick)
     pieces = {"share": share, "micro_batches": min(play.MICRO_BATCHES, share)}
     settings = {"name": row.name, **costs, "cut_to_fit": row.cut_to_fit, "seed": seed, **pieces}
-    return rounds.play(own, row.pacer, **settings, tick=tick)
+    return deadline_play.play(own, row.pacer, **settings, tick=tick)
 
 
 def _costs(overhead_s: float, cost: Floats) -> dict[str, Any]:
@@ -153,15 +154,15 @@ def _costs(overhead_s: float, cost: Floats) -> dict[str, Any]:
 
 def _stuck_entries(own: Floats, cost: Floats, overhead_s: float, seed: int) -> list[Entry]:
     def stuck(row: Simulated) -> Rule:
-        return lambda tick: rounds.play(
+        return lambda tick: deadline_play.play(
             own,
             row.pacer,
             name=row.name,
             overhead_s=overhead_s,
             cost_s=cost,
             cut_to_fit=row.cut_to_fit,
-            micro_batches=MICRO_BATCHES,
-            noise=NOISE,
+            micro_batches=STUCK_MICRO_BATCHES,
+            noise=STUCK_NOISE,
             seed=seed,
             tick=tick,
         )
@@ -169,16 +170,16 @@ def _stuck_entries(own: Floats, cost: Floats, overhead_s: float, seed: int) -> l
     return [
         Entry(stuck(Simulated("naive", baseline()())), pace=baseline().name, shown=True),
         *_paces(stuck, seed, "shares", "rounds"),
-        Entry(lambda tick: alone(own, overhead_s=overhead_s, cost_s=cost), shown=True),
+        Entry(lambda tick: stuck_limit(own, overhead_s=overhead_s, cost_s=cost), shown=True),
     ]
 
 
 def _paces(
     play_row: Callable[[Simulated], Rule], seed: int, *how: Played, forecast: Forecast | None = None
 ) -> list[Entry]:
-    """The rows of all registered paces played in one of these ways. The baseline is in every table as naive."""
+    """Return the rows of all registered paces that are played in one of these ways, without the baseline (naive)."""
     return [
-        Entry(play_row(row), pace=kind.name if row.as_chosen else "", shown=row.as_chosen and declared(kind).shown)
+        Entry(play_row(row), pace=kind.name if row.as_chosen else "", shown=row.as_chosen and kind.traits.shown)
         for kind in registered().values()
         if kind is not baseline() and played(kind) in how
         for row in rows(kind, seed=seed, forecast=forecast)

@@ -1,4 +1,4 @@
-"""What `network` played as figures, sentences, a table and plots; and how a model's size is written."""
+"""The rules on a network as figures, sentences, a table and plots; and how a model's size is written."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.observe.words.numbers import duration, number, percent, percent_cell
-from paceline.simulate.network import MATTERS, Enough
-from paceline.simulate.traffic import Network, Traffic
+from paceline.simulate.network_rules import MATTERS, Enough, Network, Traffic
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,14 +24,14 @@ NOT_MODELLED = (
 )
 
 
-def model_bytes(parameters: str | None, megabytes: float | None) -> int:
-    """The bytes a round carries: four for each of ``25M`` parameters, or so many megabytes (of 1,000,000).
+def model_bytes(parameters: str | None, megabytes: float | None, *, needed_by: str = "--network") -> int:
+    """Return the bytes of a round: four per parameter (such as ``25M``), or the given megabytes (of 1,000,000).
 
     >>> model_bytes("25M", None), model_bytes(None, 0.5)
     (100000000, 500000)
     """
     if (parameters is None) == (megabytes is None):
-        raise ValueError("--network needs the model's size: --parameters 25M or --megabytes 100, one of them")
+        raise ValueError(f"{needed_by} needs the model's size: --parameters 25M or --megabytes 100, one of them")
     if megabytes is not None:
         if not (math.isfinite(megabytes) and round(megabytes * 1e6) >= 1):
             raise ValueError(f"--megabytes is the model's size, above 0, not {megabytes:g}")
@@ -46,7 +45,7 @@ def model_bytes(parameters: str | None, megabytes: float | None) -> int:
 
 
 def figures(outcomes: Sequence[Traffic]) -> list[dict[str, Any]]:
-    """One dictionary a rule; the first outcome is gradients at every step, the last the limit."""
+    """Return one dictionary per rule; the first outcome is gradients at every step, the last the limit."""
     gradients, limit = outcomes[0].samples_per_s, outcomes[-1].samples_per_s
     return [
         {
@@ -69,7 +68,7 @@ def figures(outcomes: Sequence[Traffic]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The figures for a terminal. Needs rich."""
+    """Return the figures as a table for a terminal. Needs rich."""
     from rich.table import Table
 
     drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -94,24 +93,24 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def verdict(outcomes: Sequence[Traffic], network: Network, period: Enough | None) -> list[str]:
-    """What the figures say, in sentences."""
+    """Return what the figures mean, in sentences."""
     if network.workers < 2:
         return ["One worker has no rounds: the network does not matter."]
     gradients = outcomes[0]
     work_s = (gradients.seconds - gradients.rounds_s) / gradients.rounds
-    said = [
+    sentences = [
         f"On {network.link.describe()} a round of {size(network.model_bytes)} takes {seconds(network.gradients_s)}, a "
         f"step's work {seconds(work_s)}: with gradients at every step {percent(gradients.in_rounds)} of the time goes "
         "into rounds."
     ]
     if period is None:
-        return [*said, _does_not_matter(outcomes)]
-    said.append(
+        return [*sentences, _does_not_matter(outcomes)]
+    sentences.append(
         f"From a round every {period.every_steps:,} {'step' if period.every_steps == 1 else 'steps'} or "
         f"{seconds(period.period_s)} on, rounds take at most {percent(period.part)} of the time: from there on the "
         "network no longer matters."
     )
-    return [*said, _pays(outcomes)]
+    return [*sentences, _pays(outcomes)]
 
 
 def _pays(outcomes: Sequence[Traffic]) -> str:
@@ -125,32 +124,32 @@ def _pays(outcomes: Sequence[Traffic]) -> str:
 
 
 def _does_not_matter(outcomes: Sequence[Traffic]) -> str:
-    said = "The network does not matter here: take gradients at every step, which are exact."
+    advice = "The network does not matter here: take gradients at every step, which are exact."
     name, gain = _best(outcomes)
     if gain <= 1 + MATTERS:
-        return said
+        return advice
     return (
-        f'{said} What "{name}" gains, {number(gain)} times the samples a second, is less waiting: see what a deadline '
-        "makes of that (joint, without --network)."
+        f'{advice} What "{name}" gains, {number(gain)} times the samples a second, is less waiting: see what a '
+        "deadline makes of that (joint, without --network)."
     )
 
 
 def _best(outcomes: Sequence[Traffic]) -> tuple[str, float]:
-    """The average with the most samples a second, and how many times those of gradients."""
+    """Return the average with the most samples per second, and its gain over gradients at every step."""
     best = max(outcomes[1:-1], key=lambda outcome: outcome.samples_per_s)
     return best.name, best.samples_per_s / outcomes[0].samples_per_s
 
 
-def page(title: str, outcomes: Sequence[Traffic], said: Sequence[str]) -> str:
-    """One self-contained page of HTML: the sentences, where the time goes, and bytes a sample."""
-    from paceline.simulate.plot import document
+def page(title: str, outcomes: Sequence[Traffic], sentences: Sequence[str]) -> str:
+    """Return one self-contained page of HTML: the sentences, where the time goes, and bytes per sample."""
+    from paceline.simulate.comparison_table import document
 
-    return document(title, [_times(outcomes), _bytes(outcomes)], words=said)
+    return document(title, [_times(outcomes), _bytes(outcomes)], words=sentences)
 
 
 def _times(outcomes: Sequence[Traffic]) -> Any:
-    """Milliseconds a sample of the fleet: working, waiting and in rounds."""
-    from paceline.simulate.plot import plotly
+    """Draw the fleet's milliseconds per sample: working, waiting and in rounds."""
+    from paceline.simulate.comparison_table import plotly
 
     names, each = [o.name for o in outcomes], [1000 / o.samples_per_s for o in outcomes]
     parts = {
@@ -165,7 +164,7 @@ def _times(outcomes: Sequence[Traffic]) -> Any:
 
 
 def _bytes(outcomes: Sequence[Traffic]) -> Any:
-    from paceline.simulate.plot import plotly
+    from paceline.simulate.comparison_table import plotly
 
     sending = [o for o in outcomes if o.sent_bytes]
     bars = {"x": [o.bytes_per_sample for o in sending], "y": [o.name for o in sending]}
@@ -180,7 +179,7 @@ def _laid_out(figure: Any, title: str, unit: str, rows: int) -> Any:
 
 
 def size(many: float) -> str:
-    """Bytes with a unit of thousands.
+    """Return bytes with a unit, in powers of 1,000.
 
     >>> size(100e6), size(1536), size(0)
     ('100 MB', '1.54 kB', '0 B')
@@ -194,7 +193,7 @@ def _unit(many: float) -> tuple[str, float]:
 
 
 def seconds(value: float) -> str:
-    """Seconds with a fraction below ten, where the whole ones of `duration` say too little.
+    """Return a duration in words, with a fraction below ten seconds, which `duration` would round away.
 
     >>> seconds(1.28), seconds(0.034), seconds(125)
     ('1.28 s', '34 ms', '2 min 05 s')

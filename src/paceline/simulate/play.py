@@ -1,15 +1,16 @@
-"""Playing a rule against a matrix of seconds (steps x workers, own compute for an equal share).
+"""Rules played against a matrix of seconds (steps x workers, own compute for an equal share).
 
-A worker's speed is constant within a step. With n of an equal share of S samples it takes ``cost_s + seconds * n / S``,
-and nothing with none: ``cost_s`` is a constant cost a step, one for all, one a worker, or a matrix like ``seconds``, on
-top of the matrix. Every step ends with a round of ``overhead_s``. Rules that decide see only steps before: `arrivals`
-and `shares` play the very objects that would run, the first with the censored view, the second with the records and the
-one step of lag of a real run.
+A worker's speed is constant within a step. For n of the S samples of an equal share it takes
+``cost_s + seconds * n / S``, and nothing for none. ``cost_s`` is a constant cost per step on top of the matrix: one for
+all, one per worker, or a matrix like ``seconds``. Every step ends with a round of ``overhead_s``. Rules that decide see
+only earlier steps: `arrivals` and `shares` play the same objects as a real run, the first with censored records, the
+second with full records and a real run's lag of one step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,7 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 from paceline.pace import Ask, Pacer
 from paceline.pace.forecast import Seen, Smoothed
 from paceline.records import Plan, StepRecord
-from paceline.simulate.outcome import Outcome
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -25,13 +25,77 @@ Tick = Callable[[], None]
 """Called after every step, for a progress bar."""
 
 SHARE = 256
-"""Samples of an equal share: shares are whole samples, so this is how finely they are cut."""
+"""Samples per equal share: shares are whole samples, so this is the resolution of shares."""
 MICRO_BATCHES = 16
-"""Micro-batches of an equal share, the grain at which DropCompute stops."""
+"""Micro-batches per equal share: DropCompute stops at the end of one."""
 EPOCH = 20
-"""Steps of a simulated epoch, for pacers that re-deal once an epoch."""
+"""Steps of a simulated epoch, for pacers that re-deal once per epoch."""
 CALIBRATION = 20
-"""Steps DropCompute watches before it sets its limit; at most a quarter of all."""
+"""Steps that DropCompute watches before it sets its limit; at most a quarter of all."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rule did over a simulation: one row of the table. All arrays have one number per step."""
+
+    name: str
+    workers: int
+    shares: Floats
+    """Work that counted, in equal shares: the number of workers when every worker's complete share counted."""
+    seconds: Floats
+    """The step's length, the round's own cost included."""
+    waiting_s: Floats
+    """Seconds that workers stood idle until the round, summed over workers."""
+    wasted_s: Floats
+    """Seconds that workers spent on work that was thrown away, summed over workers."""
+    pace: str = ""
+    """The pace that was played, as ``pace=`` takes it; empty for variants and yardsticks, which nobody can choose."""
+    shown: bool = False
+    """Whether the page draws this rule's line at once; otherwise the legend offers it."""
+
+    @property
+    def throughput(self) -> float:
+        """Equal shares per second, ``sum(shares) / sum(seconds)``: never a mean of ratios."""
+        return float(self.shares.sum() / self.seconds.sum())
+
+    @property
+    def waiting(self) -> float:
+        """Part of all worker-seconds spent idle."""
+        return float(self.waiting_s.sum() / (self.workers * self.seconds.sum()))
+
+    @property
+    def wasted(self) -> float:
+        """Part of all worker-seconds spent on work that was thrown away."""
+        return float(self.wasted_s.sum() / (self.workers * self.seconds.sum()))
+
+    @property
+    def count_cv(self) -> float:
+        """Standard deviation of a step's work over its mean: how much the batch varies."""
+        return float(self.shares.std() / self.shares.mean())
+
+    def with_round(self, round_s: float) -> Outcome:
+        """Return this outcome with rounds that take ``round_s`` seconds longer."""
+        return replace(self, seconds=self.seconds + round_s)
+
+    def after(self, warm_up: int) -> Outcome:
+        """Return this outcome without the first ``warm_up`` steps."""
+        columns = ("shares", "seconds", "waiting_s", "wasted_s")
+        return replace(self, **{name: getattr(self, name)[warm_up:] for name in columns})
+
+
+def matrix(seconds: ArrayLike) -> Floats:
+    """Return seconds as a steps x workers matrix; raise ValueError, with the position, for anything else."""
+    try:
+        own = np.asarray(seconds, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError("seconds are numbers, one row per step, all with the same number of workers") from None
+    if own.ndim != 2 or not own.size:
+        raise ValueError("seconds have one row per step and one column per worker, at least one of each")
+    good = np.isfinite(own) & (own > 0)
+    if not good.all():
+        step, worker = np.unravel_index(int(np.argmin(good)), own.shape)
+        raise ValueError(f"step {step}, worker {worker}: seconds are finite and above 0, not {own[step, worker]}")
+    return own
 
 
 def _nothing() -> None:
@@ -39,7 +103,7 @@ def _nothing() -> None:
 
 
 def costs(seconds: Floats, cost_s: ArrayLike) -> Floats:
-    """The constant cost of every worker in every step, as a matrix like ``seconds``."""
+    """Return the constant cost of every worker in every step, as a matrix like ``seconds``."""
     try:
         cost = np.broadcast_to(np.asarray(cost_s, dtype=np.float64), seconds.shape)
     except (TypeError, ValueError):
@@ -52,9 +116,10 @@ def costs(seconds: Floats, cost_s: ArrayLike) -> Floats:
 
 
 def counts(name: str, seconds: Floats, first: Ints | int, *, overhead_s: float = 0.0) -> Outcome:
-    """Close every step with its ``first`` arrivals, given beforehand; who is late starts the next step with the others.
+    """Close every step with its ``first`` arrivals; late workers start the next step together with the others.
 
-    A late worker's seconds up to the cut-off are wasted; who arrived earlier waits for the last one that counts.
+    The counts are given in advance. A late worker's seconds up to the cut-off are wasted. Workers that arrived earlier
+    wait for the last one that counts.
     """
     steps, workers = seconds.shape
     first = np.broadcast_to(np.asarray(first, dtype=np.int64), (steps,))
@@ -67,39 +132,63 @@ def counts(name: str, seconds: Floats, first: Ints | int, *, overhead_s: float =
 
 
 def arrivals(
-    seconds: Floats, pacer: Pacer, *, name: str = "", overhead_s: float | None = None, tick: Tick = _nothing
+    seconds: Floats,
+    pacer: Pacer,
+    *,
+    name: str = "",
+    overhead_s: float | None = None,
+    share: int = SHARE,
+    micro_batches: int | None = None,
+    tick: Tick = _nothing,
 ) -> Outcome:
-    """A pacer that says how many arrivals to wait for (P3), and gets the step's record with the late ones censored.
+    """Play a pacer that decides how many arrivals to wait for (P3); late workers are censored in its records.
 
-    The count is needed when the first workers arrive, not when the step starts, so it is decided from all steps before:
-    P3's own reading. ``overhead_s`` is the pacer's own when left out.
+    The count is decided while the step runs, from all earlier steps, as in a run and as P3 reads it. ``overhead_s`` is
+    the pacer's own unless given. ``share`` is the number of samples of an equal share.
+
+    A late worker drops its work at once, as P3's does. With ``micro_batches``, the number in a share, it ends the one
+    that it is in, as in a run, and begins the next step late where that takes longer than the round.
     """
     steps, size = seconds.shape
-    workers, first = tuple(range(size)), np.empty(steps, dtype=np.int64)
-    round_s = float(getattr(pacer, "overhead_s", None) or 0.0) if overhead_s is None else overhead_s
+    workers, late_s = tuple(range(size)), np.zeros(size)
+    first, length, waiting, wasted = np.empty(steps, dtype=np.int64), *(np.empty(steps) for _ in range(3))
+    round_s = float(pacer.overhead_s or 0.0) if overhead_s is None else overhead_s
     pacer.check(size)
     for step, own in enumerate(seconds):
-        plan = pacer.plan(Ask(step=step, total=SHARE * size, workers=workers))
+        plan = pacer.plan(Ask(step=step, total=share * size, workers=workers))
         first[step] = plan.wait_for or size
-        # Nothing is censored among ties with the last arrival: they were in time to be measured.
-        late = own > np.partition(own, first[step] - 1)[first[step] - 1]
-        pacer.observe(_whole_shares(step, plan, own, late, round_s))
+        ends = late_s + own
+        closed_s = float(np.partition(ends, first[step] - 1)[first[step] - 1])
+        late = ends > closed_s  # ties with the last arrival were in time to be measured
+        spent_s = np.where(late, np.maximum(closed_s - late_s, 0.0), own)
+        pacer.observe(_whole_shares(step, plan, spent_s, late, closed_s, round_s, share))
+        length[step], wasted[step] = closed_s + round_s, spent_s[late].sum()
+        waiting[step] = (closed_s - ends[~late]).sum()
+        if micro_batches is not None:
+            late_s = np.maximum(_micro_batch_ends(late_s, own / micro_batches, late, closed_s) - length[step], 0.0)
         tick()
-    return counts(name or pacer.name, seconds, first, overhead_s=round_s)
+    return Outcome(name or pacer.name, size, first.astype(np.float64), length, waiting, wasted)
 
 
-def _whole_shares(step: int, plan: Plan, own: Floats, late: NDArray[np.bool_], round_s: float) -> StepRecord:
-    """The record of a step whose late shares were thrown away when the last one that counts came in."""
-    closed_s = float(own[~late].max())
+def _micro_batch_ends(began_s: Floats, micro_batch_s: Floats, late: NDArray[np.bool_], closed_s: float) -> Floats:
+    """Return when the micro-batch ends that each late worker is in as the round closes; 0 for the others."""
+    begun = np.ceil(np.maximum(closed_s - began_s, 0.0) / micro_batch_s)
+    return np.where(late, began_s + begun * micro_batch_s, 0.0)
+
+
+def _whole_shares(
+    step: int, plan: Plan, spent_s: Floats, late: NDArray[np.bool_], closed_s: float, round_s: float, share: int
+) -> StepRecord:
+    """Return the record of a step whose late shares were thrown away when the last share that counts came in."""
     return StepRecord(
         step=step,
         epoch=0,
         generation=0,
-        workers=tuple(range(len(own))),
+        workers=tuple(range(len(spent_s))),
         planned=plan.samples,
-        samples=tuple(np.where(late, 0, SHARE).tolist()),
-        seconds=tuple(np.where(late, 0.0, own).tolist()),
-        unfinished_s=tuple(np.where(late, closed_s, 0.0).tolist()),
+        samples=tuple(np.where(late, 0, share).tolist()),
+        seconds=tuple(np.where(late, 0.0, spent_s).tolist()),
+        unfinished_s=tuple(np.where(late, spent_s, 0.0).tolist()),
         wait_for=plan.wait_for,
         wall_s=closed_s + round_s,
         round_s=round_s,
@@ -116,10 +205,10 @@ def shares(
     share: int = SHARE,
     tick: Tick = _nothing,
 ) -> Outcome:
-    """A pacer of real runs, with its records: the plan for step k is made from the records up to k - 2.
+    """Play a pacer as in a real run, where the plan for step k is made from the records up to step k - 2.
 
-    The second step is the exception, as in a run: it waits for the first one's record. ``share`` is the samples of an
-    equal share.
+    The second step is the exception, as in a run: it waits for the first step's record. ``share`` is the number of
+    samples of an equal share.
     """
     steps, size = seconds.shape
     workers, pending = tuple(range(size)), None
@@ -150,7 +239,7 @@ def shares(
 def smoothed_shares(
     seconds: Floats, *, rate: float = 0.2, overhead_s: float = 0.0, cost_s: ArrayLike = 0.0, tick: Tick = _nothing
 ) -> Outcome:
-    """Shares in proportion to smoothed speeds, of any fineness and without lag: a yardstick for `shares`."""
+    """Play shares in proportion to smoothed speeds, unrounded and without lag: a yardstick for `shares`."""
     size, believed, busy = seconds.shape[1], Smoothed(rate=rate), np.empty_like(seconds)
     for step, (own, cost) in enumerate(zip(seconds, costs(seconds, cost_s))):
         speed = 1 / believed.mean_s if step else np.ones(size)
@@ -162,9 +251,10 @@ def smoothed_shares(
 
 
 def drop_compute(seconds: Floats, *, overhead_s: float = 0.0, cost_s: ArrayLike = 0.0) -> Outcome:
-    """DropCompute: whoever passes a local time limit stops after the micro-batch it is in; what it finished counts.
+    """Play DropCompute: a worker past its local time limit stops after the current micro-batch; its work counts.
 
-    No prediction: the limit is set once, to what would have done most in the first steps, which wait for everybody.
+    Nothing is predicted: the limit is set once, to the one that would have done most work per second in the first
+    steps, which wait for everybody.
     """
     watched = max(1, min(CALIBRATION, len(seconds) // 4))
     limit_s = np.full((len(seconds), 1), np.inf)
@@ -175,10 +265,10 @@ def drop_compute(seconds: Floats, *, overhead_s: float = 0.0, cost_s: ArrayLike 
 
 
 def limit(seconds: Floats, *, overhead_s: float = 0.0, cost_s: ArrayLike = 0.0) -> Outcome:
-    """Everybody works all the time: n shares in ``(n + sum_i c_i / x_i) / sum_i (1 / x_i)`` seconds, the sums over
-    those whose constant cost c_i is below that.
+    """Return the limit, where everybody works all the time and no step can do more work per second.
 
-    In no step can any rule do more work a second. A rule whose slow steps are short still weighs them less in its sum.
+    A step of n shares takes ``(n + sum_i c_i / x_i) / sum_i (1 / x_i)`` seconds, the sums over the workers whose
+    constant cost c_i is below that. A rule whose slow steps are short still weighs them less in its sum.
     """
     steps, workers = seconds.shape
     none = np.zeros(steps)
@@ -187,22 +277,24 @@ def limit(seconds: Floats, *, overhead_s: float = 0.0, cost_s: ArrayLike = 0.0) 
 
 
 def all_busy_s(seconds: Floats, cost: Floats) -> Floats:
-    """Each step's shortest length. Of the prefixes of the workers in the order of their cost, one is who should work;
-    any other would need longer for its n shares."""
+    """Return each step's shortest length.
+
+    In the order of their cost, the workers that should work are a prefix; any other prefix needs longer for n shares.
+    """
     order = np.argsort(cost, axis=1, kind="stable")
     rate, owed = (np.take_along_axis(values, order, axis=1) for values in (1 / seconds, cost / seconds))
     return np.asarray(((seconds.shape[1] + np.cumsum(owed, axis=1)) / np.cumsum(rate, axis=1)).min(axis=1))
 
 
 def _limited(seconds: Floats, cost: Floats, limit_s: Floats | float) -> tuple[Floats, Floats]:
-    """Micro-batches that each worker finished, and the seconds they took it."""
+    """Return the micro-batches that each worker finished within the limit, and the seconds that they took."""
     each = seconds / MICRO_BATCHES
     done = np.clip(np.ceil((limit_s - cost) / each), 1, MICRO_BATCHES)
     return done, cost + done * each
 
 
 def _best_limit(seconds: Floats, cost: Floats, overhead_s: float) -> float:
-    """The limit with the most work a second over these steps; the slowest time seen when nothing is gained by less."""
+    """Return the limit with the most work per second over these steps: the slowest time seen if no other gains."""
     tried = np.quantile(cost + seconds, np.linspace(0, 1, 65)).tolist()
     gains = []
     for limit_s in tried:
@@ -212,7 +304,7 @@ def _best_limit(seconds: Floats, cost: Floats, overhead_s: float) -> float:
 
 
 def _together(name: str, busy: Floats, done: Floats, overhead_s: float) -> Outcome:
-    """All finished work counts and the round waits for the slowest."""
+    """Return the outcome of steps in which all finished work counts and the round waits for the slowest."""
     last = busy.max(axis=1)
     waiting = busy.shape[1] * last - busy.sum(axis=1)
     return Outcome(name, busy.shape[1], done, last + overhead_s, waiting, np.zeros(len(busy)))

@@ -1,7 +1,13 @@
-"""Seeded scenarios: seconds of every worker in every step for an equal share, about one second for a healthy one.
+"""Seeded scenarios: every worker's seconds for an equal share in every step, about one second for a healthy worker.
 
 The same name, size and seed give the same matrix. Every scenario has speeds that differ a little for good and noise
 from step to step; each then adds one trouble.
+
+One scenario, *stuck*, is not a matrix alone: in it micro-batches stall, and nobody can see or end a stall, so a worker
+is stuck until its micro-batch is over. One micro-batch in a hundred takes fifty times as long; 8 make an equal share. A
+rule that waits for everybody waits in most steps; one that does not finds a third of its workers stuck at any time. A
+matrix of seconds cannot describe this, for a stall lasts over several steps: such fleets are played micro-batch by
+micro-batch (`paceline.simulate.deadline_play`).
 
 >>> make("calm", steps=3, workers=5, seed=0).shape
 (3, 5)
@@ -9,22 +15,25 @@ from step to step; each then adds one trouble.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-Floats = NDArray[np.float64]
+from paceline.simulate import deadline_play, play
+from paceline.simulate.play import Floats, Outcome
+
 Generator = np.random.Generator
 
 SPEEDS, NOISE = 0.1, 0.05
 """Spread (natural log) of the workers' speeds, and of each step's noise."""
 NODE = 40
-"""Workers of a node, which slow down together; a quarter of the fleet where that is smaller."""
+"""Workers per node, which slow down together; a quarter of the fleet where that is smaller."""
 
 
 def make(name: str, *, steps: int, workers: int, seed: int = 0) -> Floats:
-    """The scenario's matrix, steps x workers. An unknown name or an empty size is a ValueError."""
+    """Return the scenario's matrix, steps x workers; raise ValueError for an unknown name or an empty size."""
     if name not in SCENARIOS:
         raise ValueError(f"unknown scenario {name!r}; known: {', '.join(SCENARIOS)}")
     if steps < 1 or workers < 1:
@@ -35,18 +44,18 @@ def make(name: str, *, steps: int, workers: int, seed: int = 0) -> Floats:
 
 
 def calm(rng: Generator, steps: int, workers: int) -> Floats:
-    """Like machines and little noise: nothing to gain, and something to lose."""
+    """Draw machines that are alike, with little noise: nothing to gain, and something to lose."""
     return _lognormal(rng, 0.02, (1, workers)) * _lognormal(rng, 0.03, (steps, workers))
 
 
 def skewed(rng: Generator, steps: int, workers: int) -> Floats:
-    """Machines of three generations, for good: half at 1, the others 1.5 and 3 times slower."""
+    """Draw machines of three generations, for good: half at 1, the others 1.5 and 3 times slower."""
     slower: Floats = np.array([1.0, 1.0, 1.5, 3.0])[rng.integers(4, size=workers)]
     return _healthy(rng, steps, workers) * slower
 
 
 def drifting(rng: Generator, steps: int, workers: int) -> Floats:
-    """Speeds that wander: the log follows ``d <- 0.99 d + 0.05 N(0, 1)``, a spread of about 0.35 in the long run."""
+    """Draw speeds whose log follows ``d <- 0.99 d + 0.05 N(0, 1)``, with a spread of about 0.35 in the long run."""
     drift = rng.normal(0.0, 0.35, workers)
     rows = np.empty((steps, workers))
     for step in range(steps):
@@ -56,7 +65,7 @@ def drifting(rng: Generator, steps: int, workers: int) -> Floats:
 
 
 def bursts(rng: Generator, steps: int, workers: int) -> Floats:
-    """A node turns 1.8 times slower with probability 0.03 a step and recovers with 0.1: all its workers at once."""
+    """Draw nodes that turn 1.8 times slower with probability 0.03 per step, all workers at once; 0.1 to recover."""
     node = _nodes(workers)
     slow = np.empty((steps, node[-1] + 1), dtype=np.bool_)
     now = np.zeros(node[-1] + 1, dtype=np.bool_)
@@ -68,7 +77,7 @@ def bursts(rng: Generator, steps: int, workers: int) -> Floats:
 
 
 def periodic(rng: Generator, steps: int, workers: int) -> Floats:
-    """Every node is twice as slow for 3 of every 12 steps, its phase fixed."""
+    """Draw nodes that are twice as slow for 3 of every 12 steps, each with a fixed phase."""
     node = _nodes(workers)
     phase = rng.integers(12, size=node[-1] + 1)
     slow = (np.arange(steps)[:, None] + phase) % 12 < 3
@@ -76,14 +85,14 @@ def periodic(rng: Generator, steps: int, workers: int) -> Floats:
 
 
 def stalls(rng: Generator, steps: int, workers: int) -> Floats:
-    """One step of a worker in a hundred stalls; the extra seconds have a heavy tail (Pareto 1.5, 50 at most)."""
+    """Draw stalls in one of a hundred steps of a worker; the extra seconds are heavy-tailed (Pareto 1.5, most 50)."""
     stalled = rng.random((steps, workers)) < 0.01
     extra = np.minimum(1 + rng.pareto(1.5, (steps, workers)), 50.0)
     return _healthy(rng, steps, workers) + np.where(stalled, extra, 0.0)
 
 
 def long_sequences(rng: Generator, steps: int, workers: int) -> Floats:
-    """Data-driven: a share holds 8 sequences of lognormal length, and attention costs the square. No memory."""
+    """Draw costs from the data: 8 sequences per share, lognormal lengths, attention quadratic, steps independent."""
     length = _lognormal(rng, 0.5, (steps, workers, 8))
     cost = (0.7 * length + 0.3 * length**2).mean(axis=2)
     return np.asarray(cost * _lognormal(rng, 0.02, (1, workers)), dtype=np.float64)
@@ -109,5 +118,30 @@ def _healthy(rng: Generator, steps: int, workers: int) -> Floats:
 
 
 def _nodes(workers: int) -> NDArray[np.int64]:
-    """Each worker's node."""
+    """Return each worker's node."""
     return np.arange(workers) // min(NODE, -(-workers // 4))
+
+
+# -- stalls inside micro-batches ---------------------------------------------------------------------------------------
+
+STUCK_PROBABILITY, STUCK_FACTOR = 0.01, 50.0
+STUCK_MICRO_BATCHES = 8
+STUCK_WORKERS = 4
+STUCK_NOISE = deadline_play.stalling(STUCK_PROBABILITY, STUCK_FACTOR)
+
+
+def stuck_machines(*, steps: int, workers: int, seed: int = 0) -> Floats:
+    """Return the seconds of machines that are alike apart from the stalls: about one second, speeds within 2 %."""
+    if steps < 1 or workers < 1:
+        raise ValueError(f"a scenario has at least one step and one worker, not {steps} and {workers}")
+    speeds = 0.02 * np.random.default_rng(seed).standard_normal(workers)
+    return np.tile(np.exp(speeds), (steps, 1))
+
+
+def stuck_limit(seconds: Floats, *, overhead_s: float = 0.0, cost_s: ArrayLike = 0.0) -> Outcome:
+    """Return the limit: each worker alone under the same stalls, every micro-batch counted when it ends."""
+    steps, workers = seconds.shape
+    longer = (1 + STUCK_PROBABILITY * (STUCK_FACTOR - 1)) * math.exp(deadline_play.NOISE**2 / 2)
+    length = play.all_busy_s(longer * seconds, play.costs(seconds, cost_s))
+    none = np.zeros(steps)
+    return Outcome("limit", workers, np.full(steps, float(workers)), length + overhead_s, none, none)

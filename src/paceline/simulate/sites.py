@@ -1,17 +1,17 @@
-"""Rounds of a fleet that lies in several sites: bytes over every link, and the seconds they take.
+"""The rounds of a fleet in several sites: the bytes over every link, and the seconds that they take.
 
-Every worker has a cable of its own into its site; links lead from site to site, and all workers of a site share them.
-Where no link joins two sites, what they say goes over the sites between, the way with the least delay.
+Every worker has a cable of its own into its site. Links lead from site to site, and all workers of a site share them.
+Where no link joins two sites, their traffic takes the route over other sites with the least delay.
 
 One ring of n workers, ordered site by site, sends ``2 (n - 1) / n * B`` over each of its hops. A part of the sum goes
 round nearly twice, so the delays add up to ``2 (n - 1) / n`` times those of all hops. A link that k hops cross carries
 k times as much. Small sums go in about log n turns.
 
-With two levels the workers of a site send what they have to one of them, those of s sites exchange it (parts of it,
-each added up by one of them: ``2 / s * B`` between any two, each way), and the sum comes back. Pieces of it are on all
-these ways at once, so the slowest counts; the cable of the one that crosses carries B for each of the others. Within
-one site every worker crosses. A wire of fewer bytes is spoken between those that exchange parts: with one ring in its
-place that is everybody.
+With two levels the workers of a site send their data to one of them. These, one per site, exchange it over the s sites
+(in parts, each summed by one of them: ``2 / s * B`` between any two, each way), and the sum comes back. Pieces of it
+are on all these ways at once, so the slowest counts; the cable of the worker that crosses carries B for each other
+worker of its site. Within one site every worker exchanges parts. A wire format of fewer bytes is used between workers
+that exchange parts: in place of one ring, that is every worker.
 
 TCP doubles what it sends with every round trip until the path is full, so t seconds after it was idle
 ``14,600 (2^(t / 2d) - 1)`` bytes are sent, d the path's delay, until that grows by the bandwidth. On 100 Mbit/s and
@@ -30,46 +30,45 @@ from itertools import permutations
 from typing import Literal
 
 from paceline.machines.link import Link
+from paceline.transport.formats import part_of
 
 Topology = Literal["ring", "two levels"]
 Hop = tuple[str, str]
-"""From a site to the next, over one link."""
+"""A site and the next, joined by one link."""
 
-WIRES = {"float32": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.25}
-"""What of float32's bytes each wire sends."""
 SMALL = 1 << 20
-"""Bytes up to which a sum goes in turns and not round a ring (`paceline.transport.small_sums`)."""
+"""Bytes up to which a sum goes in turns and not round a ring (`paceline.transport.engines.small_sums`)."""
 LITTLE = 1 << 14
-"""Bytes that one worker sends in all, up to which it sends everything to everybody at once."""
+"""Bytes that one worker sends in total, up to which it sends everything to everybody at once."""
 FAST_BITS = 2.5e9
-"""Bits a second from which on one ring within a site is as fast."""
+"""Bits per second from which on one ring within a site is as fast as two levels."""
 FIRST_WINDOW = 14_600
-"""Bytes that TCP sends before the first answer."""
-HEADER_NUMBERS, HEADER_FIXED = 28, 135
-"""Numbers of eight bytes in a round's header (`paceline.combine.header`): for each worker, and besides."""
+"""Bytes that TCP sends before the first acknowledgement."""
+HEADER_NUMBERS, HEADER_FIXED = 33, 136
+"""Numbers of eight bytes in a round's header (`paceline.gradients.header`): per worker, and in addition."""
 
 
 @dataclass(frozen=True)
 class RoundCost:
-    """What a sum costs: ``latency_s`` whatever its size, and ``transfer_s`` of sending."""
+    """The cost of a sum: ``latency_s``, which does not depend on its size, and ``transfer_s`` of sending."""
 
     latency_s: float = 0.0
     transfer_s: float = 0.0
     cable_bytes: float = 0.0
-    """Sent over a worker's own cable, the busiest one's; as much comes in."""
+    """Bytes sent, and received, over the busiest worker's cable."""
     link_bytes: Mapping[Hop, float] = field(default_factory=dict)
-    """Over each link, in each direction."""
+    """Bytes over each link, per direction."""
 
     @property
     def seconds(self) -> float:
         return self.latency_s + self.transfer_s
 
     def then(self, other: RoundCost) -> RoundCost:
-        """This one, and the other after it."""
+        """Return the cost of this sum and the other after it."""
         return self._with(other, self.latency_s + other.latency_s)
 
     def beside(self, other: RoundCost) -> RoundCost:
-        """Both at once: they share the links, and wait together."""
+        """Return the cost of both sums at once: they share the links, and wait together."""
         return self._with(other, max(self.latency_s, other.latency_s))
 
     def _with(self, other: RoundCost, latency_s: float) -> RoundCost:
@@ -81,7 +80,7 @@ class RoundCost:
 
 @dataclass(frozen=True, eq=False)
 class Sites:
-    """Where workers can be: each site's cable (every worker there has one) and the links between sites."""
+    """The sites of a fleet: each site's cable (every worker there has one) and the links between sites."""
 
     cables: Mapping[str, Link]
     links: Mapping[frozenset[str], Link] = field(default_factory=dict)
@@ -90,13 +89,13 @@ class Sites:
         return self.links[frozenset(hop)]
 
     def delay_s(self, start: str, stop: str) -> float:
-        """From a worker to another: of its cable within a site, of the links between two."""
+        """Return the delay between two workers: the cable's within a site, the sum of the links' between two sites."""
         if start == stop:
             return self.cables[start].delay_s
         return sum(self.link(hop).delay_s for hop in self.route(start, stop))
 
     def route(self, start: str, stop: str) -> tuple[Hop, ...]:
-        """The links from one site to another, with the least delay; a ValueError where none lead there."""
+        """Return the links from one site to another with the least delay; raise ValueError where none lead there."""
         if (found := self._routes[start].get(stop)) is None:
             raise ValueError(f"no link leads from {start} to {stop}")
         return found
@@ -106,7 +105,7 @@ class Sites:
         return {site: self._from(site) for site in self.cables}
 
     def _from(self, start: str) -> dict[str, tuple[Hop, ...]]:
-        """Dijkstra's algorithm."""
+        """Return the routes from a site to all others, by Dijkstra's algorithm."""
         found: dict[str, tuple[Hop, ...]] = {}
         queue: list[tuple[float, str, tuple[Hop, ...]]] = [(0.0, start, ())]
         while queue:
@@ -120,15 +119,17 @@ class Sites:
         return found
 
     def found(self, order: Sequence[str]) -> Topology:
-        """What a run takes by itself: two levels between several sites, and on slow cables (`transport.topology`)."""
+        """Return the topology that a run chooses: two levels between sites or on slow cables."""
         slow = min(self.cables[site].bits_per_s for site in set(order)) < FAST_BITS
         return "two levels" if len(set(order)) > 1 or (slow and len(order) > 1) else "ring"
 
     # -- sums ------------------------------------------------------------------------------------------------------
 
     def sum(self, order: Sequence[str], data: float, topology: Topology = "ring", *, wire: float = 1.0) -> RoundCost:
-        """A sum of ``data`` bytes over workers in these sites, in rank order; ``wire``: the part of it that is sent
-        where parts are exchanged."""
+        """Return the cost of a sum of ``data`` bytes over workers in these sites, in rank order.
+
+        ``wire`` is the part of the bytes that is sent where parts are exchanged.
+        """
         if len(order) < 2:
             return RoundCost()
         if topology == "two levels":
@@ -145,8 +146,10 @@ class Sites:
         return self._cost(hops, part * data, latency_s, cables=dict.fromkeys(order, part * data))
 
     def _turns(self, order: Sequence[str], data: float) -> RoundCost:
-        """Each worker exchanges with one other in every turn. Ranks lie site by site, so the last turns cross links,
-        with everybody's message."""
+        """Return the cost of a sum in turns, in each of which every worker exchanges with one other.
+
+        Ranks are ordered site by site, so the last turns cross links, with every worker's message.
+        """
         sites = list(Counter(order).items())
         across = math.ceil(math.log2(len(sites)))
         inside = max(0, math.ceil(math.log2(len(order))) - across)
@@ -169,8 +172,10 @@ class Sites:
         return self._over(across.link_bytes, latency_s, cables)
 
     def _exchange(self, workers: Counter[str], data: float) -> RoundCost:
-        """Everybody sends each other its part, and then the sum of its own; at once, where they are two or say
-        little."""
+        """Return the cost of an exchange of parts: everybody sends each other its part, then the sum of its own.
+
+        Two workers, and workers with little data, send everything at once instead.
+        """
         many = workers.total()
         if many < 2:
             return RoundCost()
@@ -183,7 +188,10 @@ class Sites:
         return self._cost(hops, part, times * max(*far_s, *near_s, 0.0), cables=cables)
 
     def _cost(self, hops: Counter[Hop], data: float, latency_s: float, *, cables: Mapping[str, float]) -> RoundCost:
-        """``data`` bytes over every hop, as often as it is there; ``cables``: bytes over each worker's own, by site."""
+        """Return the cost of ``data`` bytes over every hop, as often as it is counted.
+
+        ``cables`` has the bytes over each worker's own cable, by site.
+        """
         carried: dict[Hop, float] = {}
         for (start, stop), many in hops.items():
             for hop in self.route(start, stop) if start != stop else ():
@@ -191,14 +199,14 @@ class Sites:
         return self._over(carried, latency_s, cables)
 
     def _over(self, carried: Mapping[Hop, float], latency_s: float, cables: Mapping[str, float]) -> RoundCost:
-        """So many bytes over links and cables, all at once."""
+        """Return the cost of these bytes over links and cables, all sent at once."""
         times = [sending_s(self.link(hop), amount) for hop, amount in carried.items()]
         times += [sending_s(self.cables[site], amount) for site, amount in cables.items()]
         return RoundCost(latency_s, max(times, default=0.0), max(cables.values(), default=0.0), carried)
 
 
 def sending_s(link: Link, data: float) -> float:
-    """Seconds to send ``data`` bytes over a path that was idle, without its delay.
+    """Return the seconds to send ``data`` bytes over a path that was idle, without its delay.
 
     >>> round(sending_s(Link(100e6, 0.02), 10e6), 3), sending_s(Link(100e6, 0.0), 10e6)
     (0.969, 0.8)
@@ -214,7 +222,7 @@ def sending_s(link: Link, data: float) -> float:
 
 @dataclass(frozen=True)
 class SiteNetwork:
-    """A fleet's rounds on its sites: what `paceline.simulate.network` asks of a network."""
+    """A fleet's rounds on its sites, with the figures that `paceline.simulate.network_rules` needs (`RoundCosts`)."""
 
     sites: Sites
     order: tuple[str, ...]
@@ -241,17 +249,17 @@ class SiteNetwork:
 
     @property
     def gradients(self) -> RoundCost:
-        """A round of gradients: the model's sum and, beside it, the header's."""
-        return self._sum(self.model_bytes, WIRES[self.wire]).beside(self.header)
+        """The cost of a round of gradients: the model's sum and, at the same time, the header's."""
+        return self._sum(self.model_bytes, part_of(self.wire)).beside(self.header)
 
     @property
     def average(self) -> RoundCost:
-        """A round of parameters: a table of facts, from which all work out the weights, and then the sum."""
-        return self.header.then(self._sum(self.model_bytes, WIRES[self.wire]))
+        """The cost of a round of parameters: a table of facts, from which all compute the weights, then the sum."""
+        return self.header.then(self._sum(self.model_bytes, part_of(self.wire)))
 
     @property
     def header(self) -> RoundCost:
-        """The small facts of all workers, and the leader's plan."""
+        """The cost of a header's sum: small facts of all workers, and the leader's plan."""
         return self._sum(header_bytes(self.workers))
 
     def _sum(self, data: float, wire: float = 1.0) -> RoundCost:

@@ -1,1 +1,1 @@
-"""A script's whole training: joining, its loops, and what is evaluated, saved and loaded between them."""
+"""A script's whole training: joining, its loops, and the evaluations, saves and loads between them."""

@@ -8,22 +8,24 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import concurrency
-from paceline.combine.choose import kind_of
-from paceline.combine.flats import like_flats
-from paceline.combine.gradients.varying import VaryingCount
-from paceline.combine.wire import bytes_on_wire, format_of
 from paceline.errors import MisuseError
-from paceline.feed import Order, Source, unit_said
-from paceline.feed.batch_dealing import BatchDealing
-from paceline.loop import schedules
-from paceline.loop.passes import LoopPlace
-from paceline.loop.sizing import device_name
+from paceline.feed import Order, Source, batch_count_note
+from paceline.feed.sample_dealing import BatchDealing
+from paceline.gradients.fleet_sums import like_flats
+from paceline.gradients.varying import VaryingCount
+from paceline.gradients.wire_sums import bytes_on_wire
 from paceline.machines.link import link_from_env
-from paceline.settings import LoopSettings, check_sync_batch_norm, must_agree, read_settings
+from paceline.records import LoopSettings
+from paceline.settings import check_sync_batch_norm, must_agree, read_settings
+from paceline.step.checks import schedules
+from paceline.step.micro_batch_size import device_name
+from paceline.step.script_loops import ScriptLoop
+from paceline.training.combines import kind_of
 from paceline.training.construct import LoopPlan, StepsConstructor
+from paceline.transport.formats import format_of
 
 if TYPE_CHECKING:
-    from paceline.loop.steps import Steps
+    from paceline.step.steps import StepLoop
     from paceline.training.context import TrainingContext
     from paceline.training.loading import Loading
     from paceline.training.replica import Replica
@@ -31,12 +33,15 @@ if TYPE_CHECKING:
 
 
 CROSSINGS = 8
-"""Messages one after another, about, in a gather that follows another: through the store, where it is polled, each
-worker asks, asks again, fetches and puts. 166 ms were measured where one takes 20."""
+"""Messages one after another, about, in a gather that follows another.
+
+Through the store, where it is polled, each worker asks, asks again, fetches and puts. 166 ms were measured where one
+message takes 20.
+"""
 
 
 class LoopBuilder:
-    """Makes the script's loops, one after another."""
+    """Builder of the script's loops, one after another."""
 
     def __init__(
         self,
@@ -49,7 +54,7 @@ class LoopBuilder:
         self._context, self._replica, self._untracked = context, replica, untracked
         self._loading, self._constructor = loading, constructor
         self._warned_of: set[str] = set()
-        """Streams that do not say whether they divide themselves, and batch samplers, by their class."""
+        """Classes of streams and of batch samplers that were warned of."""
 
     def build(
         self,
@@ -57,11 +62,11 @@ class LoopBuilder:
         *,
         order: Order | None,
         split: bool | None,
-        whole: bool | None,
-        varying_count: str,
+        fixed_micro_batch: bool | None,
+        lr_scaling: str,
         **asked: Any,
-    ) -> Steps:
-        """``fleet.steps``; ``asked``: what `read_settings` reads."""
+    ) -> StepLoop:
+        """Build the loop of ``fleet.steps``; ``asked`` holds the arguments that `read_settings` reads."""
         context, micro_batch = self._context, asked["micro_batch"]
         if not context.models:
             raise MisuseError("fleet.steps before fleet.model: bring the model first")
@@ -70,24 +75,24 @@ class LoopBuilder:
         if context.transport.grouped and micro_batch == "auto":
             raise ValueError(
                 'micro_batch="auto" lets each worker measure sizes of its own, and the processes of a worker started '
-                "with --group go through the model together: give a number"
+                "with --procs-per-worker go through the model together: give a number"
             )
         source = self._source(data, context.seed, split)
         try:
             self._check_split(source, split)
             settings = read_settings(source, rank=context.transport.rank, size=context.transport.size, **asked)
-            varying = VaryingCount(varying_count, settings.global_batch)
-            place = self._next_place(source, settings.epochs)
-            if (seed := place.seed(context.seed)) != context.seed:
+            varying = VaryingCount(lr_scaling, settings.global_batch)
+            script_loop = self._next_loop(source, settings.epochs)
+            if (seed := script_loop.seed(context.seed)) != context.seed:
                 source.close()
                 source = self._source(data, seed, split)
             order = _one_order(source, order, asked["shuffle"])
-            context.steps = self._build(source, settings, order, whole, varying, place)
+            context.steps = self._build(source, settings, order, fixed_micro_batch, varying, script_loop)
         except BaseException:
             source.close()
             raise
         context.tracking.state.loop_begins()
-        context.passes.begin(place, source.dataset, source.length)
+        context.passes.begin(script_loop, source.dataset, source.length)
         return context.steps
 
     def _source(self, data: Any, seed: int, split: bool | None) -> Source:
@@ -95,7 +100,7 @@ class LoopBuilder:
         return Source(data, device=context.device, seed=seed, rank=context.identity, split=bool(split))
 
     def _check_split(self, source: Source, split: bool | None) -> None:
-        """Whether a stream is divided must be said where there are several to draw from it."""
+        """Check ``split`` against the data; warn where several workers draw from a stream and it is not given."""
         if source.length is not None and split is not None:
             raise ValueError("split= divides an IterableDataset: a dataset with a length is dealt anyway, leave it out")
         several = self._context.transport.size > 1 or self._context.elastic is not None
@@ -107,30 +112,30 @@ class LoopBuilder:
                 "fleet.steps(..., split=True) divides it, and split=False says that it is as you mean it"
             )
 
-    def _next_place(self, source: Source, epochs: int) -> LoopPlace:
-        """Which of the script's loops this is."""
+    def _next_loop(self, source: Source, epochs: int) -> ScriptLoop:
+        """Return which of the script's loops this is."""
         context = self._context
         if context.steps is not None:
             context.steps.close()
-            context.passes.note(context.steps.place, context.steps.training.passes)
+            context.passes.note(context.steps.script_loop, context.steps.training.passes)
         self._loading.before_loop(source, epochs)
-        return context.passes.place(source.dataset)
+        return context.passes.next_loop(source.dataset)
 
     def _build(
         self,
         source: Source,
         settings: LoopSettings,
         order: Order | None,
-        whole: bool | None,
+        fixed: bool | None,
         varying: VaryingCount,
-        place: LoopPlace,
-    ) -> Steps:
+        script_loop: ScriptLoop,
+    ) -> StepLoop:
         context, transport = self._context, self._context.transport
         self._replica.spread_new_parameters()
         agreed = {key: value for key, value in vars(settings).items() if key != "micro_batch"}
-        facts = {"dataset length": source.length, **agreed, "order": order is not None, "varying_count": varying.rule}
+        facts = {"dataset length": source.length, **agreed, "order": order is not None, "lr_scaling": varying.rule}
         facts |= {"split": source.split, "batch_sampler": source.batched}
-        must_agree(transport, "fleet.steps()", {**facts, "the loop": list(vars(place).values())})
+        must_agree(transport, "fleet.steps()", {**facts, "the loop": list(vars(script_loop).values())})
         device = device_name(context.device, context.machine.describe() if context.machine is not None else None)
         own = [source.ahead * settings.micro_batch, settings.micro_batch, context.device.type, device]
         began = concurrency.perf_counter()
@@ -142,10 +147,12 @@ class LoopBuilder:
         length = None if source.batched else source.length
         check_sync_batch_norm(context.models, pace=context.pacer.name, settings=settings, sizes=sizes, length=length)
         alike = len(set(kinds)) == 1
-        plan = LoopPlan(source, settings, order, whole, varying, place, ahead, sizes, alike, facts, device, devices)
+        plan = LoopPlan(
+            source, settings, order, fixed, varying, script_loop, ahead, sizes, alike, facts, device, devices
+        )
         steps = self._constructor.make(plan)
         try:
-            self._say_unit(steps, plan)
+            self._report_unit(steps, plan)
             self._loading.continue_in(steps)
         except BaseException:
             steps.gradients.detach()
@@ -154,8 +161,8 @@ class LoopBuilder:
         self._announce(steps, plan, latency_s)
         return steps
 
-    def _say_unit(self, steps: Steps, plan: LoopPlan) -> None:
-        """What ``global_batch`` counts is said once for each kind of batch sampler."""
+    def _report_unit(self, steps: StepLoop, plan: LoopPlan) -> None:
+        """Report what ``global_batch`` counts, once per kind of batch sampler."""
         if not isinstance(steps.dealing, BatchDealing):
             return
         assert plan.source.order is not None
@@ -163,10 +170,10 @@ class LoopBuilder:
         if name not in self._warned_of:
             self._warned_of.add(name)
             workers, batch = self._context.transport.size, plan.settings.global_batch
-            level, text = unit_said(name, steps.dealing.batches, global_batch=batch, workers=workers)
+            level, text = batch_count_note(name, steps.dealing.batches, global_batch=batch, workers=workers)
             self._context.recorder.event("note", {"level": level, "text": text, "everywhere": True})
 
-    def _announce(self, steps: Steps, plan: LoopPlan, latency_s: float) -> None:
+    def _announce(self, steps: StepLoop, plan: LoopPlan, latency_s: float) -> None:
         batched, settings = plan.source.batched, plan.settings
         self._context.recorder.event(
             "steps",
@@ -185,17 +192,20 @@ class LoopBuilder:
             },
         )
 
-    def _round_bytes(self, steps: Steps) -> int:
-        """What a round of gradients or parameters sums, as it crosses the network; 0 for a worker alone."""
+    def _round_bytes(self, steps: StepLoop) -> int:
+        """Return the bytes of a round of gradients or parameters on the network; 0 for a worker alone."""
         context, gradients = self._context, steps.gradients
         if context.transport.solitary:
             return 0
         summed = like_flats(gradients.everything) if kind_of(context.combine).local else gradients.buckets.tensors()
-        return bytes_on_wire(summed, format_of(context.wire))
+        return bytes_on_wire(summed, format_of(context.comm_dtype))
 
     def check_end(self) -> None:
-        """The script leaves the fleet without an error: MisuseError where it has not done what it seems to have done,
-        and a warning of schedules that are not at their end."""
+        """Check the training when the script leaves the fleet without an error.
+
+        Raise MisuseError where it has not done what it seems to have done, and warn of schedules that are not at their
+        end.
+        """
         if (unreached := self._loading.unreached()) is not None:
             raise unreached
         steps = self._context.steps
@@ -208,7 +218,7 @@ class LoopBuilder:
 
 
 def _one_order(source: Source, order: Order | None, shuffle: bool | None) -> Order | None:
-    """A custom order, given by the script or by the DataLoader's sampler."""
+    """Return the custom order, given by the script or by the DataLoader's sampler."""
     if source.order is None:
         return order
     if order is not None or shuffle is not None:

@@ -1,8 +1,10 @@
 """Modules and optimisers of the script that the fleet was not given: a teacher, a network that the loss goes through.
 
-They are looked for by the names that the script has for them: in its functions under way, in its own files' globals,
-and one level down. Some may well be each worker's own, and most are never used in a step. So unlike weights are refused
-when a step uses them: until then only those that differ have a hook.
+They are searched by the names that the script has for them: in its functions under way, in its own files' globals,
+and one level down: in plain dicts, lists and tuples and in the attributes of objects, without a call of any method of
+theirs (a mapping that loads what it is asked for stays unloaded). Some may well be each worker's own, and most are
+never used in a step. So unlike weights are refused when a step uses them: until then only those that differ have a
+hook.
 """
 
 from __future__ import annotations
@@ -16,63 +18,60 @@ from typing import Any
 
 import torch
 
-from paceline.combine.header import number_of
 from paceline.errors import MisuseError
-from paceline.loop.replicas import sums_of
-from paceline.loop.sameness import is_readable, state_of
+from paceline.gradients.header import number_of
+from paceline.step.checks.sameness import is_readable, sampled_number, state_of
 
-SAMPLED = 1024
-"""Numbers of each tensor that are compared, about."""
 MOST = 256
-"""Entries of an object or container that are looked at."""
+"""Entries of an object or container that are searched."""
 _LIBRARIES = (os.path.dirname(os.__file__), "<")
-"""What the files of the standard library, of what is installed, and of no file begin with."""
+"""Prefixes of the file names of the standard library, of installed packages, and of code without a file."""
 
 Others = dict[str, list[Any]]
-"""By the script's name: a digest of what kind of thing it is, and a number of what it holds."""
+"""Digest of the object's type, and a number of its content, by the script's name."""
 
 
 class Bystanders:
-    """Those of one worker."""
+    """The bystanders of one worker."""
 
     def __init__(self, current: Callable[[], str]) -> None:
-        """``current``: the step that is being worked on, in words; empty outside of steps."""
+        """Take ``current``, which returns the name of the step under way; empty outside of steps."""
         self._current = current
         self._found: dict[str, Any] = {}
         self._hooks: list[Any] = []
 
     def look(self, known: Iterable[Any], ours: Callable[[torch.optim.Optimizer], bool]) -> Others:
-        """Find them and say what they are. ``known``: what the fleet has; ``ours``: whether an optimiser updates its
-        parameters."""
+        """Find the bystanders and return their digests.
+
+        Args:
+            known: objects that the fleet has.
+            ours: returns whether an optimiser updates the fleet's parameters.
+        """
         self.close()
         held = {id(part) for thing in known for part in _inside(thing)}
         self._found = {}
-        said: Others = {}
+        digests: Others = {}
         for name, thing in _named_in_script():
             if id(thing) in held or any(thing is other for other in self._found.values()):
                 continue
-            if isinstance(thing, torch.optim.Optimizer):
-                if not ours(thing):
-                    continue
-                number = int(state_of([(name, thing)]).number())
-                kind = _digest(type(thing).__qualname__)
-            else:
-                tensors = [tensor for tensor in _tensors(thing) if id(tensor) not in held]
-                if not tensors:
-                    continue
-                number = _sampled(tensors)
-                kind = _digest(type(thing).__qualname__, *((list(t.shape), str(t.dtype)) for t in tensors))
-            self._found[name], said[name] = thing, [kind, number]
-        return said
+            try:
+                found = _described(name, thing, held, ours)
+            except Exception:  # an object of the script's that cannot be looked at ends no training
+                continue
+            if found is not None:
+                self._found[name], digests[name] = thing, found
+        return digests
 
     def refuse_unlike(self, everybody: Sequence[Others]) -> None:
-        """Raise MisuseError for an optimiser that holds another state on some worker; have modules raise it in the
-        first step that uses them."""
+        """Raise MisuseError for an optimiser whose state differs between workers.
+
+        Modules that differ raise it in the first step that uses them.
+        """
         for name, thing in self._found.items():
-            said = [others.get(name) for others in everybody]
-            if any(one is None or one[0] != said[0][0] for one in said):  # type: ignore[index]
-                continue  # it is not the same thing everywhere
-            apart = [worker for worker, one in enumerate(said) if one != said[0]]
+            digests = [others.get(name) for others in everybody]
+            if any(one is None or one[0] != digests[0][0] for one in digests):  # type: ignore[index]
+                continue  # it is another kind of object on some worker
+            apart = [worker for worker, one in enumerate(digests) if one != digests[0]]
             if not apart:
                 continue
             if isinstance(thing, torch.optim.Optimizer):
@@ -94,6 +93,19 @@ class Bystanders:
         self._hooks, self._found = [], {}
 
 
+def _described(
+    name: str, thing: Any, held: set[int], ours: Callable[[torch.optim.Optimizer], bool]
+) -> list[Any] | None:
+    """Return the kind and the contents of a module or optimiser, as numbers; None for one that is not compared."""
+    kind = type(thing).__qualname__
+    if isinstance(thing, torch.optim.Optimizer):
+        return [_digest(kind), int(state_of([(name, thing)]).number())] if ours(thing) else None
+    tensors = [tensor for tensor in _tensors(thing) if id(tensor) not in held]
+    if not tensors:
+        return None
+    return [_digest(kind, *((list(t.shape), str(t.dtype)) for t in tensors)), sampled_number(tensors)]
+
+
 def _refuse(module: torch.nn.Module, inputs: Any, *, text: str, current: Callable[[], str]) -> None:
     if step := current():
         raise MisuseError(f"{step} uses {text}")
@@ -104,7 +116,7 @@ def _track(name: str) -> str:
 
 
 def _named_in_script() -> Iterator[tuple[str, Any]]:
-    """Modules and optimisers by the script's names for them."""
+    """Yield modules and optimisers by the script's names for them."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith("paceline."):
@@ -120,30 +132,42 @@ def _things(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in list(names.items()):
         if name.startswith("__"):
             continue
-        if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+        if _is_wanted(value):
             yield name, value
             continue
         for key, part in _parts(value):
-            if isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
+            if _is_wanted(part):
                 yield f"{name}{key}", part
 
 
+def _is_wanted(value: Any) -> bool:
+    """Return whether the value is a module or optimiser by its type: ``__class__`` may be a property of its own."""
+    return issubclass(type(value), (torch.nn.Module, torch.optim.Optimizer))
+
+
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    """What an object or container of the script's holds."""
-    if isinstance(value, dict):
-        pairs = [(f"[{key!r}]", part) for key, part in list(value.items())[:MOST]]
-    elif isinstance(value, (list, tuple)):
-        pairs = [(f"[{number}]", part) for number, part in enumerate(value[:MOST])]
-    elif isinstance(value, (type, ModuleType)) or type(value).__module__.partition(".")[0] in ("builtins", "paceline"):
-        pairs = []
-    else:
-        own = getattr(value, "__dict__", None)
-        pairs = [(f".{key}", part) for key, part in list(own.items())[:MOST]] if isinstance(own, dict) else []
-    return pairs
+    """Return what an object or plain container of the script's holds, without a call of a method of its own."""
+    kind = type(value)
+    if kind is dict:
+        return _entries(value, "[{!r}]")
+    if kind is list or kind is tuple:
+        return [(f"[{number}]", part) for number, part in enumerate(value[:MOST])]
+    if issubclass(kind, (type, ModuleType)) or str(kind.__module__).partition(".")[0] in ("builtins", "paceline"):
+        return []
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except Exception:  # it has none, or a property of that name that fails
+        return []
+    return _entries(own, ".{}") if type(own) is dict else []
+
+
+def _entries(names: dict[Any, Any], form: str) -> list[tuple[str, Any]]:
+    pairs = [(key, part) for key, part in list(names.items())[:MOST] if type(key) in (str, int)]
+    return [(form.format(key), part) for key, part in pairs]
 
 
 def _inside(thing: Any) -> Iterator[Any]:
-    """A thing, its modules and their tensors."""
+    """Yield an object, its modules and their tensors."""
     yield thing
     if isinstance(thing, torch.nn.Module):
         yield from thing.modules()
@@ -153,11 +177,6 @@ def _inside(thing: Any) -> Iterator[Any]:
 def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
     found = [*module.parameters(), *module.buffers()]
     return [tensor for tensor in found if is_readable(tensor) and tensor.numel()]
-
-
-def _sampled(tensors: Sequence[torch.Tensor]) -> int:
-    parts = [tensor.detach().reshape(-1)[:: max(1, tensor.numel() // SAMPLED)] for tensor in tensors]
-    return _digest(sums_of(parts))
 
 
 def _digest(*what: Any) -> int:

@@ -1,41 +1,40 @@
-"""The construction of one loop's `Steps`: its gradients, its dealing, who follows its members, and what guards it."""
+"""The construction of one `StepLoop`: its gradients, its dealing, its membership, and its guards."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.combine import Gradients
-from paceline.combine.averaging.settings import ElasticAverage
-from paceline.combine.base import CombineParts
-from paceline.combine.choose import kind_of, name_of
-from paceline.combine.gradients.second_order import needs_graph
-from paceline.combine.gradients.varying import VaryingCount
-from paceline.combine.wire import format_of
 from paceline.feed import Order, Source
-from paceline.feed.batch_dealing import BatchDealing
+from paceline.feed.custom_orders import overlapped
 from paceline.feed.dealing import Dealing, make_dealing
 from paceline.feed.micro_size import FEWEST, SizeSearch, first_size
-from paceline.feed.overlap import overlapped
-from paceline.loop import schedules
-from paceline.loop.context import LoopContext
-from paceline.loop.membership import Membership
-from paceline.loop.memory import Guard, shrink
-from paceline.loop.orders import check_order
-from paceline.loop.passes import LoopPlace
-from paceline.loop.sizing import Sizing
-from paceline.loop.steps import Steps
-from paceline.loop.training_state import TrainingState
-from paceline.loop.user_code import hooks_text
+from paceline.feed.sample_dealing import BatchDealing
+from paceline.gradients import Gradients
+from paceline.gradients.second_order import needs_graph
+from paceline.gradients.varying import VaryingCount
 from paceline.pace import may_set_deadlines
-from paceline.settings import LoopSettings, has_batch_norm, is_compiled
+from paceline.pace.forecast import Learner
+from paceline.records import LoopSettings
+from paceline.settings import has_batch_norm, is_compiled
+from paceline.step.checks import schedules
+from paceline.step.checks.orders import check_order
+from paceline.step.checks.user_code import hooks_text
+from paceline.step.combine import CombineParts
+from paceline.step.context import LoopContext, LoopPosition, MicroBatching, ReplicaAccess, RunNotes
+from paceline.step.members import Membership
+from paceline.step.micro_batch_size import Guard, Sizing, shrink
+from paceline.step.script_loops import ScriptLoop
+from paceline.step.steps import StepLoop
+from paceline.step.training_state import TrainingState
+from paceline.training.combines import kind_of, merge_settings, name_of
 from paceline.training.sharding import AFTER
 from paceline.transport import Alone
+from paceline.transport.formats import format_of
 
 if TYPE_CHECKING:
     from paceline.training.context import TrainingContext
@@ -47,30 +46,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """What a loop goes over, and how: read and agreed upon before its steps are made."""
+    """The data and settings of a loop, read and agreed upon before its steps are made."""
 
     source: Source
     settings: LoopSettings
     order: Order | None
-    whole: bool | None
+    fixed_micro_batch: bool | None
     varying: VaryingCount
-    place: LoopPlace
+    script_loop: ScriptLoop
     ahead: list[int]
-    """Samples that each worker's loader likes to hold."""
+    """Samples that each worker's loader prefers to hold."""
     sizes: list[int]
-    """Each worker's micro-batch."""
+    """Micro-batch of each worker, in samples."""
     alike: bool
     """Whether all workers have the same kind of device."""
     agreed: Mapping[str, Any]
-    """Facts that are the same on every worker, and must be on one that joins."""
+    """Facts that are equal on every worker, and must be on one that joins."""
     own_device: str
     devices: list[str]
-    """By name: this worker's, and everybody's."""
+    """Names of the devices of all workers."""
 
 
 class StepsConstructor:
-    """Makes a loop's steps out of a plan, and holds what lives as long as the fleet does: learner, memory guards and
-    the sizes that were found."""
+    """Maker of a loop's steps, and owner of what lives as long as the fleet: learner, memory guards and sizes found."""
 
     def __init__(
         self,
@@ -83,14 +81,14 @@ class StepsConstructor:
         self._context, self._replica, self._untracked, self._saving = context, replica, untracked, saving
         self._same_data = same_data
         self._seen: Seen | None = None
-        """What this process saw of the newest loop's dataset."""
+        """Fingerprints that this process took of the newest loop's dataset."""
         self._guards: list[Guard] = []
-        self._learner: Any = None
-        self._told: set[str] = set()
+        self._learner: Learner | None = None
+        self._logged_once: set[str] = set()
         self._searches: dict[tuple[int, int], SizeSearch] = {}
-        """For micro-batches, by the number of the dataset and the global batch: loops over it have one."""
+        """Searches for micro-batch sizes, by number of the dataset and global batch: loops over it share one."""
 
-    def make(self, plan: LoopPlan) -> Steps:
+    def make(self, plan: LoopPlan) -> StepLoop:
         self._seen = None
         gradients = self._gradients(plan.settings.auto)
         gradients.varying = plan.varying
@@ -113,7 +111,7 @@ class StepsConstructor:
             transport,
             context.models,
             overlap=self._replica.overlap and not auto,
-            form=format_of(context.wire),
+            wire_format=format_of(context.comm_dtype),
             shared=context.shared,
         )
         gradients.next_scaler = context.tracking.scaler
@@ -121,14 +119,15 @@ class StepsConstructor:
         if context.transport.grouped and any(needs_graph(optimizer) for optimizer in optimizers):
             raise ValueError(
                 "an optimiser that needs second derivatives (AdaHessian) sees no graph of a sharded model: use another "
-                "with workers started with --group"
+                "with workers started with --procs-per-worker"
             )
         gradients.keep_graph = transport.size == 1 and any(needs_graph(optimizer) for optimizer in optimizers)
-        gradients.whole = auto
+        gradients.atomic = auto
         return gradients
 
-    def _new_steps(self, plan: LoopPlan, gradients: Gradients) -> Steps:
-        context, source, settings, place, order = self._context, plan.source, plan.settings, plan.place, plan.order
+    def _new_steps(self, plan: LoopPlan, gradients: Gradients) -> StepLoop:
+        context, source, settings = self._context, plan.source, plan.settings
+        script_loop, order = plan.script_loop, plan.order
         combine, transport = context.combine, context.transport
         kind, lengths = kind_of(combine), ()
         if kind.local and source.batched:
@@ -136,29 +135,30 @@ class StepsConstructor:
                 f'combine="{name_of(combine)}" weighs workers by samples, and a batch_sampler deals batches: '
                 'use combine="gradients", or a DataLoader with batch_size'
             )
-        part = combine.overlap if isinstance(combine, ElasticAverage) else 0.0
-        if part:
+        if part := merge_settings(combine).shared_part:
             if order is not None or source.length is None:
                 raise ValueError("an overlap deals the dataset in an order of its own: leave order= out")
-            mixed: Any = overlapped(source.length, workers=transport.size, part=part, seed=place.seed(context.seed))
+            mixed: Any = overlapped(
+                source.length, workers=transport.size, part=part, seed=script_loop.seed(context.seed)
+            )
             order, lengths = mixed
         dealing = make_dealing(
             source,
             settings,
             order=order,
-            seed=place.seed(context.seed),
+            seed=script_loop.seed(context.seed),
             rank=transport.rank,
             size=transport.size,
             ahead=plan.ahead,
             identity=context.identity,
-            epoch=place.first_epoch,
+            epoch=script_loop.first_epoch,
             part=(transport.shard, transport.shards),
         )
         loop = self._loop_context(plan, gradients, dealing)
         parts = CombineParts(
-            context.models, context.failures, lengths, self._done_before("round"), format_of(context.wire)
+            context.models, context.failures, lengths, self._done_before("round"), format_of(context.comm_dtype)
         )
-        steps = Steps(loop, kind.make(loop, combine, parts))
+        steps = StepLoop(loop, kind.make(loop, combine, parts))
         self._learn(steps)
         steps.dataset_length, loop.at_boundary = source.length, lambda: self._saving.at_boundary(steps)
         if source.length is not None and source.batch_size is not None:
@@ -170,14 +170,14 @@ class StepsConstructor:
         steps.after_first = self._untracked.after_first_step
         return steps
 
-    def _watch_schedules(self, steps: Steps, source: Source) -> schedules.ScheduleWatch | None:
-        """What compares schedules with the loop's length, where that is known."""
+    def _watch_schedules(self, steps: StepLoop, source: Source) -> schedules.ScheduleWatch | None:
+        """Return the watch that compares schedules with the loop's length, where that is known."""
         context, settings = self._context, steps.settings
         if source.length is None:
             return None
         lengths: dict[int, str] = {}
         if not source.batched:
-            equal_share = -(-settings.global_batch // context.transport.size)  # nobody counts by that
+            equal_share = -(-settings.global_batch // context.transport.size)  # a number that no script counts by
             sizes = {source.batch_size, None if settings.micro_batch == equal_share else settings.micro_batch}
             lengths = schedules.loader_lengths(
                 source.length,
@@ -194,9 +194,9 @@ class StepsConstructor:
         )
 
     def _loop_context(self, plan: LoopPlan, gradients: Gradients, dealing: Dealing) -> LoopContext:
-        context, place, models = self._context, plan.place, self._context.models
+        context, script_loop, models = self._context, plan.script_loop, self._context.models
         compiled = any(is_compiled(model) for model in models)
-        unit = max(plan.sizes) if (compiled if plan.whole is None else plan.whole) else 1
+        unit = max(plan.sizes) if (compiled if plan.fixed_micro_batch is None else plan.fixed_micro_batch) else 1
         avoid_singles = not plan.source.batched and any(has_batch_norm(model) for model in models)
         dealing.smallest = 2 if avoid_singles else 1
         first = self._done_before("step")
@@ -209,8 +209,8 @@ class StepsConstructor:
             avoid_singles=avoid_singles,
             history=context.history,
             first_index=first,
-            first_epoch=place.first_epoch,
-            observe=context.recorder.event,
+            first_epoch=script_loop.first_epoch,
+            log_event=context.recorder.event,
         )
         return LoopContext(
             transport=context.transport,
@@ -218,35 +218,40 @@ class StepsConstructor:
             gradients=gradients,
             dealing=dealing,
             settings=plan.settings,
-            place=place,
+            script_loop=script_loop,
             device=context.device,
             machine=context.machine,
-            seed=place.seed(context.seed),
+            seed=script_loop.seed(context.seed),
             nonfinite=context.nonfinite,
             tracking=context.tracking,
-            observe=context.recorder.event,
-            repair=self._replica.make_equal,
-            contents=self._replica.contents,
-            snapshot=self._replica.state,
-            restore=partial(self._replica.restore, Path("a peer's state")),
-            whole=unit > 1,
-            sizing=self._sizing(plan, dealing, whole=unit > 1),
-            own_device=plan.own_device,
-            devices=tuple(plan.devices),
-            alike=plan.alike,
-            told=self._told,
-            first=first,
+            notes=RunNotes(context.recorder.event, self._logged_once),
+            replica=ReplicaAccess(
+                repair=self._replica.make_equal,
+                snapshot=self._replica.state,
+                restore=self._replica.take_over,
+                contents=self._replica.contents,
+                alike=plan.alike,
+            ),
+            micro_batches=MicroBatching(
+                dealing,
+                auto=plan.settings.auto,
+                uncut=unit > 1,
+                sizing=self._sizing(plan, dealing, fixed=unit > 1),
+                own_device=plan.own_device,
+                devices=tuple(plan.devices),
+            ),
+            position=LoopPosition(first),
         )
 
-    def _sizing(self, plan: LoopPlan, dealing: Dealing, *, whole: bool) -> Sizing | None:
-        """What looks for the size of this worker's micro-batches, where ``"auto"`` may change it."""
+    def _sizing(self, plan: LoopPlan, dealing: Dealing, *, fixed: bool) -> Sizing | None:
+        """Return the search for the size of this worker's micro-batches, where ``"auto"`` may change it."""
         context, settings = self._context, plan.settings
         if not settings.auto:
             return None
-        if whole:
+        if fixed:
             context.inform(
-                'micro_batch="auto" looks for no size: micro-batches are whole (a compiled model, or whole=True). It '
-                "begins with an equal share, and is halved where memory runs out"
+                'micro_batch="auto" looks for no size: micro-batches are whole (a compiled model, or '
+                "fixed_micro_batch=True). It begins with an equal share, and is halved where memory runs out"
             )
             return None
         others = context.transport.size > 1 or context.elastic is not None
@@ -254,17 +259,19 @@ class StepsConstructor:
             first_size(settings.micro_batch, normalises=dealing.smallest > 1),
             fewest=FEWEST if others and may_set_deadlines(context.pacer) else 1,
         )
-        found = self._searches.setdefault((plan.place.data, settings.global_batch), search)
+        found = self._searches.setdefault((plan.script_loop.dataset, settings.global_batch), search)
         return Sizing(found, dealing, context.device)
 
-    def _before_first_step(self, source: Source, steps: Steps) -> None:
-        """What a loop needs is there by now: everybody tracks the same and has the same data, and schedules are of the
-        loop's length."""
+    def _before_first_step(self, source: Source, steps: StepLoop) -> None:
+        """Check, before a loop's first step, that all workers track the same and have the same data.
+
+        Schedules must have the loop's length.
+        """
         tracking, look = self._context.tracking, steps.dealing.look
         self._seen = self._same_data.look(source.dataset, source.length, look)
-        told = self._replica.must_be_equal(steps, each=self._seen)
-        self._same_data.check("fleet.steps()", source.name, told, self._seen, look)
-        if kind_of(self._context.combine).local:  # gradients are of one order in every epoch's first step
+        answers = self._replica.must_be_equal(steps, each=self._seen)
+        self._same_data.check("fleet.steps()", source.name, answers, self._seen, look)
+        if kind_of(self._context.combine).local:  # with gradients, every epoch's first step compares the orders
             check_order(self._context.transport, steps.dealing)
         for name, thing in tracking.things.items():
             if isinstance(thing, LRScheduler) and steps.dataset_length is not None:
@@ -272,13 +279,13 @@ class StepsConstructor:
         self._untracked.before_first_step(steps)
 
     def _done_before(self, what: str) -> int:
-        """Steps, or rounds, of the loops before a new one."""
+        """Return the number of steps, or rounds, of the loops before a new one."""
         steps, resume = self._context.steps, self._context.resume
         if steps is not None:
             return steps.index if what == "step" else steps.rounds
         return int(resume.saved.get(what, 0)) if resume is not None and resume.loops == "rest" else 0
 
-    def _follow_members(self, steps: Steps, plan: LoopPlan) -> None:
+    def _follow_members(self, steps: StepLoop, plan: LoopPlan) -> None:
         context = self._context
         if context.elastic is None:
             return
@@ -286,8 +293,8 @@ class StepsConstructor:
             **plan.agreed,
             "pace": context.pacer.name,
             "combine": repr(context.combine),
-            "wire": context.wire,
-            "started with --group": context.transport.grouped,
+            "comm_dtype": context.comm_dtype,
+            "started with --procs-per-worker": context.transport.grouped,
             "the models' shapes": self._replica.shapes_digest(),
         }
         steps.loop.membership = Membership(
@@ -303,13 +310,13 @@ class StepsConstructor:
             before_leaving=lambda: self._saving.before_leaving(steps),
         )
 
-    def _check_newcomer(self, steps: Steps, name: str, theirs: Seen | None) -> None:
+    def _check_newcomer(self, steps: StepLoop, name: str, theirs: Seen | None) -> None:
         if theirs is not None and self._seen is not None:
             self._same_data.check_newcomer(name, theirs, self._seen, steps.dealing.look)
 
     # -- what lives as long as the fleet -------------------------------------------------------------------------------
 
-    def guard(self, steps: Steps) -> None:
+    def guard(self, steps: StepLoop) -> None:
         """Guard models that may run out of memory, for real ("auto") or on an emulated machine."""
         for guard in self._guards:
             guard.remove()
@@ -322,18 +329,10 @@ class StepsConstructor:
         enter = emulated or (lambda samples: None)
         self._guards = [Guard(model, enter=enter, shrink=halve) for model in self._context.models]
 
-    def _make_learner(self) -> Any:
-        """The leader's, when the pacer's forecast learns while the run goes on."""
-        pacer = self._context.pacer
-        if not self._context.is_leader or not getattr(getattr(pacer, "forecast", None), "learns", False):
-            return None
-        from paceline.deep.learning.background import Learner  # takes a while to import, and few runs need it
-
-        return Learner.for_pacer(pacer)
-
-    def _learn(self, steps: Steps) -> None:
-        """Where the pacer's forecast learns, the leader of the moment lets it."""
-        self._learner = self._learner or self._make_learner()
+    def _learn(self, steps: StepLoop) -> None:
+        """Let the present leader's pacer learn from the run, where it has something that does."""
+        if self._learner is None and self._context.is_leader:
+            self._learner = self._context.pacer.learner()
         steps.training.learn = self._learner.after if self._learner is not None else None
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Evaluation: the test set is dealt once over the fleet, and means and sums over it are exact whatever the shares.
 
-A score gives one value per sample, whose mean over all samples comes back. One number for a batch may be its mean or
+A score gives one value per sample, whose mean over all samples is returned. One number for a batch may be its mean or
 its sum, and batches have unlike sizes: it is a sum where the call names it so, and refused otherwise.
 """
 
@@ -24,16 +24,19 @@ if TYPE_CHECKING:
     from paceline.training.context import TrainingContext
 
 MEAN = "mean"
-"""The name of values that were given without one."""
+"""Name of values that were given without one."""
 PlacedBatches = Iterable[tuple[tuple[Range, ...], Any]]
-"""With their positions: of the dataset, or among the draws of a sampler."""
+"""Batches with their positions: in the dataset, or among the draws of a sampler."""
 
 
 def each_batch(
     source: Source, *, shares: Sequence[int], rank: int, batch_size: int, part: tuple[int, int] = (0, 1)
 ) -> PlacedBatches:
-    """This worker's part of the data, which is one stretch of it. ``part``: which of how many processes of the worker
-    this is; where it has no row of a batch, it goes through the model with one at no position."""
+    """Yield this worker's part of the data, which is contiguous.
+
+    ``part`` is (index, count) of this process among those of its worker. Where it has no row of a batch, it goes
+    through the model with one at no position.
+    """
     assert source.length is not None
     draws = source.once
     order: Order | None = None if isinstance(draws, int) else lambda epoch: draws
@@ -50,15 +53,17 @@ def each_batch(
 def _own_pieces(
     queue: Sequence[Range], batch_size: int, shard: int, shards: int
 ) -> tuple[list[tuple[Range, ...]], int]:
-    """The batches of one of a worker's processes, a stretch of the worker's, and how many of them count: all have as
-    many, for they go through the model together.
+    """Return the batches of one of a worker's processes, and how many of them count.
+
+    They are a contiguous part of the worker's. All processes have equally many, because they go through the model
+    together.
 
     >>> _own_pieces([(0, 5)], 2, 0, 2), _own_pieces([(0, 5)], 2, 1, 2)
     (([((0, 1),), ((1, 2),), ((0, 1),)], 2), ([((2, 3),), ((3, 4),), ((4, 5),)], 3))
     """
     if shards == 1:
-        whole = list(split(queue, batch_size))
-        return whole, len(whole)
+        batches = list(split(queue, batch_size))
+        return batches, len(batches)
     length, size, rest = total_of(queue), max(1, batch_size // shards), Ranges(queue)
     rest.take_front(length * shard // shards)
     mine = list(split(rest.take_front(length * (shard + 1) // shards - length * shard // shards), size))
@@ -69,45 +74,45 @@ def _own_pieces(
 
 
 def length_of(source: Source) -> int:
-    """Samples to go through: the dataset's, or a sampler's draws."""
+    """Return the number of samples to go through: the dataset's, or a sampler's draws."""
     return source.once if isinstance(source.once, int) else len(source.once)
 
 
 def facts_of(source: Source) -> dict[str, Any]:
-    """What must be the same on every worker."""
+    """Return the facts that must be equal on every worker."""
     draws = source.once
     digest = None if isinstance(draws, int) else blake2b(draws.tobytes(), digest_size=16).hexdigest()
     return {"dataset length": source.length, "the sampler's draws": digest}
 
 
 def called(function: Callable[..., Any], batch: Any) -> Any:
-    """The user's function with a batch as the training loop would have unpacked it."""
+    """Call the user's function with a batch, unpacked as the training loop would."""
     return function(*batch) if isinstance(batch, (list, tuple)) else function(batch)
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """How the values of a name are put together: a mean over the samples, unless the call names it otherwise."""
+    """How the values of a name are merged: a mean over the samples, unless the call names it otherwise."""
 
     sums: tuple[str, ...] = ()
-    """Numbers that are sums over the batch."""
+    """Names of numbers that are sums over the batch."""
     tables: tuple[str, ...] = ()
-    """Tensors of one shape that are added element by element."""
+    """Names of tensors of one shape that are added element by element."""
 
     @classmethod
-    def of(cls, sums: str | Sequence[str], tables: str | Sequence[str]) -> Kinds:
+    def read(cls, sums: str | Sequence[str], tables: str | Sequence[str]) -> Kinds:
         ones, others = ((names,) if isinstance(names, str) else tuple(names) for names in (sums, tables))
         if both := set(ones) & set(others):
             raise ValueError(f"fleet.evaluate: {min(both)!r} is in sums= and in tables=: name it in one of them")
         return cls(ones, others)
 
     def facts(self) -> dict[str, list[str]]:
-        """Return what must be the same on every worker."""
+        """Return the facts that must be equal on every worker."""
         return {"sums": list(self.sums), "tables": list(self.tables)}
 
     @property
     def added(self) -> tuple[str, ...]:
-        """Names that are not divided by the number of samples."""
+        """Return the names that are not divided by the number of samples."""
         return (*self.sums, *self.tables)
 
 
@@ -117,8 +122,8 @@ MEANS = Kinds()
 def own_sums(score: Callable[..., Any], batches: PlacedBatches, kinds: Kinds = MEANS) -> dict[str, Any]:
     """Run ``score`` over this worker's part of the data and add up what it returns, in float64.
 
-    Every batch must give the same names, and a table the same shape: which batches a worker meets is the pace's
-    business, and must not show in the result.
+    Every batch must give the same names, and a table the same shape: which batches a worker gets depends on the pace,
+    and must not show in the result.
     """
     sums: dict[str, torch.Tensor] = {}
     count = 0
@@ -136,16 +141,18 @@ def own_sums(score: Callable[..., Any], batches: PlacedBatches, kinds: Kinds = M
     return {name: value.tolist() for name, value in sums.items()} | {"count": count}
 
 
-def of_worker(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The sums of a worker's processes as one worker's; of one process as they are."""
+def sum_of_processes(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sums of a worker's processes as one worker's."""
     if len(parts) < 2 or not any(part["count"] for part in parts):
         return dict(parts[0]) if parts else {"count": 0}
     return {name: value.tolist() for name, value in _total(parts).items()}
 
 
-def whole(parts: Sequence[Mapping[str, Any]], kinds: Kinds = MEANS) -> dict[str, Any]:
-    """Add up the workers' sums, and divide those that are means by the number of samples. Numbers stay numbers, tables
-    tensors."""
+def final_figures(parts: Sequence[Mapping[str, Any]], kinds: Kinds = MEANS) -> dict[str, Any]:
+    """Add up the workers' sums, and divide those that are means by the number of samples.
+
+    Numbers stay numbers, tables tensors.
+    """
     sums = _total(parts)
     for argument, names in kinds.facts().items():
         for name in names:
@@ -157,7 +164,7 @@ def whole(parts: Sequence[Mapping[str, Any]], kinds: Kinds = MEANS) -> dict[str,
 
 
 def _total(parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """The sums of those who had samples: who had none knows no names."""
+    """Return the sums over the workers that had samples: one without any has no names."""
     sums: dict[str, torch.Tensor] = {}
     for part in (part for part in parts if part["count"]):
         values = {name: torch.tensor(value, dtype=torch.float64) for name, value in part.items()}
@@ -168,7 +175,7 @@ def _total(parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def _added_up(name: str, value: Any, samples: int, kinds: Kinds) -> torch.Tensor:
-    """What a batch of so many samples gave under this name, as one number, or as a table."""
+    """Return a batch's value under this name as one number, or as a table."""
     try:
         values = torch.as_tensor(value, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError):
@@ -188,7 +195,7 @@ def _added_up(name: str, value: Any, samples: int, kinds: Kinds) -> torch.Tensor
         f"fleet.evaluate: {name!r} has the shape {tuple(values.shape)} for a batch of {samples} samples, and must have "
         "one value per sample, whose mean over all samples comes back (values.flatten(1).mean(1) makes one of "
         "several). A table that is added element by element, such as a confusion matrix, is named: "
-        f'tables=("{name}",). For predictions of each sample call fleet.gather'
+        f'tables=("{name}",). For predictions of each sample call fleet.predict'
     )
 
 
@@ -197,7 +204,7 @@ def _added(name: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"fleet.evaluate: the table {name!r} has the shape {tuple(one.shape)} for one batch and "
             f"{tuple(other.shape)} for another, and is added element by element: give it one shape (minlength= of "
-            "torch.bincount, for instance); for predictions of each sample call fleet.gather"
+            "torch.bincount, for instance); for predictions of each sample call fleet.predict"
         )
     return one + other
 
@@ -211,7 +218,7 @@ def _same_names(ones: Mapping[str, Any], others: Mapping[str, Any], where: str) 
 
 
 def _named(figures: Any) -> dict[str, Any]:
-    """A tensor by itself is called "mean"."""
+    """Return figures by name; a tensor by itself is named "mean"."""
     if isinstance(figures, Mapping):
         if "count" in figures:
             raise ValueError('fleet.evaluate counts the samples itself: "count" is its own name')
@@ -226,7 +233,7 @@ def _named(figures: Any) -> dict[str, Any]:
 
 @contextmanager
 def evaluation_mode(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """No gradients and no training behaviour inside; every module is as before afterwards."""
+    """Set models to evaluation mode without gradients; restore every module's mode afterwards."""
     were = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()
@@ -238,15 +245,19 @@ def evaluation_mode(models: Sequence[torch.nn.Module]) -> Iterator[None]:
             module.training = training
 
 
-def of_fleet(told: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the parts that make up the whole: those of all workers or, where this worker fell out of the fleet and
-    went through everything ``alone``, its own."""
-    return told[:1] if told[0]["alone"] else told
+def parts_of_fleet(answers: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the parts that make up the result: those of all workers.
+
+    Where this worker fell out of the fleet and went through everything ``alone``, its own part is all.
+    """
+    return answers[:1] if answers[0]["alone"] else answers
 
 
 class AgreedSpeeds:
-    """The speeds by which workers divide work outside the steps: the leader's knowledge of them, for what each worker
-    knows itself may be a step older than what another does, and parts by unlike speeds would overlap."""
+    """The speeds by which workers divide work outside the steps, as the leader has them.
+
+    A worker's own record may be one step older than another's, and parts by unlike speeds would overlap.
+    """
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
@@ -254,17 +265,17 @@ class AgreedSpeeds:
         self._speeds: tuple[int, ...] = ()
 
     def own(self) -> dict[str, Any]:
-        """Return what this worker knows, for `paceline.settings.must_agree` to hand round."""
+        """Return this worker's speeds, for `paceline.settings.must_agree` to hand round."""
         steps = self._context.steps
-        shares = steps.loop.full_shares if steps is not None else ()
+        shares = steps.loop.position.full_shares if steps is not None else ()
         return {"workers": list(self._context.transport.workers), "speeds": list(shares)}
 
     def take(self, everybody: Sequence[Mapping[str, Any]]) -> None:
-        """Keep what the leader said."""
+        """Adopt the leader's speeds."""
         self._workers, self._speeds = tuple(everybody[0]["workers"]), tuple(everybody[0]["speeds"])
 
-    def of_those_here(self) -> tuple[int, ...]:
-        """Return the speeds of those who are there, by rank: equal ones where the leader spoke of others."""
+    def of_members(self) -> tuple[int, ...]:
+        """Return the speeds of the workers present, by rank: equal ones where the leader's are of other members."""
         transport, speeds = self._context.transport, self._speeds
         known = self._workers == transport.workers and len(speeds) == transport.size and any(speeds)
         return speeds if known else (1,) * transport.size

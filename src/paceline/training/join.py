@@ -10,9 +10,14 @@ from typing import Any
 
 import torch
 
-from paceline import devices, machines
-from paceline.combine.averaging.settings import Averaging
-from paceline.combine.choose import (
+from paceline import machines
+from paceline.errors import FleetError
+from paceline.pace import MinimalPacer, Pacer, deadlines_needed, may_set_deadlines
+from paceline.pace import make as make_pacer
+from paceline.renamed import check_variables
+from paceline.run_recorder import RunRecorder
+from paceline.settings import choose_device, must_agree
+from paceline.training.combines import (
     Choice,
     check_backend,
     check_combine,
@@ -21,31 +26,26 @@ from paceline.combine.choose import (
     failures_from_env,
     kind_of,
     make_combine,
+    merge_settings,
     name_of,
 )
-from paceline.errors import FleetError
-from paceline.exit import end_with_one_line
-from paceline.pace import Pacer, deadlines_needed, may_set_deadlines
-from paceline.pace import make as make_pacer
-from paceline.run_recorder import RunRecorder
-from paceline.settings import must_agree
-from paceline.signals import leave_on_sigterm
 from paceline.training.context import TrainingContext
 from paceline.transport import Alone, Elastic, FixedTransport, Transport, joins_roster, launched
-from paceline.transport.inside.meet import GroupPlace, leave_group, meet, place_from_env
+from paceline.transport.inside.meet import leave_group, meet, position_from_env
+from paceline.worker_exit import end_with_one_line, leave_on_sigterm
 
 _hidden: dict[str, str] = {}
-"""Variables of the launcher that the script hides from other libraries: of this process, as the environment is."""
+"""Variables of the launcher, in this process, that the script hides from other libraries."""
 
 
 def hide_variables(names: Iterable[str]) -> None:
-    """Take these variables out of the environment; `join_training` still sees them."""
+    """Remove these variables from the environment; `join_training` still sees them."""
     _hidden.update({name: os.environ.pop(name) for name in names if name in os.environ})
 
 
 @contextmanager
 def _launcher_shown() -> Iterator[None]:
-    """Inside, the environment is as the launcher made it: a script that joins again joins the same workers."""
+    """Restore the launcher's environment meanwhile: a script that joins again joins the same workers."""
     shown = {name: value for name, value in _hidden.items() if name not in os.environ}
     os.environ.update(shown)
     try:
@@ -57,26 +57,27 @@ def _launcher_shown() -> Iterator[None]:
 
 @_launcher_shown()
 def join_training(
-    pace: str | Pacer,
+    pace: str | MinimalPacer,
     combine: Choice,
     *,
     device: str | torch.device | None,
     seed: int,
     nonfinite: str,
-    wire: str,
+    comm_dtype: str,
     name: str | None,
     run_dir: str | Path | None,
     quiet: bool,
 ) -> TrainingContext:
-    """What ``paceline.join`` does, up to a training with nothing in it yet."""
+    """Do the work of ``paceline.join``, up to a training with nothing in it yet."""
+    check_variables()
     other_pace, other_combine = os.environ.get("PACELINE_PACE"), os.environ.get("PACELINE_COMBINE")
-    other_wire = os.environ.get("PACELINE_WIRE")
+    other_dtype = os.environ.get("PACELINE_COMM_DTYPE")
     pacer, merge = make_pacer(other_pace or pace), make_combine(other_combine or combine)
-    check_wire(wire := other_wire or wire, merge)
+    check_wire(comm_dtype := other_dtype or comm_dtype, merge)
     if nonfinite not in ("stop", "skip"):
         raise ValueError(f'nonfinite must be "stop" or "skip", got {nonfinite!r}')
-    here = devices.choose(device)
-    with _said_in_one_line():
+    here = choose_device(device)
+    with _fleet_errors_in_one_line():
         machine = machines.from_env(_slot(), around=joins_roster())
         emulated = machine.describe() if machine else None
         at_the_end = ExitStack()
@@ -85,13 +86,13 @@ def join_training(
             at_the_end = at_the_end.pop_all()
         try:
             failures = failures_from_env(int(seed))
-            asked: dict[str, Any] = {"seed": int(seed), "nonfinite": nonfinite, "wire": wire}
+            asked: dict[str, Any] = {"seed": int(seed), "nonfinite": nonfinite, "comm_dtype": comm_dtype}
             settings = _agree(transport, pacer, merge, at_the_end, **asked)
             recorder = RunRecorder(
                 transport, name=name, run_dir=run_dir, quiet=quiet, settings=settings, device=here, emulated=emulated
             )
             context = TrainingContext(
-                transport, recorder, pacer, merge, here, machine, failures, nonfinite, int(seed), wire, at_the_end
+                transport, recorder, pacer, merge, here, machine, failures, nonfinite, int(seed), comm_dtype, at_the_end
             )
             if other_pace:
                 context.inform(f"pace is {pacer.name!r} as PACELINE_PACE says, not {_pace_name(pace)!r}")
@@ -99,8 +100,8 @@ def join_training(
                 context.inform(f"pace {pacer.name} stays adaptive: combine {name_of(merge)!r} has no deadlines")
             if other_combine:
                 context.inform(f"combine is {other_combine!r} as PACELINE_COMBINE says")
-            if other_wire:
-                context.inform(f"wire is {other_wire!r} as PACELINE_WIRE says")
+            if other_dtype:
+                context.inform(f"comm_dtype is {other_dtype!r} as PACELINE_COMM_DTYPE says")
         except BaseException as error:
             transport.close(failure=error)
             at_the_end.close()
@@ -109,25 +110,27 @@ def join_training(
 
 
 def _agree(transport: Transport, pacer: Pacer, combine: Choice, at_the_end: ExitStack, **asked: Any) -> dict[str, Any]:
-    """Check what was asked for, by itself and against the others'. Returns the settings for the run's log; what is to
-    be undone when the fleet is left goes to ``at_the_end``."""
+    """Check what was asked for, against the others' and by itself; return the settings for the run's log.
+
+    What is to be undone when the fleet is left goes to ``at_the_end``.
+    """
+    if transport.elastic and transport.shard == 0:
+        at_the_end.enter_context(leave_on_sigterm(transport))
+    settings = {"pace": pacer.name, "combine": name_of(combine), **asked}
+    facts = {**settings, "combine": repr(combine), "started with --procs-per-worker": transport.grouped}
+    must_agree(transport, "paceline.join()", facts)  # all are connected then, and see the same error below
     if transport.grouped:
         check_groups(combine, pacer)
     if not transport.elastic:
         pacer.check(transport.size)
     check_combine(combine, pacer, transport.size, elastic=transport.elastic)
-    check_backend(asked["wire"], transport.backend)
-    if transport.elastic and transport.shard == 0:
-        at_the_end.enter_context(leave_on_sigterm(transport))
-    settings = {"pace": pacer.name, "combine": name_of(combine), **asked}
-    facts = {**settings, "combine": repr(combine), "started with --group": transport.grouped}
-    must_agree(transport, "paceline.join()", facts)
+    check_backend(asked["comm_dtype"], transport.backend)
     return settings
 
 
 @contextmanager
-def _said_in_one_line() -> Iterator[None]:
-    """An error of the fleet ends the script with one line."""
+def _fleet_errors_in_one_line() -> Iterator[None]:
+    """End the script with one line at an error of the fleet."""
     try:
         yield
     except FleetError as error:
@@ -138,29 +141,30 @@ def _said_in_one_line() -> Iterator[None]:
 def _make_transport(
     pacer: Pacer, combine: Choice, device: torch.device, emulated: str | None, at_the_end: ExitStack
 ) -> Transport:
-    if (place := place_from_env(at_the_end)) is not None:
-        at_the_end.callback(leave_group)
-        return meet(place, device, elastic=joins_roster(), join=lambda: _join_as_group(place, device, emulated))
-    # Rounds beside the user's kernels: over NCCL those with a deadline held in fixed fleets alone.
-    overlaps = isinstance(combine, Averaging) and combine.overlap
-    backend = "gloo" if overlaps or (deadlines_needed(pacer) and joins_roster()) else None
-    if joins_roster():
-        return Elastic(device, emulated=emulated, backend=backend)
-    return FixedTransport(device, backend=backend) if launched() else Alone()
+    """Return this process's transport: to a running fleet, to workers that a launcher started, or to nobody."""
+    position = position_from_env(at_the_end)
+    # Sums of a worker of several processes start in host memory, where its parts meet; those beside the user's kernels
+    # do not hold over NCCL, except rounds with a deadline in a fleet of fixed size.
+    beside = merge_settings(combine).overlaps_rounds or (deadlines_needed(pacer) and joins_roster())
+    cpu_engine = position is not None or beside
 
+    def join() -> Transport:
+        if joins_roster():
+            return Elastic(device, emulated=emulated, cpu_engine=cpu_engine)
+        ranked = None if position is None else position.ranked
+        return FixedTransport(device, cpu_engine=cpu_engine, ranked=ranked) if launched() else Alone()
 
-def _join_as_group(place: GroupPlace, device: torch.device, emulated: str | None) -> Transport:
-    """The parts of a group come together in the computer's own memory, so Gloo sums them."""
-    if joins_roster():
-        return Elastic(device, emulated=emulated, backend="gloo")
-    return FixedTransport(device, backend="gloo", ranked=place.ranked) if launched() else Alone()
+    if position is None:
+        return join()
+    at_the_end.callback(leave_group)
+    return meet(position, device, elastic=joins_roster(), join=join)
 
 
 def _slot() -> int:
-    """Which of the emulated machines this worker plays."""
+    """Return the number of the emulated machine that this worker plays."""
     text = os.environ.get("PACELINE_WORKER" if joins_roster() else "RANK", "0")
     return int(text) if text.isdigit() else 0
 
 
-def _pace_name(pace: str | Pacer) -> str:
+def _pace_name(pace: str | MinimalPacer) -> str:
     return pace if isinstance(pace, str) else pace.name

@@ -1,6 +1,6 @@
-"""Going on from a checkpoint: ``fleet.load``, and what follows until the script is where the checkpoint was saved.
+"""Resuming: ``fleet.load``, and what follows until the script is where the checkpoint was saved.
 
-A script with several loops may make those again that were over (resume.py says which): they are passed over, and
+A script with several loops may make those again that were over (resume.py decides which): they are passed over, and
 where the checkpoint was saved, everything is restored.
 """
 
@@ -16,13 +16,13 @@ from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint.load import Found, fetch
 from paceline.checkpoint.shards import outline
 from paceline.errors import MisuseError
-from paceline.loop.sizing import keep_saved
+from paceline.step.micro_batch_size import keep_saved
 from paceline.training.resume import LOOPS, Resume
 from paceline.transport import Alone
 
 if TYPE_CHECKING:
     from paceline.feed import Source
-    from paceline.loop.steps import Steps
+    from paceline.step.steps import StepLoop
     from paceline.training.context import TrainingContext
     from paceline.training.replica import Replica
     from paceline.training.untracked import UntrackedChecks
@@ -31,13 +31,13 @@ logger = logging.getLogger("paceline")
 
 
 class Loading:
-    """Loads checkpoints, and brings the script's loops to where they were saved."""
+    """Loader of checkpoints, which brings the script's loops to where they were saved."""
 
     def __init__(self, context: TrainingContext, replica: Replica, untracked: UntrackedChecks) -> None:
         self._context, self._replica, self._untracked = context, replica, untracked
 
     def load(self, path: str | Path, *, missing_ok: bool, loops: str | None) -> Any:
-        """``fleet.load``."""
+        """Run ``fleet.load``."""
         context = self._context
         over = context.steps if context.steps is not None and context.steps.begun else None
         if over is not None and not (over.finished or over.left):
@@ -58,7 +58,10 @@ class Loading:
         return self._restore_all(*found, loops=loops)
 
     def _load_outside(self, path: Path, loops: str | None) -> Any:
-        """A worker that waits to enter gets a peer's state: of the file it needs what is the script's own, if that."""
+        """Load on a worker that waits to enter.
+
+        It gets a peer's state, and needs only what is the script's own from the file, if there is one.
+        """
         try:
             found = self._fetch_alone(path)
             return None if found is None else self._restore_all(*found, loops=loops)
@@ -67,7 +70,7 @@ class Loading:
             return None
 
     def _fetch_alone(self, path: Path) -> Found | None:
-        """For this worker; the first of its processes reads."""
+        """Return the checkpoint for this worker alone; the first of its processes reads it."""
         transport, device = self._context.transport, self._context.state_device
         warn = partial(logger.warning, "%s")
         found: Found | None = None
@@ -77,8 +80,8 @@ class Loading:
             found = fetch(Alone(), path, device=device, missing_ok=True, warn=warn)
             return found and Found(found.path, outline(found.content))
 
-        told = transport.once("the checkpoint", read)
-        return found if transport.shard == 0 else told
+        outlined = transport.once("the checkpoint", read)
+        return found if transport.shard == 0 else outlined
 
     # -- restoring ---------------------------------------------------------------------------------------------------
 
@@ -87,10 +90,10 @@ class Loading:
         if context.passing is not None and steps is not None:
             context.inform(f"fleet.load({str(path)!r}): nothing is loaded, because its loop is passed over")
             return content["extra"]
-        fresh = steps is None or not (steps.begun or steps.finished)  # else it only goes back to what was
+        fresh = steps is None or not (steps.begun or steps.finished)  # else only objects are set back
         resume = Resume(path, content, loops=loops) if fresh and content["steps"] is not None else None
         if resume is not None and steps is not None:
-            resume.must_be_in(steps.place.loop, steps.dataset_length)
+            resume.must_be_in(steps.script_loop.number, steps.dataset_length)
         self._take_seed(path, content["seed"])
         if resume is not None:
             resume.before = self._replica.own_state()
@@ -106,7 +109,10 @@ class Loading:
         return content["extra"]
 
     def _restore_replica(self, path: Path, content: Mapping[str, Any], *, later: bool) -> None:
-        """``later``: what does not fit yet may do so once the script is where the checkpoint was saved."""
+        """Restore models and tracked objects.
+
+        With ``later``, what does not fit yet may fit once the script is where the checkpoint was saved.
+        """
         context = self._context
         try:
             checkpoint.must_match(path, content, context.tracking.things, context.models)
@@ -120,7 +126,7 @@ class Loading:
         self._replica.restore(path, content, guard=True)
 
     def _take_seed(self, path: Path, seed: int) -> None:
-        """The epoch's order and every sample's noise depend on the seed: a resumed run keeps it."""
+        """Adopt the checkpoint's seed, on which the epoch's order and every sample's random numbers depend."""
         context = self._context
         if seed == context.seed:
             return
@@ -132,7 +138,7 @@ class Loading:
     # -- on the way to where the checkpoint was saved ------------------------------------------------------------------
 
     def before_loop(self, source: Source, epochs: int) -> None:
-        """A loop is about to be made: the first one after loading shows which of the script's loops it is."""
+        """Prepare for a new loop: the first one after loading shows which of the script's loops it is."""
         context, resume = self._context, self._context.resume
         if resume is None:
             return
@@ -146,21 +152,21 @@ class Loading:
                 context.passes.recognise(source.dataset, resume.data)
             if guessed:
                 context.warn(f"after {resume.path} the script goes on with its loop {resume.first_loop + 1}")
-        elif resume.replays:  # it begins again where it began
+        elif resume.replays:  # the script begins again from its own beginning
             checkpoint.restore_tracked(resume.path, resume.before["tracked"], context.tracking.things)
             context.tracking.state.replace(resume.before["state"])
             text = f"{resume.path} was saved in the script's loop {resume.loop + 1}"
             context.warn(f"{text}: those before it are passed over, they give no steps")
 
-    def continue_in(self, steps: Steps) -> None:
-        """A loop was made after loading: pass it over, go on in it, or find that everything is behind."""
-        resume, loop = self._context.resume, steps.place.loop
+    def continue_in(self, steps: StepLoop) -> None:
+        """Pass over a loop that was made after loading, resume in it, or end the resuming."""
+        resume, loop = self._context.resume, steps.script_loop.number
         if resume is None:
             return
         if resume.passes_over(loop):
             steps.pass_over(resume.saved["step"])
             return
-        if steps.place.data == resume.data:
+        if steps.script_loop.dataset == resume.data:
             keep_saved(steps.loop, resume.saved.get("sizes"))
         if loop == resume.loop:
             checkpoint.check_length(resume.path, resume.saved, steps.dataset_length)
@@ -174,22 +180,25 @@ class Loading:
         self._finish(resume)
 
     def passes_over_save(self, path: Path) -> bool:
-        """``fleet.save`` while loops are passed over: everything is further on than the script, so nothing is written.
-        In the very call that wrote the checkpoint, the script is where it was saved."""
+        """Return whether ``fleet.save`` writes nothing because its loop is passed over.
+
+        Everything is further on than the script then. In the very call that wrote the checkpoint, the script is where
+        it was saved.
+        """
         context, steps = self._context, self._context.steps
         if steps is None:
             return False
         context.passes.saves += steps.left
         if (resume := context.passing) is None:
             return False
-        if steps.place.loop == resume.loop and resume.is_saving_call():
+        if steps.script_loop.number == resume.loop and resume.is_saving_call():
             self._finish(resume)
         else:
             context.inform(f"fleet.save({str(path)!r}): not written, because its loop is passed over")
         return True
 
     def _finish(self, resume: Resume) -> None:
-        """The script is where the checkpoint was saved: undo what it did to tracked things on its way."""
+        """End the resuming, where the checkpoint was saved: undo what the script did to tracked objects on its way."""
         context = self._context
         context.resume = None
         if resume.passing:
@@ -203,7 +212,7 @@ class Loading:
         context.passes.load_state_dict(resume.passes)
 
     def unreached(self) -> MisuseError | None:
-        """What to raise where the script ends before it came to where the checkpoint was saved."""
+        """Return the error to raise where the script ends before it came to where the checkpoint was saved."""
         resume = self._context.passing
         if resume is None or not resume.replays or self._context.steps is None:
             return None

@@ -1,4 +1,4 @@
-"""This worker's replica: its models and everything tracked, which are the same on every worker."""
+"""This worker's replica: its models and everything tracked, which are equal on every worker."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ import torch
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint.divided_folder import TakenOut
 from paceline.checkpoint.shards import gathered, local, reshard
-from paceline.combine.choose import kind_of
 from paceline.errors import MisuseError
-from paceline.loop.replicas import Repair, check_same_shape, distance, hand_round, moved, shape_of, spread
-from paceline.loop.sameness import Contents, parameters_of, saved_buffers_of, state_of, together, unlike_text
-from paceline.loop.user_code import refuse_untrainable
 from paceline.settings import is_compiled, must_agree
+from paceline.step.checks.replicas import Repair, check_same_shape, distance, hand_round, moved, shape_of, spread
+from paceline.step.checks.sameness import Contents, parameters_of, saved_buffers_of, state_of, together, unlike_text
+from paceline.step.checks.user_code import refuse_untrainable
 from paceline.training import sharding
 from paceline.training.bystanders import Bystanders
+from paceline.training.combines import kind_of
 from paceline.training.context import TrainingContext
+from paceline.transport import Collective
 
 if TYPE_CHECKING:
-    from paceline.loop.steps import Steps
+    from paceline.step.steps import StepLoop
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 """The user's own class."""
 
 
 class Replica:
-    """This worker's models and everything tracked, which are the same on every worker."""
+    """This worker's models and everything tracked, which are equal on every worker."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
@@ -40,13 +41,19 @@ class Replica:
         self._hooks: list[Any] = []
         self._bystanders = Bystanders(self._current_step)
         self._compared = False
-        """Whether a loop's first step has compared what the workers hold."""
+        """Whether a loop's first step has compared the workers' contents."""
         self.overlap = True
         """Whether sums may start while backward runs."""
 
     def add_model(self, module: Model, *, overlap: bool, shard: bool = False, buffers: str = "shared") -> Model:
-        """Take a model in: on this worker's device, with the leader's weights; ``shard``: divided over the worker's
-        processes; ``buffers``: "shared" or each worker's "own"."""
+        """Prepare a model: move it to this worker's device, with the leader's weights.
+
+        Args:
+            module: the user's model.
+            overlap: whether sums may start while backward runs.
+            shard: divide it over the worker's processes.
+            buffers: "shared", or "own" for each worker's own.
+        """
         context = self._context
         if not isinstance(module, torch.nn.Module):
             raise ValueError(f"fleet.model takes a torch.nn.Module, got {type(module).__name__}")
@@ -63,7 +70,7 @@ class Replica:
         if context.steps is not None:
             raise MisuseError("fleet.model after fleet.steps: bring every model before the first step")
         sharding.check(context.transport, module, shard=shard)
-        if not shard or context.transport.shards == 1:  # else layer by layer, when they are divided
+        if not shard or context.transport.shards == 1:  # else it moves layer by layer, when it is divided
             module = module.to(context.device)
         check_same_shape(context.transport, module)
         self._spread([module])
@@ -86,7 +93,7 @@ class Replica:
             spread(self._context.transport, models)
 
     def spread_new_parameters(self) -> None:
-        """Layers may have been replaced or added since the last loop: every worker gets the leader's weights there."""
+        """Give every worker the leader's weights in layers that were replaced or added since the last loop."""
         context = self._context
         reshard(context.models)
         parameters = [parameter for model in context.models for parameter in model.parameters()]
@@ -106,21 +113,23 @@ class Replica:
     # -- the same everywhere -------------------------------------------------------------------------------------------
 
     def contents(self) -> Contents:
-        """What must be the same on every worker, in every step: parameters, and the state of everything tracked."""
+        """Return what must be equal on every worker, in every step: parameters, and the state of everything tracked."""
         context = self._context
         parameters = parameters_of(context.models)
         if context.transport.grouped:  # optimisers hold the state of each process's part
             return parameters
         return together(parameters, state_of(context.tracking.parts()))
 
-    def must_be_equal(self, steps: Steps, *, each: Any = None) -> list[dict[str, Any]]:
-        """Before a loop's first step: raise ValueError or MisuseError on every worker when they do not track the same,
-        or do not hold the same. Buffers are made the leader's. Returns what everybody said, with what ``each`` process
-        says."""
+    def must_be_equal(self, steps: StepLoop, *, each: Any = None) -> list[dict[str, Any]]:
+        """Compare the workers before a loop's first step, and return everybody's answers.
+
+        Raise ValueError or MisuseError on every worker when they do not track the same, or do not hold the same.
+        Buffers are set to the leader's. The answers include what ``each`` process gave.
+        """
         context, local = self._context, kind_of(self._context.combine).local
         transport = context.transport
         alone = transport.size == 1 or context.outside
-        # In local steps optimisers go their own ways, and a loop that was left early leaves parameters unlike.
+        # In local steps optimisers differ, and so do parameters after a loop that was left early.
         checked = not alone and not (local and self._compared)
         also = {
             **({"contents": self.contents().number(transport)} if checked else {}),
@@ -134,24 +143,24 @@ class Replica:
         if len({one.get("contents") for one in everybody}) > 1:
             self._refuse_unlike(steps)
         elif checked:
-            steps.loop.compared = steps.index
+            steps.loop.position.compared = steps.index
         if "others" in also:
             self._bystanders.refuse_unlike([one["others"] for one in everybody])
         return everybody
 
     def _look_around(self) -> dict[str, Any]:
-        """What the script has beside what the fleet was given."""
+        """Return what the script has beside what the fleet was given."""
         context = self._context
         known = [*context.models, *(part for _, part in context.tracking.parts())]
         return self._bystanders.look(known, context.tracking.is_ours)
 
     def _current_step(self) -> str:
         steps = self._context.steps
-        step = steps.loop.step if steps is not None else None
+        step = steps.loop.position.step if steps is not None else None
         return "" if step is None or step.committed or steps is None or steps.left else f"step {step.index}"
 
-    def _share_buffers(self, steps: Steps) -> None:
-        """Some were changed since fleet.model on some workers only, as by a forward of the leader's own."""
+    def _share_buffers(self, steps: StepLoop) -> None:
+        """Set buffers to the leader's where some changed since fleet.model, as by a forward on one worker alone."""
         context = self._context
         own = saved_buffers_of(context.shared).tensors
         state = hand_round(context.transport, dict(own), device=context.state_device)
@@ -161,9 +170,9 @@ class Replica:
         steps.combine.models_were_set()
         context.inform("before the first step some buffers were not the leader's: every worker has the leader's")
 
-    def _refuse_unlike(self, steps: Steps) -> None:
+    def _refuse_unlike(self, steps: StepLoop) -> None:
         context = self._context
-        if steps.loop.alike or steps.index == 0:  # before any update unlike devices have nothing to round
+        if steps.loop.replica.alike or steps.index == 0:  # before any update, rounding explains no difference
             when = "before the first step"
             everybody = context.transport.gather("comparing replicas", lambda: self.contents().by_name())
             raise MisuseError(unlike_text(everybody, when=when) or f"{when} workers did not hold the same")
@@ -184,7 +193,7 @@ class Replica:
         own = {name: state_of([(name, thing)]).number() for name, thing in objects.items()}
         everybody = transport.gather("fleet.track()", own)
         if any(set(theirs) != set(own) for theirs in everybody):
-            return  # the first step says so
+            return  # the first step raises
         unlike = sorted(name for name in own if len({theirs[name] for theirs in everybody}) > 1)
         if not unlike:
             return
@@ -196,20 +205,22 @@ class Replica:
         context.inform(f"fleet.track: {', '.join(unlike)} differed between workers, and every worker has the leader's")
 
     def shapes_digest(self) -> str:
-        """The same on workers whose models have the same shapes."""
+        """Return a digest that is equal on workers whose models have the same shapes."""
         shapes = [shape_of(model) for model in self._context.models]
         return blake2b(repr(shapes).encode(), digest_size=16).hexdigest()
 
     def state(self, take_out: TakenOut | None = None) -> dict[str, Any]:
-        """The models, everything tracked, and ``fleet.state``: plain values and tensors. In a worker of several
-        processes the first alone has those that are divided, whole; or they are taken out."""
+        """Return the models, everything tracked, and ``fleet.state``: plain values and tensors.
+
+        In a worker of several processes the first alone has the divided tensors, complete; or they are taken out.
+        """
         context, tracking = self._context, self._context.tracking
         reshard(context.models)
 
-        def read(thing: Any, name: str, said: str) -> Any:
+        def read(thing: Any, name: str, where: str) -> Any:
             state = thing.state_dict()
-            whole = take_out(state, name) if take_out else gathered(state, keep=context.transport.shard == 0)
-            return checkpoint.plain(whole, said)
+            plain = take_out(state, name) if take_out else gathered(state, keep=context.transport.shard == 0)
+            return checkpoint.plain(plain, where)
 
         return {
             "models": [
@@ -222,25 +233,39 @@ class Replica:
         }
 
     def own_state(self) -> dict[str, Any]:
-        """A copy of everything tracked, and of ``fleet.state``, as this process has it."""
+        """Return a copy of everything tracked, and of ``fleet.state``, as this process has it."""
         tracking = self._context.tracking
         things = {name: deepcopy(thing.state_dict()) for name, thing in tracking.things.items()}
         return {"tracked": things, "state": deepcopy(tracking.state.state_dict())}
 
     def restore(self, source: Path, content: Mapping[str, Any], *, guard: bool = False) -> None:
-        """Take over a `state`. ``source``: where it is from, for an error's text. ``guard``: warn of values that the
-        script overwrites unseen."""
-        tracking = self._context.tracking
-        reshard(self._context.models)
-        transport = self._context.transport
-        inside = transport if transport.shards > 1 else None
+        """Adopt a `state`.
+
+        Args:
+            source: where it is from, for an error's text.
+            content: the state.
+            guard: warn of values that the script overwrites unseen.
+        """
+        tracking, inside = self._context.tracking, self._inside()
         if inside is None:
-            content = {**content, "tracked": deepcopy(content["tracked"])}  # some keep what they are given
+            content = {**content, "tracked": deepcopy(content["tracked"])}  # some objects keep what they load
         checkpoint.restore(source, content, tracking.things, self._context.models, inside=inside)
         tracking.state.load_state_dict(content.get("state", {}), guard=guard)
 
+    def take_over(self, content: Mapping[str, Any]) -> None:
+        """Adopt a peer's `state`, whose tensors belong to this worker alone."""
+        tracking, inside = self._context.tracking, self._inside()
+        checkpoint.take_over(PEER, content, tracking.things, self._context.models, inside=inside)
+        tracking.state.load_state_dict(content.get("state", {}), guard=False)
+
+    def _inside(self) -> Collective | None:
+        """Divide parameters again, and return what connects this worker's processes, where there are several."""
+        reshard(self._context.models)
+        transport = self._context.transport
+        return transport if transport.shards > 1 else None
+
     def make_equal(self) -> Repair:
-        """Every worker takes over the leader's models and everything tracked."""
+        """Set every worker's models and everything tracked to the leader's; return the differences."""
         context = self._context
         state = hand_round(context.transport, self.state(), device=context.state_device)
         label, transport = "how far replicas were apart", context.transport
@@ -259,22 +284,24 @@ class Replica:
         return Repair([one["distance"] for one in found], [one["device"] for one in found])
 
     def close(self) -> None:
-        """Leave the models as they came."""
+        """Remove the hooks from the models."""
         for hook in self._hooks:
             hook.remove()
         self._bystanders.close()
 
 
 def _frozen(models: Sequence[torch.nn.Module]) -> list[str]:
-    """The first frozen parameters by name, and a digest of the rest."""
+    """Return the first frozen parameters by name, and a digest of the rest."""
     frozen = [name for model in models for name, parameter in model.named_parameters() if not parameter.requires_grad]
     rest = frozen[NAMED:]
     digest = blake2b(repr(rest).encode(), digest_size=4).hexdigest()
     return frozen[:NAMED] + ([f"{len(rest)} more ({digest})"] if rest else [])
 
 
+PEER = Path("a peer's state")
+"""The source of a state that a peer gave, for an error's text."""
 NAMED = 6
-"""Parameters that an error names."""
+"""Parameters that an error names at most."""
 
 
 def _refuse_ddp(module: torch.nn.Module, inputs: Any) -> None:

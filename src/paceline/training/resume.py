@@ -1,15 +1,15 @@
-"""Going on from a checkpoint in a script with several loops.
+"""Resuming from a checkpoint in a script with several loops.
 
-A checkpoint says in which loop it was saved. A script goes on from it in one of two ways:
+A checkpoint records in which loop it was saved. A script resumes from it in one of two ways:
 
 - ``"all"``: it makes all its loops again, from the first. Those that were over are passed over: they give no steps.
   Until the very place where the checkpoint was saved, everything tracked and ``fleet.state`` are as the script made
-  them (where it was saved in a later loop than the first), and what ``fleet.evaluate`` and ``fleet.agree`` gave between
-  loops, they give again: so decisions fall as they fell. There everything is restored.
+  them (where it was saved in a later loop than the first), and what ``fleet.evaluate`` and ``fleet.any`` returned
+  between loops, they return again: so the script decides as it did before. At that place everything is restored.
 - ``"rest"``: it begins with the loop in which the checkpoint was saved, or the one after it: ``for epoch in
   range(first, epochs)``.
 
-Where the checkpoint and the data tell which one it is, nothing need be said.
+Where the checkpoint and the data show which one it is, the script need not choose.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import content as checkpoint
-from paceline.loop.call_results import CallResults
+from paceline.step.script_loops import CallResults
 
 LOOPS = ("all", "rest")
 
@@ -31,16 +31,16 @@ class Resume:
         steps = content["steps"]
         self.path, self.content, self.saved = path, content, steps
         self.loop: int = steps.get("loop", 0)
-        """The number of the loop that the checkpoint was saved in."""
+        """Number of the loop that the checkpoint was saved in."""
         self.over: bool = steps["dealing"] is None
         """Whether that loop was over."""
-        self.passes: Mapping[str, Any] = steps.get("passes") or _of_one_loop(steps)
+        self.passes: Mapping[str, Any] = steps.get("passes") or _passes_of_one_loop(steps)
         """Passes over each dataset until then, and what the script had done."""
         self.lengths: Sequence[int | None] = self.passes["lengths"]
         self.call_results = CallResults(self.passes["told"])
         self.loops = loops if loops is not None or self._beyond_first else "all"
         self.before: dict[str, Any] = {}
-        """What the script had made of everything tracked, and of its values, before it loaded."""
+        """State of everything tracked, and of the script's values, before it loaded."""
         self._epochs: int = steps.get("epochs", 1)
         self._saves: int = self.passes["saves"]
 
@@ -50,21 +50,21 @@ class Resume:
 
     @property
     def passing(self) -> bool:
-        """Whether the script makes loops again that were over."""
+        """Return whether the script makes loops again that were over."""
         return self.loops == "all" and self._beyond_first
 
     @property
     def replays(self) -> bool:
-        """Whether the script makes whole loops again before the one where the checkpoint was saved."""
+        """Return whether the script makes complete loops again before the one where the checkpoint was saved."""
         return self.passing and self.loop > 0
 
     @property
     def data(self) -> int:
-        """The number of the dataset of the loop that the checkpoint was saved in."""
+        """Return the number of the dataset of the loop that the checkpoint was saved in."""
         return int(self.saved.get("data", 0))
 
     def must_be_in(self, loop: int, length: int | None) -> None:
-        """The script has made that loop before it loads: then it must be the one that the checkpoint was saved in."""
+        """Raise ValueError unless the loop that the script made before loading is the one that was saved."""
         if loop != self.loop:
             raise ValueError(
                 f"{self.path} was saved in loop {self.loop + 1} of its script: call fleet.load before fleet.steps"
@@ -76,15 +76,17 @@ class Resume:
 
     @property
     def same_data(self) -> bool:
-        """Whether the loop to come goes over the data of the one it was saved in, if that has as many samples: when it
-        is that very loop; else as it was between the loops before; and after the first one, when that was an epoch
-        rather than a phase of several."""
+        """Return whether the loop to come goes over the data of the saved loop, if that has as many samples.
+
+        It does when it is that very loop; else as it was between the loops before; and after the first loop, when that
+        was an epoch rather than a phase of several.
+        """
         if self.first_loop == self.loop:
             return True
         return self.data < self.loop if self.loop else self.saved.get("epochs", 1) == 1
 
     def decide_loops(self, length: int | None, epochs: int) -> None:
-        """The first loop after loading goes over a dataset of this length: find out which of the two ways it is."""
+        """Decide between the two ways, from the dataset length of the first loop after loading."""
         if self.loops is not None:
             return
         one_long_loop = self.loop == 0 and max(self._epochs, epochs) > 1
@@ -108,7 +110,7 @@ class Resume:
 
     def _refuse_if_the_script_may_skip(self, one_long_loop: bool) -> None:
         parts = [self.content.get(part) for part in ("extra", "state")]
-        if one_long_loop:  # it mostly was all, and any number may be in it
+        if one_long_loop:  # most scripts had one loop only, and may store any number
             skips = any(_counts(part, self.loop + 1) for part in parts)
         else:
             skips = any(_contains(part, {self.loop, self.loop + 1}) for part in parts)
@@ -126,7 +128,7 @@ class Resume:
 
     @property
     def first_loop(self) -> int:
-        """The number of the script's first loop from now on."""
+        """Return the number of the script's first loop from now on."""
         if self.loops != "rest":
             return 0
         if not self.over or self._saves:
@@ -145,22 +147,21 @@ class Resume:
     # -- on the way --------------------------------------------------------------------------------------------------
 
     def passes_over(self, loop: int) -> bool:
-        """Whether that loop has nothing left to do."""
+        """Return whether that loop has nothing left to do."""
         return loop < self.loop
 
     def is_saving_call(self) -> bool:
-        """The script calls ``fleet.save`` after the loop that the checkpoint was saved in: whether that very call wrote
-        the checkpoint."""
+        """Return whether this call of ``fleet.save``, after the saved loop, is the one that wrote the checkpoint."""
         self._saves -= 1
         return self._saves == 0
 
     @property
     def saved_in_the_loop(self) -> bool:
-        """Whether the checkpoint was saved in the loop's steps, not between that loop and the next."""
+        """Return whether the checkpoint was saved in the loop's steps, not between that loop and the next."""
         return self._saves == 0
 
     def must_have_met_saving_call(self) -> None:
-        """The script comes to the next loop: it should have come by the ``fleet.save`` that wrote the checkpoint."""
+        """Raise ValueError if the script reaches the next loop without the ``fleet.save`` that wrote the checkpoint."""
         if self._saves > 0:
             raise ValueError(
                 f"{self.path} was written by a fleet.save behind loop {self.loop + 1} which the script did not come by "
@@ -168,14 +169,14 @@ class Resume:
             )
 
 
-def _of_one_loop(steps: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a checkpoint from before loops were counted."""
+def _passes_of_one_loop(steps: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the passes of a checkpoint from before loops were counted."""
     passes = steps["epoch"] + (steps["dealing"] is not None)
     return {"counts": [passes], "lengths": [steps.get("dataset_length")], "told": [], "saves": 0}
 
 
 def _counts(value: Any, number: int) -> bool:
-    """Whether plain data has this whole number where a script keeps how far it has come.
+    """Return whether plain data has this whole number where a script stores its progress.
 
     >>> _counts({"phase": 1, "bad": 0}, 1), _counts({"bad": 1, "best": 0.5}, 1), _counts(1, 1)
     (True, False, True)
@@ -190,7 +191,7 @@ _COUNTED = ("epoch", "phase", "stage", "loop", "round")
 
 
 def _contains(value: Any, numbers: set[int]) -> bool:
-    """Whether plain data has one of these whole numbers in it.
+    """Return whether plain data has one of these whole numbers in it.
 
     >>> _contains({"epoch": 3, "best": 0.5}, {3}), _contains([0.5, True], {1})
     (True, False)

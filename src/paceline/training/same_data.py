@@ -1,4 +1,4 @@
-"""The same data on every worker: a few samples of a dataset are compared before it is dealt.
+"""Comparison of a few samples of a dataset between workers, before it is dealt.
 
 A dataset that each worker makes for itself differs where its making is random and unseeded, or depends on the machine.
 Samples would then count not at all or several times, and held-out ones would be trained on. What cannot be compared
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.training.context import TrainingContext
 
 SLOW_S = 0.1
-"""A dataset whose first sample takes longer to read is looked at once, and not again."""
+"""Seconds above which reading the samples of a dataset is not repeated."""
 CAUSES = (
     "Make the same dataset on every worker. It usually differs because of random_split without "
     "generator=torch.Generator().manual_seed(0), random.shuffle(files) without random.seed(0) before it, or "
@@ -26,13 +26,13 @@ CAUSES = (
 )
 
 Looker = Callable[[Sequence[int]], dict[str, Any]]
-"""Gives the fingerprints of samples: `paceline.feed.Source.look`."""
+"""Function that returns the fingerprints of samples: `paceline.feed.Source.look`."""
 Seen = dict[str, Any]
-"""What a process found, as JSON: ``indices``, their fingerprints ``found``, ``seconds``, and ``why`` it found none."""
+"""One process's findings, as JSON: ``indices``, fingerprints ``found``, ``seconds``, and ``why`` it found none."""
 
 
 class SameData:
-    """Looks at samples of this worker's datasets, and refuses those that the others do not have."""
+    """Reader of samples of this worker's datasets, which refuses those that the other workers do not have."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
@@ -40,7 +40,7 @@ class SameData:
         self._noted: set[str] = set()
 
     def look(self, dataset: Any, length: int | None, looker: Looker) -> Seen:
-        """Return what this process sees of a dataset, for `check`. Nothing is read where nobody could differ."""
+        """Return fingerprints of a dataset, for `check`. Nothing is read where no worker could differ."""
         context = self._context
         indices = look_at(length) if length else []
         nobody = context.transport.solitary and context.elastic is None and context.transport.shards == 1
@@ -57,10 +57,12 @@ class SameData:
             )
         return {"indices": indices, **seen}
 
-    def check(self, label: str, name: str, told: Sequence[Mapping[str, Any]], own: Seen, looker: Looker) -> None:
-        """Raise ValueError on every worker when a sample differs between them. ``told``: what `must_agree` returned,
-        with what every process has seen. All workers call it."""
-        everybody = [said[EACH] for said in told]
+    def check(self, label: str, name: str, answers: Sequence[Mapping[str, Any]], own: Seen, looker: Looker) -> None:
+        """Raise ValueError on every worker when a sample differs between them. All workers call it.
+
+        ``answers`` is what `must_agree` returned, with the findings of every process.
+        """
+        everybody = [one[EACH] for one in answers]
         differing = unlike(everybody)
         if differing is None:
             return
@@ -82,18 +84,18 @@ class SameData:
         if not self._reads_again(own, looker):
             self._note_unstable(name)
             return
-        said = f"sample {differing[0]} of {name} is another here than in the fleet"
-        raise ValueError(f"this worker's data are not the fleet's: {said}. {CAUSES}")
+        text = f"sample {differing[0]} of {name} is another here than in the fleet"
+        raise ValueError(f"this worker's data are not the fleet's: {text}. {CAUSES}")
 
     def _reads_again(self, seen: Seen, looker: Looker) -> bool:
-        """Whether a second reading gives the same samples."""
+        """Return whether a second reading gives the same samples."""
         again = looker(seen["indices"][: len(seen["found"])])["found"]
         return all(alike(one, other) for one, other in zip(seen["found"], again))
 
     def _remember_slow(self, dataset: Any) -> None:
         try:
             self._slow.append(weakref.ref(dataset))
-        except TypeError:  # a list
+        except TypeError:  # a list has no weak reference
             self._slow.append(lambda: dataset)
 
     def _note_unstable(self, name: str) -> None:
@@ -106,8 +108,9 @@ class SameData:
 
 
 def unlike(everybody: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[int, list[tuple[int, int]]] | None:
-    """The first sample that differs, and the (worker, process) pairs that have another than the first one that looked;
-    None: all have the same, as far as they have looked.
+    """Return the first sample that differs, and the (worker, process) pairs that differ; None when all agree.
+
+    The first of the pairs is the one that the others are compared with.
 
     >>> unlike([[{"indices": [4], "found": [["a", []]]}], [{"indices": [4], "found": [["b", []]]}]])
     (4, [(0, 0), (1, 0)])
@@ -128,7 +131,7 @@ def unlike(everybody: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[int, list[
 
 
 def who_differs(index: int, name: str, who: Sequence[tuple[int, int]]) -> str:
-    """Who has another sample than the first.
+    """Describe which workers have another sample than the first.
 
     >>> who_differs(7, "TensorDataset", [(0, 0), (1, 0), (3, 0)])
     'sample 7 of TensorDataset is another on workers 1 and 3 than on worker 0'

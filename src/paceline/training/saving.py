@@ -1,4 +1,4 @@
-"""Saving a training: when the script asks for it, and by itself between steps."""
+"""Saving a training: on the script's request, and automatically between steps."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from paceline.checkpoint import divided_folder
 from paceline.checkpoint import file as checkpoint_file
 from paceline.checkpoint.autosave import Autosaver, Schedule
 from paceline.checkpoint.divided_folder import TakenOut
-from paceline.loop.sizing import saved_sizes
 from paceline.settings import must_agree
+from paceline.step.micro_batch_size import saved_sizes
 
 if TYPE_CHECKING:
-    from paceline.loop.steps import Steps
+    from paceline.step.steps import StepLoop
     from paceline.training.context import TrainingContext
     from paceline.training.replica import Replica
     from paceline.training.untracked import UntrackedChecks
 
 
 class Saving:
-    """Writes checkpoints where this worker leads."""
+    """Writer of checkpoints where this worker leads."""
 
     def __init__(self, context: TrainingContext, replica: Replica, untracked: UntrackedChecks) -> None:
         self._context, self._replica, self._untracked = context, replica, untracked
         self._autosaver: Autosaver | None = None
 
     def save(self, path: Path, extra: Any) -> None:
-        """``fleet.save``: all workers call it, the leader writes."""
+        """Run ``fleet.save``: all workers call it, the leader writes."""
         context = self._context
         with context.meet("fleet.save()"):
             facts = {**context.tracking.facts(), **context.tracking.values_facts()}
@@ -41,8 +41,8 @@ class Saving:
             raise OSError(text) if kind == "OSError" else ValueError(text)
 
     def _write(self, path: Path, extra: Any) -> list[str] | None:
-        """The leader writes the checkpoint; returns what went wrong."""
-        if not self._context.leads:  # nor does one that waits to enter
+        """Write the checkpoint on the leader; return what went wrong."""
+        if not self._context.leads:  # a worker that waits to enter does not lead either
             return None
         transport = self._context.transport
         try:
@@ -61,7 +61,7 @@ class Saving:
     # -- by itself ---------------------------------------------------------------------------------------------------
 
     def autosave(self, folder: Path, *, schedule: Schedule, keep: int, extra: Any) -> None:
-        """``fleet.autosave``: from now on, in place of what was asked for before."""
+        """Start ``fleet.autosave``, in place of an earlier one."""
         autosaver = Autosaver(
             folder,
             schedule=schedule,
@@ -70,25 +70,25 @@ class Saving:
             writes=self._context.transport.shard == 0,
             agreed=lambda due: self._context.transport.once("automatic saving", lambda: due),
             content=lambda: self._shown_content(extra),
-            observe=self._context.recorder.event,
+            log_event=self._context.recorder.event,
         )
         self.close()
         self._autosaver = autosaver
 
-    def at_boundary(self, steps: Steps) -> None:
-        """Between two steps, the user's own code after a commit included."""
+    def at_boundary(self, steps: StepLoop) -> None:
+        """Save if it is due, between two steps, after the user's own code that follows a commit."""
         if self._autosaver is not None and steps is self._context.steps:
             self._autosaver.boundary(steps.index, last=steps.finished)
 
-    def before_leaving(self, steps: Steps) -> None:
-        """This worker leaves: where automatic saving is on and it leads, the others may all be gone soon too."""
+    def before_leaving(self, steps: StepLoop) -> None:
+        """Save before this worker leaves, if automatic saving is on and it leads: the others may leave soon too."""
         if self._autosaver is not None and self._context.leads:
             self._autosaver.boundary(steps.index, last=True)
-            if steps.membership is None or steps.membership.all_leave:  # nobody waits, and nobody else will tell of it
+            if steps.membership is None or steps.membership.all_leave:  # no worker waits, and no other will report
                 self._autosaver.close()
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the checkpoint that is being written."""
         if self._autosaver is not None:
             self._autosaver.close()
 
@@ -115,12 +115,12 @@ class Saving:
         if steps is None:
             return dict(resume.saved) if resume is not None else None
         state = steps.state_dict()
-        passes.note(steps.place, steps.training.passes)
+        passes.note(steps.script_loop, steps.training.passes)
         return {
             **state,
             "dataset_length": steps.dataset_length,
-            "loop": steps.place.loop,
-            "data": steps.place.data,
+            "loop": steps.script_loop.number,
+            "data": steps.script_loop.dataset,
             "epochs": steps.settings.epochs,
             "passes": passes.state_dict(),
             **({"sizes": sizes} if (sizes := saved_sizes(steps.loop)) is not None else {}),

@@ -1,4 +1,4 @@
-"""A model divided over the processes of a worker, with torch's `fully_shard`: which modules, and what is refused."""
+"""Division of a model over the processes of a worker with torch's `fully_shard`, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 
 from paceline.checkpoint import shards
-from paceline.combine.gradients.sharded import set_up
-from paceline.loop.user_code import hooks_text
+from paceline.gradients.sharded import set_up
 from paceline.settings import has_batch_norm
+from paceline.step.checks.user_code import hooks_text
 from paceline.transport import Transport
 
 
 def check(transport: Transport, module: nn.Module, *, shard: bool) -> None:
-    """Raise ValueError when a model does not fit a worker of so many processes."""
+    """Raise ValueError when a model does not fit a worker with this number of processes."""
     parameters = list(module.parameters())
     already = shards.any_sharded(parameters)
     if shard:
@@ -41,12 +41,14 @@ def check(transport: Transport, module: nn.Module, *, shard: bool) -> None:
         )
 
 
-AFTER = "change the gradients after step.combine() instead"
+AFTER = "change the gradients after step.reduce() instead"
 
 
 def divide(module: nn.Module, mesh: Any) -> None:
-    """Divide a model: the layers of every list or sequence by themselves, so that no more than one of them is whole at
-    a time, and then the rest."""
+    """Divide a model: the layers of every list or sequence one by one, then the rest.
+
+    So no more than one layer is complete in memory at a time.
+    """
     from torch.distributed.fsdp import fully_shard  # takes a while to import, and few need it
 
     uses = _uses(module)
@@ -57,12 +59,12 @@ def divide(module: nn.Module, mesh: Any) -> None:
 
 
 def _uses(module: nn.Module) -> Counter[int]:
-    """In how many places each parameter stands, by id."""
+    """Return in how many modules each parameter stands, by id."""
     return Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """The modules that stand in a list or sequence and in no other of these, where they have parameters.
+    """Return the modules with parameters that stand in a list or sequence and in no other of these.
 
     >>> blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)])
     >>> [type(part).__name__ for part in layers_of(nn.ModuleDict({"blocks": blocks, "head": nn.Linear(2, 2)}))]
@@ -78,7 +80,7 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def prepare(transport: Transport, module: nn.Module) -> None:
-    """A model has been divided, here or by the script: see that all of it is, and have its gradients added up."""
+    """Check that all of a divided model is divided, and set up the sums of its gradients."""
     if not shards.any_sharded(module.parameters()):
         return
     for name, parameter in module.named_parameters():

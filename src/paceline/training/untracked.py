@@ -1,7 +1,7 @@
-"""What the script uses and does not track: it would begin anew in a run that goes on, or on a worker that joins.
+"""Objects that the script uses and does not track: they would begin anew in a resumed run, or on a worker that joins.
 
-It is looked for where that would happen: at the first step of a loop, before and after a checkpoint is loaded, and when
-one is written.
+They are searched where that would happen: at the first step of a loop, before and after a checkpoint is loaded, and
+when one is written.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from torch.optim.swa_utils import AveragedModel
 
 from paceline.checkpoint.load import Found
 from paceline.errors import MisuseError
-from paceline.loop.tracking import Living
+from paceline.step.tracking import Living
 
 if TYPE_CHECKING:
-    from paceline.loop.steps import Steps
+    from paceline.step.steps import StepLoop
     from paceline.training.context import TrainingContext
 
 
 class UntrackedChecks:
-    """Refuses, or warns of, what is not tracked and should be."""
+    """Checks that refuse, or warn of, what is not tracked and should be."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         self._last_search: tuple[Any, list[str]] = (None, [])
-        """What was tracked and how far the script was when a checkpoint was written; and what was not tracked."""
+        """What was tracked and the script's progress when a checkpoint was last written; and what was not tracked."""
         self._loaded: tuple[str, int | None] | None = None
         """The last checkpoint that was loaded, and the first loop that made steps since."""
 
     # -- in a loop ---------------------------------------------------------------------------------------------------
 
-    def before_first_step(self, steps: Steps) -> None:
-        """By now the script has brought what a loop needs: everything, where state may be handed over."""
+    def before_first_step(self, steps: StepLoop) -> None:
+        """Check before a loop's first step, by which the script has brought all that may be handed over."""
         if steps.combine.hands_over_state:
             living = Living()
             self._context.tracking.note_averages(living)
@@ -42,66 +42,70 @@ class UntrackedChecks:
         elif len(self._context.passes.lengths) < 2:
             self._context.tracking.note_averages(Living(AveragedModel))
 
-    def after_first_step(self, steps: Steps) -> None:
-        """What the first step used shows by now."""
+    def after_first_step(self, steps: StepLoop) -> None:
+        """Check after the first step, which shows what it used."""
         self._check(steps, Living())
 
-    def _check(self, steps: Steps, living: Living) -> None:
+    def _check(self, steps: StepLoop, living: Living) -> None:
         self._refuse_begun_anew(steps, living)
         if not steps.combine.hands_over_state:
             return
         elastic = self._context.elastic is not None
         missing = self._context.tracking.missing(living, optimizers=not elastic)
-        # Of an optimiser that has not stepped yet nobody knows whether it will: then a copy is not safe.
-        steps.loop.copyable = not missing
+        # An optimiser that has not stepped yet may still do so: a copy is not safe then.
+        steps.loop.script.copyable = not missing
         if missing and elastic:
             raise MisuseError(
                 "a worker that joins could not take over the state of what is not tracked: call "
                 f"fleet.track({', '.join(missing)}) before the first step, with your own objects"
             )
 
-    def at_the_end(self, steps: Steps) -> None:
-        """The script leaves the fleet after this loop."""
+    def at_the_end(self, steps: StepLoop) -> None:
+        """Check when the script leaves the fleet after this loop."""
         self._refuse_begun_anew(steps, Living())
 
-    def _refuse_begun_anew(self, steps: Steps, living: Living) -> None:
-        """A checkpoint was loaded, and by now it shows what the script uses and does not track. What a later loop makes
-        for itself may be new; an average of the weights seldom is."""
+    def _refuse_begun_anew(self, steps: StepLoop, living: Living) -> None:
+        """Raise MisuseError if a checkpoint was loaded and the script uses what it does not track.
+
+        What a later loop makes for itself may be new; an average of the weights seldom is.
+        """
         if self._loaded is None:
             return
-        path, first = self._loaded[0], steps.place.loop if self._loaded[1] is None else self._loaded[1]
+        path, first = self._loaded[0], steps.script_loop.number if self._loaded[1] is None else self._loaded[1]
         self._loaded = path, first
         missing = self._context.tracking.missing(living)
-        missing = [name for name in missing if first == steps.place.loop or name.startswith("ema=")]
+        missing = [name for name in missing if first == steps.script_loop.number or name.startswith("ema=")]
         if missing:
             raise _begun_anew(path, missing)
 
     # -- around a checkpoint -----------------------------------------------------------------------------------------
 
     def before_load(self, path: str | Path) -> None:
-        """Whatever the checkpoint holds, what is not tracked would begin anew."""
+        """Raise MisuseError, or warn, before loading: what is not tracked would begin anew."""
         context, living = self._context, Living()
-        # Whether an average that is alive is of this training, its first update will tell.
+        # The first update of a living average shows whether it belongs to this training.
         context.tracking.note_averages(living)
         missing = context.tracking.missing(living, optimizers=True)
         if not missing:
             return
-        said = f"fleet.load({str(path)!r}) does not give back the state of what is not tracked"
+        text = f"fleet.load({str(path)!r}) does not give back the state of what is not tracked"
         advice = f"call fleet.track({', '.join(missing)}) before it, with your own objects"
         if context.steps is None or not context.steps.begun:
-            raise MisuseError(f"{said}: {advice}")
-        context.warn(f"{said}, which stays as it is now: {advice}, if the training is to go on from there")
+            raise MisuseError(f"{text}: {advice}")
+        context.warn(f"{text}, which stays as it is now: {advice}, if the training is to go on from there")
 
     def after_fetch(self, path: str | Path, found: Found) -> None:
-        """An average of the weights that the checkpoint should hold and does not would begin anew. Which of those alive
-        are of this training shows in their updates alone, and there may be none after loading."""
+        """Raise MisuseError if the checkpoint lacks an average of the weights, which would begin anew.
+
+        Which averages belong to this training shows in their updates alone, and there may be none after loading.
+        """
         lacks = any(name.startswith("ema=") for name in found.content.get("untracked", ()))
         if lacks and (averages := self._context.tracking.averages()):
             raise _begun_anew(str(found.path), averages)
         self._loaded = str(path), None
 
     def lacking(self) -> list[str]:
-        """What a checkpoint that is written now lacks, because it is not tracked; a warning says so, once."""
+        """Return what a checkpoint that is written now lacks, because it is not tracked; warn of it once."""
         context = self._context
         over = context.steps is not None and context.steps.finished
         now = (tuple(context.tracking.things), min(2, len(context.passes.lengths)), over)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from paceline.transport.base import Keeps, Transport, made
-from paceline.transport.group import Already
+from paceline.transport.base import RoundTensors, Transport, made
+from paceline.transport.pending import Over
 
 
 class Alone(Transport):
@@ -29,11 +29,11 @@ class Alone(Transport):
         self._slots: list[str] = []
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False, keeps: Keeps = ()) -> Iterator[list[torch.Tensor]]:
-        yield made(keeps)
+    def round(self, label: str, *, background: bool = False, result: RoundTensors = ()) -> Iterator[list[torch.Tensor]]:
+        yield made(result)
 
-    def sum(self, tensor: torch.Tensor) -> Already:
-        return Already()
+    def sum(self, tensor: torch.Tensor) -> Over:
+        return Over()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
         return
@@ -61,10 +61,10 @@ class Alone(Transport):
     def signal(self, name: str) -> None:
         return
 
-    def tally(self, name: str) -> int:
+    def tally(self, name: str, by: int = 1) -> int:
         return 1
 
-    def heard(self, name: str) -> bool:
+    def was_signalled(self, name: str) -> bool:
         return True
 
     def forget(self, name: str) -> None:

@@ -14,16 +14,26 @@ import torch
 
 from paceline import concurrency
 from paceline.errors import GenerationOver, MisuseError
+from paceline.transport.engines.contract import EngineWork
 from paceline.transport.formats import Format
 
 T = TypeVar("T")
-Keeps = Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]
+RoundTensors = Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]
 """The tensors of a round, or a function that makes them for the members of the round."""
 
 
-def made(keeps: Keeps) -> list[torch.Tensor]:
+def made(result: RoundTensors) -> list[torch.Tensor]:
     """Return the tensors of a round, made now where a function makes them."""
-    return list(keeps() if callable(keeps) else keeps)
+    return list(result() if callable(result) else result)
+
+
+Renew = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+"""A function that replaces tensors into which an abandoned sum may still write."""
+
+
+def empty_ones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of the same shapes, with other memory."""
+    return [torch.empty_like(tensor) for tensor in tensors]
 
 
 class Pending(Protocol):
@@ -33,7 +43,19 @@ class Pending(Protocol):
         """Return when the tensor holds the fleet's sum; raise FleetError, naming the worker, when it never will."""
 
     def abandon(self) -> bool:
-        """Nobody waits for it any more. False: it may still write into its tensor."""
+        """Give the sum up: nobody waits for it any more. False: it may still write into its tensor."""
+
+    def forward(self) -> None:
+        """Send on what the others need for their part in this sum, before anybody waits for the end of a sum."""
+        return
+
+    def unsent(self) -> EngineWork | None:
+        """Return the engine's work if it may still go in one message with others."""
+        return None
+
+    def send_together(self, works: Sequence[EngineWork]) -> None:
+        """Send these works, this sum's `unsent` one among them, in one message."""
+        raise AssertionError("this sum has nothing that is unsent")
 
 
 class Collective(Protocol):
@@ -48,65 +70,72 @@ class Collective(Protocol):
     shard: int = 0
     shards: int = 1
     """Which of the processes that are this worker, and of how many. The first is the fleet's member; the others, which
-    make the same calls, hear from it what they gave."""
+    make the same calls, receive from it what they gave."""
     rank: int
     size: int
 
     def once(self, label: str, call: Callable[[], T]) -> T:
-        """What ``call`` gives or raises on the worker's first process, on all of them."""
+        """Return, or raise, on all processes of a worker what ``call`` gives on the first."""
         return call()
 
     def collect(self, label: str, value: T) -> list[T]:
-        """On the worker's first process, all processes' values, by shard; on the others nothing."""
+        """Return all processes' values, by shard, on the worker's first process; nothing on the others."""
         return [value]
 
-    def said(self, label: str, value: T) -> T:
-        """The first process's value, on all of them."""
+    def from_first(self, label: str, value: T) -> T:
+        """Return the first process's value on all of them."""
         return value
 
     def part(self, label: str, parts: Callable[[int], torch.Tensor], into: torch.Tensor) -> None:
         """Fill ``into`` with what is this process's of what the first one has: ``parts(shard)`` there."""
         into.copy_(parts(0))
 
-    def tell(self, kind: str, content: Any = None) -> None:
-        """On the first process, in the middle of `once`: have the others do what they have said `on` this kind."""
+    def relay(self, kind: str, content: Any = None) -> None:
+        """Have the other processes do what they registered `on` this kind; on the first process, inside `once`."""
         return
 
     def on(self, kind: str, do: Callable[[Any], None]) -> None:
-        """What to do when the first process tells so."""
+        """Register what to do when the first process relays this kind."""
         return
 
     def shared(self, label: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor of zeros in memory that this worker's processes share."""
+        """Return a flat tensor of zeros in memory that this worker's processes share."""
         return torch.zeros(size, dtype=dtype)
 
     def mesh(self) -> Any:
-        """The worker's processes as torch.distributed knows them."""
+        """Return the worker's processes as a device mesh of torch.distributed."""
         raise MisuseError(
-            "this worker is one process, with nothing to shard a model over: start the run with `paceline run --group "
-            "2`, or leave shard=True out"
+            "this worker is one process, with nothing to shard a model over: start the run with `paceline run "
+            "--procs-per-worker 2`, or leave shard=True out"
         )
 
     def round(
-        self, label: str, *, aside: bool = False, keeps: Keeps = ()
+        self, label: str, *, background: bool = False, result: RoundTensors = ()
     ) -> AbstractContextManager[Sequence[torch.Tensor]]:
-        """Everything summed inside belongs to one collective call with this label. ``aside``: it is one of the rounds
-        with a deadline, which a thread of their own runs beside the user's calls. ``keeps``: the tensors that hold its
-        result, for a worker that missed its end; they are left alone until the next call is over. A function that
-        makes them is called inside, where rank and size are those of the round's members until it ends; the context
-        gives the tensors."""
+        """Make one collective call, with this label, of everything that is summed inside.
+
+        ``background``: another thread than the user's runs the round, because it has a deadline or overlaps with local
+        steps. ``result``: the tensors that hold its result, for a worker that missed its end; they are left alone until
+        the next call is over. A function that makes them is called inside, where rank and size are those of the round's
+        members until it ends; the context gives the tensors.
+        """
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         """Start summing ``tensor`` over the fleet in place. All workers start the same sums in the same order."""
 
-    def written_sum(self, tensor: torch.Tensor, form: Format) -> Pending | None:
-        """The same where sums cross between places far from one another by one worker of each: there in this format.
-        None: they do not."""
+    def written_sum(self, tensor: torch.Tensor, wire_format: Format) -> Pending | None:
+        """Start a sum that crosses between distant places in this format, by one worker of each place.
+
+        None: sums of this transport cross no such places.
+        """
         return None
 
     def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
-        """Start an exchange of bytes on the CPU, in one order with the sums: row i of ``sent`` goes to the worker
-        from which row i of ``got`` comes, the i-th in an order that is the same for all and in every exchange."""
+        """Start an exchange of rows of bytes on the CPU, in one order with the sums.
+
+        Row i of ``sent`` goes to the worker from which row i of ``got`` comes, the i-th in an order that is the same
+        for all and in every exchange.
+        """
         raise AssertionError("this transport exchanges no bytes")
 
     def deliver_members_changed(self) -> None:
@@ -114,25 +143,31 @@ class Collective(Protocol):
         return
 
     def gather(self, label: str, value: Any) -> list[Any]:
-        """Every worker's (JSON) value, in rank order. ``value`` may be a function of nothing: where workers come and go
-        it is asked again when the call is made again, among others than before."""
+        """Return every worker's (JSON) value, in rank order.
+
+        ``value`` may be a function of nothing: where workers come and go it is called again when the call is made
+        again, among other members.
+        """
 
     def close(self, *, failure: BaseException | None = None) -> None:
-        """Leave. With a failure, tell the others why first."""
+        """Leave; with a failure, publish it to the others first."""
 
-    def cut(self, over: GenerationOver) -> None:
-        """What is still under way in this generation ends now."""
-        return
+    def recover(
+        self,
+        over: GenerationOver,
+        sums: Sequence[Pending] = (),
+        tensors: Sequence[torch.Tensor] = (),
+        *,
+        renew: Renew = empty_ones,
+        background: bool = False,
+    ) -> Sequence[torch.Tensor] | None:
+        """Abandon the sums of a call that a change of members cut short, and re-form the group among those who live.
 
-    def re_form_after(self, over: GenerationOver) -> None:
-        """A call was cut short: re-form the group among those who live, and go on. Any thread may come here; one does
-        the work."""
+        Any thread may come here; one does the work. Returns the tensors that hold the call's result, when one of them
+        had finished it and handed it over: ``tensors``, or what ``renew`` made where an abandoned sum may still write
+        into these. None: the call is to be made again.
+        """
         raise over
-
-    def given(self, into: Sequence[torch.Tensor], *, aside: bool = False) -> bool:
-        """After `re_form_after`: whether others had finished the round under way; its result then stands in
-        ``into``."""
-        return False
 
 
 class Transport(Collective, Protocol):
@@ -157,21 +192,25 @@ class Transport(Collective, Protocol):
 
     @property
     def id(self) -> int:
-        """Who this worker is, whatever its rank."""
+        """This worker's identity, which does not change with its rank."""
         return self.rank
 
     def clock(self) -> float:
-        """Unix seconds for the run's log, the same on every worker that may come to write it."""
+        """Return Unix seconds for the run's log, the same on every worker that may come to write it."""
         return concurrency.time()
 
     def places(self) -> dict[str, Any] | None:
-        """Where the workers are, by site and computer, and what was measured between them (JSON); None: all on one
-        computer."""
+        """Return where the workers are, by site and computer, and what was measured between them (JSON).
+
+        None: all are on one computer.
+        """
         return None
 
     def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
-        """Overwrite ``tensors`` with the leader's; ``inside``: on all processes of a worker, and not on the first
-        alone."""
+        """Overwrite ``tensors`` with the leader's.
+
+        ``inside``: on all processes of a worker, and not on the first alone.
+        """
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         """Send a CPU tensor to one worker, which receives it under the same tag; from any thread."""
@@ -180,26 +219,26 @@ class Transport(Collective, Protocol):
         """Fill a CPU tensor with what one worker sends; from any thread."""
 
     def slot(self, name: str) -> int:
-        """A small number for ``name``, the same on every worker; given out on first use by anybody."""
+        """Return a small number for ``name``, the same on every worker; given out on first use by anybody."""
 
     def slot_name(self, slot: int) -> str:
-        """The name behind a slot that another worker asked for."""
+        """Return the name behind a slot that another worker asked for."""
 
     def doing(self, what: str, *, begun: int | None = None) -> None:
         """Note what this worker does now, for others to read when they wait for it; ``begun``: steps begun so far."""
 
     def signal(self, name: str) -> None:
-        """Say ``name`` to the workers that wait for it."""
+        """Signal ``name`` to the workers that wait for it."""
 
-    def tally(self, name: str) -> int:
-        """Say that one more worker has come to ``name``; returns how many have."""
+    def tally(self, name: str, by: int = 1) -> int:
+        """Add ``by`` to the number of workers that have come to ``name``, and return that number."""
 
-    def heard(self, name: str) -> bool:
-        """Whether somebody has said ``name``. From the thread of the rounds."""
+    def was_signalled(self, name: str) -> bool:
+        """Return whether somebody has signalled ``name``. From the thread of the rounds."""
 
     def forget(self, name: str) -> None:
-        """Nobody will wait for ``name`` any more. From the thread of the rounds."""
+        """Forget ``name``, for which nobody will wait any more. From the thread of the rounds."""
 
     def release(self) -> None:
-        """What a round aside gave is in the training's state: the training may hear who is there now."""
+        """Let the training receive news of members: what a background round gave is in its state."""
         return

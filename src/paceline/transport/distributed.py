@@ -19,15 +19,14 @@ import torch
 
 from paceline import concurrency
 from paceline.machines.link import link_from_env
-from paceline.roster.calls import CALLS, ROUNDS
-from paceline.transport.base import Keeps, Pending, Transport, made
-from paceline.transport.calls import CallSequences
+from paceline.roster.calls import BACKGROUND, CALLS
+from paceline.transport.base import Pending, RoundTensors, Transport, made
+from paceline.transport.call_sequences import CallSequences
+from paceline.transport.engines.small_sums import lane as count_in
 from paceline.transport.formats import Format
 from paceline.transport.group import Group, Watch
-from paceline.transport.network import dist, place
+from paceline.transport.network import Store, place
 from paceline.transport.pending import Watched
-from paceline.transport.slots import Slots
-from paceline.transport.small_sums import lane as count_in
 from paceline.transport.survey import place_facts
 
 
@@ -68,12 +67,12 @@ class Distributed(Transport, ABC):
     # -- sums ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False, keeps: Keeps = ()) -> Iterator[list[torch.Tensor]]:
-        lane = ROUNDS if aside else CALLS
+    def round(self, label: str, *, background: bool = False, result: RoundTensors = ()) -> Iterator[list[torch.Tensor]]:
+        lane = BACKGROUND if background else CALLS
         self._enter(label, lane=lane)
         try:
-            with count_in(aside=aside):
-                yield made(keeps)
+            with count_in(background=background):
+                yield made(result)
                 self._group_here().round_is_over()
             self._cross_link()
         finally:
@@ -83,18 +82,18 @@ class Distributed(Transport, ABC):
         self._summed += tensor.numel() * tensor.element_size()
         return self._started(lambda group: group.start_sum(tensor))
 
-    def written_sum(self, tensor: torch.Tensor, form: Format) -> Pending | None:
-        if not self._group_here().writes:
+    def written_sum(self, tensor: torch.Tensor, wire_format: Format) -> Pending | None:
+        if not self._group_here().crosses:
             return None
-        self._summed += form.row_bytes(tensor.numel())
-        return self._started(lambda group: group.start_written_sum(tensor, form))
+        self._summed += wire_format.row_bytes(tensor.numel())
+        return self._started(lambda group: group.start_sum_in(tensor, wire_format))
 
     def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
         self._summed += sent.numel() // 2  # a sum is two of them
         return self._started(lambda group: group.start_all_to_all(sent, got))
 
     def _group_here(self) -> Group:
-        """The group in which this thread calls: where workers come and go, that of the round that it is in."""
+        """Return the group in which this thread calls: where workers come and go, that of the round it is in."""
         return self.group
 
     def _started(self, start: Callable[[Group], Any]) -> Pending:
@@ -110,7 +109,7 @@ class Distributed(Transport, ABC):
         return topology.facts(workers) if known else None
 
     def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
-        with self.round("the leader's broadcast", keeps=tensors):
+        with self.round("the leader's broadcast", result=tensors):
             if self._group_here().size > 1:
                 self._broadcast(tensors)
 
@@ -129,10 +128,18 @@ class Distributed(Transport, ABC):
             concurrency.sleep(self._link.seconds(data, workers=self.group.size))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        self._started(lambda group: group.send(tensor, to, tag)).wait()
+        self.start_send(tensor, to, tag).wait()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        self._started(lambda group: group.receive(tensor, source, tag)).wait()
+        self.start_receive(tensor, source, tag).wait()
+
+    def start_send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
+        """Start to send a tensor, which must not change until the message was waited for."""
+        return self._started(lambda group: group.send(tensor, to, tag))
+
+    def start_receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
+        """Start to fill a tensor with what a member sends."""
+        return self._started(lambda group: group.receive(tensor, source, tag))
 
     # -- small facts -----------------------------------------------------------------------------------------------
 
@@ -148,20 +155,20 @@ class Distributed(Transport, ABC):
     # -- signals ---------------------------------------------------------------------------------------------------
 
     def signal(self, name: str) -> None:
-        self._tell_store(lambda: self.group.signals.set(name, ""))
+        self._write_store(lambda: self.group.signals.set(name, ""))
 
-    def tally(self, name: str) -> int:
-        return int(self._tell_store(lambda: self.group.signals.add(name, 1)))
+    def tally(self, name: str, by: int = 1) -> int:
+        return int(self._write_store(lambda: self.group.signals.add(name, by)))
 
     def forget(self, name: str) -> None:
-        self._tell_store(lambda: self.group.board.delete_key(name))
+        self._write_store(lambda: self.group.board.delete_key(name))
 
-    def heard(self, name: str) -> bool:
+    def was_signalled(self, name: str) -> bool:
         self.watch.check()
         return bool(self._ask_store(lambda: self.group.board.check([name])))
 
-    def _tell_store(self, request: Callable[[], Any]) -> Any:
-        """A request whose answer nobody waits for."""
+    def _write_store(self, request: Callable[[], Any]) -> Any:
+        """Make a request whose answer nobody waits for."""
         return self._ask_store(request)
 
     def _ask_store(self, request: Callable[[], Any]) -> Any:
@@ -171,8 +178,40 @@ class Distributed(Transport, ABC):
             raise self.watch.failed(error) from None
 
 
+class Slots:
+    """Small numbers for names, the same on every worker: given out through the store, on first use by anybody.
+
+    ``store`` gives the group's store as it stands; ``ask`` makes a request of it, and raises the transport's errors.
+    """
+
+    def __init__(self, store: Callable[[], Store], ask: Callable[[Callable[[], Any]], Any]) -> None:
+        self._store, self._ask = store, ask
+        self._numbers: dict[str, int] = {}
+
+    def number(self, name: str) -> int:
+        while name not in self._numbers:  # the first slot that is ours or free
+            slot = len(self._numbers)
+            given = self._ask(partial(self._store().compare_set, f"slot/{slot}", "", name))
+            self._numbers[str(given.decode())] = slot
+        return self._numbers[name]
+
+    def name(self, slot: int) -> str:
+        while len(self._numbers) <= slot:  # given out by another worker before it used it
+            name = self._ask(partial(self._store().get, f"slot/{len(self._numbers)}"))
+            self._numbers[str(name.decode())] = len(self._numbers)
+        return self.names()[slot]
+
+    def names(self) -> list[str]:
+        return list(self._numbers)
+
+    def adopt(self, known: Sequence[Sequence[str]]) -> None:
+        """Take over the longest list: names were numbered one after another, so everybody has a beginning of it."""
+        longest = max(range(len(known)), key=lambda number: len(known[number]))
+        self._numbers = {name: slot for slot, name in enumerate(known[longest])}
+
+
 def facts_of(device: torch.device) -> dict[str, Any]:
-    """What a worker says of itself."""
+    """Return the facts that a worker publishes of itself."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     here = {"host": socket.gethostname(), "place": place(), "pid": os.getpid()}
     return {**here, "device": str(device), "cores": cores, **place_facts()}
@@ -183,8 +222,10 @@ MOST_CHANNELS = 4
 
 
 def channels(facts: Sequence[Mapping[str, Any]]) -> int:
-    """Over how many of Gloo's devices these workers send their sums side by side. Each has one thread that moves its
-    bytes, so where workers have cores to spare several are faster: 40 MB among three took 7 ms instead of 16.
+    """Return over how many of Gloo's devices these workers send their sums side by side.
+
+    Each device has one thread that moves its bytes, so where workers have cores to spare several are faster: 40 MB
+    among three took 7 ms instead of 16.
 
     >>> channels([{"host": "a", "cores": 16}] * 3), channels([{"host": "a", "cores": 2}] * 4)
     (4, 1)
@@ -192,15 +233,6 @@ def channels(facts: Sequence[Mapping[str, Any]]) -> int:
     beside = Counter(fact["host"] for fact in facts)
     spare = min(int(fact.get("cores", 1)) // beside[fact["host"]] for fact in facts)
     return max(1, min(spare, MOST_CHANNELS))
-
-
-def choose_backend(facts: Sequence[Mapping[str, Any]]) -> str:
-    """NCCL when every worker has a GPU of its own, else Gloo; PACELINE_BACKEND decides when it is set."""
-    wanted = os.environ.get("PACELINE_BACKEND", "").lower()
-    if wanted not in ("", "gloo", "nccl"):
-        raise ValueError(f"PACELINE_BACKEND is {wanted!r}; it can be gloo or nccl")
-    own_gpus = {(fact["host"], fact["device"]) for fact in facts if fact["device"].startswith("cuda")}
-    return wanted or ("nccl" if len(own_gpus) == len(facts) and dist.is_nccl_available() else "gloo")
 
 
 def one_line(error: BaseException) -> str:

@@ -7,29 +7,30 @@ an error that names it, on every survivor.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 
 from paceline import concurrency
 from paceline.errors import FLEET_FAILED, FleetError, LoaderDied, PacelineError
-from paceline.roster.calls import CALLS, GROUP, ROUNDS, name_workers, without_answer
+from paceline.roster.calls import BACKGROUND, CALLS, GROUP, name_workers, without_answer
 from paceline.transport.alone import Alone
-from paceline.transport.base import Collective
-from paceline.transport.calls import CallSequences
-from paceline.transport.distributed import Distributed, channels, choose_backend, facts_of, one_line
-from paceline.transport.engines.gloo import connect_gloo
+from paceline.transport.base import Collective, Pending, RoundTensors, made
+from paceline.transport.call_sequences import CallSequences
+from paceline.transport.distributed import Distributed, channels, facts_of, one_line
+from paceline.transport.engines.contract import Engine, EngineKind, Meeting
+from paceline.transport.engines.registry import ENGINES, choose
 from paceline.transport.group import Group, let_go
 from paceline.transport.heartbeat import Heartbeat
-from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import Store, dist
 from paceline.transport.paths import find_address, own_addresses
-from paceline.transport.subgroup import Subgroup
 from paceline.transport.survey import Survey
 from paceline.transport.topology import Topology
 
@@ -43,7 +44,7 @@ HEARING_S = 3.0
 
 
 def launched() -> bool:
-    """Whether a launcher has said who this worker is."""
+    """Return whether a launcher has given this worker a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -53,11 +54,14 @@ class FixedTransport(Distributed):
     name = "fixed"
 
     def __init__(
-        self, device: torch.device, *, backend: str | None = None, ranked: tuple[int, int] | None = None
+        self, device: torch.device, *, cpu_engine: bool = False, ranked: tuple[int, int] | None = None
     ) -> None:
-        """``backend``: what the fleet needs, whatever else could be had. ``ranked``: this worker's rank and the fleet's
-        size, where those of the launcher are of processes."""
-        super().__init__(device, CallSequences(CALLS, ROUNDS, GROUP))
+        """Meet the other workers, and connect them.
+
+        ``cpu_engine``: sum by Gloo in host memory, whatever engine could be had. ``ranked``: this worker's rank and the
+        fleet's size, where those of the launcher are of processes.
+        """
+        super().__init__(device, CallSequences(CALLS, BACKGROUND, GROUP))
         store, *launched_as, self._meeting = _rendezvous()
         self.rank, self.size = ranked or launched_as
         self.workers = tuple(range(self.size))
@@ -74,12 +78,14 @@ class FixedTransport(Distributed):
             board=dist.PrefixStore(f"board{joined}", root.clone()),
         )
         self._subgroups: dict[tuple[int, ...], Collective] = {}
+        self._groups = [self._formed]
+        """The whole fleet's group, and those of its subgroups."""
         self._noticed = concurrency.Event()
         self._names = [f"worker {rank}" for rank in range(self.size)]
-        aside = root.clone()
+        heartbeat_root = root.clone()
         self._heartbeat = Heartbeat(
-            dist.PrefixStore(f"join{joined}", aside),
-            aside,
+            dist.PrefixStore(f"join{joined}", heartbeat_root),
+            heartbeat_root,
             self.rank,
             self.size,
             names=self._names,
@@ -89,7 +95,8 @@ class FixedTransport(Distributed):
         self._heartbeat.network, self._heartbeat.refuses_foreign = self._network, ranked is None
         facts = self.gather("join", facts_of(device))
         self._names[:] = name_workers(dict(enumerate(facts))).values()
-        self.backend, self._channels = backend or choose_backend(facts), channels(facts)
+        self._kind: EngineKind = ENGINES["gloo"] if cpu_engine else choose(facts)
+        self.backend, self._channels = self._kind.name, channels(facts)
         with self.round("forming the group"):
             self._address = self._find_address(facts)
             self._form(facts)
@@ -103,7 +110,7 @@ class FixedTransport(Distributed):
         return self
 
     def _find_address(self, facts: Sequence[Mapping[str, Any]]) -> str:
-        """Where the others reach this worker. A cable that is cut for a moment is waited for."""
+        """Return the address at which the others reach this worker; a cable that is cut for a moment is waited for."""
         own, problem = own_addresses(*self._meeting), ""
         for turn in range(PATIENT_TURNS):
             try:
@@ -124,16 +131,17 @@ class FixedTransport(Distributed):
             raise error if isinstance(error, PacelineError) else self.failed(error) from None
 
     def _connect(self, group: Group, name: str, topology: Topology) -> None:
-        """Form a process group; ``name``: of its keys in the store."""
-        store = dist.PrefixStore(name, self.group.store)
-        how: Any = {"towards": (self._address, 0), "spare_port": self._meeting[1], "channels": self._channels}
-        group.connect(partial(connect_gloo, store, **how), topology=topology)
-        if self.backend == "nccl":
-            store = dist.PrefixStore(f"{name}/gpus", self.group.store)
-            group.gpus = NcclGroup(store, group.rank, group.size, self._device)
+        """Connect a group's engine; ``name`` is the prefix of its keys in the store."""
+        store, spare_port = dist.PrefixStore(name, self.group.store), self._meeting[1]
+
+        def make(rank: int, size: int) -> tuple[Engine, str]:
+            at: Any = {"spare_port": spare_port, "channels": self._channels}
+            return self._kind.connect(Meeting(store, rank, size, (self._address, 0), self._device, **at))
+
+        group.connect(make, topology=topology)
 
     def subgroup(self, ranks: Sequence[int]) -> Collective:
-        """These workers by themselves, this one included. All workers call it, each for its own group."""
+        """Return these workers by themselves, this one included. All workers call it, each for its own group."""
         members = tuple(ranks)
         with self.round("forming the groups"):
             if members not in self._subgroups:
@@ -144,6 +152,7 @@ class FixedTransport(Distributed):
         group, topology = Group(members.index(self.rank), len(members)), self.group.topology.among(members)
         self._connect(group, f"group/{self.generation}/{'-'.join(map(str, members))}", topology)
         group.sum_over(topology)
+        self._groups.append(group)
         return Subgroup(members, group, heartbeat=self._heartbeat, pending=self._started)
 
     # -- calls -----------------------------------------------------------------------------------------------------
@@ -156,7 +165,7 @@ class FixedTransport(Distributed):
             raise self.failed(self._heartbeat.failure)
 
     def _network(self) -> str:
-        """Whom this worker's packets do not reach, in words."""
+        """Return, in words, whom this worker's packets do not reach."""
         return without_answer(self.group.unanswered(), self._names)
 
     def check_group(self, group: Group) -> None:
@@ -168,7 +177,7 @@ class FixedTransport(Distributed):
 
     @property
     def calls(self) -> int:
-        return self._sequences.places[CALLS].call
+        return self._sequences.positions[CALLS].call
 
     @calls.setter
     def calls(self, calls: int) -> None:
@@ -189,7 +198,7 @@ class FixedTransport(Distributed):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> PacelineError:
-        """The named error behind an engine's error."""
+        """Return the named error behind an engine's error."""
         if (died := LoaderDied.told_by(error)) is not None:
             return died
         self._noticed.set()
@@ -206,12 +215,7 @@ class FixedTransport(Distributed):
                 self._heartbeat.await_acknowledgements(HEARING_S)
             self._break_off()
         self._heartbeat.stop()
-        for gpus in self._abort_gpus():
-            gpus.close()
-        for subgroup in self._subgroups.values():
-            subgroup.close()
-        let_go(self.group.detach())
-        self.group.gpus = None
+        let_go([closer for group in reversed(self._groups) for closer in group.close()])
 
     def _say_goodbye(self) -> None:
         """Leave together; the leader, which may hold the store, goes last."""
@@ -229,17 +233,8 @@ class FixedTransport(Distributed):
         self._break_off()
         concurrency.Thread(target=self._leave_if_stuck, name="paceline-unblock", daemon=True).start()
 
-    def _groups(self) -> list[Group]:
-        return [self.group, *(one.group for one in self._subgroups.values() if isinstance(one, Subgroup))]
-
-    def _abort_gpus(self) -> list[NcclGroup]:
-        found = [group.gpus for group in self._groups() if group.gpus is not None]
-        for gpus in found:
-            gpus.abort()
-        return found
-
     def _break_off(self) -> None:
-        for group in self._groups():
+        for group in self._groups:
             group.break_off()
 
     def _leave_if_stuck(self) -> None:
@@ -248,27 +243,77 @@ class FixedTransport(Distributed):
             os._exit(FLEET_FAILED)
 
 
+class Subgroup(Collective):
+    """Some workers of a fleet with sums of their own: a group of `paceline.Averaging` combines its gradients over it.
+
+    Its sums run on an engine of their own, beside the whole fleet's, and are counted apart, for unlike groups make
+    unlike numbers of them. The fleet's `Heartbeat` watches who is waited for, and names them as everywhere.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], group: Group, *, heartbeat: Heartbeat, pending: Callable[..., Pending]
+    ) -> None:
+        """Watch over ``group``: the members, connected, in the order of ``ranks``.
+
+        ``pending`` starts an engine's work and watches over it.
+        """
+        self.group, self._heartbeat, self._pending = group, heartbeat, pending
+        self.rank, self.size = group.rank, group.size
+        heartbeat.group = tuple(ranks)
+
+    @contextmanager
+    def round(self, label: str, *, background: bool = False, result: RoundTensors = ()) -> Iterator[list[torch.Tensor]]:
+        self._heartbeat.enter(label, lane=GROUP)
+        try:
+            yield made(result)
+            self.group.round_is_over()
+        finally:
+            self._heartbeat.leave(lane=GROUP)
+
+    def sum(self, tensor: torch.Tensor) -> Pending:
+        return self._pending(lambda _: self.group.start_sum(tensor))
+
+    def gather(self, label: str, value: Any) -> list[Any]:
+        """Return everybody's value, by two sums: of the lengths of the JSON, and of the JSON, one row per worker."""
+        own = torch.frombuffer(bytearray(json.dumps(value() if callable(value) else value).encode()), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(own)
+        with self.round(label):
+            self.sum(lengths).wait()
+            rows = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
+            rows[self.rank, : len(own)] = own
+            self.sum(rows).wait()
+        sizes = lengths.tolist()
+        return [json.loads(bytes(row[:size])) for row, size in zip(rows.tolist(), sizes, strict=True)]
+
+    def close(self, *, failure: BaseException | None = None) -> None:
+        """Let go of the engine; the fleet's transport closes its connections."""
+        let_go(self.group.close())
+
+
 def meeting_store() -> Store:
-    """Where the processes that a launcher ranked meet."""
+    """Return the store where the processes meet that a launcher ranked."""
     return _rendezvous()[0]
 
 
 def _rendezvous() -> tuple[Store, int, int, tuple[str, int]]:
-    """The store, this worker's rank, the size, and where they met: a script may change the variables afterwards."""
+    """Return the store, this worker's rank, the size, and where they met: a script may change the variables."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     advice = "start with `paceline run` or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
     if missing := [name for name in names if name not in os.environ]:
         raise ValueError(f"the environment does not say where the fleet meets: {', '.join(missing)} not set; {advice}")
     if wrong := [name for name in names if name != "MASTER_ADDR" and not os.environ[name].isdecimal()]:
-        told = f"{wrong[0]} is {os.environ[wrong[0]]!r}"
-        raise ValueError(f"the environment does not say where the fleet meets: {told}, not a number; {advice}")
+        given = f"{wrong[0]} is {os.environ[wrong[0]]!r}"
+        raise ValueError(f"the environment does not say where the fleet meets: {given}, not a number; {advice}")
     rank, size, address, port = (os.environ[name] for name in names)
     return *_meet(address, port, rank, size), (address, int(port))
 
 
 @cache
 def _meet(address: str, port: str, rank: str, size: str) -> tuple[Store, int, int]:
-    """One store a process, for all its joins: were it opened anew for each, a quick worker would reach the last one's
-    store while the leader closes it."""
+    """Return the one store of this process, for all its joins.
+
+    Were it opened anew for each, a quick worker would reach the last one's store while the leader closes it.
+    """
     store, _, _ = next(iter(dist.rendezvous("env://")))
     return store, int(rank), int(size)

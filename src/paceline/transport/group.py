@@ -1,4 +1,4 @@
-"""Some workers, connected: an engine carries their sums, NCCL those that lie on GPUs, and a store small facts.
+"""Some workers, connected: an engine carries their sums, and a store small facts.
 
 A group never changes: where workers come and go, each generation has its own.
 """
@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
 from paceline import concurrency
-from paceline.transport.engine_waits import LEAVE_S, EngineWaits
-from paceline.transport.engines.base import CLOSED, Engine, EngineWork, Look
+from paceline.errors import FLEET_FAILED
+from paceline.transport.engines.contract import CLOSED, Check, Closer, Engine, EngineWork
+from paceline.transport.engines.small_sums import SmallSums
+from paceline.transport.engines.tree_sums import TreeSums
 from paceline.transport.formats import Format
-from paceline.transport.nccl import NcclGroup
 from paceline.transport.network import Store, read_json
-from paceline.transport.small_sums import SmallSums, is_small
-from paceline.transport.topology import Topology, one_place
-from paceline.transport.tree_sums import MESSAGE_BYTES, TreeSums
+from paceline.transport.topology import Branch, Topology, one_place
 
 logger = logging.getLogger("paceline")
 
-CLOSE_S = 3.0
-"""How long a thread whose connections are shut may take to end."""
 MakeEngine = Callable[[int, int], tuple[Engine, str]]
 """Connects an engine, from this worker's rank in it and the size; returns a description for the log beside it."""
 
@@ -44,16 +43,79 @@ class Watch(Protocol):
         """Raise when what is awaited in this group is asked for in another by now."""
 
     def failed(self, error: BaseException) -> Exception:
-        """What to raise for an engine's error."""
+        """Return what to raise for an engine's error."""
 
     def unlike_calls(self, labels: dict[int, str]) -> Exception:
-        """What to raise when workers met in unlike calls."""
+        """Return what to raise when workers met in unlike calls."""
+
+
+# -- threads that wait in an engine --------------------------------------------------------------------------------
+
+# On a connection that breaks at the wrong moment Gloo may forget to wake a thread that waits for a message. Nothing in
+# the process can free that thread. The worker then ends, the roster sees that, and the worker can come back.
+
+LEAVE_S = 5.0
+"""How long a thread may stay in the engine after its connections were shut."""
+SLICE_S = 0.1
+"""How often that is looked at: a process that was stopped for long has had no time to leave."""
+STUCK = "paceline: a thread of this worker is stuck in Gloo after its connections were shut; it ends, and can come back"
+
+
+class EngineWait:
+    """One wait of one thread, while it is entered."""
+
+    __slots__ = ("_waits", "since")
+
+    def __init__(self, waits: set[EngineWait]) -> None:
+        self._waits, self.since = waits, 0.0
+
+    def __enter__(self) -> None:
+        self.since = concurrency.monotonic()
+        self._waits.add(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._waits.discard(self)
+
+
+class EngineWaits:
+    """The waits of one group's threads inside its engine."""
+
+    def __init__(self) -> None:
+        self._waits: set[EngineWait] = set()
+
+    def inside(self) -> EngineWait:
+        """Return a context in which this thread counts as waiting."""
+        return EngineWait(self._waits)
+
+    def longest_s(self) -> float:
+        """Return the seconds for which a thread has been in one wait; 0 when none waits."""
+        now = concurrency.monotonic()
+        return max((now - wait.since for wait in self._waits.copy()), default=0.0)
+
+    def end_if_stuck(self) -> None:
+        """End the process when a thread that waits now is in the same wait after `LEAVE_S`; returns at once."""
+        if stuck := self._waits.copy():
+            concurrency.Thread(target=self._watch, args=(stuck,), name="paceline-stuck", daemon=True).start()
+
+    def _watch(self, stuck: set[EngineWait]) -> None:
+        for _ in range(round(LEAVE_S / SLICE_S)):
+            concurrency.sleep(SLICE_S)
+            stuck &= self._waits
+            if not stuck:
+                return
+        print(STUCK, file=sys.stderr, flush=True)
+        concurrency.end_process(FLEET_FAILED)
+
+
+# -- the group -----------------------------------------------------------------------------------------------------
 
 
 class Already(EngineWork):
     """A sum over one worker."""
 
-    def wait(self, look: Look | None = None) -> None:
+    done = True
+
+    def wait(self, check: Check) -> None:
         return
 
     def abandon(self) -> bool:
@@ -66,23 +128,22 @@ class Group:
     def __init__(
         self, rank: int, size: int, *, store: Store = None, signals: Store = None, board: Store = None
     ) -> None:
-        """``store`` holds this group's facts, ``signals`` what its workers say; ``board``: the same signals, over a
-        connection of their own for another thread."""
+        """Begin without an engine.
+
+        ``store`` holds this group's facts, ``signals`` what its workers signal; ``board`` holds the same signals, over
+        a connection of its own for another thread.
+        """
         self.rank, self.size = rank, size
         self.store, self.signals, self.board = store, signals, board
-        self.gpus: NcclGroup | None = None
-        """Sums what lies on GPUs, where every worker has one of its own; all else goes over the engine."""
         self._engine: Engine | None = None
         self._over = False
         self.waits = EngineWaits()
         self._arrange(one_place(size))
-        self._tree: TreeSums | None = None
         self._spent: list[str] = []
 
     def _arrange(self, topology: Topology) -> None:
         self.topology = topology
         self._seats = {rank: seat for seat, rank in enumerate(topology.order)}
-        self._small = SmallSums(self._seats[self.rank], self.size, lambda: self.engine)
 
     @property
     def engine(self) -> Engine:
@@ -92,10 +153,13 @@ class Group:
         return self._engine
 
     def connect(self, make: MakeEngine, *, topology: Topology | None = None) -> None:
-        """Connect the engine; all workers of the group come here. ``topology``, the same for all: in whose order its
-        ranks are."""
+        """Connect the engine; all workers of the group come here.
+
+        The engine's ranks are in the order of ``topology``, the same for all.
+        """
         self._arrange(topology or self.topology)
-        self._engine, how = make(self._seats[self.rank], self.size)
+        engine, how = make(self._seats[self.rank], self.size)
+        self._engine = SmallSums(engine, self._seats[self.rank], self.size)
         if self._over:  # broken off by another thread meanwhile, which found no engine
             self._engine.abort()
         logger.info("worker %d of %d reaches the others over %s", self.rank, self.size, how)
@@ -103,61 +167,59 @@ class Group:
     # -- sums ------------------------------------------------------------------------------------------------------
 
     def start_sum(self, tensor: torch.Tensor) -> EngineWork:
-        """The engine's work that sums ``tensor`` in place."""
-        if self.size == 1:
-            return Already()
-        gpus = self.gpus if tensor.is_cuda else None
-        if gpus is not None:
-            return gpus.sum(tensor)
-        if self._tree is not None and tensor.numel() * tensor.element_size() > MESSAGE_BYTES:
-            return self._tree.start(tensor)
-        if is_small(tensor, self.size):
-            return self._small.start(tensor)
-        return self.engine.sum(tensor)
-
-    def start_written_sum(self, tensor: torch.Tensor, form: Format) -> EngineWork:
-        """The same with numbers in this format between places far from one another."""
-        if self._tree is None:  # the group was re-formed meanwhile
-            raise RuntimeError("sums of this group cross no places")
-        return self._tree.start(tensor, form)
+        """Start to sum ``tensor`` in place."""
+        return Already() if self.size == 1 else self.engine.sum(tensor)
 
     @property
-    def writes(self) -> bool:
-        """Whether `start_written_sum` is there: sums cross between places by one worker of each."""
-        return self._tree is not None
+    def crosses(self) -> bool:
+        """Whether sums cross between distant places by one worker of each, so that `start_sum_in` is there."""
+        return self.topology.tree
+
+    def start_sum_in(self, tensor: torch.Tensor, wire_format: Format) -> EngineWork:
+        """Start a sum that crosses between distant places in a format."""
+        work = self.engine.sum_in(tensor, wire_format)
+        if work is None:  # the group was re-formed meanwhile
+            raise RuntimeError("sums of this group cross no places")
+        return work
 
     def start_all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> EngineWork:
-        """The engine's work that exchanges rows of bytes."""
+        """Start to exchange rows of bytes."""
         if len(sent) != self.size:
             raise RuntimeError(f"rows for {len(sent)} workers in a group of {self.size}")
         return self.engine.all_to_all(sent, got)
 
     def start_broadcast(self, part: torch.Tensor) -> EngineWork:
-        """The engine's work that overwrites ``part`` with the leader's."""
+        """Start to overwrite ``part`` with the leader's."""
         return self.engine.broadcast(part, self._seats[0])
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> EngineWork:
-        """The engine's work that sends to the worker of that rank."""
+        """Start to send to the worker of that rank."""
         return self.engine.send(tensor, self._seats[to], tag)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> EngineWork:
         return self.engine.receive(tensor, self._seats[source], tag)
 
     def sum_over(self, topology: Topology) -> None:
-        """From now on sums go as the topology, in whose order the group was connected, says."""
+        """Sum from now on as the topology says, in whose order the group was connected."""
         self.topology = topology
         if topology.tree:
-            self._tree = TreeSums(topology.branch(self.rank), self.rank, send=self.send, receive=self.receive)
+            branch, seats = topology.branch(self.rank), self._seats
+            seated = Branch(
+                children=tuple(seats[rank] for rank in branch.children),
+                parent=None if branch.parent is None else seats[branch.parent],
+                tops=tuple(seats[rank] for rank in branch.tops),
+            )
+            self._engine = TreeSums(self.engine, seated, seats[self.rank])
 
     def round_is_over(self) -> None:
-        self._small.round_is_over()
-        if self._tree is not None:
-            self._tree.round_is_over()
+        """Note that everybody has come to this round."""
+        if self._engine is not None:
+            self._engine.round_is_over()
 
     # -- small facts -----------------------------------------------------------------------------------------------
 
     def gather(self, key: str, label: str, value: Any, *, watch: Watch) -> list[Any]:
-        """Workers put their values, the leader puts the list: two store operations a worker."""
+        """Return all values: workers put theirs, the leader puts the list; two store operations per worker."""
         store = self.store
         if self.rank:
             store.set(f"{key}/{self.rank}", json.dumps([label, value]))
@@ -166,10 +228,10 @@ class Group:
         others = [f"{key}/{rank}" for rank in range(1, self.size)]
         if others:
             self.wait_for(others, watch=watch)
-        said = [[label, json.loads(json.dumps(value))], *(read_json(store, other) for other in others)]
-        if any(theirs != label for theirs, _ in said):
-            raise watch.unlike_calls({rank: theirs for rank, (theirs, _) in enumerate(said)})
-        values = [theirs for _, theirs in said]
+        answers = [[label, json.loads(json.dumps(value))], *(read_json(store, other) for other in others)]
+        if any(theirs != label for theirs, _ in answers):
+            raise watch.unlike_calls({rank: theirs for rank, (theirs, _) in enumerate(answers)})
+        values = [theirs for _, theirs in answers]
         store.set(f"{key}/all", json.dumps(values))
         for old in (*others, *self._spent):  # everybody has read the list before this one
             store.delete_key(old)
@@ -188,8 +250,11 @@ class Group:
     # -- the network -----------------------------------------------------------------------------------------------
 
     def unanswered(self) -> list[tuple[list[int], str, float]]:
-        """Where the network between this worker and others does not pass: their ranks, their address, and the seconds
-        since anything sent to it was last acknowledged. All workers of a computer share its address."""
+        """Return where the network between this worker and others does not pass.
+
+        Their ranks, their address, and the seconds since anything sent to it was last acknowledged. All workers of a
+        computer share its address.
+        """
         if self._engine is None:
             return []
         seats = self.topology.order
@@ -200,23 +265,23 @@ class Group:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def check_open(self) -> None:
         """Raise when the group was broken off or closed: for a thread that waits in it and has no watch."""
         if self._over:
             raise RuntimeError("the group is over")
 
     def break_off(self) -> None:
-        """What is under way fails now, within milliseconds."""
+        """Break off what is under way: it fails within milliseconds."""
         self._over = True
-        if self.gpus is not None:
-            self.gpus.abort()
         if self._engine is not None:
             self._engine.abort()
 
     @property
     def hopeless(self) -> bool:
-        """Whether a thread waits in the engine for long though a connection of this group is broken: nothing is bound
-        to wake it, for on a connection that breaks at the wrong moment Gloo may forget to."""
+        """Whether a thread has waited in the engine for long though a connection of this group is broken.
+
+        Nothing is bound to wake it: on a connection that breaks at the wrong moment Gloo may forget to.
+        """
         engine = self._engine
         return not self._over and engine is not None and self.waits.longest_s() > LEAVE_S and engine.lost()
 
@@ -224,19 +289,13 @@ class Group:
         """End the process, some seconds from now, if a thread is still in a wait of this broken-off group."""
         self.waits.end_if_stuck()
 
-    def detach(self) -> list[Any]:
-        """Give up the engine: what holds it and its last sends, for `let_go`; itself last, for what runs in it needs
-        it."""
+    def close(self) -> list[Closer]:
+        """Give up the engine; returns, once, what frees it and its last messages, for `let_go`."""
         self._over = True
-        sends: list[Any] = [*self._small.empty(), *(self._tree.end() if self._tree is not None else [])]
-        engine = self._engine.detach() if self._engine is not None else []
-        return [*sends, *engine] if engine else []
+        return self._engine.close() if self._engine is not None else []
 
 
-def let_go(held: list[Any]) -> None:
+def let_go(held: list[Closer]) -> None:
     """Free what a group has given up, in order. The interpreter must not end while a thread is inside the engine."""
     while held:
-        one = held.pop(0)
-        if isinstance(one, concurrency.Thread):
-            one.join(CLOSE_S)
-        del one
+        held.pop(0)()

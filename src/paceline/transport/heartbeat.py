@@ -1,4 +1,4 @@
-"""Who is alive and where: a heartbeat through the store, and a watch that turns endless waits into named errors.
+"""Liveness of the workers: a heartbeat through the store, and a watch that turns endless waits into named errors.
 
 Each worker beats twice a second with what it is doing and the number of the collective call it is in: one number for
 the calls of the user's own thread, another for rounds with a deadline, which a thread of their own runs. A worker that
@@ -17,19 +17,18 @@ from dataclasses import dataclass
 from paceline import concurrency
 from paceline.errors import FleetError, WorkerLost
 from paceline.roster.calls import CALLS, ERRORS, GROUP, Beat, Spot, passed_by, reminder_due_s, sentence, unlike_labels
-from paceline.transport.calls import CallPlace, CallSequences
-from paceline.transport.foreign import ForeignCalls
+from paceline.transport.call_sequences import CallPosition, CallSequences, ForeignCalls
 from paceline.transport.network import Store
 
 logger = logging.getLogger("paceline")
 
 BEAT_S = 0.5
-LOOK_S = 1.0
+CHECK_S = 1.0
 """How long a wait lasts before the others' beats are read at all."""
 SILENT_S = 10.0
 """A worker that has not beaten for so long is lost. A live process beats from its own thread, whatever it computes."""
 SILENT_AFTER_RESET_S = 3.0
-"""The same once a connection broke: then somebody is certainly gone."""
+"""That limit once a connection broke: then somebody is certainly gone."""
 QUIET_S = 5.0
 """A store that has not answered for so long is warned about."""
 FOREIGN_S = 15.0
@@ -77,7 +76,7 @@ class Heartbeat:
         self._store, self._launcher, self._rank, self._size, self._names = store, launcher, rank, size, names
         self._on_failure, self._sequences = on_failure, sequences
         self.network: Callable[[], str] = lambda: ""
-        """Where the network between this worker and others does not pass, in words."""
+        """The places where the network to other workers does not pass, in words."""
         self.refuses_foreign = True
         """Whether a collective of the script's own can only be one with the fleet's other workers."""
         self._foreign = ForeignCalls()
@@ -91,7 +90,7 @@ class Heartbeat:
         self._thread.start()
         concurrency.Thread(target=self._watch_store, name="paceline-store-watch", daemon=True).start()
 
-    # -- said by this worker ---------------------------------------------------------------------------------------
+    # -- by this worker --------------------------------------------------------------------------------------------
 
     def enter(self, label: str, *, lane: str = CALLS) -> int:
         """Begin collective call number N; from now on this worker waits for the others."""
@@ -110,20 +109,20 @@ class Heartbeat:
 
     def publish(self, kind: str, text: str) -> FleetError:
         """Make this failure everybody's, unless another was published first; return the one that stands."""
-        said = json.dumps({"kind": kind, "text": text, "by": self._rank})
+        mine = json.dumps({"kind": kind, "text": text, "by": self._rank})
         with self._using_store:
             try:
-                stands = json.loads(self._store.compare_set("failure", "", said))
+                stands = json.loads(self._store.compare_set("failure", "", mine))
                 self._store.set(f"knows/{self._rank}", "")  # the worker that holds the store may leave now
             except (RuntimeError, ValueError) as error:
                 if not text:
                     return _store_gone(error)
-                stands = json.loads(said)
+                stands = json.loads(mine)
             self.failure = self.failure or ERRORS.get(stands["kind"], FleetError)(stands["text"])
         return self.failure
 
     def await_acknowledgements(self, within_s: float) -> None:
-        """Wait, not for long, until every worker that can still hear has heard of the failure."""
+        """Wait, not for long, until every worker that can still read the failure has done so."""
         others = [f"knows/{rank}" for rank in range(self._size) if rank != self._rank]
         until = concurrency.monotonic() + within_s
         while concurrency.monotonic() < until:
@@ -140,7 +139,7 @@ class Heartbeat:
         while concurrency.monotonic() < until:
             try:
                 with self._using_store:
-                    found = self.failure or self._look(seen, SILENT_AFTER_RESET_S)
+                    found = self.failure or self._find_failure(seen, SILENT_AFTER_RESET_S)
             except RuntimeError as lost:
                 return _store_gone(lost)
             if found:
@@ -155,7 +154,7 @@ class Heartbeat:
         while not self._stop.is_set():
             count += 1
             own = self._sequences
-            foreign, foreign_s = self._foreign.look()
+            foreign, foreign_s = self._foreign.current()
             beat = [count, f"{own.doing}, in {foreign}" if foreign else own.doing, own.begun, own.spots()]
             beat += [foreign, foreign_s]
             self._asked = concurrency.monotonic()
@@ -171,13 +170,16 @@ class Heartbeat:
             self._wake.wait(BEAT_S)
 
     def _watch_store(self) -> None:
-        """A request to a store whose computer is cut off ends after minutes: by then nobody would know why this worker
-        stands still."""
+        """End a worker whose store does not answer.
+
+        A request to a store whose computer is cut off ends after minutes: by then nobody could say why this worker
+        stands still.
+        """
         began, warned = concurrency.monotonic(), False
         looked = began
-        while not self._stop.wait(LOOK_S) and not self.failure:
+        while not self._stop.wait(CHECK_S) and not self.failure:
             now, asked = concurrency.monotonic(), self._asked
-            stood_still = now - looked > 2 * LOOK_S  # this process did: the store is not to blame
+            stood_still = now - looked > 2 * CHECK_S  # this process did: the store is not to blame
             began = now if asked is None or stood_still else max(began, asked)
             looked, silent_s = now, now - began
             if silent_s < QUIET_S or self._sequences.longest_wait()[1] is None:
@@ -193,24 +195,24 @@ class Heartbeat:
 
     def _watch(self) -> None:
         lane, since = self._sequences.longest_wait()
-        if since is None or concurrency.monotonic() - since < LOOK_S:
+        if since is None or concurrency.monotonic() - since < CHECK_S:
             self._seen, self._reminded = {}, 0
             self._hear()
             return
-        found = self._look(self._seen, SILENT_S)
+        found = self._find_failure(self._seen, SILENT_S)
         if found:
             self._fail(found)
             return
         if concurrency.monotonic() - since > reminder_due_s(self._reminded):
             self._reminded += 1
-            label = self._sequences.places[lane].label
+            label = self._sequences.positions[lane].label
             logger.warning("%s: waiting for %s", label, self._whom(lane) or self.network() or "the network")
 
     def _hear(self) -> None:
-        """Of a failure that others found while this worker works by itself, before the holder of the store is gone."""
+        """Read a failure that others found while this worker works by itself, before the store is gone."""
         if self._store.check(["failure"]):
             self.publish("fleet", "")
-            if self._sequences.longest_wait()[1] is not None or self._foreign.look()[0]:
+            if self._sequences.longest_wait()[1] is not None or self._foreign.current()[0]:
                 self._on_failure()
 
     def _store_lost(self, error: BaseException) -> None:
@@ -222,14 +224,14 @@ class Heartbeat:
         self.failure = failure
         self._on_failure()
 
-    def _look(self, seen: dict[int, SeenBeat], silent_s: float) -> FleetError | None:
-        """One look at the store: the failure it shows, if any. ``seen`` is brought up to date."""
+    def _find_failure(self, seen: dict[int, SeenBeat], silent_s: float) -> FleetError | None:
+        """Return the failure that the store shows now, if any, and bring ``seen`` up to date."""
         if self._store.check(["failure"]):
             return self.publish("fleet", "")
         for rank in range(self._size):
             if self._launcher.check([f"died/{rank}"]):
                 return self.publish("lost", f"{self._names[rank]} {self._launcher.get(f'died/{rank}').decode()}")
-        at, since = self._sequences.places[CALLS], self._sequences.longest_wait()[1]
+        at, since = self._sequences.positions[CALLS], self._sequences.longest_wait()[1]
         self._read(seen)
         now = concurrency.monotonic()
         absent = [name for rank, name in enumerate(self._names) if rank not in seen]
@@ -240,13 +242,15 @@ class Heartbeat:
             return self.publish("lost", self._lost_text(seen, silent))
         if since is not None and now - since > FOREIGN_S and (stuck := self._stuck_in_foreign_calls(seen)):
             return self.publish("fleet", stuck)
-        if self._sequences.places[GROUP].since is not None:
-            return self._look_for_strays(seen, self._sequences.places[GROUP])
+        if self._sequences.positions[GROUP].since is not None:
+            return self._look_for_strays(seen, self._sequences.positions[GROUP])
         return self._look_for_mismatch(seen, at) if at.since is not None else None
 
     def _stuck_in_foreign_calls(self, seen: dict[int, SeenBeat]) -> str:
-        """In words, who is in a collective of the script's own while all others wait in calls of the fleet; "" when it
-        may still end."""
+        """Return, in words, who is in a collective of the script's own while all others wait in calls of the fleet.
+
+        Empty when it may still end.
+        """
         stuck = {rank: last for rank, last in seen.items() if last.foreign_s > FOREIGN_S and not last.beat.waits()}
         waiting = all(last.beat.waits() or rank in stuck for rank, last in seen.items() if rank != self._rank)
         if not stuck or not waiting or len(seen) < self._size or not self.refuses_foreign:
@@ -255,32 +259,32 @@ class Heartbeat:
         lane, _ = self._sequences.longest_wait()
         return (
             f"{self._names[rank]} has been in {last.foreign} for {last.foreign_s:.0f} s, and the others wait in "
-            f"{self._sequences.places[lane].label}: neither can end. Workers have unequal numbers of micro-batches, so "
-            "a collective of the script's own cannot meet inside a step: sum figures with step.add(name=...), or call "
-            "it behind step.commit, on every worker"
+            f"{self._sequences.positions[lane].label}: neither can end. Workers have unequal numbers of micro-batches, "
+            "so a collective of the script's own cannot meet inside a step: sum figures with step.add(name=...), or "
+            "call it behind step.commit, on every worker"
         )
 
-    def _look_for_strays(self, seen: dict[int, SeenBeat], at: CallPlace) -> FleetError | None:
+    def _look_for_strays(self, seen: dict[int, SeenBeat], at: CallPosition) -> FleetError | None:
         # A member of my group that left out our call and waits in one of the whole fleet, to which I come only later.
         spots = {rank: seen[rank].beat.spots for rank in self.group if rank in seen and rank != self._rank}
         gone = {rank: spot[CALLS] for rank, spot in spots.items() if spot[GROUP].call < at.call}
-        mine = self._sequences.places[CALLS].call
+        mine = self._sequences.positions[CALLS].call
         astray = {rank: spot.label for rank, spot in gone.items() if spot.waiting and spot.call > mine}
         return self.mismatch({self._rank: at.label, **astray}) if astray else None
 
-    def _look_for_mismatch(self, seen: dict[int, SeenBeat], at: CallPlace) -> FleetError | None:
+    def _look_for_mismatch(self, seen: dict[int, SeenBeat], at: CallPosition) -> FleetError | None:
         # A worker that waits in another call under the number of mine: neither wait can ever end.
         spots = {rank: last.beat.spots[CALLS] for rank, last in seen.items()} | {self._rank: at.spot()}
         begun = {rank: last.beat.begun for rank, last in seen.items()} | {self._rank: self._sequences.begun}
         if unlike := unlike_labels(self._rank, spots):
             return self.mismatch(unlike)
         # One that has begun more steps than I have without coming here: it left my call out.
-        if (passed := passed_by(self._rank, spots, begun)) and at == self._sequences.places[CALLS]:
+        if (passed := passed_by(self._rank, spots, begun)) and at == self._sequences.positions[CALLS]:
             return self.mismatch(passed)
         return None
 
     def mismatch(self, labels: Mapping[int, str]) -> FleetError:
-        """These workers are in unlike calls under one number: publish that."""
+        """Publish that these workers are in unlike calls under one number."""
         return self.publish("mismatch", sentence(labels, dict(enumerate(self._names))))
 
     def _read(self, seen: dict[int, SeenBeat]) -> None:
@@ -295,9 +299,9 @@ class Heartbeat:
     # -- in words --------------------------------------------------------------------------------------------------
 
     def _whom(self, lane: str) -> str:
-        """The workers that are not yet in my call, and what they do."""
+        """Return the workers that are not yet in this worker's call, and what they do."""
         beats = {rank: self._seen[rank].beat if rank in self._seen else None for rank in range(self._size)}
-        mine = self._sequences.places[lane].call
+        mine = self._sequences.positions[lane].call
         if lane == GROUP:
             beats = {rank: beat for rank, beat in beats.items() if rank in self.group}
         behind = [(rank, beat) for rank, beat in beats.items() if beat is None or beat.spots[lane].call < mine]
@@ -312,7 +316,7 @@ class Heartbeat:
 
 
 def _brief(error: BaseException) -> str:
-    """The last sentence of an engine's error, without its source paths."""
+    """Return the last sentence of an engine's error, without its source paths."""
     text = str(error).strip().splitlines()
     return (text[0].split("] ", 1)[-1] if text else type(error).__name__)[:200]
 

@@ -27,15 +27,15 @@ Store = Any
 
 def read_json(store: Store, key: str) -> Any:
     """Return a value of the store; RuntimeError where it is no JSON, as around the restart of a roster."""
-    said = store.get(key)
+    text = store.get(key)
     try:
-        return json.loads(said)
+        return json.loads(text)
     except ValueError:
-        raise RuntimeError(f"the store's value of {key} cannot be read: {said[:40]!r}") from None
+        raise RuntimeError(f"the store's value of {key} cannot be read: {text[:40]!r}") from None
 
 
 def address_towards(host: str, port: int) -> str:
-    """The local address that packets to ``host`` leave from: the interface the fleet can be reached on.
+    """Return the local address that packets to ``host`` leave from: the interface the fleet can be reached on.
 
     >>> address_towards("127.0.0.1", 9)
     '127.0.0.1'
@@ -47,7 +47,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """The IPv4 address of each network interface that has one (Linux and where its requests are known)."""
+    """Return the IPv4 address of each network interface that has one (Linux and where its requests are known)."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         for _, name in socket.if_nameindex():
@@ -58,7 +58,7 @@ def interfaces() -> dict[str, str]:
 
 
 def place() -> str:
-    """Names this computer as far as its network goes: in the same place, loopback is the same."""
+    """Return a name of this computer as far as its network goes: with the same name, loopback is the same."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/thread-self/ns/net')}"
@@ -67,7 +67,7 @@ def place() -> str:
 
 
 def gloo_device(host: str, port: int) -> tuple[object, str]:
-    """Gloo's network device, and a description of it for the log. GLOO_SOCKET_IFNAME decides when it is set."""
+    """Return Gloo's network device and a description for the log; GLOO_SOCKET_IFNAME decides when it is set."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface), f"interface {interface}"
@@ -81,7 +81,7 @@ Sockets = frozenset[tuple[int, str]]
 
 @contextmanager
 def loopback_only() -> Iterator[None]:
-    """Gloo groups formed in the block stay on this computer."""
+    """Keep Gloo groups that are formed in the block on this computer."""
     before = os.environ.get("GLOO_SOCKET_IFNAME")
     own = next((name for name, address in interfaces().items() if address.startswith("127.")), None)
     if own is not None:
@@ -96,7 +96,7 @@ def loopback_only() -> Iterator[None]:
 
 
 def open_sockets() -> Sockets:
-    """This process's sockets (none where /proc is missing)."""
+    """Return this process's sockets (none where /proc is missing)."""
     found = set()
     for entry in Path("/proc/self/fd").glob("*"):
         try:
@@ -129,7 +129,7 @@ DROP_ALL = (6, 0, 0, 0)
 
 
 def listening(sockets: Sockets) -> list[tuple[str, int]]:
-    """Addresses and ports of the listening ones among ``sockets``."""
+    """Return addresses and ports of the listening ones among ``sockets``."""
     found = []
     for descriptor, name in sockets:
         with suppress(OSError, IndexError), _same(descriptor, name) as listener:
@@ -140,8 +140,10 @@ def listening(sockets: Sockets) -> list[tuple[str, int]]:
 
 
 def unanswered(sockets: Sockets) -> dict[tuple[str, int], float]:
-    """Those at the other ends of ``sockets`` who acknowledge nothing that is sent to them, again and again: address and
-    port, and for how many seconds. Linux tells; elsewhere nothing is found."""
+    """Return the peers of ``sockets`` that have acknowledged nothing that was sent to them, again and again.
+
+    By address and port, the number of seconds. Linux shows it; elsewhere nothing is found.
+    """
     found = {}
     for descriptor, name in sockets:
         with suppress(OSError, IndexError, AttributeError, struct.error), _same(descriptor, name) as connection:
@@ -158,7 +160,7 @@ ESTABLISHED = 1
 
 
 def any_closed(sockets: Sockets) -> bool:
-    """Whether one of these connections has ended, at this end or the other. Linux tells; elsewhere none has."""
+    """Return whether one of these connections has ended, at either end. Linux shows it; elsewhere none has."""
     for descriptor, name in sockets:
         try:
             with _same(descriptor, name) as connection:
@@ -170,8 +172,10 @@ def any_closed(sockets: Sockets) -> bool:
 
 
 def joining(sockets: Sockets, ports: Collection[int]) -> Sockets:
-    """Those among ``sockets`` that are connected to one of these ports, at this end or the other. Others were opened
-    meanwhile by somebody else."""
+    """Return those of ``sockets`` that are connected to one of these ports, at this end or the other.
+
+    Others were opened meanwhile by somebody else.
+    """
     found = set()
     for descriptor, name in sockets:
         with suppress(OSError, IndexError), _same(descriptor, name) as connection:
@@ -181,7 +185,7 @@ def joining(sockets: Sockets, ports: Collection[int]) -> Sockets:
 
 
 def _same(descriptor: int, name: str) -> socket.socket:
-    """The socket of this name, to be closed; OSError when the descriptor is another's by now."""
+    """Return the socket of this name, to be closed; OSError when the descriptor is another's by now."""
     found = socket.socket(fileno=os.dup(descriptor))
     if os.readlink(f"/proc/self/fd/{found.fileno()}") != name:
         found.close()

@@ -27,22 +27,24 @@ HEAD_START_S = 0.3
 LABEL = "finding the network"
 
 Said = Mapping[str, Any]
-"""What a worker says: its ``addresses`` in the order of its liking, and its door's ``port`` and ``word``."""
+"""A worker's report: its ``addresses`` in the order of its liking, and its door's ``port`` and ``word``."""
 
 
 def find_address(
     group: Group, own: Sequence[str], *, facts: Mapping[int, Mapping[str, Any]], watch: Watch, turn: int = 0
 ) -> str:
-    """The address at which this worker is to be reached, of its ``own``; all workers of the group come here, and those
-    of one computer need not try. Raises ConnectionError, with the names of two who do not reach each other, on all of
-    them; they are called as their ``facts`` say, which come in the order of ranks."""
-    if len({said.get("place") for said in facts.values()}) == 1:
+    """Return the address at which this worker is to be reached, of its ``own``.
+
+    All workers of the group come here, and those of one computer need not try. Raises ConnectionError, with the names
+    of two who do not reach each other, on all of them; ``facts``, in the order of ranks, name them.
+    """
+    if len({report.get("place") for report in facts.values()}) == 1:
         return own[0]
     names = list(name_workers(facts).values())
     with closing(Door()) as door:
         mine: dict[str, Any] = {"addresses": own, "port": door.port, "word": door.word}
         everybody: list[Said] = group.gather(f"addresses/{turn}", LABEL, mine, watch=watch)
-        others = {rank: said for rank, said in enumerate(everybody) if rank != group.rank}
+        others = {rank: report for rank, report in enumerate(everybody) if rank != group.rank}
         for thorough in (False, True):
             mine = {str(rank): found for rank, found in reached(others, thorough=thorough).items()}
             found = group.gather(f"reached/{turn}/{int(thorough)}", LABEL, mine, watch=watch)
@@ -53,8 +55,11 @@ def find_address(
 
 
 def own_addresses(host: str, port: int, *, first: str = "") -> list[str]:
-    """This computer's: first the one that packets to ``host`` leave from, or the one that served before (``first``), if
-    it is still there. GLOO_SOCKET_IFNAME leaves one."""
+    """Return this computer's addresses, the best first.
+
+    That is the one that packets to ``host`` leave from, or the one that served before (``first``), if it is still
+    there. GLOO_SOCKET_IFNAME leaves one.
+    """
     named = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     if named is not None:
         return [named]
@@ -63,7 +68,7 @@ def own_addresses(host: str, port: int, *, first: str = "") -> list[str]:
 
 
 def common(rank: int, addresses: Sequence[str], found: Sequence[Mapping[str, Sequence[str]]]) -> str:
-    """The first of a worker's addresses that all others have reached; empty when there is none.
+    """Return the first of a worker's addresses that all others have reached; empty when there is none.
 
     >>> common(0, ["127.0.0.1", "10.0.0.1", "10.1.0.1"], [{}, {"0": ["10.1.0.1", "10.0.0.1"]}, {"0": ["10.1.0.1"]}])
     '10.1.0.1'
@@ -73,20 +78,22 @@ def common(rank: int, addresses: Sequence[str], found: Sequence[Mapping[str, Seq
 
 
 def unreached(everybody: Sequence[Said], found: Sequence[Mapping[str, Sequence[str]]], names: Sequence[str]) -> str:
-    """Who does not reach whom; where each is reached by all at some address, but not all at the same, it says so."""
+    """Return a sentence: who does not reach whom, or whose addresses some reach and none is reached by all."""
     for rank, theirs in enumerate(found):
         for other in map(int, theirs):
             if not theirs[str(other)]:
                 where = ", ".join(everybody[other]["addresses"])
                 return f"{names[rank]} does not reach {names[other]} at {where}: a firewall, or no way between them"
-    lonely = next(rank for rank, said in enumerate(everybody) if not common(rank, said["addresses"], found))
+    lonely = next(rank for rank, report in enumerate(everybody) if not common(rank, report["addresses"], found))
     ways = [f"{names[rank]} at {', '.join(theirs[str(lonely)])}" for rank, theirs in enumerate(found) if rank != lonely]
     return f"{names[lonely]} has no address that everybody reaches: {'; '.join(ways)}"
 
 
 class Door:
-    """Listens at all addresses of this computer, and tells whoever comes a word: an address may be that of another
-    computer in another network."""
+    """A listener at all addresses of this computer that sends whoever comes a word.
+
+    An address may be that of another computer in another network.
+    """
 
     def __init__(self) -> None:
         self.word = secrets.token_hex(8)
@@ -111,10 +118,12 @@ class Door:
 
 
 def reached(others: Mapping[int, Said], *, thorough: bool) -> dict[int, list[str]]:
-    """Which addresses of each other worker answer from here. ``thorough``: all of them are waited for, and not only as
-    long as a better one may come."""
+    """Return the addresses of each other worker that answer from here.
+
+    ``thorough``: all of them are waited for, and not only as long as a better one may come.
+    """
     began, found, first_at = concurrency.monotonic(), {rank: list[str]() for rank in others}, dict[int, float]()
-    tried = {rank: list(said["addresses"]) for rank, said in others.items()}  # but for those that have failed
+    tried = {rank: list(report["addresses"]) for rank, report in others.items()}  # but for those that have failed
 
     def waits_for(rank: int) -> bool:
         late = PATIENCE_S
@@ -123,11 +132,11 @@ def reached(others: Mapping[int, Said], *, thorough: bool) -> dict[int, list[str
         return concurrency.monotonic() < began + late and len(found[rank]) < len(tried[rank])
 
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
-        for rank, said in others.items():
-            for address in said["addresses"]:
+        for rank, report in others.items():
+            for address in report["addresses"]:
                 try:
-                    connection = stack.enter_context(closing(_connecting(address, said["port"])))
-                    selector.register(connection, selectors.EVENT_READ, (rank, address, said["word"]))
+                    connection = stack.enter_context(closing(_connecting(address, report["port"])))
+                    selector.register(connection, selectors.EVENT_READ, (rank, address, report["word"]))
                 except OSError:  # no route
                     tried[rank].remove(address)
         while any(map(waits_for, others)) and selector.get_map():

@@ -1,4 +1,4 @@
-"""Where workers are: computers, sites of computers that are near one another, and the tree over which they sum.
+"""The places of workers: computers, sites of computers that are near one another, and the tree over which they sum.
 
 Workers of one computer add up their parts, then computers of one site, and the first worker of each site crosses the
 links between sites: with n workers behind a link a sum crosses it once each way, where a ring's hops carry it nearly
@@ -17,7 +17,7 @@ from typing import Any
 NEAR_S = 0.001
 """Round trips below this are a local network's, whatever they are on a busy computer."""
 CLEARLY = 4.0
-"""Sites are told apart where round trips between them are so many times those within."""
+"""Factor between round trips of two sites and those within from which they count as two."""
 FLOOR_S = NEAR_S / CLEARLY
 """Below this, round trips are noise."""
 FAST_BITS_S = 2.5e9
@@ -33,10 +33,12 @@ def pair(one: str, other: str) -> Pair:
 
 
 def near_ones(computers: Sequence[str], links: Links) -> list[list[str]]:
-    """Computers by site, in order. The shortest links that join all of them, sorted by length, fall into near and far
-    where the next is `CLEARLY` longer and no less than `NEAR_S`, at the last such gap; without one all are near, or all
-    far. A link that took long by noise is not among these as long as there is another way, so it parts nobody. A
-    computer with no known link is by itself.
+    """Return computers by site, in order.
+
+    The shortest links that join all of them, sorted by length, fall into near and far where the next is `CLEARLY`
+    longer and no less than `NEAR_S`, at the last such gap; without one all are near, or all far. A link that took long
+    by noise is not among these as long as there is another way, so it parts nobody. A computer with no known link is by
+    itself.
 
     >>> near_ones(["a", "b", "c"], {("a", "b"): 0.0004, ("a", "c"): 0.021, ("b", "c"): 0.02})
     [['a', 'b'], ['c']]
@@ -53,7 +55,7 @@ def near_ones(computers: Sequence[str], links: Links) -> list[list[str]]:
 
 
 def _shortest_joins(computers: Sequence[str], links: Links) -> list[tuple[float, Pair]]:
-    """Of all links, shortest first, those between what shorter ones have not joined yet (a least spanning tree)."""
+    """Return the links, shortest first, between what shorter ones have not joined yet (a least spanning tree)."""
     joined, found = {computer: [computer] for computer in computers}, []
     for seconds, (one, other) in sorted((max(seconds, FLOOR_S), ends) for ends, seconds in links.items()):
         if joined[one] is not joined[other]:
@@ -73,19 +75,19 @@ class Branch:
     """One worker's place in the tree; others are ranks."""
 
     children: tuple[int, ...] = ()
-    """Whose sums it adds to its own part, in this order."""
+    """The ranks whose sums it adds to its own part, in this order."""
     parent: int | None = None
-    """Who adds its sum; None: it crosses between sites."""
+    """The rank that adds its sum; None: it crosses between sites."""
     tops: tuple[int, ...] = ()
     """All that cross, in the order in which their sums are added."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where the workers of a group are, by rank."""
+    """The places of a group's workers, by rank."""
 
     sites: tuple[tuple[tuple[int, ...], ...], ...]
-    """By site and computer; the first of each is the one that crosses, and everything is in the order of ranks."""
+    """Ranks by site and computer, all in the order of ranks; the first of each is the one that crosses."""
     names: tuple[str, ...] = ()
     """The computers', in the same order."""
     tree: bool = False
@@ -95,7 +97,7 @@ class Topology:
     bits_s: float | None = None
     """What the slowest link there carries."""
     by_name: bool = field(default=False, compare=False)
-    """PACELINE_SITE has said which sites there are."""
+    """Whether PACELINE_SITE names the sites."""
 
     @cached_property
     def computers(self) -> tuple[tuple[int, ...], ...]:
@@ -117,7 +119,7 @@ class Topology:
         return self.sites if len(self.sites) > 1 else tuple((computer,) for computer in self.computers)
 
     def branch(self, rank: int) -> Branch:
-        """This worker's place in the tree.
+        """Return a worker's position in the tree.
 
         >>> Topology(sites=(((0, 1), (2, 3)), ((4, 5),))).branch(0)
         Branch(children=(1, 2), parent=None, tops=(0, 4))
@@ -134,11 +136,11 @@ class Topology:
         raise ValueError(f"no worker of rank {rank} in {self.sites}")
 
     def crosses(self, head: int, other: int) -> bool:
-        """Whether these two are at unlike places."""
+        """Return whether these two are at unlike places."""
         return not any({head, other} <= {rank for computer in place for rank in computer} for place in self.places)
 
     def among(self, ranks: Sequence[int]) -> Topology:
-        """The same for some of these workers, whose ranks are counted anew."""
+        """Return the topology of some of these workers, whose ranks are counted anew."""
         found = {rank: number for number, rank in enumerate(ranks)}
         kept = [[[found[r] for r in computer if r in found] for computer in site] for site in self.sites]
         names = [n for n, computer in zip(self.names, self.computers) if any(r in found for r in computer)]
@@ -147,13 +149,16 @@ class Topology:
         return Topology(sites, tuple(names), self.tree and several, self.far_s, self.bits_s, self.by_name)
 
     def facts(self, workers: Sequence[int]) -> dict[str, Any]:
-        """For the run's log (JSON), with each worker's own name in place of its rank."""
+        """Return facts for the run's log (JSON), with each worker's own name in place of its rank."""
         sites = [[[workers[rank] for rank in computer] for computer in site] for site in self.sites]
         return {"sites": sites, "tree": self.tree, "round_trip_s": self.far_s, "bits_s": self.bits_s}
 
 
 def computers_of(facts: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
-    """The ranks of each computer's workers, in the order of their first. A worker that says nothing counts by host."""
+    """Return the ranks of each computer's workers, in the order of their first.
+
+    A worker without that fact counts by host.
+    """
     found: dict[str, list[int]] = {}
     for rank, fact in enumerate(facts):
         found.setdefault(str(fact.get("computer") or fact.get("host")), []).append(rank)
@@ -161,13 +166,15 @@ def computers_of(facts: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, ...
 
 
 def one_place(size: int) -> Topology:
-    """Workers of which nobody knows more, or that are on one computer."""
+    """Return the topology of workers that are on one computer, or of which nothing more is known."""
     return Topology(sites=((tuple(range(size)),),))
 
 
 def arranged(facts: Sequence[Mapping[str, Any]], links: Links) -> Topology:
-    """The topology, so far without bandwidths, of workers that said these facts. PACELINE_SITE, where all have it,
-    takes the place of what was measured."""
+    """Return the topology, so far without bandwidths, of workers with these facts.
+
+    PACELINE_SITE, where all have it, takes the place of what was measured.
+    """
     computers = computers_of(facts)
     named = {name: facts[ranks[0]].get("site") for name, ranks in computers.items()}
     by_name = all(named.values()) and len(set(named.values())) > 1
@@ -186,7 +193,7 @@ def arranged(facts: Sequence[Mapping[str, Any]], links: Links) -> Topology:
 
 
 def sums_over_tree(topology: Topology, facts: Sequence[Mapping[str, Any]], *, bits_s: float | None) -> bool:
-    """Whether the tree is worth it: the link between places is long or slow, and all tensors lie in main memory."""
+    """Return whether the tree is worth it: the link between places is long or slow, and tensors lie in main memory."""
     several = len(topology.computers) > 1
     on_cpus = all(str(fact["device"]).startswith("cpu") for fact in facts)
     slow = topology.by_name or len(topology.sites) > 1 or (bits_s is not None and bits_s < FAST_BITS_S)

@@ -1,5 +1,4 @@
-"""What a Trainer or a LightningModule asks for that a fleet cannot do, or would do wrongly: refused, with what to write
-instead."""
+"""Settings of a Trainer or LightningModule that a fleet cannot honour, or would get wrong: refused, with advice."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ CALLBACKS: dict[type, str] = {
     BatchSizeFinder: 'PacelineStrategy(micro_batch="auto") finds the size of micro-batches on each worker',
     LearningRateFinder: "it trains several times in one process: find the rate with a Trainer without this strategy",
 }
-"""Those that change what a step is, and what to do instead."""
+"""Callbacks that change what a step is, and what to do instead."""
 
 
 def check_trainer(trainer: Trainer, device: torch.device) -> None:
-    """Raise ValueError with the first thing in the Trainer's settings that contradicts a fleet."""
+    """Raise ValueError with the first of the Trainer's settings that contradicts a fleet."""
     for text in (*_devices(trainer, device), *_precision(trainer), *_data(trainer)):
         raise ValueError(text)
     for callback in trainer.callbacks:
@@ -40,16 +39,16 @@ def check_trainer(trainer: Trainer, device: torch.device) -> None:
 
 
 def check_fit(trainer: Trainer, module: LightningModule) -> None:
-    """The same of what concerns the training alone."""
+    """Raise ValueError with the first setting that concerns training alone and contradicts a fleet."""
     for text in (*_training(trainer), *_module(module)):
         raise ValueError(text)
 
 
 def several_optimizers() -> str:
-    """What to say of them; Lightning's own advice, manual optimisation, would not do."""
+    """Return the refusal of several optimisers; Lightning's own advice, manual optimisation, would not work."""
     return (
         "configure_optimizers gives several optimisers, and a step of PacelineStrategy has one: give one with several "
-        "parameter groups, or write the loop with paceline.join() (docs/several-models.md)"
+        "parameter groups, or write the loop with paceline.join() (docs/sharding.md)"
     )
 
 
@@ -67,10 +66,10 @@ def _devices(trainer: Trainer, device: torch.device) -> Iterator[str]:
             f"device (paceline run -n {devices} starts {devices})"
         )
     if accelerator.name() != device.type:
-        said = "cpu" if device.type == "cpu" else "gpu"
+        fitting = "cpu" if device.type == "cpu" else "gpu"
         yield (
             f"the Trainer's accelerator is {accelerator.name()!r} and the fleet's device is {str(device)!r}: write "
-            f'Trainer(accelerator="{said}"), or PacelineStrategy(device="{accelerator.name()}")'
+            f'Trainer(accelerator="{fitting}"), or PacelineStrategy(device="{accelerator.name()}")'
         )
     if connector._layer_sync is not None:
         yield (
@@ -126,7 +125,7 @@ def _module(module: LightningModule) -> Iterator[str]:
     if not module.automatic_optimization:
         yield (
             f"{name} optimises manually, and PacelineStrategy makes the updates: set automatic_optimization = True, or "
-            "write the loop with paceline.join() (docs/several-models.md)"
+            "write the loop with paceline.join() (docs/sharding.md)"
         )
     if is_overridden("backward", module):
         yield f"{name}.backward is overridden, and PacelineStrategy calls backward itself: put it into the loss"

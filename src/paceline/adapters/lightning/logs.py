@@ -1,7 +1,7 @@
-"""What ``self.log`` gives, as the fleet's: each sample counts once, whoever went through it.
+"""What ``self.log`` gives, as the fleet's: each sample counts once, whichever worker processed it.
 
-Inside a micro-batch values are only collected. In training they ride in the step's round, as ``step.add`` does; what
-came out of it is then logged once, the same on every worker. The name of a sum says how it was logged, so that a worker
+Inside a micro-batch values are only collected. In training they travel in the step's round, as ``step.add`` does; the
+result is then logged once, the same on every worker. The name of a sum contains how it was logged, so that a worker
 that had no micro-batch, or a newcomer, can log it as well.
 """
 
@@ -30,7 +30,7 @@ _FLAGS = {"s": "on_step", "e": "on_epoch", "p": "prog_bar", "l": "logger"}
 
 @dataclass
 class LoggedValue:
-    """Values of one name, put together by its rule: ``mean`` is ``sum(value * weight) / sum(weight)``."""
+    """Values of one name, merged by its rule: ``mean`` is ``sum(value * weight) / sum(weight)``."""
 
     rule: str
     total: Any = 0.0
@@ -47,7 +47,7 @@ class LoggedValue:
         self.weight += weight
 
     def merge(self, total: float, weight: float) -> None:
-        """Another worker's part."""
+        """Add another worker's part."""
         if self.rule in ("min", "max"):
             self.add(total, weight)
         elif weight:
@@ -59,20 +59,20 @@ class LoggedValue:
 
 
 class FleetResults(_ResultCollection):
-    """In place of Lightning's own collection. While ``parts`` is a dict, values are collected in it, by key."""
+    """Replacement of Lightning's own collection. While ``parts`` is a dict, values are collected in it, by key."""
 
     def __init__(self, training: bool) -> None:
         super().__init__(training)
         self.parts: dict[str, LoggedValue] | None = None
         self.rows: int | None = None
-        """Samples in the micro-batch: what a value counts by unless ``self.log(batch_size=...)`` says so."""
+        """Samples in the micro-batch: the weight of a value unless ``self.log(batch_size=...)`` sets it."""
         self.dtype = torch.float32
-        """Of what is logged, whatever it was summed in."""
+        """Type of what is logged, whatever it was summed in."""
         self.everybody: Callable[[str, float], list[float]] = lambda label, value: [value]
-        """Every worker's value, at a place where all are."""
+        """Returns every worker's value, at a point that all workers reach."""
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """As Lightning's, but values are never summed over processes once more."""
+        """Log as Lightning does, but never sum values over processes once more."""
         new = set(self)
         if self.parts is not None and self.training and isinstance(value, Metric):
             raise ValueError(
@@ -89,12 +89,15 @@ class FleetResults(_ResultCollection):
                 self[key].has_reset = True  # it has no value yet
 
     def _must_agree(self, fx: str, name: str, value: float) -> None:
-        """Of what a module has collected itself, each worker knows its own part."""
+        """Raise ValueError if workers log unlike values.
+
+        Of what a module has collected itself, each worker has its own part.
+        """
         values = self.everybody(f"self.log({name!r}) in {fx}", value)
         if not np.allclose(values, values[0], rtol=1e-5, equal_nan=True):
-            said = ", ".join(f"{one:.6g}" for one in values)
+            listed = ", ".join(f"{one:.6g}" for one in values)
             raise ValueError(
-                f"self.log({name!r}) in {fx}: the workers' values differ ({said}), because each has gone through its "
+                f"self.log({name!r}) in {fx}: the workers' values differ ({listed}), because each has gone through its "
                 "own part of the data; log in the step itself, or use a torchmetrics metric in validation_step"
             )
 
@@ -117,11 +120,11 @@ class FleetResults(_ResultCollection):
 
     def give(self, key: str, value: Any, weight: float) -> None:
         """Log the fleet's value, once."""
-        told = torch.as_tensor(value, dtype=self.dtype, device=self[key].value.device)
-        super().update_metrics(key, told, int(weight) if float(weight).is_integer() else weight)
+        tensor = torch.as_tensor(value, dtype=self.dtype, device=self[key].value.device)
+        super().update_metrics(key, tensor, int(weight) if float(weight).is_integer() else weight)
 
     def register(self, key: str, meta: dict[str, Any], *, is_tensor: bool = True) -> None:
-        """Make the key known on a worker that has not logged it itself."""
+        """Create the key on a worker that has not logged it itself."""
         if key not in self:
             made = _Metadata(**meta)
             made.sync = _Sync(fn=_Sync.no_op, _should=True)
@@ -129,8 +132,10 @@ class FleetResults(_ResultCollection):
             self[key].has_reset = True
 
     def objects(self) -> list[list[Any]]:
-        """The metrics that this worker logged as objects, as JSON: the key, how it was logged, and the metric's name in
-        the module."""
+        """Return the metrics that this worker logged as objects, as JSON.
+
+        Each is the key, how it was logged, and the metric's name in the module.
+        """
         metas = [(key, one.meta) for key, one in self.items() if not one.is_tensor and not one.has_reset]
         return [[key, meta.fx, meta.dataloader_idx, name_of(meta), meta.metric_attribute] for key, meta in metas]
 
@@ -145,7 +150,7 @@ class FleetResults(_ResultCollection):
 
 
 def name_of(meta: Any) -> str:
-    """A sum's name: what was logged, by which rule, and whether on_step, on_epoch, prog_bar and logger were asked for.
+    """Return a sum's name: what was logged, by which rule, and with which of on_step, on_epoch, prog_bar and logger.
 
     >>> name_of(_Metadata("training_step", "loss", on_step=True, on_epoch=False))
     'loss [mean]sl'
@@ -155,7 +160,7 @@ def name_of(meta: Any) -> str:
 
 
 def meta_of(name: str) -> dict[str, Any] | None:
-    """What `name_of` was made of; None: it is another sum."""
+    """Return what `name_of` was made of; None for another sum."""
     found = _NAME.fullmatch(name)
     if found is None or found["of"]:
         return None
@@ -164,12 +169,12 @@ def meta_of(name: str) -> dict[str, Any] | None:
 
 
 def weight_name(name: str) -> str:
-    """The sum of the weights of a mean."""
+    """Return the name of the sum of a mean's weights."""
     return name.replace("[mean]", "[mean, samples]")
 
 
 def sums_of(results: FleetResults, parts: Mapping[str, LoggedValue]) -> Iterator[tuple[str, Any]]:
-    """What one micro-batch logged, for ``step.add``."""
+    """Yield what one micro-batch logged, for ``step.add``."""
     for key, logged in parts.items():
         name = name_of(results[key].meta)
         yield name, logged.total

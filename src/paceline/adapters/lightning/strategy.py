@@ -1,4 +1,4 @@
-"""The strategy: Lightning believes that it is alone, and one of its batches is one step of the fleet.
+"""The strategy: Lightning runs as if alone, and one of its batches is one step of the fleet.
 
 ``training_step`` runs the module's own on each of this worker's micro-batches and then the round, which leaves the
 fleet's mean gradient in ``p.grad``. From there on everything is Lightning's: hooks, clipping, schedules, callbacks.
@@ -23,30 +23,41 @@ from torch.optim.swa_utils import AveragedModel
 
 from paceline import concurrency
 from paceline.adapters.lightning.checks import check_fit, check_trainer, several_optimizers
-from paceline.adapters.lightning.environment import hide_launcher
-from paceline.adapters.lightning.evaluation import EvaluationData
-from paceline.adapters.lightning.loggers import take_over
+from paceline.adapters.lightning.fleet_metrics import FleetMetrics
 from paceline.adapters.lightning.logs import FleetResults, give_sums, sums_of
-from paceline.adapters.lightning.metrics import FleetMetrics
-from paceline.adapters.lightning.place import TrainerPlace
+from paceline.adapters.lightning.trainer_progress import TrainerProgress, continue_csv_files
 from paceline.adapters.lightning.training_data import TrainingData
+from paceline.adapters.lightning.validation import EvaluationData
+from paceline.averaging.merge import MergeSettings
 from paceline.checkpoint.content import plain
-from paceline.combine.averaging.settings import Averaging, ElasticAverage
 from paceline.errors import MisuseError
 from paceline.fleet import Fleet
-from paceline.loop.step import Step
-from paceline.loop.user_code import refuse_closures
-from paceline.pace import Pacer
-from paceline.training.join import join_training
+from paceline.pace import MinimalPacer
+from paceline.renamed import names_present_keywords
+from paceline.step.checks.user_code import refuse_closures
+from paceline.step.step import Step
+from paceline.training.join import hide_variables, join_training
 from paceline.training.same_data import SameData
 from paceline.transport import joins_roster
 
+HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+"""Variables from which Lightning would conclude that it is to make a process group of its own."""
 _JOINED: list[weakref.ref[PacelineStrategy]] = []
-"""The strategies that this process has made: a worker is in one fleet at a time."""
+"""Strategies that this process has made: a worker is in one fleet at a time."""
+
+
+def hide_launcher() -> None:
+    """Hide from Lightning or Fabric that a launcher started several workers; call it once the fleet is joined.
+
+    `PacelineStrategy` calls it itself. A script with `paceline.join` and Fabric calls it before it makes ``Fabric()``,
+    which then has one process, as it should: the workers are the fleet's. A later `paceline.join` in the script still
+    finds the other workers.
+    """
+    hide_variables(HIDDEN)
 
 
 def _leave_earlier() -> None:
-    """End what an earlier strategy of the script has of the fleet, so that a new one can join the same workers."""
+    """Close the earlier strategies of the script, so that a new one can join the same workers."""
     earlier = [one for made in _JOINED if (one := made()) is not None]
     if _JOINED and joins_roster():
         raise ValueError(
@@ -60,30 +71,30 @@ def _leave_earlier() -> None:
 
 
 class PacelineStrategy(SingleDeviceStrategy):
-    """Trains a LightningModule on a fleet of unlike workers, at the sum of their speeds.
+    """Strategy that trains a LightningModule on a fleet of unlike workers, at the sum of their speeds.
 
-    Module and DataLoader stay as they are; start the script with ``paceline run``, torchrun, or alone. It joins the
-    fleet here, and leaves it when the script ends, when `close` is called, or when another strategy is made: a script
-    may pre-train with one Trainer and fine-tune with the next.
+    Module and DataLoader stay as they are; start the script with ``paceline run``, torchrun, or alone. The constructor
+    joins the fleet. The strategy leaves it when the script ends, when `close` is called, or when another strategy is
+    made: a script may pre-train with one Trainer and fine-tune with the next.
 
     Args:
-        global_batch: samples of one update, over the whole fleet (batches, with a DataLoader that has a
+        global_batch: samples per update, over the whole fleet (batches, with a DataLoader that has a
             ``batch_sampler``).
-        micro_batch: samples that go through ``training_step`` at once; "auto" finds a size on each worker. Unless
-            given, the DataLoader's batch size.
-        pace: who does how many samples, as `paceline.join` takes it.
+        micro_batch: samples that go through ``training_step`` at once; "auto" finds a size on each worker. By default
+            the DataLoader's batch size.
+        pace: decides each worker's samples per step, as in `paceline.join`.
         combine: "gradients"; averages of parameters need a loop of your own.
-        device: of this worker; a GPU of its own where there is one, unless given.
-        seed: of the shuffle and of everything random in a micro-batch; the same on every worker.
-        weight: ``weight(batch)`` says how much a micro-batch's mean loss counts; unless given, what it was divided by,
-            as `Step.backward` has it.
-        whole: micro-batches of one size alone; on by itself for compiled modules.
-        varying_count: how the learning rate follows a step that counted more or fewer samples, as `Fleet.steps` has it.
+        device: device of this worker; by default a GPU of its own where there is one.
+        seed: seed of the shuffle and of all random numbers in a micro-batch; the same on every worker.
+        weight: function ``weight(batch)`` that returns the weight of a micro-batch's mean loss; by default what the
+            loss was divided by, as in `Step.backward`.
+        fixed_micro_batch: whether all micro-batches have one size; by default True for compiled modules.
+        lr_scaling: how the learning rate follows a step that counted more or fewer samples, as in `Fleet.steps`.
         nonfinite: "stop" or "skip" the update when gradients are NaN or infinite.
-        wire: how gradients cross the network: "float32", "bf16" or "fp16".
-        name: of the run, for its folder and log.
+        comm_dtype: number format in which gradients are sent over the network: "float32", "bf16" or "fp16".
+        name: name of the run, for its folder and log.
         run_dir: the run's folder.
-        quiet: no live view and no closing verdict.
+        quiet: if True, print no live view and no closing verdict.
 
     Example:
         ```python
@@ -94,20 +105,21 @@ class PacelineStrategy(SingleDeviceStrategy):
 
     strategy_name = "paceline"
 
+    @names_present_keywords
     def __init__(
         self,
         global_batch: int,
         micro_batch: int | str | Sequence[int] | None = None,
         *,
-        pace: str | Pacer = "auto",
-        combine: str | Averaging | ElasticAverage = "gradients",
+        pace: str | MinimalPacer = "auto",
+        combine: str | MergeSettings = "gradients",
         device: str | torch.device | None = None,
         seed: int = 0,
         weight: Callable[[Any], Any] | None = None,
-        whole: bool | None = None,
-        varying_count: str = "none",
+        fixed_micro_batch: bool | None = None,
+        lr_scaling: str = "none",
         nonfinite: str = "stop",
-        wire: str = "float32",
+        comm_dtype: str = "float32",
         name: str | None = None,
         run_dir: str | Path | None = None,
         quiet: bool = False,
@@ -118,19 +130,19 @@ class PacelineStrategy(SingleDeviceStrategy):
                 f"PacelineStrategy(combine={merge!r}): with averages of parameters the workers' weights differ between "
                 'rounds, which callbacks and validation would see; use "gradients", or a loop with paceline.join()'
             )
-        told: dict[str, Any] = {"name": name, "run_dir": run_dir, "quiet": quiet}
+        options: dict[str, Any] = {"name": name, "run_dir": run_dir, "quiet": quiet, "comm_dtype": comm_dtype}
         _leave_earlier()
-        self._context = join_training(pace, merge, device=device, seed=seed, nonfinite=nonfinite, wire=wire, **told)
+        self._context = join_training(pace, merge, device=device, seed=seed, nonfinite=nonfinite, **options)
         self.fleet = Fleet(self._context)
-        """The fleet that this worker is in: its size, history, `Fleet.gather`."""
+        """The fleet that this worker is in: its size, history, `Fleet.predict`."""
         self.same_data = SameData(self._context)
         hide_launcher()
         super().__init__(device=self.fleet.device)
         self._asked = {
             "global_batch": global_batch,
             "micro_batch": micro_batch,
-            "whole": whole,
-            "varying_count": varying_count,
+            "fixed_micro_batch": fixed_micro_batch,
+            "lr_scaling": lr_scaling,
         }
         self._weight = weight
         self._data: TrainingData | None = None
@@ -143,13 +155,13 @@ class PacelineStrategy(SingleDeviceStrategy):
         concurrency.before_threads_end(self.close)
 
     def close(self) -> None:
-        """Leave the fleet; it is done when the script ends, too."""
+        """Leave the fleet; the end of the script does so, too."""
         if not self._closed:
             self._closed = True
             self.fleet.leave()
 
     def on_exception(self, exception: BaseException) -> None:
-        """The others hear why this worker fails."""
+        """Leave the fleet and send the other workers the reason for which this one fails."""
         if not self._closed:
             self._closed = True
             self.fleet.leave(exception)
@@ -158,16 +170,16 @@ class PacelineStrategy(SingleDeviceStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this worker logs and saves: the leader of the moment does."""
+        """Whether this worker logs and saves: the current leader does."""
         return self.fleet.is_leader
 
     def _note_rank(self) -> None:
-        """Loggers and messages ask a variable of Lightning's own; in an elastic fleet the leader may change."""
+        """Set the rank in Lightning's own variable, which loggers and messages read; the leader may change."""
         led = rank_zero_only.rank == 0
         self.global_rank = self.fleet.rank
         rank_zero_only.rank = 0 if self.fleet.is_leader else max(1, self.fleet.rank)
         if self._trainer is not None and self.fleet.is_leader and not led:
-            take_over(self._trainer.loggers)
+            continue_csv_files(self._trainer.loggers)
 
     def _everybody(self, label: str, value: Any) -> list[Any]:
         context = self._context
@@ -181,14 +193,14 @@ class PacelineStrategy(SingleDeviceStrategy):
         return [value] if self._trainer.sanity_checking else self._everybody(label, value)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Everybody comes here."""
+        """Wait until all workers come here."""
         self._sets_up = str(name).endswith("dataloader()")
         if name == "run-stage":
             self._keep_sigterm()
         self._everybody(f"Lightning's barrier {name or ''}".strip(), None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The leader's, on every worker."""
+        """Return the leader's value on every worker."""
         try:
             return self._everybody("Lightning's broadcast", obj)[0]
         except TypeError:
@@ -197,12 +209,12 @@ class PacelineStrategy(SingleDeviceStrategy):
             ) from None
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all workers say so, or any."""
-        said = self._everybody("Lightning's decision", bool(decision))
-        return said.count(True) == len(said) if all else True in said
+        """Return whether all workers decide True, or any of them if not ``all``."""
+        answers = self._everybody("Lightning's decision", bool(decision))
+        return answers.count(True) == len(answers) if all else True in answers
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of Lightning's own questions when it sets up data, each worker's answer is the whole already."""
+        """Return Lightning's own value when it sets up data: each worker's is already that of all. Refuse otherwise."""
         if self._sets_up:
             return tensor
         raise MisuseError(
@@ -211,13 +223,17 @@ class PacelineStrategy(SingleDeviceStrategy):
         )
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Raise MisuseError: workers process unequal numbers of batches."""
         raise MisuseError(
             "self.all_gather inside a PacelineStrategy: workers go through unequal numbers of batches; use self.log, a "
-            "torchmetrics metric in validation_step, or strategy.fleet.gather(predict, dataset)"
+            "torchmetrics metric in validation_step, or strategy.fleet.predict(predict, dataset)"
         )
 
     def _keep_sigterm(self) -> None:
-        """Asked to leave, a worker of an elastic fleet does so at the next step's boundary; Lightning would end."""
+        """Keep Paceline's handler of SIGTERM: a worker of an elastic fleet leaves at the next step's boundary.
+
+        Lightning's would end the training.
+        """
         assert self._trainer is not None
         handlers: dict[Any, Any] = self._trainer._signal_connector._original_handlers
         main = concurrency.current_thread() is concurrency.main_thread()
@@ -227,6 +243,7 @@ class PacelineStrategy(SingleDeviceStrategy):
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     def connect(self, model: LightningModule) -> None:
+        """Check the Trainer and the module, and prepare Lightning's loops."""
         super().connect(model)
         self._trainer = trainer = model.trainer
         if self._closed:
@@ -250,7 +267,7 @@ class PacelineStrategy(SingleDeviceStrategy):
             loop._results.dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
 
     def model_to_device(self) -> None:
-        """The leader's weights, on every worker."""
+        """Move the module to the device, with the leader's weights on every worker."""
         model = self.lightning_module
         assert model is not None
         known = any(model is one for one in self._context.models)
@@ -258,9 +275,10 @@ class PacelineStrategy(SingleDeviceStrategy):
             self.fleet.model(model)
         super().model_to_device()
         self.metrics = FleetMetrics(model)
-        self.metrics.guard(lambda: self.fleet.size > 1 or self._context.elastic is not None)
+        self.metrics.guard(lambda: self.fleet.world_size > 1 or self._context.elastic is not None)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
+        """Create the optimiser; refuse several."""
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
@@ -269,6 +287,7 @@ class PacelineStrategy(SingleDeviceStrategy):
             raise ValueError(several_optimizers()) from None
 
     def setup(self, trainer: Trainer) -> None:
+        """Track what has state, and keep Lightning from changing gradients and batches around the round."""
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -281,24 +300,25 @@ class PacelineStrategy(SingleDeviceStrategy):
             for part in vars(callback).values()
             if isinstance(part, AveragedModel)
         ]
-        place = TrainerPlace(trainer)
+        progress = TrainerProgress(trainer)
         if self._context.elastic is not None:
-            plain(place.state_dict(), "the Trainer's state")  # better now than when a worker joins
+            plain(progress.state_dict(), "the Trainer's state")  # better now than when a worker joins
         self.fleet.track(
             optimizer=self.optimizers[0],
             **schedules,
             **{f"average{n}": one for n, one in enumerate(averages)},
-            lightning=place,
+            lightning=progress,
         )
         module: Any = self.lightning_module
         transfer = module._on_before_batch_transfer
-        # Lightning would zero the mean gradient after the round, and hand a whole step to hooks for batches.
+        # Lightning would zero the mean gradient after the round, and hand a complete step to hooks for batches.
         module.optimizer_zero_grad = lambda *args, **kwargs: None
         module._on_before_batch_transfer = lambda batch, *args, **kwargs: (
             batch if isinstance(batch, Step) else transfer(batch, *args, **kwargs)
         )
 
     def teardown(self) -> None:
+        """Undo `setup`, and end the steps."""
         module: Any = self.lightning_module
         for name in ("optimizer_zero_grad", "_on_before_batch_transfer"):
             module.__dict__.pop(name, None)
@@ -307,7 +327,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         super().teardown()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """In place of each DataLoader: the fleet's steps, or a pass through the fleet."""
+        """Replace a DataLoader by the fleet's steps, or by a validation through the fleet."""
         trainer = self._trainer
         assert trainer is not None
         stage = trainer.state.stage
@@ -320,21 +340,24 @@ class PacelineStrategy(SingleDeviceStrategy):
                 "several training DataLoaders beside PacelineStrategy: give one, over "
                 "torch.utils.data.StackDataset or ConcatDataset (docs/data.md)"
             )
-        if getattr(self.lightning_module, "_compiler_ctx", None) is not None and self._asked["whole"] is None:
-            self._asked["whole"] = True
+        compiled = getattr(self.lightning_module, "_compiler_ctx", None) is not None
+        if compiled and self._asked["fixed_micro_batch"] is None:
+            self._asked["fixed_micro_batch"] = True
         self._data = TrainingData(self.fleet, self._context, trainer, dataloader, asked=self._asked)
         return self._data
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Update the rank."""
         self._note_rank()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch to the device; a step stays as it is."""
         return batch if isinstance(batch, Step) else super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, step: Step, *args: Any) -> torch.Tensor:
-        """The module's own, on each of this worker's micro-batches, and the round."""
+        """Run the module's own on each of this worker's micro-batches, and the round; return the fleet's loss."""
         assert self._trainer is not None
         self._step, self._sets_up = step, False
         results: Any = self._trainer.fit_loop.epoch_loop._results
@@ -344,7 +367,7 @@ class PacelineStrategy(SingleDeviceStrategy):
                 self._micro_batch(step, micro, results, *args)
         finally:
             results.parts = results.rows = None
-        step.combine(whole=False)
+        step.reduce(whole=False)
         if not step.applied:
             self.lightning_module.zero_grad(set_to_none=True)
         results.batch, results.batch_size = None, None
@@ -366,7 +389,7 @@ class PacelineStrategy(SingleDeviceStrategy):
             step.backward(loss, weight=None if self._weight is None else self._weight(batch))
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """It is behind us: the hooks see the fleet's loss, and its mean gradient."""
+        """Call the hooks around backward, which has run already: they see the fleet's loss, and its mean gradient."""
         module = self.lightning_module
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         done: torch.Tensor = self.precision_plugin.post_backward(loss, module)
@@ -375,7 +398,7 @@ class PacelineStrategy(SingleDeviceStrategy):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """The micro-batches and the round (``closure``), hooks and clipping, and the update."""
+        """Run the micro-batches and the round (``closure``), hooks and clipping, and the update."""
         loss = closure()
         self.precision_plugin._after_closure(model or self.lightning_module, optimizer)
         assert self._step is not None

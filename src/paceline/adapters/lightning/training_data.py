@@ -1,4 +1,4 @@
-"""In place of the training's DataLoader: Lightning takes one step of the fleet for one batch.
+"""The replacement of the training's DataLoader: one step of the fleet is one batch of Lightning's.
 
 It has a length, so Lightning fetches no batch ahead: a step must be committed before the next begins.
 """
@@ -13,27 +13,27 @@ from lightning.pytorch import Trainer
 from paceline.errors import MisuseError
 from paceline.feed.loader_settings import read_settings
 from paceline.fleet import Fleet
-from paceline.loop.step import Step
-from paceline.loop.step_state import RoundPhase
-from paceline.loop.steps import Steps
+from paceline.step.step import Step
+from paceline.step.step_state import RoundPhase
+from paceline.step.steps import StepLoop
 from paceline.training.context import TrainingContext
 
 if TYPE_CHECKING:
     from lightning.pytorch.loops import _FitLoop
 
 ENDLESS = 1_000_000
-"""Epochs of a training that nothing but its callbacks ends."""
+"""Epochs of a training that only its callbacks end."""
 
 
 class TrainingData:
-    """The fleet's steps over the user's DataLoader, epoch by epoch. ``asked``: what `Fleet.steps` is given."""
+    """The fleet's steps over the user's DataLoader, epoch by epoch. ``asked`` holds the arguments of `Fleet.steps`."""
 
     def __init__(
         self, fleet: Fleet, context: TrainingContext, trainer: Trainer, loader: Any, *, asked: Mapping[str, Any]
     ) -> None:
         self.loader, self._fleet, self._context, self._trainer = loader, fleet, context, trainer
         self._asked = asked
-        self._steps: Steps | None = None
+        self._steps: StepLoop | None = None
         self._iterator: Any = None
         self._loaded: Mapping[str, Any] | None = None
         self._length = steps_an_epoch(loader, asked["global_batch"])
@@ -42,7 +42,7 @@ class TrainingData:
         return self._length
 
     def __iter__(self) -> Iterator[Step]:
-        """The steps up to the epoch's end, or to where Lightning leaves it."""
+        """Yield the steps up to the epoch's end, or to where Lightning leaves it."""
         if self._iterator is None:
             self._steps = self._open()
             self._iterator = iter(self._steps)
@@ -55,11 +55,11 @@ class TrainingData:
                 )
             if step.ends_epoch:
                 return
-        self._trainer.should_stop = True  # the fleet has no more steps: it is further than this worker thought
+        self._trainer.should_stop = True  # the fleet is further than this worker, and has no more steps
 
     # -- beginning ---------------------------------------------------------------------------------------------------
 
-    def _open(self) -> Steps:
+    def _open(self) -> StepLoop:
         fit: _FitLoop = self._trainer.fit_loop
         states = fit._combined_loader_states_to_load
         saved = self._loaded or (states[0] if states else None)
@@ -74,13 +74,13 @@ class TrainingData:
             )
         else:
             epochs = max(1, epochs - self._trainer.current_epoch)
-        steps = self._fleet.steps(self.loader, epochs=epochs, **self._asked)
+        steps = self._fleet.steps(self.loader, epochs=epochs, **self._asked)._loop
         if saved is not None and not self._context.outside:
             self._continue(steps, saved)
         return steps
 
     def _epochs(self, fit: _FitLoop) -> int:
-        """As many as the Trainer's limits allow."""
+        """Return as many epochs as the Trainer's limits allow."""
         limits = [fit.max_epochs] if fit.max_epochs not in (None, -1) else []
         limits += [-(-fit.max_steps // self._length)] if fit.max_steps != -1 else []
         return max(1, min(limits, default=ENDLESS))
@@ -91,7 +91,7 @@ class TrainingData:
             if saved[name] != value:
                 raise ValueError(f"the checkpoint was written with {name} {saved[name]}, and it is {value} now")
 
-    def _continue(self, steps: Steps, saved: Mapping[str, Any]) -> None:
+    def _continue(self, steps: StepLoop, saved: Mapping[str, Any]) -> None:
         steps.load_state_dict(saved["steps"])
         steps.gradients.statistics_were_set()
         if steps.training.epoch_step and not self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
@@ -102,7 +102,7 @@ class TrainingData:
     # -- in Lightning's checkpoints ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Which samples are done, and what the pace has learned: enough to go on with any number of workers."""
+        """Return which samples are done, and the pace's state: enough to resume with any number of workers."""
         if self._steps is None:
             return dict(self._loaded or {})
         return {
@@ -119,13 +119,16 @@ class TrainingData:
     # -- following the fleet -------------------------------------------------------------------------------------------
 
     def follow(self, step: Step) -> None:
-        """After a commit: when workers were lost in an epoch's last steps it has one more than usual, and Lightning
-        must neither stop before it nor wait for one that does not come. A step that the fleet made without this worker
-        ends nothing: the next one brings the fleet's place."""
+        """Set the epoch's length in Lightning's loop after a commit.
+
+        When workers were lost in an epoch's last steps it has one more than usual, and Lightning must neither stop
+        before it nor wait for one that does not come. A step that the fleet made without this worker ends nothing: the
+        next one brings the fleet's progress.
+        """
         fit = self._trainer.fit_loop
         if self._trainer.fast_dev_run:
             return
-        ready, void = fit.epoch_loop.batch_progress.current.ready, step.step_state.round_phase is RoundPhase.VOID
+        ready, void = fit.epoch_loop.batch_progress.current.ready, step._step_state.round_phase is RoundPhase.VOID
         ends = step.ends_epoch and not void
         batches = ready if ends else max(self._length, ready + 1)
         fit.epoch_loop.batch_progress.is_last_batch = ends
@@ -137,7 +140,7 @@ class TrainingData:
                 self._trainer.val_check_batch = batches
 
     def close(self) -> None:
-        """Lightning takes no more steps."""
+        """End the steps: Lightning takes no more."""
         if self._iterator is not None:
             self._iterator.close()
 
@@ -153,7 +156,7 @@ def _samples(loader: Any) -> int:
 
 
 def steps_an_epoch(loader: Any, global_batch: int) -> int:
-    """As `Steps` counts them, before there are any: schedules are made of this number."""
+    """Return the steps per epoch as `Steps` counts them, before there are any: schedules are made from this number."""
     samples, settings = _samples(loader), read_settings(loader)
     drawn = settings.batches if settings.batches is not None else settings.sampler
     count = samples if drawn is None else len(drawn)

@@ -3,9 +3,9 @@
     from paceline.adapters import ray as paceline_ray
     result = paceline_ray.run("train.py", workers="2:8", num_gpus=1)
 
-Ray finds nodes, and an autoscaler sees workers that wait for one as demand; who is in the fleet is for Paceline's own
-roster to decide, which runs in the driver's process. So a lost node costs the others a fraction of a second, and its
-worker returns on another node, as on one computer (docs/elastic.md). Needs Ray: ``pip install 'paceline[ray]'``.
+Ray finds nodes, and an autoscaler sees workers that wait for one as demand; Paceline's own roster, which runs in the
+driver's process, decides the members of the fleet. So a lost node costs the others a fraction of a second, and its
+worker returns on another node, as on one computer (docs/failures.md). Needs Ray: ``pip install 'paceline[ray]'``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from paceline.launcher.screen import remove_empty
 from paceline.launcher.supervise import Order, supervise, worker_settings
 from paceline.launcher.tokens import own_token
 from paceline.observe import new_run_dir, read_log
+from paceline.renamed import names_present_keywords
 
 if TYPE_CHECKING:
     from paceline.launcher.faults import Faults
@@ -35,12 +36,12 @@ __all__ = ["RayResult", "run"]
 
 @dataclass(frozen=True)
 class RayResult:
-    """What a run on Ray leaves."""
+    """Results of a run on Ray."""
 
     run_dir: Path
-    """The run's folder on the driver's disk, for ``paceline report`` and ``paceline compare``."""
+    """The run's folder on the driver's disk, for ``paceline report``."""
     values: Mapping[int, Any] = field(default_factory=dict)
-    """What the function returned, by worker, of those that ended well; empty for a script."""
+    """Return values of the function, by number of the worker, for those that ended well; empty for a script."""
 
     @property
     def log(self) -> RunLog:
@@ -48,6 +49,7 @@ class RayResult:
         return read_log(self.run_dir)
 
 
+@names_present_keywords
 def run(
     target: str | os.PathLike[str] | Callable[..., Any],
     args: Sequence[Any] = (),
@@ -60,34 +62,41 @@ def run(
     address: str = "auto",
     runtime_env: Mapping[str, Any] | None = None,
     name: str | None = None,
-    runs: str | Path = "runs",
+    output_dir: str | Path = "runs",
     pace: str | None = None,
     combine: str | None = None,
-    wire: str | None = None,
+    comm_dtype: str | None = None,
     quiet: bool = False,
 ) -> RayResult:
     """Run a training script, or a function, on every worker of a fleet on a Ray cluster, to its end.
 
-    The function calls ``paceline.join()`` as a script does. Raises ValueError for what cannot be started, and
-    `WorkerFailed` when the run ends with an error, which was printed. Ctrl-C ends all workers and is raised. Call it on
-    a node of the cluster, in the main thread.
+    The function calls ``paceline.join()`` as a script does. Ctrl-C ends all workers and is raised. Call it on a node of
+    the cluster, in the main thread.
 
     Args:
-        target: a script's path, as the nodes see it, or a function.
-        args: the script's or the function's arguments.
-        workers: the fewest with which the fleet trains and the most that it asks Ray for, as ``"2:8"``; or one number.
-        num_cpus: of each worker, as of any actor of Ray; so are ``num_gpus``, ``resources`` and ``label_selector``.
-        num_gpus: see ``num_cpus``.
-        resources: see ``num_cpus``.
-        label_selector: see ``num_cpus``.
-        address: of the cluster: "auto" or ``host:port``; not used when ``ray.init`` was called before.
-        runtime_env: Ray's, for the workers: working folder, environment variables, packages.
-        name: of the run, for its log; the script's or the function's name unless given.
-        runs: the folder in which the run's own folder is made.
-        pace: as the option of ``paceline run``, like ``combine`` and ``wire``; they override what the script says.
-        combine: see ``pace``.
-        wire: see ``pace``.
-        quiet: no view and no verdict.
+        target: path of a script, as the nodes see it, or a function.
+        args: arguments of the script or of the function.
+        workers: the fewest workers with which the fleet trains and the most that it requests from Ray, as ``"2:8"``; or
+            one number.
+        num_cpus: CPUs per worker, as for any actor of Ray; so are ``num_gpus``, ``resources`` and ``label_selector``.
+        num_gpus: GPUs per worker.
+        resources: custom resources of Ray per worker.
+        label_selector: labels that a worker's node must have.
+        address: address of the cluster: "auto" or ``host:port``; not used when ``ray.init`` was called before.
+        runtime_env: Ray's runtime environment of the workers: working folder, environment variables, packages.
+        name: name of the run, for its log; by default that of the script or the function.
+        output_dir: folder in which the run's own folder is made.
+        pace: pace by name, as the option of ``paceline run``; overrides what the script sets.
+        combine: combine by name; overrides what the script sets.
+        comm_dtype: number format of sums on the network; overrides what the script sets.
+        quiet: if True, print no view and no verdict.
+
+    Returns:
+        The run's folder, and what the function returned on each worker.
+
+    Raises:
+        ValueError: something cannot be started.
+        WorkerFailed: the run ends with an error, which was printed.
     """
     from paceline.launcher.faults import Faults
 
@@ -95,10 +104,10 @@ def run(
     bounds = _bounds(workers)
     demand = make_demand(num_cpus, num_gpus, resources, label_selector)
     called, function, title = _target(target, args)
-    run_dir = new_run_dir(Path(runs), name or title).resolve()
-    settings = worker_settings(name=name or title, run_dir=run_dir, pace=pace, combine=combine, wire=wire)
+    run_dir = new_run_dir(Path(output_dir), name or title).resolve()
+    settings = worker_settings(name=name or title, run_dir=run_dir, pace=pace, combine=combine, comm_dtype=comm_dtype)
     order = Order(called, bounds[1], settings, run_dir, quiet=quiet)
-    token, values = own_token(None, None), dict[int, bytes]()
+    token, values = own_token(None), dict[int, bytes]()
     code = launch(
         order,
         bounds,
@@ -133,9 +142,9 @@ def launch(
     function: bytes | None = None,
     values: dict[int, bytes] | None = None,
 ) -> int:
-    """Run ``order``, whose command is what follows the interpreter, to its end; returns the exit code.
+    """Run ``order``, whose command is what follows the interpreter, to its end; return the exit code.
 
-    ``values`` gets what ``function`` returned. Raises ValueError when there is no cluster.
+    ``values`` receives what ``function`` returned. Raise ValueError when there is no cluster.
     """
     import ray
 
@@ -164,7 +173,7 @@ def launch(
 
 
 def check_installed(who: str) -> None:
-    """Raise ValueError when Ray is not there."""
+    """Raise ValueError when Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ValueError(f"{who} needs Ray, which is not installed: pip install 'paceline[ray]'")
 
@@ -180,7 +189,7 @@ def _bounds(workers: str | int) -> tuple[int, int]:
 
 
 def _target(target: Any, args: Sequence[Any]) -> tuple[tuple[str, ...], bytes | None, str]:
-    """The words after the interpreter, or the pickled function; and a name."""
+    """Return the words after the interpreter, the pickled function, and a name."""
     if isinstance(target, (str, os.PathLike)):
         return (os.fspath(target), *map(str, args)), None, Path(target).stem
     if not callable(target):

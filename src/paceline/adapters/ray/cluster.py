@@ -1,4 +1,4 @@
-"""The Ray cluster that the driver is on: joined, asked for actors, watched for nodes that are to go."""
+"""The Ray cluster of the driver: joined, asked for actors, watched for nodes that are to go."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from typing import Any
 import ray
 
 from paceline import concurrency
-from paceline.adapters.ray.collect import LogCollector
 from paceline.adapters.ray.demand import Demand, lacking
-from paceline.adapters.ray.messages import NodeOrder
+from paceline.adapters.ray.messages import LogCollector, NodeOrder
 from paceline.adapters.ray.node import NodeWorker
 from paceline.adapters.ray.worker import RayWorker
 
 REACHED_S = 3.0
-"""How long the cluster's head may take to answer a first connection."""
+"""Seconds that the cluster's head may take to answer a first connection."""
 DRAIN_S = 1.0
-"""How often Ray is asked which nodes are to go."""
+"""Seconds between two queries for the nodes that are to go."""
 AVOIDED_S = 60.0
-"""How long nothing is started on a node that was given up: it may only have been cut off."""
+"""Seconds for which nothing is started on a node that was given up: it may only have been cut off."""
 NODE_ID = "ray.io/node-id"
-"""The label by which Ray itself names a node."""
+"""Label by which Ray itself names a node."""
 AT_ONCE = 4
 """Calls that an actor serves at the same time: the one that runs the process, and signals."""
 
 
 def connect(address: str, runtime_env: Mapping[str, Any] | None = None) -> bool:
-    """Join the cluster at ``address`` ("auto": the one that this computer is a node of); returns whether this process
-    was not there already. Raises ValueError with one line when there is none."""
+    """Join the cluster at ``address``; return whether this process was not in it already.
+
+    "auto" is the cluster that this computer is a node of. Raise ValueError with one line when there is none.
+    """
     if ray.is_initialized():
         return False
     if address.startswith("ray://"):
@@ -56,13 +57,13 @@ def connect(address: str, runtime_env: Mapping[str, Any] | None = None) -> bool:
                 "--ray auto: no Ray cluster runs on this computer; start one (ray start --head), or give its address, "
                 "such as --ray 10.0.0.1:6379"
             ) from None
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"--ray {address}: cannot join the cluster ({said})") from None
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"--ray {address}: cannot join the cluster ({reason})") from None
     return True
 
 
 def _check_reached(address: str, named: str) -> None:
-    """Ray itself tries for half a minute."""
+    """Raise ValueError if the head does not answer; Ray itself would try for half a minute."""
     host, colon, port = named.rpartition(":")
     if not named and address == "auto":
         return
@@ -71,12 +72,12 @@ def _check_reached(address: str, named: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), REACHED_S).close()
     except (OSError, OverflowError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise ValueError(f"--ray {named}: no Ray cluster answers there ({said})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"--ray {named}: no Ray cluster answers there ({reason})") from None
 
 
 class Cluster:
-    """Starts a run's workers as actors, each by itself: a placement group is a gang, and lost as one.
+    """Starter of a run's workers as actors, each by itself: a placement group is a gang, and lost as one.
 
     An actor for which there is no room waits, and is what an autoscaler sees as demand.
     """
@@ -93,12 +94,12 @@ class Cluster:
         self.demand, self.returned = demand, dict[int, bytes]()
         self.draining: frozenset[str] = frozenset()
         """Ids of nodes that are to go."""
-        self.deaf = ""
-        """Why it is not known which nodes are to go."""
+        self.cannot_watch = ""
+        """Reason for which the nodes that are to go are unknown; empty when they are known."""
         self._called, self._function, self._run_dir = called, function, run_dir
         self._collector = LogCollector(run_dir)
         self._gone: dict[str, float] = {}
-        """When nodes were given up."""
+        """Times at which nodes were given up."""
         self._runtime_env = {"runtime_env": dict(runtime_env)} if runtime_env else {}
         self._actor = ray.remote(NodeWorker)
         self._closed = concurrency.Event()
@@ -107,11 +108,11 @@ class Cluster:
 
     @property
     def lacks(self) -> str:
-        """What no node has of what a worker needs; empty when one has it all."""
+        """Return which needs of a worker no node has; empty when one has all."""
         return lacking(self.demand, ray.nodes())
 
     def start(self, number: int, environment: Mapping[str, str]) -> RayWorker:
-        """A worker. Of the driver's environment the nodes get what is Paceline's; Ray's runtime_env has the rest."""
+        """Start a worker. Nodes get Paceline's variables of the driver's environment; runtime_env has the rest."""
         ours = {name: value for name, value in environment.items() if name.startswith("PACELINE_")}
         order = NodeOrder(
             number, self._called, self._function, ours, os.getcwd(), str(self._run_dir), self._collector.mark
@@ -127,7 +128,7 @@ class Cluster:
         return RayWorker(number, actor, stream, logged=self._collector.add, returned=self.returned.__setitem__)
 
     def give_up_node(self, node: str | None) -> None:
-        """Nothing is started there for a while: Ray may believe for 12 s and more that the node is well."""
+        """Start nothing on a node for a while: Ray may take 12 s and more to notice that it is gone."""
         if node is not None:
             self._gone[node] = concurrency.monotonic()
 
@@ -136,7 +137,7 @@ class Cluster:
         return sorted(node for node, since in self._gone.items() if now - since < AVOIDED_S)
 
     def end_log(self) -> None:
-        """All that the nodes have of the log was sent."""
+        """Close the log: the nodes have sent all of theirs."""
         self._collector.close()
 
     def close(self) -> None:
@@ -147,17 +148,17 @@ class Cluster:
     def _watch(self) -> None:
         ask = draining_nodes()
         if ask is None:
-            self.deaf = (
+            self.cannot_watch = (
                 f"Ray {ray.__version__} does not tell which nodes are to go: workers there do not leave by themselves"
             )
             return
         while not self._closed.wait(DRAIN_S):
-            with suppress(Exception):  # the head may be away for a while
+            with suppress(Exception):  # the head may be unreachable for a while
                 self.draining = frozenset(ask())
 
 
 def avoiding(demand: Demand, nodes: Sequence[str]) -> Demand:
-    """The same on any node but these.
+    """Return the same demand on any node but these.
 
     >>> avoiding(Demand(), ["a", "b"]).labels
     {'ray.io/node-id': '!in(a,b)'}
@@ -168,8 +169,10 @@ def avoiding(demand: Demand, nodes: Sequence[str]) -> Demand:
 
 
 def draining_nodes() -> Callable[[], Mapping[str, int]] | None:
-    """Ray's function that gives the ids of nodes that are being drained or preempted; None when it is not there. It is
-    private to Ray (2.60 has no public one), and so it may go."""
+    """Return Ray's function that returns the ids of nodes being drained or preempted; None when it is missing.
+
+    It is private to Ray (2.60 has no public one), and so it may go.
+    """
     found: Any = ray
     for name in ("_private", "state", "state", "get_draining_nodes"):
         found = getattr(found, name, None)

@@ -1,4 +1,4 @@
-"""What each worker needs of its node, in the words of the command line and in Ray's."""
+"""The resources that each worker needs on its node, in the command line's names and in Ray's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NAMES = {"cpus": "CPU", "gpus": "GPU", "memory": "memory"}
-"""Our names of the resources that Ray knows itself, and Ray's."""
+"""Our names of Ray's built-in resources, and Ray's own."""
 SIZES = {"": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
 LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?"
 
@@ -21,7 +21,7 @@ class Demand:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def options(self) -> dict[str, Any]:
-        """What an actor of Ray is given."""
+        """Return the options of an actor of Ray."""
         own = {name: amount for name, amount in self.resources.items() if name not in NAMES.values()}
         options: dict[str, Any] = {
             "num_cpus": self.resources.get("CPU", 0.0),
@@ -33,18 +33,19 @@ class Demand:
         return {**options, "label_selector": dict(self.labels)} if self.labels else options
 
     def parts(self) -> list[Demand]:
-        """Each need by itself."""
+        """Return each need by itself."""
         resources = [Demand({name: amount}) for name, amount in self.resources.items()]
         return resources + [Demand({}, {key: value}) for key, value in self.labels.items()]
 
     def fits(self, node: Mapping[str, Any]) -> bool:
-        """Whether a node, as ``ray.nodes()`` describes it, has all of it when nothing else runs there."""
+        """Return whether a node, as ``ray.nodes()`` describes it, has all of it when nothing else runs there."""
         has, labels = node.get("Resources", {}), node.get("Labels", {})
         enough = all(has.get(name, 0.0) >= amount for name, amount in self.resources.items())
         return enough and all(_selects(wanted, labels.get(key)) for key, wanted in self.labels.items())
 
     def __str__(self) -> str:
-        """
+        """Return the demand as the command line writes it.
+
         >>> str(Demand({"CPU": 4.0, "GPU": 1.0}, {"spot": "in(true,false)"}))
         'cpus=4, gpus=1, label spot=true|false'
         """
@@ -54,7 +55,7 @@ class Demand:
 
 
 def lacking(demand: Demand, nodes: Iterable[Mapping[str, Any]]) -> str:
-    """What no living node has, in words; empty when one has it all.
+    """Return which needs no living node has, in words; empty when one node has all.
 
     >>> node = {"Alive": True, "Resources": {"CPU": 2.0}}
     >>> lacking(Demand({"CPU": 1.0, "GPU": 1.0}), [node]), lacking(Demand({"CPU": 1.0}), [node])
@@ -68,7 +69,7 @@ def lacking(demand: Demand, nodes: Iterable[Mapping[str, Any]]) -> str:
 
 
 def read_demand(per_worker: str | None, labels: str | None) -> Demand:
-    """From ``gpus=1,cpus=4`` and ``spot=true|false,zone!=b``; a worker has one CPU unless it says.
+    """Read ``gpus=1,cpus=4`` and ``spot=true|false,zone!=b``; by default a worker has one CPU.
 
     >>> read_demand("gpus=1,cpus=4", "spot=true|false").options()["label_selector"]
     {'spot': 'in(true,false)'}
@@ -79,7 +80,7 @@ def read_demand(per_worker: str | None, labels: str | None) -> Demand:
 def make_demand(
     num_cpus: float, num_gpus: float, resources: Mapping[str, float] | None, labels: Mapping[str, str] | None
 ) -> Demand:
-    """From the arguments of `paceline.adapters.ray.run`, which are those of a Ray actor."""
+    """Return the demand of the arguments of `paceline.adapters.ray.run`, which are those of a Ray actor."""
     given = {"CPU": num_cpus, **({"GPU": num_gpus} if num_gpus else {}), **(resources or {})}
     for name, amount in given.items():
         if not isinstance(amount, (int, float)) or isinstance(amount, bool) or not 0 <= amount < float("inf"):
@@ -124,13 +125,13 @@ def _read_labels(text: str | None) -> dict[str, str]:
 
 
 def _selects(wanted: str, value: str | None) -> bool:
-    """Ray's rule: ``a``, ``!a``, ``in(a,b)`` or ``!in(a,b)``."""
+    """Return whether a label's value matches Ray's rule: ``a``, ``!a``, ``in(a,b)`` or ``!in(a,b)``."""
     negated, inner = wanted.startswith("!"), wanted.removeprefix("!")
     several = inner.removeprefix("in(").removesuffix(")") if inner.startswith("in(") else inner
     return (value in [one.strip() for one in several.split(",")]) != negated
 
 
 def _written(selector: str) -> str:
-    """As `_read_labels` reads it."""
+    """Return a selector as `_read_labels` reads it."""
     values = selector.removeprefix("!").removeprefix("in(").removesuffix(")").replace(" ", "").replace(",", "|")
     return f"{'!' if selector.startswith('!') else ''}={values}"

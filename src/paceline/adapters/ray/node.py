@@ -1,7 +1,7 @@
-"""A worker on its node: an actor that starts the training in a child process and passes on what comes of it.
+"""A worker on its node: an actor that starts the training in a child process and sends what it prints and logs.
 
 In a child, because Ray keeps SIGTERM for itself and the training needs it, and because a crash of the training is then
-no crash of the actor. The child cannot outlive the actor (`paceline.launcher.processes`).
+no crash of the actor. The child cannot outlive the actor (`paceline.launcher.worker_process`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import ray
 from paceline import concurrency
 from paceline.adapters.ray.messages import MARK, Began, Ended, Logged, Message, NodeOrder, Printed
 from paceline.launcher.pool import LINGER_S
-from paceline.launcher.processes import Watchdog, WorkerProcess
-from paceline.observe.log.folders import LOG_NAME
+from paceline.launcher.worker_process import Watchdog, WorkerProcess
+from paceline.observe.log.run_folder import LOG_NAME
 
-LOOK_S = 0.1
-"""How often the child's end and the log are looked at."""
+CHECK_S = 0.1
+"""Seconds between two checks of the child and of the log."""
 GATHER_S = 0.02
-"""How long output is gathered before it is sent."""
+"""Seconds for which output is gathered before it is sent."""
 MOST_BYTES = 1 << 20
-"""Of the log, in one message."""
+"""Bytes of the log in one message at most."""
 NOT_FOUND = 2
 CALL = """
 import sys
@@ -39,7 +39,7 @@ value = function()
 with open(sys.argv[1], "wb") as file:
     cloudpickle.dump(value, file)
 """
-"""Runs a pickled function, and leaves what it returned in the same file."""
+"""Program that runs a pickled function, and writes what it returned to the same file."""
 
 
 class NodeWorker:
@@ -48,10 +48,10 @@ class NodeWorker:
     def __init__(self) -> None:
         self._child: WorkerProcess | None = None
         self._signals: list[int] = []
-        """Those that came before there was a child."""
+        """Signals that came before there was a child."""
 
     def work(self, order: NodeOrder) -> Iterator[list[Message]]:
-        """Start the process; yields what is to be told, `Ended` last."""
+        """Start the process; yield its messages, `Ended` last."""
         context = ray.get_runtime_context()
         yield [Began(context.get_node_id(), ray.util.get_node_ip_address())]
         brought = bool((context.runtime_env or {}).get("working_dir"))
@@ -72,7 +72,7 @@ class NodeWorker:
             self._child.send(number)
 
     def answer(self) -> bool:
-        """Shows that the node is reached."""
+        """Return True, which shows that the node is reached."""
         return True
 
     def _run(self, order: NodeOrder, folder: str, function: Path) -> Iterator[list[Message]]:
@@ -103,7 +103,7 @@ class NodeWorker:
 
 
 def not_there(called: tuple[str, ...], folder: str) -> str:
-    """What is wrong with the script, seen from ``folder``; a module is for Python to find."""
+    """Return what is wrong with the script, seen from ``folder``; Python itself finds a module."""
     if called[0] == "-m" or os.path.exists(os.path.join(folder, called[0])):
         return ""
     return (
@@ -113,14 +113,14 @@ def not_there(called: tuple[str, ...], folder: str) -> str:
 
 
 def _read(child: WorkerProcess) -> Iterator[list[Message]]:
-    """What the process prints, until it has ended and all was read; an empty list now and then."""
+    """Yield what the process prints, until it has ended and all was read; an empty list now and then."""
     ended_at = None
     with selectors.DefaultSelector() as selector:
         for stream, pipe in enumerate(child.pipes):
             os.set_blocking(pipe.fileno(), False)
             selector.register(pipe, selectors.EVENT_READ, stream)
         while ended_at is None or (selector.get_map() and concurrency.monotonic() - ended_at < LINGER_S):
-            if selector.select(LOOK_S if ended_at is None else 0.0):
+            if selector.select(CHECK_S if ended_at is None else 0.0):
                 concurrency.sleep(GATHER_S)
             printed: list[Message] = []
             for key, _ in selector.select(0.0):
@@ -137,7 +137,7 @@ def _read(child: WorkerProcess) -> Iterator[list[Message]]:
 
 
 def _device() -> dict[str, str]:
-    """Ray shows an actor its own GPUs alone, so that the first is this worker's."""
+    """Return the worker's device: Ray shows an actor its own GPUs alone, so the first is this worker's."""
     return {"PACELINE_DEVICE": "cuda:0" if ray.get_gpu_ids() else "cpu"}
 
 
@@ -162,15 +162,17 @@ class NodeLog:
 
 
 class SharedLog(NodeLog):
-    """One that lies on the driver's disk: there is nothing to send."""
+    """A log that lies on the driver's disk: there is nothing to send."""
 
     def news(self) -> list[Message]:
         return []
 
 
 def _find_log(order: NodeOrder) -> tuple[NodeLog, dict[str, Any]]:
-    """The run's log on this node, and what the worker must know to write it: without the driver's disk it goes to a
-    folder for temporary files, the same one for all workers of the node."""
+    """Return the run's log on this node, and the variables with which the worker writes it.
+
+    Without the driver's disk it goes to a folder for temporary files, the same one for all workers of the node.
+    """
     try:
         shared = (Path(order.run_dir) / MARK).read_text() == order.mark
     except OSError:

@@ -1,4 +1,4 @@
-"""A worker as the driver sees it: an actor of Ray that stands for a process (`paceline.launcher.processes`)."""
+"""A worker as the driver sees it: an actor of Ray that stands for a process (`paceline.launcher.worker_process`)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from ray.exceptions import RayActorError, RayError
 from paceline import concurrency
 from paceline.adapters.ray.messages import Began, Ended, Logged, Message, Printed
 from paceline.errors import describe_exit
-from paceline.launcher.processes import LaunchedWorker
+from paceline.launcher.worker_process import LaunchedWorker
 
 NEVER_RAN = 1
 """Exit code of a worker that Ray could not start."""
 
 
 UNFIT = ("creation task", "runtime_env", "runtime environment")
-"""In what Ray says of an actor that no node could start, however often it were tried."""
+"""Parts of Ray's error for an actor that no node could start, however often it were tried."""
 
 
 class RayWorker(LaunchedWorker):
-    """A thread follows the actor's messages. ``logged`` gets the node and what it has of the run's log, ``returned``
-    what a function has returned."""
+    """A worker whose actor's messages a thread receives.
+
+    ``logged`` receives the node and its part of the run's log, ``returned`` what a function has returned.
+    """
 
     def __init__(
         self,
@@ -39,11 +41,11 @@ class RayWorker(LaunchedWorker):
     ) -> None:
         super().__init__(number)
         self.node: str | None = None
-        """The id of the node on which it runs; None while it waits for one."""
+        """Id of the node on which it runs; None while it waits for one."""
         self.address = ""
         self.since = concurrency.monotonic()
         self.lost = False
-        """Whether its node is gone, or its actor at least."""
+        """Whether its node, or at least its actor, is gone."""
         self._actor, self._stream, self._logged, self._returned = actor, stream, logged, returned
         self._outcome: int | None = None
         self._how = ""
@@ -77,8 +79,8 @@ class RayWorker(LaunchedWorker):
     def send(self, number: int) -> None:
         if not self.running:
             return
-        self.signalled = True
-        if number == signal.SIGKILL or self.node is None:  # an actor that waits for a node has nobody to ask
+        self._note_signal()
+        if number == signal.SIGKILL or self.node is None:  # an actor that waits for a node cannot be called
             self._end(-number)
         else:
             self._actor.send.remote(number)
@@ -94,7 +96,7 @@ class RayWorker(LaunchedWorker):
         self._thread.join(timeout=5.0)
 
     def unanswered_s(self, now: float) -> float:
-        """For how many seconds the actor has not answered a question that was put to it; 0 when it has."""
+        """Return for how many seconds the actor has not answered a query; 0 when it has."""
         if self._asked is None:
             self._asked, self._asked_at = self._actor.answer.remote(), now
         if ray.wait([self._asked], timeout=0.0)[0]:
@@ -103,7 +105,7 @@ class RayWorker(LaunchedWorker):
         return now - self._asked_at
 
     def give_up(self, how: str) -> None:
-        """Its node is gone, whether Ray knows it yet or not."""
+        """End a worker whose node is gone, whether Ray has noticed it yet or not."""
         self.lost = True
         self._end(-signal.SIGKILL, how)
 
@@ -116,7 +118,7 @@ class RayWorker(LaunchedWorker):
                     self._take(message)
         except RayActorError as error:
             self._lost(error)
-        except RayError as error:  # it was not even started: an environment that cannot be made, a package not there
+        except RayError as error:  # not started: its environment cannot be made, or a package is missing
             self._complain(error)
         except Exception as error:  # the driver has left the cluster meanwhile
             self._settle(-signal.SIGKILL, f"was lost ({error})")
@@ -129,7 +131,7 @@ class RayWorker(LaunchedWorker):
         if isinstance(message, Began):
             self.address, self.node = message.address, message.node
         elif isinstance(message, Printed):
-            with suppress(OSError):  # given up, and nobody reads it any more
+            with suppress(OSError):  # it was given up, and is not read any more
                 data = memoryview(message.data)
                 while data:
                     data = data[self._writes[message.stream].write(data) or 0 :]
@@ -148,8 +150,8 @@ class RayWorker(LaunchedWorker):
             self._settle(-signal.SIGKILL, f"was lost with its node {self.address}" if self.address else "was lost")
 
     def _complain(self, error: RayError) -> None:
-        said = [line.strip() for line in str(error).splitlines() if line.strip()]
-        text = f"paceline: Ray could not start the worker ({said[-1] if said else type(error).__name__})\n"
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        text = f"paceline: Ray could not start the worker ({lines[-1] if lines else type(error).__name__})\n"
         self._take(Printed(1, text.encode()))
         self._settle(NEVER_RAN)
 
@@ -160,7 +162,7 @@ class RayWorker(LaunchedWorker):
         self._end_actor()
 
     def _settle(self, code: int, how: str = "") -> None:
-        """The first that says how it ended is believed."""
+        """Set how the worker ended; the first call counts."""
         if self._outcome is None:
             self._how, self._outcome = how, code
 

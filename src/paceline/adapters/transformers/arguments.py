@@ -1,10 +1,7 @@
-"""TrainingArguments of a fleet: the size of its steps, its pace, and the device; what it rules out."""
+"""TrainingArguments of a fleet: the size of its steps, its pace and device, and what is excluded."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -12,29 +9,13 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
-from paceline import devices
+from paceline.adapters.launcher_variables import as_if_alone
 from paceline.adapters.transformers.refusals import check_environment, check_settings
 from paceline.fleet import Fleet
-from paceline.settings import whole_number
+from paceline.renamed import names_present_keywords
+from paceline.settings import choose_device, whole_number
 
-_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *_MPI)
-"""Variables by which Accelerate would find other processes, and make a group of its own."""
 USUAL_MICRO_BATCH: int = TrainingArguments.per_device_train_batch_size
-
-
-@contextmanager
-def as_if_alone(**variables: str) -> Iterator[None]:
-    """Inside, the environment names no other process, and has these variables."""
-    hidden = {*LAUNCHER, *variables}
-    before = {name: os.environ.pop(name) for name in hidden if name in os.environ}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in hidden:
-            os.environ.pop(name, None)
-        os.environ.update(before)
 
 
 @dataclass(repr=False)
@@ -43,16 +24,16 @@ class PacelineArguments(TrainingArguments):
 
     ``per_device_train_batch_size`` is the micro-batch: the samples that go through the model at once. A step has
     ``global_batch`` samples over the whole fleet, so ``gradient_accumulation_steps`` stays 1. Settings that contradict,
-    or that a fleet cannot honour, are a ValueError that says what to write.
+    or that a fleet cannot honour, raise a ValueError that states what to write.
 
     Args:
-        global_batch: samples a step, over the whole fleet; it must be given.
-        micro_batch: the micro-batch under its other name: a number, or "auto", with which each worker finds its own by
+        global_batch: samples per step, over the whole fleet; required.
+        micro_batch: another name of the micro-batch: a number, or "auto", with which each worker finds its own by
             measuring.
-        pace: who does how many samples, by name, as in `paceline.join`.
+        pace: decides each worker's samples per step, by name, as in `paceline.join`.
         nonfinite: "stop" or "skip" the update when gradients are NaN or infinite.
-        wire: what gradients travel as, as in `paceline.join`.
-        quiet: no live view and no closing verdict of Paceline's.
+        comm_dtype: number format in which gradients are sent over the network, as in `paceline.join`.
+        quiet: if True, Paceline prints no live view and no closing verdict.
 
     Example:
         ```python
@@ -61,17 +42,17 @@ class PacelineArguments(TrainingArguments):
         ```
     """
 
-    global_batch: int | None = field(default=None, metadata={"help": "Samples a step, over the whole fleet."})
+    global_batch: int | None = field(default=None, metadata={"help": "Samples per step, over the whole fleet."})
     micro_batch: int | str | None = field(
         default=None, metadata={"help": 'per_device_train_batch_size under its other name: a number, or "auto".'}
     )
-    pace: str = field(default="auto", metadata={"help": "Who does how many samples, as in paceline.join."})
+    pace: str = field(default="auto", metadata={"help": "Decides each worker's samples per step, as in paceline.join."})
     nonfinite: str = field(default="stop", metadata={"help": 'What NaN gradients do: "stop" or "skip".'})
-    wire: str = field(default="float32", metadata={"help": "What gradients travel as, as in paceline.join."})
+    comm_dtype: str = field(default="float32", metadata={"help": "Gradients' number format on the network."})
     quiet: bool = field(default=False, metadata={"help": "No live view and no closing verdict of Paceline's."})
 
     fleet: ClassVar[Fleet | None] = None
-    """Set by the trainer; not a field, for it is neither written nor copied."""
+    """The fleet, set by the trainer; not a field, so that it is neither written nor copied."""
 
     def __post_init__(self) -> None:
         check_environment()
@@ -109,8 +90,8 @@ class PacelineArguments(TrainingArguments):
 
     @cached_property
     def _setup_devices(self) -> torch.device:
-        """This worker's device as Paceline chooses it; Accelerate is set up for one process there."""
-        device = devices.choose("cpu" if self.use_cpu else None)
+        """Return this worker's device as Paceline chooses it; Accelerate is set up for one process there."""
+        device = choose_device("cpu" if self.use_cpu else None)
         with as_if_alone(ACCELERATE_TORCH_DEVICE=str(device)):
             super()._setup_devices  # noqa: B018
         self._n_gpu = int(device.type == "cuda")  # more would mean DataParallel
@@ -125,15 +106,18 @@ class PacelineArguments(TrainingArguments):
 
     @property
     def local_process_index(self) -> int:
-        """As `process_index`: one worker of the whole fleet speaks."""
+        """This worker's rank in the fleet: one worker of the whole fleet logs."""
         return self.process_index
 
     @property
     def should_save(self) -> bool:
-        """Only the leader writes."""
+        """Whether this worker writes files: only the leader does."""
         return self.fleet is None or self.fleet.is_leader
 
     @property
     def should_log(self) -> bool:
-        """Only the leader speaks."""
+        """Whether this worker logs: only the leader does."""
         return self.should_save
+
+
+PacelineArguments.__init__ = names_present_keywords(PacelineArguments.__init__)  # type: ignore[method-assign]

@@ -12,21 +12,21 @@ from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_group
 
 from paceline.errors import MisuseError
 from paceline.fleet import Fleet
-from paceline.loop.step import Step
-from paceline.loop.steps import Steps
 from paceline.pace import deadlines_needed
+from paceline.step.step import Step
+from paceline.step.steps import StepLoop
 
 MORE = 1000
-"""Steps an epoch may have beyond its number: some for workers that are lost in its last step."""
+"""Steps that an epoch may have beyond its number, for workers that are lost in its last step."""
 
 
 class FleetEpochs:
-    """Iterate it once an epoch for the fleet's steps. It has a length, so nobody fetches ahead."""
+    """The fleet's steps, iterated once per epoch. It has a length, so that no batch is fetched ahead."""
 
-    def __init__(self, steps: Steps, loader: DataLoader[Any], epochs: int) -> None:
+    def __init__(self, steps: StepLoop, loader: DataLoader[Any], epochs: int) -> None:
         self.steps, self.dataset, self.epochs = steps, loader.dataset, epochs
         self.each = len(steps) // epochs
-        """Steps an epoch, as far as no worker is lost."""
+        """Steps per epoch, as far as no worker is lost."""
         self.last: Step | None = None
         """The step that the Trainer is in, or was in."""
         self.in_epoch = 0
@@ -54,21 +54,21 @@ class FleetEpochs:
                 return
 
     def commit(self) -> None:
-        """The update is made: the step is over."""
+        """Commit the step: the update is made."""
         assert self.last is not None
         self.last.commit()
         self.in_epoch = 0 if self.last.ends_epoch else self.in_epoch + 1
 
     @property
     def epoch(self) -> float:
-        """Epochs done, as the Trainer counts: the steps of this one over those that an epoch has."""
+        """Return the epochs done, as the Trainer counts: the steps of this one over those that an epoch has."""
         if self.last is None:
             return 0.0
         done = 1.0 if self.last.ends_epoch else min(self.in_epoch / self.each, 1.0)
-        return self.last.epoch - self.steps.place.first_epoch + done
+        return self.last.epoch - self.steps.script_loop.first_epoch + done
 
     def close(self) -> None:
-        """The Trainer makes no further step."""
+        """End the steps: the Trainer makes no more."""
         iterator, self._iterator = self._iterator, iter(())
         if iterator is None or not hasattr(iterator, "close"):
             return
@@ -78,16 +78,18 @@ class FleetEpochs:
 
 
 class TrainingOrder(Sampler[int]):
-    """A sampler that draws by the epoch of this training, as the Trainer counts: the fleet goes on counting passes over
-    a dataset from one training to the next. All of it lies in slots: a sampler is looked at for changes in every epoch,
-    attribute by attribute, and one of Accelerate's holds the whole dataset."""
+    """A sampler that draws by the epoch of this training, as the Trainer counts.
+
+    The fleet continues to count passes over a dataset from one training to the next. All state lies in slots: a sampler
+    is searched for changes in every epoch, attribute by attribute, and one of Accelerate's holds the whole dataset.
+    """
 
     __slots__ = ("_draw", "_epoch", "_first", "_length")
 
     def __init__(self, draw: Callable[[int], Iterable[int]], length: int) -> None:
         self._draw, self._length = draw, length
         self._first: int | None = None
-        """The epoch that the fleet began this training with."""
+        """The epoch with which the fleet began this training."""
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -101,8 +103,8 @@ class TrainingOrder(Sampler[int]):
         return self._length
 
 
-def told_of_epochs(sampler: Any) -> TrainingOrder:
-    """The order of a sampler that draws by its seed and the epoch that it is told."""
+def ordered_by_epoch(sampler: Any) -> TrainingOrder:
+    """Return the order of a sampler that draws by its seed and the epoch given by ``set_epoch``."""
 
     def draw(epoch: int) -> Iterable[int]:
         sampler.set_epoch(epoch)
@@ -112,9 +114,11 @@ def told_of_epochs(sampler: Any) -> TrainingOrder:
 
 
 def grouped_by_length(lengths: Sequence[int], batch: int, *, seed: int, before: int) -> TrainingOrder:
-    """The order of ``group_by_length`` for steps of ``batch`` samples. The plain Trainer draws it from torch's global
-    generator, which it has seeded: each epoch a seed for loader processes, and then a permutation. ``before``: epochs
-    of earlier trainings."""
+    """Return the order of ``group_by_length`` for steps of ``batch`` samples.
+
+    The plain Trainer draws it from torch's global generator, which it has seeded: in each epoch a seed for loader
+    processes, and then a permutation. ``before``: epochs of earlier trainings.
+    """
 
     def draw(epoch: int) -> Iterable[int]:
         generator = torch.Generator().manual_seed(seed)
@@ -128,21 +132,21 @@ def grouped_by_length(lengths: Sequence[int], batch: int, *, seed: int, before: 
 
 
 def make_epochs(fleet: Fleet, loader: DataLoader[Any], args: Any, *, before: int = 0) -> FleetEpochs:
-    """The steps of a training as these arguments ask for it; ``before``: epochs of the trainer's earlier trainings."""
+    """Return the steps of a training with these arguments; ``before``: epochs of the trainer's earlier trainings."""
     batches: Any = loader.batch_sampler
     if isinstance(batches.sampler, LengthGroupedSampler):
         lengths, batch = batches.sampler.lengths, args.global_batch
         batches.sampler = grouped_by_length(lengths, batch, seed=args.seed, before=before)
     elif callable(getattr(batches.sampler, "set_epoch", None)):
-        batches.sampler = told_of_epochs(batches.sampler)
+        batches.sampler = ordered_by_epoch(batches.sampler)
     draws = len(batches.sampler)
-    whole = (math.floor if args.dataloader_drop_last else math.ceil)(draws / args.global_batch)
-    if whole < 1:
+    per_epoch = (math.floor if args.dataloader_drop_last else math.ceil)(draws / args.global_batch)
+    if per_epoch < 1:
         raise ValueError(
             f"{draws} samples are less than a step of global_batch={args.global_batch}, and dataloader_drop_last "
             "leaves the rest out: nothing is left to train on"
         )
-    epochs = math.ceil(args.max_steps / whole if args.max_steps > 0 else args.num_train_epochs)
+    epochs = math.ceil(args.max_steps / per_epoch if args.max_steps > 0 else args.num_train_epochs)
     if epochs < 1:
         raise ValueError(f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps} make no step")
     if args.max_steps > 0 and deadlines_needed(fleet.pacer):
@@ -152,6 +156,6 @@ def make_epochs(fleet: Fleet, loader: DataLoader[Any], args: Any, *, before: int
         global_batch=args.global_batch,
         micro_batch="auto" if args.micro_batch == "auto" else None,
         epochs=epochs,
-        whole=True if args.torch_compile else None,
+        fixed_micro_batch=True if args.torch_compile else None,
     )
-    return FleetEpochs(steps, loader, epochs)
+    return FleetEpochs(steps._loop, loader, epochs)

@@ -1,8 +1,8 @@
 """Evaluation and prediction through the fleet: the Trainer's own batches are dealt, and each counts once.
 
 The batches are those that one process would make, so that ``eval_loss``, a mean of the batches' means weighted by their
-samples, does not depend on who is in the fleet. Predictions have unlike lengths: every worker keeps those it made, the
-fleet agrees on the longest, and they are gathered padded with -100, as the Trainer pads them.
+samples, does not depend on the members of the fleet. Predictions have unlike lengths: every worker keeps those it made,
+the fleet agrees on the longest, and they are gathered padded with -100, as the Trainer pads them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.fleet import Fleet
 PADDING = -100
 MOST_DIMENSIONS = 8
 Predict = Callable[[Any], tuple[torch.Tensor | None, dict[str, torch.Tensor]]]
-"""Of a batch: its mean loss, and its predictions by name."""
+"""Function from a batch to its mean loss, and its predictions by name."""
 
 
 class EvaluationBatches(Dataset[tuple[int, Any]]):
@@ -44,7 +44,7 @@ class EvaluationBatches(Dataset[tuple[int, Any]]):
         return number, self._collate(rows)
 
     def loader(self, workers: int) -> DataLoader[Any]:
-        """One batch at a time."""
+        """Return a loader of one batch at a time."""
         return DataLoader(self, batch_size=1, collate_fn=_only, num_workers=workers)
 
 
@@ -57,7 +57,7 @@ def _number(items: Sequence[int]) -> torch.Tensor:
 
 
 def losses(fleet: Fleet, batches: EvaluationBatches, workers: int, predict: Predict) -> list[float] | None:
-    """``[mean loss]`` over all samples; None where the model gives none."""
+    """Return ``[mean loss]`` over all samples; None where the model gives none."""
 
     def score(number: int, inputs: Any) -> dict[str, float]:
         loss, _ = predict(inputs)
@@ -71,7 +71,7 @@ def losses(fleet: Fleet, batches: EvaluationBatches, workers: int, predict: Pred
 def predictions(
     fleet: Fleet, batches: EvaluationBatches, workers: int, predict: Predict
 ) -> tuple[np.ndarray[Any, Any] | None, dict[str, np.ndarray[Any, Any]]]:
-    """Each sample's loss, which is its batch's mean, and the predictions of all samples by name, in their order."""
+    """Return each sample's loss, which is its batch's mean, and the predictions of all samples by name, in order."""
     made: dict[int, dict[str, torch.Tensor]] = {}
 
     def keep(number: int, inputs: Any) -> torch.Tensor | float:
@@ -84,7 +84,7 @@ def predictions(
         shapes = {name: torch.tensor([_shape(part)]) for name, part in made[number].items()}
         return {"": torch.tensor([loss], dtype=torch.float64), **shapes}
 
-    shapes = fleet.gather(describe, batches.loader(workers), batch_size=1)
+    shapes = fleet.predict(describe, batches.loader(workers), batch_size=1)
     losses_of = shapes.pop("").numpy()
     longest = {name: shape.amax(0).tolist() for name, shape in shapes.items()}
 
@@ -94,13 +94,13 @@ def predictions(
             keep(number, batches[number][1])
         return {name: _padded(part, longest[name])[None] for name, part in made[number].items()}
 
-    whole: Mapping[str, torch.Tensor] = {}
+    gathered: Mapping[str, torch.Tensor] = {}
     if shapes:
         numbers: Any = range(len(batches))
         order: DataLoader[Any] = DataLoader(numbers, batch_size=1, collate_fn=_number)
-        whole = fleet.gather(padded, order, batch_size=1)
+        gathered = fleet.predict(padded, order, batch_size=1)
     sizes = [len(indices) for indices in batches.indices]
-    rows = {name: _rows(part, shapes[name][:, 0].tolist()) for name, part in whole.items()}
+    rows = {name: _rows(part, shapes[name][:, 0].tolist()) for name, part in gathered.items()}
     return None if np.isnan(losses_of).all() else np.repeat(losses_of, sizes), rows
 
 
@@ -113,7 +113,7 @@ def _shape(part: torch.Tensor) -> list[int]:
 
 
 def _padded(part: torch.Tensor, longest: Sequence[int]) -> torch.Tensor:
-    """With as many rows, and in the second dimension as many columns, as the longest."""
+    """Return a tensor with the longest's number of rows, and of columns in the second dimension."""
     shape = [*longest[: min(2, part.dim())], *part.shape[2:]]
     full = part.new_full(shape, PADDING if part.dtype != torch.bool else 0)
     full[tuple(slice(size) for size in part.shape)] = part
@@ -128,7 +128,7 @@ def _rows(part: torch.Tensor, sizes: Sequence[int]) -> np.ndarray[Any, Any]:
 
 
 def flattened(name: str, value: Any) -> dict[str, torch.Tensor]:
-    """A tensor, or tuples of tensors, as tensors by name.
+    """Return a tensor, or tuples of tensors, as tensors by name.
 
     >>> sorted(flattened("logits", (torch.zeros(1), (torch.zeros(1),))))
     ['logits.0', 'logits.1.0']
@@ -148,7 +148,7 @@ def flattened(name: str, value: Any) -> dict[str, torch.Tensor]:
 
 
 def nested(name: str, parts: Mapping[str, Any]) -> Any:
-    """What `flattened` took apart; None where nothing is."""
+    """Return what `flattened` took apart; None where there is nothing."""
     if name in parts:
         return parts[name]
     numbers = sorted({int(key[len(name) + 1 :].split(".")[0]) for key in parts if key.startswith(f"{name}.")})

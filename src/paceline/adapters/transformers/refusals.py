@@ -1,4 +1,4 @@
-"""Settings of the Trainer that a fleet cannot honour: each is refused in a sentence that says what to write."""
+"""Settings of the Trainer that a fleet cannot honour: each is refused in a sentence that states what to write."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNSET: dict[str, str] = {
     "ignore_data_skip": "a resumed training goes on where its data stood: leave it out",
     "use_liger_kernel": "it replaces the model after Paceline has taken it in: apply it to the model before",
 }
-"""By name: what must be as the Trainer has it by itself, and what to write instead."""
+"""Settings, by name, that must have the Trainer's default, and what to write instead."""
 ACCELERATOR = ("split_batches", "dispatch_batches", "use_configured_state", "gradient_accumulation_kwargs")
 IN_BACKWARD = ("lomo", "adalomo")
 """Optimisers that update while backward runs, before the fleet has combined anything."""
@@ -43,7 +43,7 @@ def check_settings(args: Any) -> None:
         )
     for name, advice in UNSET.items():
         given = getattr(args, name, None)
-        if given or (given is not None and name.startswith("ddp_")):  # where False says something too
+        if given or (given is not None and name.startswith("ddp_")):  # of these, False is a setting too
             raise ValueError(f"{name}={given!r} does not go with PacelineTrainer: {advice}")
     if args.load_best_model_at_end and args.save_only_model:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,31 @@ import torch
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
-from paceline.adapters.transformers.arguments import PacelineArguments, as_if_alone
-from paceline.adapters.transformers.callback import CHECKPOINT, FleetCallback
-from paceline.adapters.transformers.carried import CarriedState
+from paceline.adapters.launcher_variables import as_if_alone
+from paceline.adapters.transformers.arguments import PacelineArguments
 from paceline.adapters.transformers.epochs import MORE, FleetEpochs, make_epochs
 from paceline.adapters.transformers.evaluation import EvaluationBatches, flattened, losses, nested, predictions
+from paceline.adapters.transformers.label_weights import LossCheck, count_of, label_tokens
 from paceline.adapters.transformers.refusals import check_dataset
-from paceline.adapters.transformers.versions import check_hooks
-from paceline.adapters.transformers.weights import LossCheck, count_of, label_tokens
+from paceline.adapters.transformers.trainer_state import CHECKPOINT, CarriedState, FleetCallback
 from paceline.errors import FleetError, MisuseError
 from paceline.fleet import Fleet, join
-from paceline.loop.step import Step
+from paceline.step.step import Step
+
+_COUNTING = ("set_initial_training_values", "get_batch_samples", "_get_num_items_in_batch", "_track_num_input_tokens")
+HOOKS = (*_COUNTING, "create_scheduler", "evaluation_loop", "prediction_step", "_save_rng_state", "_load_best_model")
+"""Methods of the Trainer that the adapter overrides or calls; without one it would train another way, unseen."""
+
+
+def check_hooks(trainer: type) -> None:
+    """Raise ImportError when this Trainer lacks what the adapter needs."""
+    lacking = [name for name in HOOKS if not hasattr(trainer, name)]
+    if lacking:
+        raise ImportError(
+            f"the Trainer of Transformers {version('transformers')} has no {lacking[0]}, which PacelineTrainer needs: "
+            "install the newest Transformers 5"
+        )
+
 
 check_hooks(Trainer)
 
@@ -29,18 +44,18 @@ check_hooks(Trainer)
 class PacelineTrainer(Trainer):
     """Transformers' Trainer on a fleet of unlike machines, with `PacelineArguments`.
 
-    The loss of a step is the mean over all label tokens of its ``global_batch`` samples, whoever did how many of them,
-    and so is its gradient: the update is the one that a single process would make with the whole batch. Schedules
-    and logs count steps of the fleet. Evaluations and predictions are dealt over the fleet, each sample once. Callbacks
-    run on every worker, once a step; only the leader logs and writes.
+    The loss of a step is the mean over all label tokens of its ``global_batch`` samples, however they were shared, and
+    so is its gradient: the update is the one that a single process would make with the whole batch. Schedules and logs
+    count steps of the fleet. Evaluations and predictions are dealt over the fleet, each sample once. Callbacks run on
+    every worker, once per step; only the leader logs and writes.
 
     Args:
         model: the model; ``model_init`` is refused.
         args: `PacelineArguments`.
-        fleet: one that the script has joined; it leaves it too. Unless given, the trainer joins with the pace of its
+        *others: the Trainer's arguments.
+        fleet: a fleet that the script has joined, and leaves itself. By default the trainer joins with the pace of its
             arguments, and leaves when training fails, in `end`, or when the process ends.
-
-    The other arguments are the Trainer's.
+        **more: the Trainer's arguments by name.
     """
 
     def __init__(
@@ -71,7 +86,7 @@ class PacelineTrainer(Trainer):
         self._globalstep_last_logged = 0
         self._trainings, self._left = 0, False
         self._epochs_before = 0
-        """Epochs of earlier trainings, as their arguments asked for them."""
+        """Epochs of earlier trainings, as in their arguments."""
         self._resume: Path | None = None
         try:
             with as_if_alone():
@@ -94,7 +109,10 @@ class PacelineTrainer(Trainer):
             self.fleet.leave(error)
 
     def _leave_at_exit(self) -> None:
-        """Before whatever has been set up since: a worker that came to lead has a log to be closed then."""
+        """Register the leaving anew, to run before the exit functions that were registered since.
+
+        A worker that came to lead has a log to be closed then.
+        """
         if self._owns and not self._left:
             atexit.unregister(self._at_exit)
             atexit.register(self._at_exit)
@@ -103,17 +121,17 @@ class PacelineTrainer(Trainer):
         self._leave(getattr(sys, "last_value", None))
 
     def end(self) -> None:
-        """Leave the fleet and finish the trackers, if the trainer joined it; else that is the script's."""
+        """Leave the fleet and finish the trackers, if the trainer joined it; else the script does."""
         if self._owns:
             self._leave(None)
             super().end()
 
     def is_world_process_zero(self) -> bool:
-        """Whether this worker leads the fleet."""
+        """Return whether this worker leads the fleet."""
         return self.fleet.is_leader
 
     def is_local_process_zero(self) -> bool:
-        """As `is_world_process_zero`: one worker of the whole fleet speaks."""
+        """Return whether this worker leads the fleet: one worker of the whole fleet logs."""
         return self.fleet.is_leader
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -126,8 +144,11 @@ class PacelineTrainer(Trainer):
     ) -> Any:
         """Train; all workers call it.
 
-        ``resume_from_checkpoint``: the folder of a checkpoint, or True for the newest in ``output_dir``. Only the
-        leader needs to reach it, and the number of workers may be another.
+        Args:
+            resume_from_checkpoint: folder of a checkpoint, or True for the newest in ``output_dir``. Only the leader
+                needs to reach it, and the number of workers may differ.
+            trial: refused; there is no hyper-parameter search.
+            ignore_keys_for_eval: as in the Trainer.
         """
         if trial is not None:
             raise ValueError("PacelineTrainer makes no hyper-parameter search: start one run for each trial")
@@ -143,11 +164,11 @@ class PacelineTrainer(Trainer):
         return output
 
     def hyperparameter_search(self, *args: Any, **more: Any) -> Any:
-        """Refused: a fleet trains one model."""
+        """Raise ValueError: a fleet trains one model."""
         raise ValueError("PacelineTrainer makes no hyper-parameter search: start one run for each trial")
 
     def get_train_dataloader(self) -> FleetEpochs:
-        """The fleet's steps over the Trainer's own loader, whose dataset, order and collator are used."""
+        """Return the fleet's steps over the Trainer's own loader, whose dataset, order and collator are used."""
         loader = super().get_train_dataloader()
         self.epochs = make_epochs(self.fleet, loader, self.args, before=self._epochs_before)
         self._epochs_before += self.epochs.epochs
@@ -155,16 +176,16 @@ class PacelineTrainer(Trainer):
         return self.epochs
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """The Trainer's, but that an epoch may have more steps: where it ends is the fleet's to say."""
+        """Return the Trainer's values, with room for more steps per epoch: the fleet decides where it ends."""
         epochs, each, *others = super().set_initial_training_values(args, dataloader)
         return max(epochs, self.epochs.epochs), each + MORE, *others
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples a step, over the whole fleet."""
+        """Return the samples per step, over the whole fleet."""
         return int(self.args.global_batch)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The Trainer's; from here on the fleet saves and hands over it, the optimiser and the Trainer's state."""
+        """Create the Trainer's scheduler, and track it, the optimiser and the Trainer's state."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         self._trainings += 1
         name = "scheduler" if self._trainings == 1 else f"scheduler_{self._trainings}"
@@ -174,7 +195,7 @@ class PacelineTrainer(Trainer):
         return scheduler
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
-        """The next step of the fleet; its tokens are counted micro-batch by micro-batch."""
+        """Return the next step of the fleet; its tokens are counted micro-batch by micro-batch."""
         steps = [step for step in [next(epoch_iterator, None)] if step is not None]
         for step in steps:
             self.state.global_step = step.index - self.before if isinstance(step, Step) else 0
@@ -182,8 +203,10 @@ class PacelineTrainer(Trainer):
         return steps, None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """This worker's share of a step, and the round: the fleet's mean gradient is then in ``p.grad``, to be clipped
-        and applied by the Trainer as ever."""
+        """Run this worker's share of a step, and the round; return the fleet's loss.
+
+        The fleet's mean gradient is then in ``p.grad``, to be clipped and applied by the Trainer as ever.
+        """
         if not isinstance(inputs, Step):
             raise MisuseError(
                 "PacelineTrainer was given batches of another loader than the fleet's: do not override "
@@ -194,9 +217,9 @@ class PacelineTrainer(Trainer):
             self.optimizer.train()
         for batch in inputs:
             self._micro_batch(model, inputs, self._prepare_inputs(batch))
-        inputs.combine()
+        inputs.reduce()
         if not inputs.applied:
-            model.zero_grad(set_to_none=True)  # optimisers pass over what has no gradient
+            model.zero_grad(set_to_none=True)  # optimisers skip parameters without a gradient
         return torch.tensor(inputs.loss, device=self.args.device)
 
     def _micro_batch(self, model: Any, step: Step, batch: Any) -> None:
@@ -207,22 +230,26 @@ class PacelineTrainer(Trainer):
         step.backward(loss, weight=None if self.shows_count(loss, step.rows) else self.loss_weight(batch, items))
 
     def shows_count(self, loss: torch.Tensor, rows: int) -> bool:
-        """Whether the loss's graph shows what it was divided by, and the script counts nothing of its own."""
+        """Return whether the loss's graph shows its divisor, and the script does not override `loss_weight`."""
         return type(self).loss_weight is PacelineTrainer.loss_weight and count_of(loss, rows) is not None
 
     def mean_loss(self, model: Any, batch: Any, num_items: Any) -> torch.Tensor:
-        """The loss of a micro-batch, the mean over its own items."""
+        """Return the loss of a micro-batch, the mean over its own items."""
         if isinstance(num_items, torch.Tensor):
             num_items = num_items.clamp(min=1)  # without a label the sum is 0, and so is the weight
         with self.compute_loss_context_manager():
             return self.compute_loss(model, batch, num_items_in_batch=num_items)  # type: ignore[no-any-return]
 
     def loss_weight(self, batch: Any, num_items: Any = None) -> Any:
-        """How much a micro-batch's mean loss counts in the step, where its graph does not show what it was divided by:
-        the label tokens that the Trainer counts, else those of ``batch["labels"]`` that are not -100; None, for labels
-        that are no class numbers: its samples.
+        """Return the weight of a micro-batch's mean loss, used where its graph does not show what it was divided by.
 
-        Override it for a loss that is a mean over something else, and return how many there are of it.
+        It is the number of label tokens that the Trainer counts, else those of ``batch["labels"]`` that are not -100;
+        None, which means its samples, for labels that are no class numbers. Override it for a loss that is a mean over
+        something else, and return how many there are of it.
+
+        Args:
+            batch: the micro-batch.
+            num_items: label tokens that the Trainer counted, or None.
         """
         return (
             num_items
@@ -231,7 +258,7 @@ class PacelineTrainer(Trainer):
         )
 
     def _input_tokens(self, batch: Any) -> int:
-        """Of a micro-batch, by the Trainer's own rule; not counted yet."""
+        """Return a micro-batch's tokens by the Trainer's own rule, without adding them to its count."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(batch)
         counted = self.state.num_input_tokens_seen - before
@@ -242,7 +269,7 @@ class PacelineTrainer(Trainer):
         self.state.num_input_tokens_seen += int(inputs.sums.get("input_tokens", 0))
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Of a batch; of a step, over the whole fleet."""
+        """Return the operations of a batch; those of a step are the whole fleet's."""
         return int(inputs.sums.get("flops", 0) if isinstance(inputs, Step) else super().floating_point_ops(inputs))
 
     # -- evaluating ------------------------------------------------------------------------------------------------
@@ -255,7 +282,7 @@ class PacelineTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The Trainer's, with its batches dealt over the fleet; all workers call it, and all get the whole result."""
+        """Evaluate with the Trainer's batches dealt over the fleet; all workers call it and get the result."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         if len(self.accelerator._models) == 0:
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
@@ -315,7 +342,7 @@ class PacelineTrainer(Trainer):
             super()._save_rng_state(output_dir)
 
     def _checkpoint(self, asked: str | bool) -> Path:
-        """The fleet's file of a checkpoint. Where a worker does not find it, the leader's counts."""
+        """Return the fleet's file of a checkpoint. Where a worker does not find it, the leader's counts."""
         if asked is not True:
             return Path(str(asked)) / CHECKPOINT
         folder = Path(self.args.output_dir)
@@ -332,7 +359,7 @@ class PacelineTrainer(Trainer):
             ) from None
 
     def _load_best_model(self) -> None:
-        """Every worker gets the best weights from the leader's checkpoint."""
+        """Load the best weights, which every worker gets from the leader's checkpoint."""
         self.epochs.close()
         with self._carried.kept():
             self.fleet.load(Path(self.state.best_model_checkpoint) / CHECKPOINT)
@@ -344,7 +371,7 @@ def _joined(args: PacelineArguments) -> Fleet:
         device=args.device,
         seed=args.seed,
         nonfinite=args.nonfinite,
-        wire=args.wire,
+        comm_dtype=args.comm_dtype,
         name=args.run_name,
         quiet=args.quiet,
     )
@@ -356,7 +383,7 @@ def _joined(args: PacelineArguments) -> Fleet:
 
 
 def _checked(fleet: Fleet, args: PacelineArguments) -> Fleet:
-    """A fleet that combines gradients, on the device of the arguments."""
+    """Return the fleet; raise ValueError unless it combines gradients, on the device of the arguments."""
     if fleet.combine != "gradients":
         raise ValueError(
             f"PacelineTrainer combines gradients, and the fleet was joined with combine={fleet.combine!r}: its workers "

@@ -1,1 +1,1 @@
-"""What a log says: pure figures, no words."""
+"""The figures of a run, computed from its log, and the sentences about a single subject beside its figures."""

@@ -1,10 +1,10 @@
 """Seconds that gave no counted samples: stalls, and micro-batches that a deadline cut off.
 
-A record tells, for each worker, the seconds it had spent on an unfinished micro-batch when the round closed, and later,
-when that one ended, by how much it had overrun. Put together they are one `LateMicroBatch`.
-One that took more than `STALL` times as long as usual was a stall: the usual time of it was work that was cut off, the
-rest the worker was stuck. A shorter one was merely cut off. Stalls in micro-batches that counted are found in the
-step's longest one.
+A record holds, for each worker, the seconds that it had spent on an unfinished micro-batch when the round closed. A
+later record holds by how many seconds that micro-batch overran. Together they are one `LateMicroBatch`.
+One that took more than `STALL` times as long as usual was a stall: the usual time of it was work that was cut off, and
+for the rest the worker was stuck. A shorter one was merely cut off. Stalls in micro-batches that counted are found in
+the step's longest one.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from paceline.observe.analysis.stretches import Floats, StepStretch
 from paceline.records import StepRecord
 
 STALL = 4.0
-"""A micro-batch that takes so many usual ones is a stall."""
+"""Multiple of the usual time from which a micro-batch is a stall."""
 MOST_READ = 2000
-"""Steps from which a worker's usual micro-batch is taken, spread over all."""
+"""Steps from which a worker's usual time is taken, spread over the run."""
 
 
 @dataclass(frozen=True)
 class LostTime:
-    """A stretch's lost seconds, by step and worker."""
+    """The lost seconds of a stretch, by step and worker."""
 
     stuck_s: Floats
-    """Beyond the worker's own seconds: at a standstill in a micro-batch whose round closed without it."""
+    """Seconds besides the worker's own: at a standstill in a micro-batch whose round closed without it."""
     inside_s: Floats
-    """Of the worker's own seconds: a stall in a micro-batch that counted."""
+    """Part of the worker's own seconds: a stall in a micro-batch that counted."""
     cut_s: Floats
-    """Beyond the seconds that counted: work that is done again."""
+    """Seconds besides those that counted: work that is done again."""
     stall_s: Floats
-    """The whole length of a stall that began in this step, however many steps it lasted."""
+    """Length of a stall that began in this step, however many steps it lasted."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,16 @@ class LateMicroBatch:
     """A micro-batch that came too late for its round."""
 
     pieces: list[tuple[int, float]]
-    """Step's row, and seconds of it."""
+    """Row of a step, and seconds of the micro-batch in that step."""
     took_s: float
-    """From its start to its end, the rounds that passed meanwhile included, where the record tells; else 0."""
+    """Seconds from its start to its end, the rounds that passed meanwhile included; 0 when not recorded."""
 
 
 def usual_s(records: Sequence[StepRecord]) -> dict[int, float]:
-    """Each worker's usual seconds for a micro-batch: the lower quartile of its steps' longest, so that stalls in most
-    of the steps do not pass for usual; of their means, where the record does not say the longest."""
+    """Return each worker's usual seconds for a micro-batch: the lower quartile of its steps' longest.
+
+    So stalls in most of the steps do not pass for usual. The steps' means are used where the longest is not recorded.
+    """
     read = [record for record in records[:: 1 + len(records) // MOST_READ] if record.micro_batches]
     longest: dict[int, list[float]] = {}
     for workers, steps in groupby(read, key=lambda record: record.workers):
@@ -64,17 +66,17 @@ def _longest_s(record: StepRecord) -> Sequence[float]:
 
 
 def _lower_quartile(values: list[float]) -> float:
-    """As ``np.percentile(values, 25)``, which takes ten times as long for a few values."""
+    """Return ``np.percentile(values, 25)``, which takes ten times as long for a few values."""
     values.sort()
     below, part = divmod(len(values) - 1, 4)
     return values[below] + (values[below + 1] - values[below]) * part / 4 if part else values[below]
 
 
 def lost_time(stretch: StepStretch, usual: Mapping[int, float]) -> LostTime:
-    """What the workers lost; ``usual``: their usual seconds for a micro-batch."""
+    """Return the workers' lost seconds; ``usual``: each worker's usual seconds for a micro-batch."""
     each = np.array([usual.get(worker, 0.0) for worker in stretch.workers])
     inside = _inside(stretch, each)
-    # P3's cut-off: a share that is not whole does not count.
+    # P3's cut-off: a share that is not complete does not count.
     cut = np.where(stretch.missed, stretch.seconds, 0.0)
     stuck, stall = np.zeros_like(inside), inside.copy()
     for rank in np.flatnonzero(stretch.unfinished_s.any(axis=0)):
@@ -84,14 +86,14 @@ def lost_time(stretch: StepStretch, usual: Mapping[int, float]) -> LostTime:
 
 
 def _inside(stretch: StepStretch, usual: Floats) -> Floats:
-    """A stall in a micro-batch that counted: far longer than usual, and than the others of the step."""
+    """Return stalls in micro-batches that counted: far longer than usual, and than the others of the step."""
     slowest, others = np.minimum(stretch.slowest_s, stretch.seconds), stretch.micro_batches - 1
     far_longer = (slowest > STALL * usual) & (usual > 0) & (slowest * others > STALL * (stretch.seconds - slowest))
     return np.where(far_longer & (others > 0) & (stretch.samples > 0), slowest - usual, 0.0)
 
 
 def late_micro_batches(stretch: StepStretch, rank: int) -> Iterator[LateMicroBatch]:
-    """A worker's late micro-batches, each from the round that closed without it to its end."""
+    """Yield a worker's late micro-batches, each from the round that closed without it to its end."""
     unfinished, late = stretch.unfinished_s[:, rank], stretch.late_s[:, rank]
     began = np.concatenate(([0.0], np.cumsum(stretch.wall_s)))
     open_since, pieces = -1, list[tuple[int, float]]()
@@ -108,25 +110,25 @@ def late_micro_batches(stretch: StepStretch, rank: int) -> Iterator[LateMicroBat
 
 
 def _ended(stretch: StepStretch, rank: int, pieces: list[tuple[int, float]], row: int, ago_s: float) -> LateMicroBatch:
-    """The late micro-batch is over by this row, which begins ``ago_s`` after its deadline."""
+    """Return the late micro-batch that is over by this row, which begins ``ago_s`` after its deadline."""
     late = float(stretch.late_s[row, rank])
     room = stretch.wall_s[row] - stretch.seconds[row, rank] - stretch.unfinished_s[row, rank]
     carried = float(min(max(0.0, late - ago_s), max(0.0, room)))
     first, seconds = pieces[0]
-    # Lateness counts from the deadline; not with P3's cut-off, nor when the records begin in its middle.
-    whole = late > 0 and stretch.deadline_s[first] > 0 and not stretch.behind[first, rank]
-    return LateMicroBatch([*pieces, (row, carried)], seconds + late if whole else 0.0)
+    # Lateness counts from the deadline; not known with P3's cut-off, nor when the records begin in the middle of it.
+    complete = late > 0 and stretch.deadline_s[first] > 0 and not stretch.behind[first, rank]
+    return LateMicroBatch([*pieces, (row, carried)], seconds + late if complete else 0.0)
 
 
 def _charge_late(late: LateMicroBatch, usual: float, cut: Floats, stuck: Floats, stall: Floats) -> None:
-    """Charge a late micro-batch: what of it was cut off, and what a standstill."""
-    whole = sum(seconds for _, seconds in late.pieces)
-    stalled = whole > STALL * usual
-    left = usual if stalled else whole
+    """Add a late micro-batch to the columns: the part that was cut off, and the part at a standstill."""
+    total = sum(seconds for _, seconds in late.pieces)
+    stalled = total > STALL * usual
+    left = usual if stalled else total
     for row, seconds in late.pieces:
         part = min(left, seconds)
         left -= part
         cut[row] += part
         stuck[row] += seconds - part
     if stalled:
-        stall[late.pieces[0][0]] += max(whole, late.took_s) - usual
+        stall[late.pieces[0][0]] += max(total, late.took_s) - usual

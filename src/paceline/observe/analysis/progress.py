@@ -1,4 +1,4 @@
-"""A run in progress, as both views see it: events go in, a `ProgressSnapshot` of the last few steps comes out."""
+"""A run in progress, for both views: events go in, a `ProgressSnapshot` of the last few steps comes out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.observe.analysis.figures import Figures, own_speeds, summarise
-from paceline.observe.analysis.membership import Departure, GenerationEvent, RecordFilter, Timed, parse_generation
+from paceline.observe.analysis.generations import Departure, GenerationEvent, RecordFilter, Timed, parse_generation
 from paceline.observe.analysis.stretches import missed
 from paceline.observe.log import sanitise
 from paceline.observe.log.reader import parse_step
@@ -19,9 +19,9 @@ from paceline.records import StepRecord
 WINDOW = 20
 """Steps over which speeds and waiting are taken."""
 BACKLOG = 64
-"""Steps kept between two looks: more than the window, so that the speed of a worker seldom used is not missed."""
+"""Steps kept between two snapshots: more than the window, so that the speed of a worker seldom used is not missed."""
 SHOWN_S = 20.0
-"""Seconds for which somebody who left is still shown, and somebody who joined is marked."""
+"""Seconds for which a worker that left is still shown, and one that joined is marked."""
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,23 @@ class WorkerRow:
     worker: int
     machine: str
     samples: int
-    """Its share of the newest step."""
+    """Share of the newest step."""
     speed: float
-    """Own samples a second; 0 when unknown."""
+    """Own samples per second; 0 when not known."""
     waiting: float
     mark: str
     """``late, 3 rounds behind``, ``waited for``, ``slowest``, ``sits out``, ``joined``, ``left: …`` or nothing."""
     late: bool = False
-    """The newest round closed without anything from it."""
+    """Whether the newest round closed without anything from the worker."""
     behind: int = 0
-    """Earlier rounds that it had yet to take over then."""
+    """Number of earlier rounds that the worker had yet to take over then."""
     left: bool = False
-    """It is no longer there."""
+    """Whether the worker is no longer there."""
 
 
 @dataclass(frozen=True)
 class ProgressSnapshot:
-    """Where the run stands. Numbers that are not known are None."""
+    """The state of a run. Numbers that are not known are None."""
 
     name: str
     pace: str
@@ -61,11 +61,11 @@ class ProgressSnapshot:
     loss: float | None = None
     left_s: float | None = None
     rows: tuple[WorkerRow, ...] = ()
-    """By identity; those who left a moment ago among them."""
+    """Workers by identity, with those that left a moment ago."""
     deadlines: bool = False
     """Whether any of the last steps could close without everybody."""
     deadline_s: float | None = None
-    """Of the newest step."""
+    """Deadline of the newest step."""
     count: int = 0
     """Samples that the newest step counted."""
     global_batch: int | None = None
@@ -80,7 +80,7 @@ class ProgressSnapshot:
 
 
 class Progress:
-    """Takes in events cheaply; the arithmetic waits until somebody looks. One thread at a time."""
+    """The last steps of a run. Adding an event is cheap; `snapshot` does the arithmetic. For one thread at a time."""
 
     def __init__(self) -> None:
         self._begin({})
@@ -94,7 +94,7 @@ class Progress:
         self._filter = RecordFilter()
         self._newest_change: GenerationEvent | None = None
         self._moved: dict[int, tuple[float, Departure | None]] = {}
-        """When each worker left (and why) or joined last."""
+        """Unix seconds at which each worker left (and why) or joined last."""
         self._machines = machines(run)
 
     def add(self, event: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ class Progress:
         if kind == "step":
             self._new.append(event)
         elif kind == "generation" and (change := parse_generation(event)) is not None:
-            self._absorb()  # it is about what came before
+            self._absorb()  # the event voids steps before it
             self._change(change)
         elif kind == "run":
             self._begin(event)
@@ -123,7 +123,7 @@ class Progress:
             step=newest.step + 1,
             steps=steps,
             epoch=newest.epoch + 1,
-            epochs=_whole(self._loop.get("epochs")),
+            epochs=_positive_count(self._loop.get("epochs")),
             samples_per_s=figures.samples_per_s,
             limit=figures.limit,
             of_limit=figures.of_limit,
@@ -133,7 +133,7 @@ class Progress:
             deadlines=figures.deadlines > 0,
             deadline_s=newest.deadline_s,
             count=newest.total,
-            global_batch=_whole(self._loop.get("global_batch")),
+            global_batch=_positive_count(self._loop.get("global_batch")),
         )
 
     def _absorb(self) -> None:
@@ -141,12 +141,12 @@ class Progress:
             event = self._new.popleft()
             if (record := parse_step(event)) is not None and self._filter.stands(record, self._window):
                 self._filter.take_note(record, self._window)
-                if len(self._window) == WINDOW:  # what leaves the window is remembered as a speed
+                if len(self._window) == WINDOW:  # of a record that leaves the window the speeds are kept
                     self._known = own_speeds((self._window[0][0],), self._known)
                 self._window.append((record, sanitise.timestamp(event.get("t"))))
 
     def _change(self, change: GenerationEvent) -> None:
-        if change.number < self._filter.number:  # an earlier leader wakes up and writes it late
+        if change.number < self._filter.number:  # an earlier leader woke up and wrote its event late
             return
         self._filter.begin_generation(change, self._window)
         self._newest_change = change
@@ -156,7 +156,7 @@ class Progress:
         self._moved |= {each.worker: (change.t, each) for each in change.left}
 
     def _rows(self, newest: StepRecord, figures: Figures) -> tuple[WorkerRow, ...]:
-        """Those of the newest step, those who came after it, and those who left a moment ago."""
+        """Return the workers of the newest step, those that joined after it, and those that left a moment ago."""
         now = max((t for t in (self._window[-1][1], *(t for t, _ in self._moved.values())) if t == t), default=0.0)
         recent = {worker: gone for worker, (t, gone) in self._moved.items() if now - t < SHOWN_S}
         rows = {row.worker: row for row in _rows(newest, figures, self._machines)}
@@ -174,15 +174,15 @@ class Progress:
         return WorkerRow(worker, self._machines.get(worker, ""), 0, 0.0, 0.0, mark, left=left)
 
     def _last_step(self, step: int) -> int | None:
-        """One past the last step of the loop. A loop that starts where another ended counts on from there."""
-        steps, first = _whole(self._loop.get("steps")), _whole(self._loop.get("first_step")) or 0
+        """Return one past the last step of the loop; a loop that starts where another ended counts on from there."""
+        steps, first = _positive_count(self._loop.get("steps")), _positive_count(self._loop.get("first_step")) or 0
         if steps is None:
             return None
         end = steps if first < steps else first + steps
         return end if step < end else None
 
     def _left(self, steps: int) -> float | None:
-        """Time between steps counts too: it is taken from when the steps were logged."""
+        """Return the seconds that these steps will take, time between steps included: from when steps were logged."""
         if steps <= 0:
             return 0.0
         stamps = [t for _, t in self._window if math.isfinite(t)]
@@ -209,7 +209,7 @@ def _rows(newest: StepRecord, figures: Figures, names: Mapping[int, str]) -> tup
 
 
 def _marks(newest: StepRecord, figures: Figures) -> dict[int, str]:
-    """``late`` and ``waited for`` are news; ``slowest`` is a fact about the machine and stays put."""
+    """Return marks by worker: ``late`` and ``waited for`` are news, ``slowest`` is a lasting fact about the machine."""
     marks = {worker: _absent(newest, rank) for rank, worker in enumerate(newest.workers) if newest.samples[rank] == 0}
     busy = [w for w in figures.workers if w.samples and w.worker not in marks and w.worker in newest.workers]
     if len(busy) < 2:
@@ -223,7 +223,7 @@ def _marks(newest: StepRecord, figures: Figures) -> dict[int, str]:
 
 
 def _absent(newest: StepRecord, rank: int) -> str:
-    """Why the newest step has nothing from this worker."""
+    """Return why the newest step has nothing from this worker."""
     if not missed(newest, rank):
         return "sits out"
     behind = _behind(newest, rank)
@@ -234,5 +234,5 @@ def _behind(newest: StepRecord, rank: int) -> int:
     return newest.behind[rank] if rank < len(newest.behind) else 0
 
 
-def _whole(value: Any) -> int | None:
+def _positive_count(value: Any) -> int | None:
     return sanitise.count_or(value, 0) or None

@@ -1,4 +1,4 @@
-"""Steps in seconds: as they were, and as they would have been at the limit, with equal shares, or had they waited.
+"""Seconds of steps: as they were, and as they would have been at the limit, with equal shares, or had they waited.
 
 For step k with samples n_i and own seconds t_i of worker i, of which a stall took c_i, and s_i seconds stuck besides
 (`paceline.observe.analysis.lateness`); N samples in all, wall seconds W:
@@ -27,36 +27,36 @@ from paceline.observe.analysis.lateness import LostTime
 from paceline.observe.analysis.stretches import Floats, Mask, StepStretch
 
 FOLLOWED = 0.3
-"""How far the running mean of a worker's speed moves towards the newest."""
+"""Part of the way that the running mean of a worker's speed moves towards the newest."""
 
 
 @dataclass
 class Speeds:
-    """Samples a second of the workers, as far as the stretches read so far have shown."""
+    """The workers' samples per second, as far as the stretches read so far have shown."""
 
     newest: dict[int, float]
     followed: dict[int, float] = field(default_factory=dict)
-    """Running means: what shares would be dealt by."""
+    """Running means, by which shares would be dealt."""
 
     def shown(self, stretch: StepStretch, lost: LostTime) -> Floats:
-        """Each worker's speed in each step; NaN where it has shown none. Kept for the next stretch."""
+        """Return each worker's speed in each step (NaN before its first), and keep the last for the next stretch."""
         own_s = stretch.seconds - lost.inside_s
-        told = (stretch.samples > 0) & (own_s > 0)
+        timed = (stretch.samples > 0) & (own_s > 0)
         before = _known(self.newest, stretch.workers)
-        speed = np.vstack([before, np.divide(stretch.samples, own_s, out=np.zeros_like(own_s), where=told)])
-        row = np.where(np.vstack([np.ones_like(told[:1]), told]), np.arange(len(speed))[:, None], 0)
+        speed = np.vstack([before, np.divide(stretch.samples, own_s, out=np.zeros_like(own_s), where=timed)])
+        row = np.where(np.vstack([np.ones_like(timed[:1]), timed]), np.arange(len(speed))[:, None], 0)
         filled: Floats = np.take_along_axis(speed, np.maximum.accumulate(row, axis=0), axis=0)
-        self.newest |= _told(stretch.workers, filled[-1])
+        self.newest |= _finite(stretch.workers, filled[-1])
         return filled[1:]
 
     def expected(self, stretch: StepStretch, speed: Floats) -> Floats:
-        """Each worker's running mean before each step."""
+        """Return each worker's running mean before each step."""
         mean = _known(self.followed, stretch.workers)
         means = np.empty_like(speed)
         for row, newest in enumerate(speed):
             means[row] = mean = np.where(np.isnan(mean), newest, mean)
             mean = mean + FOLLOWED * (newest - mean)
-        self.followed |= _told(stretch.workers, mean)
+        self.followed |= _finite(stretch.workers, mean)
         return means
 
 
@@ -64,33 +64,33 @@ def _known(speeds: dict[int, float], workers: Sequence[int]) -> Floats:
     return np.array([speeds.get(worker, np.nan) for worker in workers])
 
 
-def _told(workers: Sequence[int], speeds: Floats) -> dict[int, float]:
+def _finite(workers: Sequence[int], speeds: Floats) -> dict[int, float]:
     return {worker: float(speed) for worker, speed in zip(workers, speeds) if np.isfinite(speed)}
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a stretch's steps; of each worker in them, where two-dimensional."""
+    """Seconds of a stretch's steps; by step and worker in the arrays of two dimensions."""
 
     wall: Floats
     closed: Floats
-    """When the last worker was done, or the round closed."""
+    """Seconds until the last worker was done, or the round closed."""
     round: Floats
     ideal: Floats
-    """At the limit; 0 when no speed is known."""
+    """Seconds at the limit; 0 when no speed is known."""
     equal: Floats
-    """With equal shares, without other time."""
+    """Seconds with equal shares, without other time."""
     waited: Floats
-    """Had it waited for everybody, without other time."""
+    """Seconds had the round waited for everybody, without other time."""
     longer: Floats
-    """Of these, the ones beyond what the batch would have taken had nobody waited."""
+    """Seconds of ``waited`` beyond what the batch would have taken had nobody waited."""
     last: Floats
-    """The rank that it would have waited for."""
+    """Rank that the round would have waited for."""
     work: Floats
     stuck: Floats
     cut: Floats
     waiting: Floats
-    """Until the last was done; 0 where a worker did not take part."""
+    """Seconds until the last worker was done; 0 where a worker did not take part."""
     took_part: Mask
 
     @property
@@ -98,21 +98,21 @@ class StepTimes:
         return np.maximum(0.0, self.wall - self.closed)
 
     def mean(self, spent: Floats) -> float:
-        """Seconds of the average worker that took part, summed over the steps."""
+        """Return the seconds of the average worker that took part, summed over the steps."""
         return float(
             (np.where(self.took_part, spent, 0.0).sum(axis=1) / np.maximum(1, self.took_part.sum(axis=1))).sum()
         )
 
 
 def step_times(stretch: StepStretch, lost: LostTime, speeds: Speeds, *, batch: float) -> StepTimes:
-    """``batch``: samples that a step with a deadline would have had to wait for."""
+    """Return the times of a stretch; ``batch``: samples that a step with a deadline would have had to wait for."""
     work = np.where(stretch.samples > 0, stretch.seconds, 0.0) - lost.inside_s
     stuck, cut = lost.inside_s + lost.stuck_s, lost.cut_s
     busy = (work + stuck + cut).max(axis=1)
     wall = np.where(stretch.wall_s > 0, stretch.wall_s, busy + stretch.round_s)
     closed = np.minimum(busy, wall)
     took_part = work + stuck + cut > 0
-    # No longer than the step itself.
+    # A worker's times are no longer than the step.
     work = np.minimum(work, closed[:, None])
     stuck = np.minimum(stuck, closed[:, None] - work)
     cut = np.minimum(cut, closed[:, None] - work - stuck)
@@ -140,7 +140,7 @@ def step_times(stretch: StepStretch, lost: LostTime, speeds: Speeds, *, batch: f
 
 
 def _at_best(stretch: StepStretch, lost: LostTime, speed: Floats) -> tuple[Floats, Floats]:
-    """Seconds of each step at the limit, and with equal shares."""
+    """Return the seconds of each step at the limit, and with equal shares."""
     count, together = stretch.samples.sum(axis=1), np.nansum(speed, axis=1)
     idle = np.nansum(speed * (lost.stuck_s + lost.inside_s), axis=1)
     ideal = np.divide(count + idle, together, out=np.zeros_like(count), where=together > 0)
@@ -149,7 +149,7 @@ def _at_best(stretch: StepStretch, lost: LostTime, speed: Floats) -> tuple[Float
 
 
 def _had_it_waited(lost: LostTime, speed: Floats, expected: Floats, batch: float) -> tuple[Floats, Floats, Floats]:
-    """Seconds, how many of them too many, and for whom, with shares by the speeds expected."""
+    """Return seconds, those beyond the least possible, and the rank waited for, with shares by the speeds expected."""
     together = np.nansum(expected, axis=1, keepdims=True)
     share = batch * np.divide(expected, together, out=np.zeros_like(expected), where=together > 0)
     done = share / speed + lost.stall_s

@@ -1,4 +1,4 @@
-"""Records as arrays: stretches of steps with the same workers, one row a step, one column a worker."""
+"""Records as arrays: stretches of steps with the same workers, one row per step, one column per worker."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.observe.log.record_fields import PER_WORKER
+from paceline.observe.log.sanitise import PER_WORKER
 from paceline.records import StepRecord
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 MOST_STEPS = 8192
-"""A longer stretch is cut, so that a long run needs little memory at a time."""
+"""Most steps of a stretch: a longer one is cut, so that a long run needs little memory at a time."""
 
 
 def bounded(record: StepRecord) -> bool:
-    """Whether its round could close without everybody."""
+    """Return whether the record's round could close without everybody."""
     return record.deadline_s is not None or record.wait_for is not None
 
 
 def missed(record: StepRecord, rank: int) -> bool:
-    """Whether the round closed without anything from this worker, who had work to do."""
+    """Return whether the round closed without anything from this worker, which had work to do."""
     return bounded(record) and record.samples[rank] == 0 and record.planned[rank] > 0
 
 
 @dataclass(frozen=True)
 class StepStretch:
-    """Numbers that are missing or make no sense are 0."""
+    """A stretch of steps as arrays. Numbers that are missing or make no sense are 0."""
 
     workers: tuple[int, ...]
     bounded: Mask
-    """Of each step: whether its round could close without everybody."""
+    """Whether the round of each step could close without everybody."""
     planned: Floats
-    """By step and worker, as are those below."""
+    """Samples by step and worker; the arrays down to ``shortfall_s`` have the same shape."""
     samples: Floats
     seconds: Floats
     micro_batches: Floats
@@ -46,7 +46,7 @@ class StepStretch:
     late_s: Floats
     shortfall_s: Floats
     wall_s: Floats
-    """A number a step, as are those below."""
+    """One number per step, as in the arrays below."""
     round_s: Floats
     deadline_s: Floats
 
@@ -73,7 +73,7 @@ def _stretch(records: Sequence[StepRecord]) -> StepStretch:
 
     def table(name: str) -> Floats:
         rows: list[Sequence[float]] = [getattr(record, name) for record in records]
-        if not any(rows):  # most runs leave some of them out
+        if not any(rows):  # most runs leave some fields out
             return np.zeros((len(rows), size))
         if any(len(row) != size for row in rows):
             rows = [[*row[:size], *([0.0] * (size - len(row)))] for row in rows]

@@ -1,4 +1,4 @@
-"""What every worker did when: a step's record as slices of time.
+"""The timeline of a run: a step's record as slices of time, for each worker.
 
 A record holds seconds, not moments. They are laid out in the order in which a step runs: the end of a late micro-batch
 of an earlier step, own compute, an unfinished micro-batch, waiting until the last worker has arrived, the round, and
@@ -21,17 +21,17 @@ KINDS = {
     "round": "the round",
     "rest": "update and the rest",
 }
-"""What a slice can be, in words."""
+"""Kinds of slices, with their descriptions."""
 
 
 class Slice(NamedTuple):
-    """A tuple: there are thousands of them in every message of the live page."""
+    """One slice of a worker's time; a tuple, for every message of the live page has thousands of them."""
 
     worker: int
     kind: str
     """One of `KINDS`."""
     start: float
-    """Unix seconds, as is ``stop``."""
+    """Unix seconds, like ``stop``."""
     stop: float
 
     @property
@@ -41,13 +41,13 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedStep:
-    """One step on the clock."""
+    """One step with its moments on the clock."""
 
     record: StepRecord
     start: float
     stop: float
     arrival: float
-    """When the last worker had arrived, or the round closed without it."""
+    """Moment when the last worker had arrived, or the round closed without it."""
     slices: tuple[Slice, ...]
 
     @property
@@ -57,7 +57,7 @@ class TimedStep:
 
     @property
     def last(self) -> int | None:
-        """The worker the others waited for: who was busy longest; None when only one was."""
+        """Return the worker that the others waited for, which was busy longest; None when only one was busy."""
         busy: dict[int, float] = {}
         for piece in self.slices:
             if piece.kind in ("compute", "late"):
@@ -66,7 +66,7 @@ class TimedStep:
 
 
 def lay_out(records: Iterable[StepRecord], times: Iterable[float]) -> Iterator[TimedStep]:
-    """Each step on the clock, from when it was logged (its end); steps without a time follow the one before."""
+    """Yield each step on the clock, from when it was logged (its end); a step without a time follows the one before."""
     clock = 0.0
     overdue: dict[int, float] = {}
     for record, logged in zip(records, times):
@@ -83,7 +83,10 @@ def _length(record: StepRecord) -> float:
 
 
 def _timed(record: StepRecord, start: float, stop: float, overdue: dict[int, float]) -> TimedStep:
-    """``overdue``: since when each worker is at work on something whose round has closed; kept from step to step."""
+    """Return one step on the clock.
+
+    ``overdue``: since when each worker is at work on a micro-batch whose round has closed; kept from step to step.
+    """
     latest = max(start, stop - max(0.0, record.round_s))
     begun: list[Slice] = []
     ends: list[float] = []
@@ -104,7 +107,7 @@ def _timed(record: StepRecord, start: float, stop: float, overdue: dict[int, flo
 def _busy(
     record: StepRecord, rank: int, worker: int, start: float, latest: float, overdue: dict[int, float]
 ) -> Iterator[Slice]:
-    """The slices before a worker's arrival, none later than ``latest``."""
+    """Yield the slices before a worker's arrival, none later than ``latest``."""
     now = start
     unfinished, late = _at(record.unfinished_s, rank), _at(record.late_s, rank)
     since = overdue.pop(worker, None)

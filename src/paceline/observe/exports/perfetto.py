@@ -1,8 +1,8 @@
 """A run as a Chrome trace (JSON), which ui.perfetto.dev and chrome://tracing open.
 
-One track a worker: a slice for each step, and in it compute, lateness, waiting, the round and the rest. Counters hold
-the shares, samples a second and the loss. Arrows lead from the worker that was last to those who waited for it.
-Times are microseconds from the first step on, with nanoseconds behind the point, as the format wants them.
+One track per worker: a slice for each step, and in it compute, lateness, waiting, the round and the rest. Counters hold
+the shares, samples per second and the loss. Arrows lead from the worker that was last to those who waited for it.
+Times are microseconds from the first step on, with nanoseconds behind the decimal point, as the format requires.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 
 from paceline.observe.analysis.timeline import KINDS, Slice, TimedStep, lay_out
 from paceline.observe.log.reader import RunLog
+from paceline.observe.words.lines import describe
 from paceline.observe.words.numbers import worker_name
-from paceline.observe.words.progress import describe
 
 Event = dict[str, Any]
 
 MOST_ROWS = 250_000
-"""Steps times workers that are written at most, the last ones: the viewer takes a few hundred megabytes and no more."""
+"""Steps times workers that are written at most, the last ones: the viewer takes a few hundred megabytes at most."""
 WORTH_AN_ARROW = 0.05
-"""Part of a step that a worker waited from which on an arrow says for whom."""
+"""Part of a step that a worker must have waited for an arrow to be drawn."""
 PROCESS = 1
 
 
 def write_perfetto(log: RunLog, path: Path) -> Path:
-    """Write the trace; of a run too long for the viewer its last steps."""
+    """Write the trace, or only the last steps of a run too long for the viewer, and return its path."""
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         for number, event in enumerate(trace_events(log)):
@@ -37,7 +37,7 @@ def write_perfetto(log: RunLog, path: Path) -> Path:
 
 
 def trace_events(log: RunLog) -> Iterator[Event]:
-    """The events of the trace, one by one."""
+    """Yield the events of the trace."""
     widest = max((len(record.workers) for record in log.records), default=1)
     kept = slice(-max(1, MOST_ROWS // widest), None)
     steps = list(lay_out(log.records[kept], log.times[kept]))
@@ -91,7 +91,7 @@ def _counter(name: str, step: TimedStep, zero: float, args: dict[str, float]) ->
 
 
 def _arrows(step: TimedStep, zero: float, *, first: int) -> Iterator[Event]:
-    """From the end of the last worker's own work to the end of each wait for it."""
+    """Yield arrows from the end of the last worker's own work to the end of each wait for it."""
     culprit = next((p for p in reversed(step.slices) if p.worker == step.last and p.kind in ("compute", "late")), None)
     if culprit is None:
         return
@@ -104,7 +104,7 @@ def _arrows(step: TimedStep, zero: float, *, first: int) -> Iterator[Event]:
 
 
 def _within(piece: Slice, zero: float) -> float:
-    """A moment before the slice's end: an arrow belongs to the slice its end lies in."""
+    """Return a moment just before the slice's end: an arrow belongs to the slice that its end lies in."""
     return _us(piece.stop - zero - min(1e-6, piece.seconds / 2))
 
 
@@ -112,9 +112,9 @@ def _notes(log: RunLog, zero: float, steps: list[TimedStep]) -> Iterator[Event]:
     if not steps:
         return
     for event in [*log.others, *([log.end] if log.end else [])]:
-        t, said = event.get("t"), describe(event)
-        if said is not None and isinstance(t, (int, float)) and t >= zero:
-            yield {"ph": "i", "s": "g", "pid": PROCESS, "tid": 0, "name": said[1], "ts": _us(t - zero)}
+        t, note = event.get("t"), describe(event)
+        if note is not None and isinstance(t, (int, float)) and t >= zero:
+            yield {"ph": "i", "s": "g", "pid": PROCESS, "tid": 0, "name": note[1], "ts": _us(t - zero)}
 
 
 def _ns(seconds: float) -> int:

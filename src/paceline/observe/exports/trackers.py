@@ -1,7 +1,7 @@
-"""Figures of the user's own, to Weights & Biases, TensorBoard, MLflow or a function: ``fleet.log``, ``fleet.log_to``.
+"""Figures for experiment trackers: those of a step (`scalars`), and the user's own (``fleet.log``, ``fleet.log_to``).
 
-Every worker may log, and the leader of the moment writes, so a figure is written once. None of these packages is
-needed here: a writer is known by the call that it has.
+Every worker may log, and the leader of the moment writes to Weights & Biases, TensorBoard, MLflow or a function, so
+that a figure is written once. None of these packages is needed here: a writer is recognised by the method that it has.
 """
 
 from __future__ import annotations
@@ -13,14 +13,37 @@ from typing import Any
 
 import numpy as np
 
-logger = logging.getLogger("paceline.observe")
+from paceline.records import StepRecord
 
+logger = logging.getLogger("paceline.observe")
 Write = Callable[[dict[str, float], int], Any]
-"""Takes figures by name, and the step they belong to."""
+"""A function of figures by name and the step that they belong to."""
+
+
+def scalars(record: StepRecord) -> dict[str, float]:
+    """Return the figures of a step by name, for TensorBoard, Weights & Biases, MLflow or any other logger.
+
+    In a training loop, after the commit: ``wandb.log(scalars(step.record), step=step.index)``.
+    What was not measured is left out.
+    """
+    figures: dict[str, float | None] = {
+        "loss": record.loss,
+        "grad_norm": record.grad_norm,
+        "speed/samples_per_s": record.total / record.wall_s if record.wall_s > 0 else None,
+        "time/step_s": record.wall_s,
+        "time/round_s": record.round_s,
+        "time/deadline_s": record.deadline_s,
+        "fleet/workers": len(record.workers),
+        "fleet/undone": sum(max(0, p - s) for p, s in zip(record.planned, record.samples)),
+    }
+    figures |= {f"sum/{name}": value for name, value in record.sums.items()}
+    figures |= {f"share/worker {worker}": n for worker, n in zip(record.workers, record.samples)}
+    figures |= {f"compute_s/worker {worker}": s for worker, s in zip(record.workers, record.seconds)}
+    return {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
 
 
 def write_to(writer: Any) -> Write:
-    """How figures are given to this writer.
+    """Return the function that gives figures to this writer.
 
     >>> write_to(lambda figures, step: print(step, figures))({"loss": 0.5}, 3)
     3 {'loss': 0.5}
@@ -41,7 +64,7 @@ def write_to(writer: Any) -> Write:
 
 
 def check_figures(figures: Mapping[str, Any]) -> None:
-    """Raise ValueError unless all are single numbers; does not wait for a device."""
+    """Raise ValueError unless all figures are single numbers, without waiting for a device."""
     for name, value in figures.items():
         if not isinstance(name, str):
             raise ValueError(f"fleet.log takes figures by name, got the name {name!r}")
@@ -54,10 +77,10 @@ def check_figures(figures: Mapping[str, Any]) -> None:
 
 
 class Trackers:
-    """Where this worker would write figures, if it led."""
+    """The writers to which this worker gives figures while it is the leader."""
 
-    def __init__(self, *, leads: Callable[[], bool], observe: Callable[[str, Mapping[str, Any]], None]) -> None:
-        self._leads, self._observe = leads, observe
+    def __init__(self, *, leads: Callable[[], bool], log_event: Callable[[str, Mapping[str, Any]], None]) -> None:
+        self._leads, self._log_event = leads, log_event
         self._writers: list[_Writer] = []
 
     def add(self, writer: Any, make: Callable[[], Any] | None) -> None:
@@ -73,7 +96,7 @@ class Trackers:
         if not figures or not self._leads():
             return
         plain = {name: float(value) for name, value in figures.items()}
-        self._observe("log", {"step": step, "figures": plain})
+        self._log_event("log", {"step": step, "figures": plain})
         for writer in self._writers:
             writer.write(plain, step)
 
@@ -83,7 +106,7 @@ class Trackers:
 
 
 class _Writer:
-    """One of them, made when it is first needed."""
+    """One writer, made when it is first needed."""
 
     def __init__(self, writer: Any, make: Callable[[], Any] | None) -> None:
         self._writer, self._make = writer, make
@@ -91,8 +114,10 @@ class _Writer:
         self._worked = self._warned = False
 
     def write(self, figures: dict[str, float], step: int) -> None:
-        """An error at the first time is raised, for the set-up is wrong. Later it is a warning: a training must not end
-        because a server is away."""
+        """Write figures; an error of the first call is raised, one of a later call is a warning.
+
+        An error at first means a wrong set-up. Later a training must not end because a server cannot be reached.
+        """
         try:
             if self._write is None:
                 assert self._make is not None
@@ -109,7 +134,7 @@ class _Writer:
         self._worked = True
 
     def close(self) -> None:
-        """What was made here is ended here; the user's own is only flushed."""
+        """Close a writer that was made here; flush one that the user made."""
         calls = ("finish", "close") if self._make is not None else ("flush",)
         end = next((end for call in calls if callable(end := getattr(self._writer, call, None))), None)
         if end is None or self._write is None:

@@ -1,1 +1,1 @@
-"""The event log: its folder, its writer and its reader."""
+"""The event log: the run's folder, the writer, the reader, and which values a reader accepts."""

@@ -1,7 +1,7 @@
-"""Reading an event log: whole (`read_log`) or while it is being written (`follow`).
+"""The event log's reader, for a log that is complete (`read_log`) or still being written (`follow`).
 
-Both forgive what happens to logs: a last line cut off by a kill, lines that are not JSON, events and fields they do
-not know, a newer version.
+Both accept what happens to logs: a last line cut off by a kill, lines that are not JSON, unknown events and fields, a
+newer version.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline import concurrency
-from paceline.observe.analysis import membership
+from paceline.observe.analysis import generations
 from paceline.observe.log import sanitise
-from paceline.observe.log.folders import log_file
-from paceline.observe.log.record_fields import sanitised
+from paceline.observe.log.run_folder import log_file
+from paceline.observe.log.sanitise import sanitised
 from paceline.observe.words.numbers import machines
 from paceline.records import LOG_VERSION, StepRecord
 
@@ -27,41 +27,41 @@ logger = logging.getLogger("paceline.observe")
 Event = dict[str, Any]
 
 ELASTIC_VERSION = LOG_VERSION + 1
-"""Version in the logs of elastic runs: there some records are void, and who does not know it counts too much."""
+"""Version in the logs of elastic runs: some of their records are void, and an older reader would count them."""
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """A run as its log tells it. When a run was restarted into the same folder, the last start counts."""
+    """A run as it stands in its log. When a run was restarted into the same folder, the last start counts."""
 
     path: Path
     run: Mapping[str, Any] = field(default_factory=dict)
     """The ``run`` event: name, pace, workers and so on. Empty when the log has none."""
     loops: tuple[Mapping[str, Any], ...] = ()
-    """The ``steps`` events, one for each loop that was started."""
+    """The ``steps`` events, one per loop that was started."""
     records: tuple[StepRecord, ...] = ()
     times: tuple[float, ...] = ()
-    """Unix seconds at which each record was logged; NaN where the log does not say."""
+    """Unix seconds at which each record was logged; NaN where the log has no time."""
     others: tuple[Mapping[str, Any], ...] = ()
-    """Notes, evaluations, saves, generations, and events this version does not know, in order."""
+    """Notes, evaluations, saves, generations, and events unknown to this version, in order."""
     end: Mapping[str, Any] | None = None
     """The ``end`` event; None while the run goes on, or when it was killed."""
     unreadable: int = 0
-    """Lines that could not be understood, a cut-off last one included."""
+    """Number of lines that could not be parsed, a cut-off last one included."""
 
     @property
     def elastic(self) -> bool:
-        """Whether workers could come and go."""
+        """Return whether workers could come and go."""
         return self.run.get("transport") == "elastic"
 
     @property
-    def changes(self) -> list[membership.GenerationEvent]:
-        """Who came and who left, in order."""
-        return membership.changes(self.others)
+    def changes(self) -> list[generations.GenerationEvent]:
+        """Return the changes of membership, in order."""
+        return generations.changes(self.others)
 
     @property
     def machines(self) -> dict[int, str]:
-        """Every worker's machine, by identity."""
+        """Return every worker's machine, by identity."""
         return machines(self.run, (entry for change in self.changes for entry in change.machines))
 
 
@@ -103,16 +103,20 @@ def follow(path: Path, *, stop: concurrency.Event | None = None, poll_s: float =
 
 
 def parse_line(line: bytes) -> Event | None:
-    """The event in a line of the log; None for anything that is not one."""
+    """Return the event in a line of the log; None for anything that is not one."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    if event["event"] == "run" and "wire" in event:  # its name until 0.2
+        event.setdefault("comm_dtype", event.pop("wire"))
+    return event
 
 
 def parse_step(event: Mapping[str, Any]) -> StepRecord | None:
-    """The record in a ``step`` event, `sanitised`; None when it lacks what makes it a record."""
+    """Return the record in a ``step`` event, `sanitised`; None when a necessary field is missing or wrong."""
     try:
         record = sanitised(StepRecord.from_json(event))
         size = len(record.workers)
@@ -125,7 +129,7 @@ def parse_step(event: Mapping[str, Any]) -> StepRecord | None:
 
 
 def _read_on(file: Path, position: int) -> tuple[bytes, int, bool]:
-    """Bytes after ``position``, the new position, and whether the file was replaced by a shorter one."""
+    """Return the bytes after ``position``, the new position, and whether a shorter file took the place of this one."""
     try:
         with file.open("rb") as stream:
             restarted = os.fstat(stream.fileno()).st_size < position
@@ -137,7 +141,7 @@ def _read_on(file: Path, position: int) -> tuple[bytes, int, bool]:
 
 
 class _LogParser:
-    """Sorts lines into what a `RunLog` holds, one at a time: a long log is never in memory as text."""
+    """The parts of a `RunLog`, collected line by line: a long log is never in memory as text."""
 
     def __init__(self) -> None:
         self._unreadable = 0
@@ -146,8 +150,8 @@ class _LogParser:
     def _begin(self, run: Event) -> None:
         self._run = run
         self._loops: list[Event] = []
-        self._steps: list[membership.Timed] = []
-        self._filter = membership.RecordFilter()
+        self._steps: list[generations.Timed] = []
+        self._filter = generations.RecordFilter()
         self._others: list[Event] = []
         self._end: Event | None = None
 
@@ -158,7 +162,7 @@ class _LogParser:
         elif event["event"] == "step":
             self._add_step(event)
         elif event["event"] == "run" and self._steps and not self._run:
-            self._run = event  # its writer, frozen when it had begun the log, came late
+            self._run = event  # the first writer froze before it wrote this line, and wrote it late
         elif event["event"] == "run":
             self._begin(event)
         elif event["event"] == "steps":
@@ -167,7 +171,7 @@ class _LogParser:
             self._end = event
         else:
             self._others.append(event)
-            if (change := membership.parse_generation(event)) is not None:
+            if (change := generations.parse_generation(event)) is not None:
                 self._filter.begin_generation(change, self._steps)
 
     def _add_step(self, event: Event) -> None:
@@ -179,7 +183,7 @@ class _LogParser:
         step = (record, sanitise.timestamp(event.get("t")))
         self._filter.take_note(record, self._steps)
         if self._filter.is_late(record):
-            membership.insert_late(self._steps, step)
+            generations.insert_late(self._steps, step)
         else:
             self._steps.append(step)
 

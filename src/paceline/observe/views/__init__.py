@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on. A view is fed with the log's events and never disturbs the training."""
+"""The views of a run on a terminal or in a pipe. A view is given the log's events and never disturbs the training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol, TextIO
 
 
 class View(Protocol):
-    """Shows events. ``show`` returns at once and never raises; ``close`` leaves the terminal as it was."""
+    """A display of events. ``show`` returns at once and never raises; ``close`` leaves the terminal as it was."""
 
     def show(self, event: Mapping[str, Any]) -> None: ...
 
@@ -17,7 +17,7 @@ class View(Protocol):
 
 
 class SilentView:
-    """Shows nothing."""
+    """A view that shows nothing."""
 
     def show(self, event: Mapping[str, Any]) -> None:
         pass
@@ -27,12 +27,12 @@ class SilentView:
 
 
 def make_view(stream: TextIO | None = None, *, quiet: bool = False) -> View:
-    """A live table when ``stream`` (standard error by default) is a terminal and rich is there; else plain lines."""
+    """Return a live table for a terminal, else a view of plain lines; ``stream`` is standard error by default."""
     if quiet:
         return SilentView()
     stream = stream if stream is not None else sys.stderr
     if is_terminal(stream) and importlib.util.find_spec("rich") is not None:
-        from paceline.observe.views.live import LiveView
+        from paceline.observe.views.terminal import LiveView
 
         return LiveView(stream)
     from paceline.observe.views.plain import PlainView
@@ -41,7 +41,7 @@ def make_view(stream: TextIO | None = None, *, quiet: bool = False) -> View:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a person reads this stream; a closed or missing one is read by nobody."""
+    """Return whether a person reads this stream; nobody reads one that is closed or missing."""
     try:
         return stream is not None and stream.isatty()
     except (AttributeError, ValueError):

@@ -1,4 +1,4 @@
-"""The view for logs, pipes and notebooks: one line now and then."""
+"""The views for logs, pipes and notebooks: one line every few seconds, or warnings alone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, TextIO
 
 from paceline import concurrency
 from paceline.observe.analysis.progress import Progress
-from paceline.observe.words.progress import describe, line_of, run_line, step_line
+from paceline.observe.words.lines import describe, line_of, run_line, step_line
 
 SHORTEST_S, LONGEST_S = 2.0, 30.0
-"""Seconds between two lines: the shorter at the start; a run of hours is not worth a line every two seconds."""
+"""Seconds between two lines, at the start and after half an hour: a long run is not worth a line every two seconds."""
 
 
 class PlainView:
-    """Prints the first step, the last, and one every few seconds between; notes and results at once."""
+    """A view that prints the first step, the last, and one every few seconds between; notes and results at once."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = concurrency.monotonic) -> None:
         self._stream = stream
@@ -33,8 +33,8 @@ class PlainView:
             self._unprinted = True
             if self._due():
                 self._print_step()
-        elif (said := describe(event)) is not None:
-            self._print(line_of(*said))
+        elif (note := describe(event)) is not None:
+            self._print(line_of(*note))
         if kind == "end":
             self.close()
 
@@ -60,22 +60,22 @@ class PlainView:
 
 
 class WarningsView:
-    """Prints the run's warnings and nothing else: what a quiet run still shows."""
+    """A view that prints the run's warnings alone: what a quiet run still shows."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def show(self, event: Mapping[str, Any]) -> None:
-        said = describe(event) if event.get("event") == "note" else None
-        if said is not None and said[0] not in ("info", "news"):
-            print_line(self._stream, line_of(*said))
+        note = describe(event) if event.get("event") == "note" else None
+        if note is not None and note[0] not in ("info", "news"):
+            print_line(self._stream, line_of(*note))
 
     def close(self) -> None:
         pass
 
 
 def print_line(stream: TextIO, text: str) -> None:
-    """Print a line. A reader that went away, or a terminal without the character, is no reason to stop training."""
+    """Print a line; a reader that went away, or an encoding without the character, does not stop the training."""
     try:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")

@@ -1,1 +1,1 @@
-"""What is said of a run, in words."""
+"""The words about a run: numbers as people read them, one-line texts, and the closing verdict."""

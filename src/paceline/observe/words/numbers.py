@@ -12,7 +12,7 @@ from paceline.observe.log import sanitise
 
 
 def number(value: float) -> str:
-    """Three significant digits below 100, thousands marked above.
+    """Return a number with three significant digits below 100, and thousands marked above.
 
     >>> number(1289.4), number(34.26), number(3.4), number(0)
     ('1,289', '34.3', '3.4', '0')
@@ -23,37 +23,37 @@ def number(value: float) -> str:
 
 
 def signed(value: float) -> str:
-    """More or less of something: ``signed(57.2)`` is ``+57.2``."""
+    """Return a number with its sign: ``signed(57.2)`` is ``+57.2``."""
     return f"{'+' if value > 0 else ''}{number(value)}"
 
 
 def percent(ratio: float) -> str:
-    """Whole per cents: ``percent(0.934)`` is ``93 %``; what is not nothing is not called nothing."""
+    """Return whole per cents: ``percent(0.934)`` is ``93 %``; a ratio above 0 is never shown as ``0 %``."""
     return "under 1 %" if 0 < ratio < 0.005 else percent_cell(ratio)
 
 
 def percent_cell(ratio: float) -> str:
-    """The same for a table, where width counts."""
+    """Return whole per cents for a table, where width counts: a small ratio may be ``0 %``."""
     return f"{100 * ratio:.0f} %" if math.isfinite(ratio) else "? %"
 
 
 def times(ratio: float) -> str:
-    """A ratio worth a factor: ``times(2.593)`` is ``2.6``."""
+    """Return a ratio as a factor: ``times(2.593)`` is ``2.6``."""
     return f"{ratio:.2f}" if ratio < 1.5 else number(float(f"{ratio:.2g}"))
 
 
 def size(fewest: int, most: int) -> str:
-    """How many workers: ``4``, or ``3 to 4`` where they come and go."""
+    """Return a count that may vary: ``4``, or ``3 to 4``."""
     return f"{most}" if fewest == most else f"{fewest} to {most}"
 
 
 def rounds_behind(rounds: int) -> str:
-    """``3 rounds behind``."""
+    """Return ``3 rounds behind``."""
     return f"{rounds} round{'' if rounds == 1 else 's'} behind"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them.
+    """Return seconds in the units that people use.
 
     >>> duration(0.034), duration(12.3), duration(125), duration(7260), duration(200000)
     ('34 ms', '12 s', '2 min 05 s', '2 h 01 min', '2 d 7 h')
@@ -62,18 +62,18 @@ def duration(seconds: float) -> str:
         return "?"
     if 0 < seconds < 1:
         return f"{1000 * seconds:.0f} ms" if seconds >= 0.001 else "under 1 ms"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    if rounded < 86400:
+        return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
+    return f"{rounded // 86400} d {rounded % 86400 // 3600} h"
 
 
 def machine(info: Mapping[str, Any] | None) -> str:
-    """A worker's machine from its entry in the ``run`` event: ``cpu, emulated 4x``; empty when nothing is known."""
+    """Return a worker's machine from its entry in the ``run`` event: ``cpu, emulated 4x``; empty when not known."""
     info = info or {}
     emulated = str(info.get("emulated") or "")
     if emulated and "emulated" not in emulated:
@@ -82,26 +82,26 @@ def machine(info: Mapping[str, Any] | None) -> str:
 
 
 def worker_name(worker: int, machine: str | None = None) -> str:
-    """``worker 3 (cpu)``, or ``worker 3`` when its machine is not known."""
+    """Return ``worker 3 (cpu)``, or ``worker 3`` when its machine is not known."""
     return f"worker {worker}" + (f" ({machine})" if machine else "")
 
 
 def capital(sentence: str) -> str:
-    """With a capital letter in front, and the rest as it is."""
+    """Return the sentence with a capital letter in front and the rest unchanged."""
     return sentence[:1].upper() + sentence[1:]
 
 
 def machines(run: Mapping[str, Any], joined: Iterable[Mapping[str, Any]] = ()) -> dict[int, str]:
-    """Every worker's machine, by identity: from the ``run`` event, and of those who ``joined`` later."""
+    """Return every worker's machine by identity, from the ``run`` event and the entries of workers that ``joined``."""
     entries = run.get("workers")
     known = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, (list, tuple)) else []
-    told = [sanitise.count_or(entry.get("id", entry.get("rank")), rank) for rank, entry in enumerate(known)]
-    named = {worker: machine(entry) for worker, entry in zip(told, known)}
+    workers = [sanitise.count_or(entry.get("id", entry.get("rank")), rank) for rank, entry in enumerate(known)]
+    named = {worker: machine(entry) for worker, entry in zip(workers, known)}
     return named | {int(entry["id"]): machine(entry) for entry in joined}
 
 
 def wrapped(text: str, stream: TextIO) -> str:
-    """The text broken between words to the width of the terminal; as it is where ``stream`` is none."""
+    """Return the text wrapped to the width of the terminal; unchanged where ``stream`` is not a terminal."""
     if not stream.isatty():
         return text
     width = max(40, shutil.get_terminal_size().columns)

@@ -1,4 +1,4 @@
-"""Where a run's workers were, and how their sums travelled, in words."""
+"""Sentences about the computers and sites that a run's workers were on, and how their sums travelled."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from paceline.observe.log import sanitise
 from paceline.observe.words.numbers import duration
 
 MOST_NAMED = 8
-"""Sites that are told one by one."""
+"""Sites or computers that are listed one by one."""
 
 
 def last_places(run: Mapping[str, Any], others: Iterable[Mapping[str, Any]] = ()) -> Mapping[str, Any] | None:
-    """The last that a log says of where its workers were; None: all on one computer, or not known."""
-    said = [run, *(event for event in others if event.get("event") == "generation")]
-    places = said[-1].get("places")
+    """Return the last ``places`` of a log; None when all workers were on one computer, or it is not known."""
+    events = [run, *(event for event in others if event.get("event") == "generation")]
+    places = events[-1].get("places")
     return places if isinstance(places, Mapping) else None
 
 
 def places_text(places: Mapping[str, Any] | None) -> str:
-    """``2 sites, 41 ms and 82 Mbit/s apart: workers 0 1 2 3 | 4 5 6 7; sums cross once, by workers 0 and 4``.
+    """Return ``2 sites, 41 ms and 82 Mbit/s apart: workers 0 1 2 3 | 4 5 6 7; sums cross once, by workers 0 and 4``.
 
     Empty for one computer. ``places`` comes from a log, and may be anything.
     """
@@ -60,7 +60,8 @@ def _round_trip(places: Mapping[str, Any]) -> str:
 
 
 def _speed(places: Mapping[str, Any]) -> str:
-    """
+    """Return the speed of the link.
+
     >>> _speed({"bits_s": 81.7e6}), _speed({"bits_s": 2.04e9}), _speed({})
     ('82 Mbit/s', '2.0 Gbit/s', '')
     """

@@ -1,44 +1,56 @@
-"""The closing verdict: how fast, how far from the limit, who held the fleet back, and what to change."""
+"""The closing verdict: how fast, how far from the limit, who held the fleet back, and what to change.
+
+Its sentences, and the table of the workers that the page and the terminal show beside them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from paceline.observe.analysis.audit import audit
+from paceline.observe.analysis.audit import audit, audit_verdict
 from paceline.observe.analysis.figures import Figures, WorkerFigures, own_speeds, summarise
-from paceline.observe.analysis.wire import Rounds, rounds_of
+from paceline.observe.analysis.generations import Move, moves, moves_text
+from paceline.observe.analysis.round_cost import Rounds, advice_text, precision_text, rounds_of
 from paceline.observe.log.reader import RunLog
-from paceline.observe.words.audit import audit_verdict
-from paceline.observe.words.deadlines import SAME, deadline_sentences, with_deadlines
-from paceline.observe.words.membership import Move, moves, moves_text
-from paceline.observe.words.numbers import capital, duration, machines, number, percent, size, times, worker_name
-from paceline.observe.words.pace_changes import Switch, switches, switches_text
-from paceline.observe.words.sizes import FoundSize, found_sizes, sizes_text
-from paceline.observe.words.wire import advice_text, precision_text
+from paceline.observe.words.deadlines import SAME, Switch, deadline_sentences, switches, switches_text, with_deadlines
+from paceline.observe.words.numbers import (
+    capital,
+    duration,
+    machines,
+    number,
+    percent,
+    percent_cell,
+    signed,
+    size,
+    times,
+    worker_name,
+)
 from paceline.pace import DEFAULT, WAITING, Traits, traits_of
 from paceline.records import StepRecord
 
 WARM_UP = 5
-"""Steps left out at the start, but never more than a quarter of them: caches are cold and shares not found yet."""
+"""Steps left out at the start, at most a quarter of all: caches are cold and shares not found yet."""
 BALANCED = 0.05
-"""Waiting below this is no news."""
+"""Part of the time below which waiting is not mentioned."""
 UNLIKE = 1.25
-"""The fastest worker's speed over the slowest's from which machines count as unlike."""
+"""Ratio of the fastest worker's speed to the slowest's from which machines count as unlike."""
 NOTABLE = 0.10
-"""A part of the time from which it is worth a sentence."""
+"""Part of the time from which something is worth a sentence."""
 ENOUGH = 20
-"""Steps from which a round's time is known well enough to say that a machine is not worth it."""
+"""Steps after which a round's time is known well enough to judge that a machine is not worth it."""
 WORTH = 0.02
-"""Of the fleet's speed, what a worker must cost it to be worth a sentence: a round's time is no more exact."""
+"""Part of the fleet's speed that a worker must cost to be worth a sentence: a round's time is no more exact."""
+MOST_NAMED = 8
+"""Workers whose sizes are listed one by one."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Another pace that the figures speak for, and the samples a second that it may come to."""
+    """Another pace that the figures speak for, and the samples per second that it may reach."""
 
     pace: str
     samples_per_s: float
@@ -49,7 +61,7 @@ class Verdict:
     """The numbers of a run and, as `text`, what they mean."""
 
     figures: Figures
-    """After warm-up; `paceline.observe.analysis.figures` has the formulas."""
+    """Figures after warm-up; `paceline.observe.analysis.figures` has the formulas."""
     warm_up: int = 0
     """Steps left out at the start."""
     pace: str = ""
@@ -57,45 +69,48 @@ class Verdict:
     skipped_updates: int = 0
     """Steps of the whole run whose update was not applied."""
     outside: float = 0.0
-    """Of the time from the first of these steps to the last, what passed between steps (evaluation, own code)."""
+    """Part of the time from the first step to the last that passed between steps (evaluation, own code)."""
     moves: Sequence[Move] = ()
-    """Who left and who joined in the whole run, in order."""
+    """Changes of membership in the whole run, in order."""
     switches: Sequence[Switch] = ()
-    """When the pace began deadlines and ended them, in order."""
+    """Steps at which the pace began and ended deadlines, in order."""
     audit: str = ""
-    """Of an elastic run: whether every sample counted once, in words."""
+    """Sentence on whether every sample of an elastic run counted once; empty for another run."""
     rounds: Rounds | None = None
-    """What the log says of the rounds; None: nothing of their bytes."""
+    """Bytes and wire of the rounds; None when they are not in the log."""
     sizes: Mapping[int, FoundSize] = field(default_factory=dict)
-    """What ``micro_batch="auto"`` found, by worker; empty where the size was given."""
+    """Sizes that ``micro_batch="auto"`` found, by worker; empty where the size was given."""
 
     @property
     def traits(self) -> Traits:
-        """What the run's pace says of itself."""
+        """Return the traits of the run's pace."""
         return traits_of(self.pace)
 
     def name(self, worker: WorkerFigures) -> str:
-        """A worker as people know it, in the middle of a sentence."""
+        """Return a worker's name in the middle of a sentence."""
         return worker_name(worker.worker, self.machines.get(worker.worker))
 
     def too_coarse(self, worker: WorkerFigures) -> bool:
-        """Whether a smaller micro_batch would help: it does one or two a step, and the script chose the size."""
+        """Return whether a smaller micro_batch would help: one or two per step, of a size that was given."""
         return few_micro_batches(worker) and not self.sizes
 
     @property
     def over_equal(self) -> float:
-        """Speed over what equal shares would have given; 0 when unknown."""
+        """Return the ratio of the speed to that of equal shares; 0 when not known."""
         return self.figures.samples_per_s / self.figures.equal if self.figures.equal > 0 else 0.0
 
     @property
     def too_short(self) -> bool:
-        """Whether the first steps, cold and with shares not found yet, are all there is: no ground for advice."""
+        """Return whether there are warm-up steps only, which are no ground for advice."""
         return not self.warm_up
 
     @cached_property
     def held_back_by(self) -> int | None:
-        """The worker behind most of the waiting; None when shares are balanced, all took turns, a deadline spared them
-        the wait, or the run was too short to tell."""
+        """Return the worker behind most of the waiting; None when there is no such worker.
+
+        There is none when shares are balanced, workers took turns, a deadline spared them the wait, or the run was too
+        short to tell.
+        """
         if self.too_short or with_deadlines(self.figures):
             return None
         culprit = max(self.figures.workers, key=lambda w: w.blamed, default=None)
@@ -105,7 +120,7 @@ class Verdict:
 
     @cached_property
     def in_reach(self) -> Reach | None:
-        """The pace that `text` advises; None when it advises none."""
+        """Return the pace that `text` advises; None when it advises none."""
         f = self.figures
         if self.too_short or len(f.workers) < 2 or not f.samples_per_s:
             return None
@@ -119,11 +134,11 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """A few plain sentences, one subject a line."""
+        """Return a few plain sentences, one subject per line."""
         return "\n".join(_sentences(self))
 
     def to_json(self) -> dict[str, Any]:
-        """All numbers as plain JSON types, the text included."""
+        """Return all numbers and the text as plain JSON types."""
         own = {"warm_up": self.warm_up, "pace": self.pace, "over_equal": self.over_equal}
         own |= {"held_back_by": self.held_back_by, "skipped_updates": self.skipped_updates, "outside": self.outside}
         own |= (
@@ -142,7 +157,7 @@ def verdict(
 ) -> Verdict:
     """Judge a run from its log, or from its records and, when at hand, its ``run`` event.
 
-    ``whole``: the log holds all records of the run, so that an elastic one can be audited.
+    ``whole``: the log holds all records of the run, so that an elastic run can be audited.
     """
     log = source if isinstance(source, RunLog) else RunLog(path=Path(), records=tuple(source))
     records, info = log.records, run or log.run
@@ -163,7 +178,10 @@ def verdict(
 
 
 def _outside(records: Sequence[StepRecord], stamps: Sequence[float]) -> float:
-    """A step is stamped at its end, so the span from the first stamp to the last holds all steps but the first."""
+    """Return the part of the time that passed between steps.
+
+    A step is stamped at its end, so the span from the first stamp to the last holds all steps but the first.
+    """
     span = stamps[-1] - stamps[0] if len(stamps) > 1 else 0.0
     inside = sum(record.wall_s for record in records[1:])
     return max(0.0, 1 - inside / span) if span > 0 else 0.0
@@ -176,17 +194,17 @@ def _sentences(v: Verdict) -> list[str]:
         nothing = f"{steps_text(v.figures.steps)}, but no samples or no times in the record: there is nothing to judge."
         return [sentence for sentence in (nothing, moves_text(v.moves), v.audit) if sentence]
     if v.too_short:
-        said = [_speed(v), _only_warm_up(v), switches_text(v.switches), sizes_text(v.sizes), _skipped(v)]
-        said += [moves_text(v.moves), v.audit]
-        return [sentence for sentence in said if sentence]
+        few = [_speed(v), _only_warm_up(v), switches_text(v.switches), sizes_text(v.sizes), _skipped(v)]
+        few += [moves_text(v.moves), v.audit]
+        return [sentence for sentence in few if sentence]
     if with_deadlines(v.figures):
         middle = [*deadline_sentences(v.figures, v.pace, v.name), _idle(v).strip()]
     else:
         middle = [_equal_shares(v), _who(v), _not_worth(v)]
     more = [_where(v), precision_text(v.rounds), sizes_text(v.sizes), _shortfall(v), _skipped(v)]
     more += [moves_text(v.moves), v.audit]
-    said = [_speed(v), switches_text(v.switches), *middle, *more]
-    return [sentence for sentence in said if sentence]
+    sentences = [_speed(v), switches_text(v.switches), *middle, *more]
+    return [sentence for sentence in sentences if sentence]
 
 
 def _speed(v: Verdict) -> str:
@@ -266,13 +284,13 @@ def _held_back(v: Verdict, culprit: WorkerFigures, busy: Sequence[WorkerFigures]
 
 
 def unlike(figures: Figures) -> bool:
-    """Whether the workers' speeds differ by more than a little."""
+    """Return whether the workers' speeds differ by more than a little."""
     speeds = [worker.speed for worker in figures.workers if worker.speed > 0]
     return len(speeds) > 1 and max(speeds) / min(speeds) > UNLIKE
 
 
 def _not_worth(v: Verdict) -> str:
-    """That a machine costs more than it brings: it is slow, and the round is longer with it."""
+    """Return a sentence on a machine that costs more than it brings: it is slow, and the round is longer with it."""
     worst = min(v.figures.workers, key=lambda worker: worker.adds, default=None)
     if worst is None or v.figures.steps < ENOUGH or not unlike(v.figures):
         return ""
@@ -283,12 +301,12 @@ def _not_worth(v: Verdict) -> str:
 
 
 def few_micro_batches(worker: WorkerFigures) -> bool:
-    """Whether it does one or two a step, so that its share cannot fit its speed."""
+    """Return whether a worker does one or two micro-batches per step, so that its share cannot fit its speed."""
     return 0 < worker.micro_batches <= 2 * (worker.steps - worker.sat_out)
 
 
 def _held_up(v: Verdict) -> bool:
-    """Whether somebody, the same one or now this one and now that one, held the others up now and then."""
+    """Return whether a worker, always the same one or different ones, held the others up in some steps."""
     culprit = next((w for w in v.figures.workers if w.worker == v.held_back_by), None)
     if culprit is not None:
         return culprit.held > 0 and not v.too_coarse(culprit)
@@ -296,17 +314,17 @@ def _held_up(v: Verdict) -> bool:
 
 
 def _anybody(v: Verdict) -> str:
-    """How often somebody, now this one and now that one, held the others up."""
+    """Return how often some worker, not always the same, held the others up."""
     held = sum(worker.held for worker in v.figures.workers)
     if not v.traits.if_stalled or not held:
         return ""
     each = sum(worker.held * worker.held_s for worker in v.figures.workers) / held
-    said = f" In {percent(held)} of the steps one held the others up, each time for about {duration(each)}."
-    return said + _no_waiting(v, "anybody")
+    often = f" In {percent(held)} of the steps one held the others up, each time for about {duration(each)}."
+    return often + _no_waiting(v, "anybody")
 
 
 def _no_waiting(v: Verdict, whom: str) -> str:
-    """Shares that follow speed do not help against a machine whose speed nobody can foresee: a deadline does."""
+    """Return advice for a machine whose speed nobody can foresee: a deadline helps, shares do not."""
     if v.in_reach is None:
         return ""
     best = number(v.in_reach.samples_per_s)
@@ -322,22 +340,22 @@ def _idle(v: Verdict) -> str:
 
 
 def _where(v: Verdict) -> str:
-    """Where the time went, when the limit is far; and what to do about the parts that weigh."""
-    f, said = v.figures, []
+    """Return where the time went, when the limit is far, and what to do about the large parts."""
+    f, sentences = v.figures, []
     if 0 < f.of_limit < 1 - NOTABLE and (f.waiting < NOTABLE or with_deadlines(f)):
         stuck = f"{percent(f.stuck)} stuck, " if f.stuck >= 0.005 else ""
         cut = f"{percent(f.cut)} work cut off, " if f.cut >= 0.005 else ""
         wait = f"{percent(f.waiting)} waiting, " if len(f.workers) > 1 else ""
         rest = f"{percent(f.round)} the round and {percent(f.rest)} the update and the rest"
-        said.append(f"Of a step's time {percent(f.work)} was work, {stuck}{cut}{wait}{rest}.")
+        sentences.append(f"Of a step's time {percent(f.work)} was work, {stuck}{cut}{wait}{rest}.")
     if f.round > NOTABLE:
         cost = f"{percent(f.round)} of the time ({duration(f.round * f.seconds / f.steps)} a step)"
-        said.append(f"The round took {cost}: a larger global_batch needs fewer of them.")
-        said += [advice] if (advice := advice_text(f, v.rounds)) else []
+        sentences.append(f"The round took {cost}: a larger global_batch needs fewer of them.")
+        sentences += [advice] if (advice := advice_text(f, v.rounds)) else []
     if v.outside > NOTABLE:
         between = "between steps (evaluation, saving, your own code)"
-        said.append(f"Besides, {percent(v.outside)} of the run passed {between}.")
-    return " ".join(said)
+        sentences.append(f"Besides, {percent(v.outside)} of the run passed {between}.")
+    return " ".join(sentences)
 
 
 def _shortfall(v: Verdict) -> str:
@@ -360,5 +378,90 @@ def _skipped(v: Verdict) -> str:
 
 
 def steps_text(count: int) -> str:
-    """``1 step``, ``12 steps``."""
+    """Return ``1 step``, ``12 steps``."""
     return f"{count:,} step" + ("" if count == 1 else "s")
+
+
+class FoundSize(NamedTuple):
+    """The size of one worker's micro-batches."""
+
+    samples: int
+    by_memory: bool
+    """Whether memory, not speed, bounds the size."""
+
+
+def found_sizes(records: Iterable[StepRecord]) -> dict[int, FoundSize]:
+    """Return the last size of each worker that has found one, by identity."""
+    found = {}
+    for record in records:
+        for worker, samples, bound in zip(record.workers, record.micro_size, record.memory_bound):
+            if samples:
+                found[worker] = FoundSize(samples, bool(bound))
+    return dict(sorted(found.items()))
+
+
+def sizes_text(found: Mapping[int, FoundSize]) -> str:
+    """Return the sizes in one line.
+
+    >>> sizes_text({0: FoundSize(32, False), 1: FoundSize(8, True)})
+    'Micro-batches: worker 0 32, worker 1 8 (memory).'
+    >>> sizes_text({worker: FoundSize(8 * (1 + worker % 2), worker == 3) for worker in range(20)})
+    'Micro-batches: 8 to 16 samples; on 1 of 20 workers, as many as memory holds.'
+    """
+    if not found:
+        return ""
+    if len(found) <= MOST_NAMED:
+        each = (f"worker {one} {own.samples}{' (memory)' if own.by_memory else ''}" for one, own in found.items())
+        return f"Micro-batches: {', '.join(each)}."
+    samples, bound = [own.samples for own in found.values()], sum(own.by_memory for own in found.values())
+    memory = f"; on {bound} of {len(found)} workers, as many as memory holds" if bound else ""
+    return f"Micro-batches: {size(min(samples), max(samples))} samples{memory}."
+
+
+Cell = Callable[[WorkerFigures], str]
+
+
+@dataclass(frozen=True)
+class WorkerTable:
+    """The workers as a table, the same for the page and the terminal."""
+
+    names: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: int = 2
+    """Number of columns that hold words, the first ones; the others hold figures."""
+
+    def without(self, left_out: Sequence[str]) -> WorkerTable:
+        kept = [column for column, name in enumerate(self.names) if name not in left_out]
+        rows = (tuple(row[column] for column in kept) for row in self.rows)
+        return WorkerTable(tuple(self.names[column] for column in kept), tuple(rows), self.words)
+
+
+def worker_table(judged: Verdict) -> WorkerTable:
+    """Return the workers with all columns that have values; for a run without steps, the workers of its start."""
+    workers = judged.figures.workers
+    columns: dict[str, Cell] = {
+        "worker": lambda w: str(w.worker),
+        "machine": lambda w: judged.machines.get(w.worker, ""),
+    }
+    columns |= {name: cell for name, cell, shown in COLUMNS if workers and shown(judged.figures)}
+    rows = workers or tuple(WorkerFigures(worker) for worker in sorted(judged.machines))
+    return WorkerTable(tuple(columns), tuple(tuple(cell(row) for cell in columns.values()) for row in rows))
+
+
+COLUMNS: tuple[tuple[str, Cell, Callable[[Figures], bool]], ...] = (
+    ("samples", lambda w: f"{w.samples:,}", lambda f: True),
+    ("share", lambda w: percent_cell(w.share), lambda f: True),
+    ("samples/s", lambda w: number(w.speed), lambda f: True),
+    # Whether a machine is worth having; where all are alike, each is worth its part.
+    ("adds", lambda w: signed(w.adds), lambda f: unlike(f) and not with_deadlines(f)),
+    ("waiting", lambda w: percent_cell(w.waiting), lambda f: True),
+    # Which worker was waited for; with deadlines none is, and some miss the round.
+    ("last in", lambda w: percent_cell(w.last), lambda f: not with_deadlines(f)),
+    ("waited for", lambda w: percent_cell(w.blamed), lambda f: not with_deadlines(f)),
+    ("missed", lambda w: f"{w.missed:,}", lambda f: f.deadlines > 0),
+    ("stuck", lambda w: percent_cell(w.stuck), lambda f: any(w.stuck for w in f.workers)),
+    ("cut off", lambda w: percent_cell(w.cut), lambda f: any(w.cut for w in f.workers)),
+    ("sat out", lambda w: f"{w.sat_out:,}", lambda f: any(w.sat_out for w in f.workers)),
+    ("steps", lambda w: f"{w.steps:,}", lambda f: any(w.steps < f.steps for w in f.workers)),
+)
+"""Name, cell, and whether a run has something to show there."""

@@ -1,1 +1,1 @@
-"""A plan for any fleet: what its machines, sites and links would make of a training. See docs/plan.md."""
+"""The planner: how fast the machines, sites and links of a described fleet would train. See docs/spot.md."""

@@ -1,4 +1,4 @@
-"""Every pace, combine, wire and topology on one fleet, played by the simulator's own rules."""
+"""The ways to train on one fleet: every pace, combine, wire format and topology, played by the simulator's rules."""
 
 from __future__ import annotations
 
@@ -10,48 +10,47 @@ from itertools import product
 from typing import Any
 
 from paceline.pace import registered
-from paceline.pace.traits import Played, Simulated, played, rows
+from paceline.pace.pacer import Played, Simulated, played, rows
 from paceline.simulate import play
 from paceline.simulate.comparison import play_row
-from paceline.simulate.network import LoopedTrace, by_clock, by_steps
-from paceline.simulate.outcome import Outcome
-from paceline.simulate.planning.churn import Churn, churn
-from paceline.simulate.planning.fleet_spec import HOUR_S, FleetSpec
+from paceline.simulate.network_rules import LoopedTrace, by_clock, by_steps
+from paceline.simulate.planning.fleet_spec import HOUR_S, Churn, FleetSpec, churn
+from paceline.simulate.play import Outcome
 from paceline.simulate.sites import SiteNetwork, Topology
+from paceline.transport.formats import for_averages, for_gradients, planned
 
 TOPOLOGIES: tuple[Topology, ...] = ("ring", "two levels")
-GRADIENT_WIRES, AVERAGE_WIRES = ("float32", "bf16"), ("float32", "int8")
 PERIOD_S = 2.0
-"""Seconds between rounds of ``combine="average"`` as it is."""
+"""Seconds between rounds of ``combine="average"`` by default."""
 IN_ROUNDS = (0.2, 0.05)
-"""Longer periods that are tried: float32 rounds take these parts of the time."""
+"""Parts of the time that float32 rounds take in the longer periods that are tried."""
 WARM_UP = 20
 """First steps that are played and not scored."""
 LEAST_STEPS, MOST_STEPS, WORK = 40, 200, 400_000
-"""Steps that are played: so many steps times workers, within these bounds."""
+"""Bounds of the number of steps that are played, and the product of steps and workers between them."""
 
 MANY = 500
-"""Workers above which a cut-off is decided with the first round's cost for all others, too: each takes long."""
+"""Workers above which a cut-off is played once, with the first round's cost, for all rounds: each takes long."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train on the fleet, and what it comes to."""
+    """One way to train on the fleet, and its simulated figures."""
 
     pace: str
     combine: str
-    wire: str
+    comm_dtype: str
     topology: Topology
     samples_per_s: float
     limit_per_s: float
-    """What the machines that are there do together when nobody waits and rounds cost nothing."""
+    """Samples per second of the machines that are present, when nobody waits and rounds cost nothing."""
     round_s: float
     in_rounds: float
     """Part of the training time in rounds."""
     period_s: float | None = None
-    """Seconds between rounds, of averages."""
+    """Seconds between rounds; for averages only."""
     found: bool = True
-    """Whether a run takes this topology by itself: nobody chooses it."""
+    """Whether a run would choose this topology: users cannot choose it."""
 
     @property
     def over_limit(self) -> float:
@@ -59,22 +58,22 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Its row: the pace, or the average and its period."""
+        """The name of its row: the pace, or the average and its period."""
         every = "" if self.period_s is None else f", {self.period_s:g} s"
         return self.pace or f"{self.combine}{every}"
 
     def hours(self, samples: float) -> float:
-        """Until so many samples are done."""
+        """Return the hours that ``samples`` samples take."""
         return samples / self.samples_per_s / HOUR_S
 
 
 def steps_for(workers: int) -> int:
-    """How many steps are played: fewer, the larger the fleet."""
+    """Return the number of steps to play: fewer, the larger the fleet."""
     return max(LEAST_STEPS, min(MOST_STEPS, WORK // workers))
 
 
 class Player:
-    """Plays one fleet; what does not depend on the round's cost is played once."""
+    """The player of one fleet; outcomes that do not depend on the round's cost are played once."""
 
     def __init__(self, fleet: FleetSpec, *, steps: int | None = None, seed: int = 0) -> None:
         self.fleet, self._seed = fleet, seed
@@ -91,14 +90,14 @@ class Player:
         return SiteNetwork(self.fleet.sites, self.fleet.order, self.fleet.training.model_bytes, wire, topology)
 
     def gradients(self, pace: str, wire: str, topology: Topology) -> Choice:
-        """A round at every step."""
+        """Play a round at every step."""
         round_s = self.network(wire, topology).gradients_s if self.fleet.workers > 1 else 0.0
         outcome = self._outcome(pace, round_s)
         step_s = float(outcome.seconds.mean())
         return self._choice(pace, "gradients", wire, topology, outcome.throughput * self.fleet.share, round_s, step_s)
 
     def average(self, period_s: float, wire: str, topology: Topology) -> Choice:
-        """Local steps of an equal share for ``period_s`` seconds, then a round. A stall is part of the step it hits."""
+        """Play local steps of an equal share for ``period_s`` seconds, then a round; a stall lengthens its step."""
         network = self.network(wire, topology)
         trace = LoopedTrace(self._own + self._stalls, WARM_UP)
         traffic = by_clock("", trace, period_s, network, self._share)
@@ -107,7 +106,7 @@ class Player:
         return self._choice("", "average", wire, topology, each, network.average_s, every_s, period_s)
 
     def elastic_average(self, wire: str, topology: Topology) -> Choice:
-        """A round after every local step: the time and bytes of an average."""
+        """Play a round after every local step, with the time and bytes of an average."""
         network = self.network(wire, topology)
         trace = LoopedTrace(self._own + self._stalls, WARM_UP)
         traffic = by_steps("", trace, 1, network, network.average_s, self._share)
@@ -131,7 +130,10 @@ class Player:
         return Choice(pace, combine, wire, topology, left, self.limit_per_s, round_s, round_s / step_s, period_s, found)
 
     def _outcome(self, pace: str, round_s: float) -> Outcome:
-        """Where a step waits for everybody's share the round comes on top; cut-offs and deadlines depend on it."""
+        """Play a pace; one that waits for every share is played once, since its round only comes on top.
+
+        Cut-offs and deadlines depend on the round's cost.
+        """
         how, row = pace_row(pace, self._seed)
         once = how == "shares" or (how == "arrivals" and self.fleet.workers > MANY)
         if not once:
@@ -146,22 +148,23 @@ class Player:
         return play_row(how, row, self._own, **settings, share=self._share).after(WARM_UP)
 
     def again(self, choice: Choice) -> Choice:
-        """The same choice on this fleet."""
+        """Play the same choice on this fleet."""
         if choice.combine == "gradients":
-            return self.gradients(choice.pace, choice.wire, choice.topology)
+            return self.gradients(choice.pace, choice.comm_dtype, choice.topology)
         if choice.period_s is None:
-            return self.elastic_average(choice.wire, choice.topology)
-        return self.average(choice.period_s, choice.wire, choice.topology)
+            return self.elastic_average(choice.comm_dtype, choice.topology)
+        return self.average(choice.period_s, choice.comm_dtype, choice.topology)
 
     def periods_s(self) -> tuple[float, ...]:
-        """The usual seconds between rounds, and longer ones with one digit: ``r (1 / part - 1)`` for rounds of r."""
+        """Return the default period, and longer ones with one digit: ``r (1 / part - 1)`` for rounds of r seconds."""
         round_s = self.network("float32", self.found).average_s
         longer = [_one_digit(round_s * (1 / part - 1)) for part in IN_ROUNDS]
         return tuple(dict.fromkeys(max(PERIOD_S, period_s) for period_s in (PERIOD_S, *longer)))
 
 
 def _one_digit(value: float) -> float:
-    """
+    """Round up to one significant digit.
+
     >>> _one_digit(34.2), _one_digit(0.0123)
     (40.0, 0.02)
     """
@@ -170,13 +173,13 @@ def _one_digit(value: float) -> float:
 
 
 def pace_row(pace: str, seed: int) -> tuple[Played, Simulated]:
-    """How a pace is played, and a pacer that has seen nothing."""
+    """Return how a pace is played, and a new pacer."""
     kind = registered()[pace]
     return played(kind), next(row for row in rows(kind, seed=seed) if row.as_chosen)
 
 
 def paces() -> list[str]:
-    """Every pace that its name alone chooses."""
+    """Return every pace that can be chosen by its name alone."""
     return [name for name, kind in registered().items() if any(row.as_chosen for row in rows(kind))]
 
 
@@ -184,7 +187,7 @@ Tick = Callable[[int, int], None]
 
 
 def choices(player: Player, *, tick: Tick | None = None) -> list[Choice]:
-    """All of them: a round at every step with each pace, and averages. On one fast site there is one topology."""
+    """Play all choices: a round at every step with each pace, and averages; on one fast site, in one topology."""
     asked = list(_asked(player))
     found = []
     for number, ask in enumerate(asked, start=1):
@@ -196,11 +199,11 @@ def choices(player: Player, *, tick: Tick | None = None) -> list[Choice]:
 
 def _asked(player: Player) -> Iterator[Callable[[], Choice]]:
     shapes = TOPOLOGIES if player.found != "ring" else TOPOLOGIES[:1]
-    for pace, wire, shape in product(paces(), GRADIENT_WIRES, shapes):
+    for pace, wire, shape in product(paces(), planned(for_gradients()), shapes):
         yield partial(player.gradients, pace, wire, shape)
     if player.fleet.workers < 2:
         return
-    for period_s, wire, shape in product(player.periods_s(), AVERAGE_WIRES, shapes):
+    for period_s, wire, shape in product(player.periods_s(), planned(for_averages()), shapes):
         yield partial(player.average, period_s, wire, shape)
     for shape in shapes:
         yield partial(player.elastic_average, "float32", shape)

@@ -13,20 +13,31 @@ from paceline.simulate.planning.advice import Worth
 from paceline.simulate.planning.choices import Choice, Player
 from paceline.simulate.planning.fleet_spec import HOUR_S, FleetSpec
 from paceline.simulate.sites import Hop, RoundCost
+from paceline.transport.formats import for_averages, for_gradients, planned
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 NOT_MODELLED = (
     "Not modelled: convergence, rounds that overlap with backward, lost packets. Averages and deadlines may need more "
-    "samples for the same loss; a wire of fewer bits is exact to its precision."
+    "samples for the same loss; a comm_dtype of fewer bits is exact to its precision."
 )
-WIRE_COLUMNS = (("float32", ("float32",)), ("bf16 (int8)", ("bf16", "int8")))
-"""Columns of the table, and the wires in each: averages have int8 where gradients have bf16."""
+
+
+def wire_columns() -> list[tuple[str, list[str]]]:
+    """Return the columns of the table, and the wires in each: averages have their own where gradients have others.
+
+    >>> wire_columns()
+    [('float32', ['float32']), ('bf16 (int8)', ['bf16', 'int8'])]
+    """
+    (plain, *gradients), (_, *averages) = planned(for_gradients()), planned(for_averages())
+    pairs = [[*gradients[at : at + 1], *averages[at : at + 1]] for at in range(max(len(gradients), len(averages)))]
+    titles = [" ".join(f"({name})" if name in averages else name for name in names) for names in pairs]
+    return [(plain, [plain]), *zip(titles, pairs, strict=True)]
 
 
 def figures(fleet: FleetSpec, found: Sequence[Choice]) -> list[dict[str, Any]]:
-    """One dictionary a choice."""
+    """Return one dictionary per choice."""
     samples, price = fleet.training.samples, advice.cost_per_hour(fleet)
     return [
         {
@@ -40,47 +51,50 @@ def figures(fleet: FleetSpec, found: Sequence[Choice]) -> list[dict[str, Any]]:
 
 
 def table(found: Sequence[Choice]) -> Table:
-    """Samples a second and their part of the limit: a row for each pace and average, columns for wire and topology."""
+    """Return samples per second and their part of the limit as a table.
+
+    It has one row per pace and average, and columns for wire format and topology.
+    """
     from rich.table import Table
 
     shapes = list(dict.fromkeys(one.topology for one in found))
     drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     drawn.add_column("samples/s,\npart of the limit", no_wrap=True)
-    for title, _ in WIRE_COLUMNS:
+    for title, _ in wire_columns():
         for shape in shapes:
             several = f"\n{'one ring' if shape == 'ring' else shape}" if len(shapes) > 1 else ""
             drawn.add_column(f"{title}{several}", justify="right", no_wrap=True)
     for name in dict.fromkeys(one.name for one in found):
         row = [one for one in found if one.name == name]
-        cells = [_cell(row, wires, shape) for _, wires in WIRE_COLUMNS for shape in shapes]
+        cells = [_cell(row, wires, shape) for _, wires in wire_columns() for shape in shapes]
         drawn.add_row(name, *cells)
     return drawn
 
 
 def _cell(row: Sequence[Choice], wires: Sequence[str], shape: str) -> str:
-    one = next((one for one in row if one.wire in wires and one.topology == shape), None)
+    one = next((one for one in row if one.comm_dtype in wires and one.topology == shape), None)
     return "-" if one is None else f"{number(one.samples_per_s)} {percent_cell(one.over_limit):>4}"
 
 
 def head(fleet: FleetSpec, player: Player) -> list[str]:
-    """What was planned for."""
+    """Return the lines that describe the fleet."""
     training, sites = fleet.training, len(set(fleet.order))
     where = f"{sites} sites" if sites > 1 else "one site"
-    said = [
+    lines = [
         f"{fleet.workers:,} machine{'s' if fleet.workers > 1 else ''} in {where}, {size(training.model_bytes)} of "
         f"parameters, batch {training.batch:,}: together at most {number(player.limit_per_s)} samples/s"
     ]
     if player.churn.changes_per_s:
         every_s = 1 / player.churn.changes_per_s
-        said.append(
+        lines.append(
             f"One comes or goes every {seconds(every_s)}: {percent(player.churn.present)} of the speed is there at a "
             f"time, and {percent(1 - 1 / (1 + player.churn.paused))} of the time goes into pauses"
         )
-    return said
+    return lines
 
 
 def memory(fleet: FleetSpec) -> str:
-    """Whether the model fits, where memory is known: a file with a machine that is too small was refused."""
+    """Return a sentence on the memory that is left, where memory is given; machines that are too small were refused."""
     known = [kind for kind in fleet.kinds if kind.memory_bytes is not None]
     if not known:
         return ""
@@ -95,40 +109,40 @@ def memory(fleet: FleetSpec) -> str:
 
 
 def verdict(fleet: FleetSpec, found: Sequence[Choice], worth: Sequence[Worth], player: Player) -> list[str]:
-    """What the figures say, in sentences."""
+    """Return what the figures mean, in sentences."""
     exact, average = advice.best(found), advice.best_average(found)
-    wire = f", wire {exact.wire}" if exact.wire != "float32" else ""
-    said = [
+    wire = f", comm_dtype {exact.comm_dtype}" if exact.comm_dtype != "float32" else ""
+    sentences = [
         f"With a round at every step, pace {exact.pace}{wire}: {number(exact.samples_per_s)} samples/s, "
         f"{percent_cell(exact.over_limit)} of the limit; a round {_way(found)}takes {seconds(exact.round_s)}, "
         f"{percent_cell(exact.in_rounds)} of the time{_busiest(fleet, player, exact)}."
     ]
     if average is not None:
-        said.append(advice.gain_of(exact, average))
+        sentences.append(advice.gain_of(exact, average))
     if fleet.training.samples:
-        said.append(_time_and_cost(fleet, exact, average))
+        sentences.append(_time_and_cost(fleet, exact, average))
     if fits := memory(fleet):
-        said.append(fits)
+        sentences.append(fits)
     under = " (with the average)" if advice.advised(found) is not exact else ""
     if worth:
-        said.append(f"What machines bring{under}:")
-    return [*said, *(f"  {advice.sentence(one)}" for one in worth)]
+        sentences.append(f"What machines bring{under}:")
+    return [*sentences, *(f"  {advice.sentence(one)}" for one in worth)]
 
 
 def _way(found: Sequence[Choice]) -> str:
-    """The topology that a run takes, where there are several."""
+    """Return the topology that a run chooses, in words, where there are several."""
     several = len({one.topology for one in found}) > 1
     return f"over {next(one.topology for one in found if one.found)}, which a run finds by itself, " if several else ""
 
 
 def meets(against: Mapping[str, Any]) -> str:
-    """How far the plan is from the run that it was filled in from."""
+    """Return a sentence on how far the plan is from the run that it was filled in from."""
     planned, real = against["planned_samples_per_s"], against["real_samples_per_s"]
     return f"The run did {number(real)} samples/s; by the plan it should have done {number(planned)}."
 
 
 def _busiest(fleet: FleetSpec, player: Player, chosen: Choice) -> str:
-    cost: RoundCost = player.network(chosen.wire, chosen.topology).gradients
+    cost: RoundCost = player.network(chosen.comm_dtype, chosen.topology).gradients
     if not cost.link_bytes:
         return ""
 

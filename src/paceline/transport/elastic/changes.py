@@ -1,4 +1,4 @@
-"""From one membership to the next, as the training hears of it."""
+"""From one membership to the next, as the training follows it."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ from paceline.roster import Generation, Gone
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """From the membership that the training knows so far to the next."""
+    """The change from the membership that the training has followed so far to the next."""
 
-    kept: tuple[int | None, ...]
-    """By new rank: the rank that worker had; None: it is new, or enters once more."""
+    old_ranks: tuple[int | None, ...]
+    """The earlier rank of each worker, by new rank; None: it is new, or enters once more."""
     joined: tuple[int, ...]
     left: tuple[Gone, ...]
-    """Who was not there and is now, and the other way round, with why."""
+    """Those who have come since, and those who have left, with the reason."""
     facts: tuple[Any, ...]
-    """What each member's training said of itself, by new rank."""
+    """The facts that each member's training reports, by new rank."""
     generation: Generation
 
 
 class MembershipListener(Protocol):
-    """The training, as far as it must know who is there."""
+    """The training, as the transport reports changes of members to it."""
 
     def facts(self) -> Any:
-        """What the others should know of this worker's part (JSON)."""
+        """Return the facts of this worker's training for the others (JSON)."""
 
     def members_changed(self, change: MembershipChange, show: Callable[[], None]) -> None:
-        """Other members are there from now on; ``show`` makes the transport's rank, size and workers say so. Must
-        depend on nothing but what all of them know."""
+        """Follow a change of members; ``show`` changes the transport's rank, size and workers.
 
-    def give_state(self) -> torch.Tensor:
-        """The whole state at this step boundary, for a newcomer, as bytes."""
+        Must depend on nothing but what is the same on all workers.
+        """
 
-    def take_over(self, data: torch.Tensor, change: MembershipChange) -> bool:
+    def give_state(self) -> Sequence[torch.Tensor]:
+        """Return the complete state at this step boundary, for a newcomer, as parts of bytes.
+
+        Their memory is the training's own, which goes on when they were sent.
+        """
+
+    def take_over(self, data: Sequence[torch.Tensor], change: MembershipChange) -> bool:
         """Take over a peer's state. False: its loop is one that this worker's script has yet to come to."""
 
 
@@ -50,11 +55,13 @@ def change_to(
     gone: Mapping[int, Gone],
     facts: Sequence[Any],
 ) -> MembershipChange:
-    """From ``workers``, by rank (below 0: nobody), to a generation. ``renewed``: who came, or came once more, since;
-    ``gone``: who left since, and why."""
+    """Return the change from ``workers``, by rank (below 0: nobody), to a generation.
+
+    ``renewed``: who came, or came once more, since; ``gone``: who left since, and why.
+    """
     old = {worker: rank for rank, worker in enumerate(workers)}
-    kept = tuple(None if worker in renewed else old.get(worker) for worker in now.workers)
-    joined = tuple(worker for worker, before in zip(now.workers, kept, strict=True) if before is None)
-    staying = {workers[rank] for rank in kept if rank is not None}
+    old_ranks = tuple(None if worker in renewed else old.get(worker) for worker in now.workers)
+    joined = tuple(worker for worker, before in zip(now.workers, old_ranks, strict=True) if before is None)
+    staying = {workers[rank] for rank in old_ranks if rank is not None}
     left = tuple(gone.get(one) or Gone(one, "left") for one in workers if one >= 0 and one not in staying)
-    return MembershipChange(kept, joined, left, tuple(facts), now)
+    return MembershipChange(old_ranks, joined, left, tuple(facts), now)

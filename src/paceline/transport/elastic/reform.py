@@ -1,12 +1,12 @@
 """From one generation's group to the next: noticing a lost member, forming the next group, settling which calls ended.
 
-The roster says when a generation is over; a worker then says that it has left it, waits for the next, forms its process
-group, and **settles**: all say which calls they have finished (`paceline.transport.elastic.calls`). Any thread of the
-worker may find its generation over and come here; one of them, under the lock, does the work.
+The roster decides when a generation is over; a worker then reports that it has left, waits for the next, forms its
+process group, and **settles**: all report which calls they have finished (`paceline.transport.elastic.handover`). Any
+thread of the worker may find its generation over and come here; one of them, under the lock, does the work.
 
 Two rules leave each decision one owner. A group stands, and can be called in, only once it is settled: until then the
-thread that forms it alone knows it (`Forming`). And the training hears of other members between two rounds, never
-between the end of a round aside and its entry in the training's state, which is the business of the thread that ran it.
+thread that forms it alone has it (`Forming`). And the training follows a change of members between two rounds, never
+between the end of a background round and its entry in the training's state, which the thread that ran it makes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch
 from paceline import concurrency
 from paceline.errors import SAME_CALLS, Dropped, FleetError, GenerationOver, LoaderDied, PacelineError
 from paceline.roster import Generation, Gone, RosterClient, RunOver
-from paceline.roster.calls import ROUNDS, name_workers, without_answer
-from paceline.signals import Leave
+from paceline.roster.calls import BACKGROUND, name_workers, without_answer
+from paceline.transport.call_sequences import ForeignCalls
 from paceline.transport.distributed import one_line
 from paceline.transport.elastic.changes import MembershipChange, change_to
 from paceline.transport.elastic.connector import PREFIX, Connector
 from paceline.transport.elastic.handover import chain_of
-from paceline.transport.foreign import ForeignCalls
-from paceline.transport.group import CLOSE_S, Group, let_go
-from paceline.transport.nccl import NcclGroup
+from paceline.transport.engines.contract import CLOSE_S, Held
+from paceline.transport.group import Group, let_go
 from paceline.transport.network import Store
 from paceline.transport.pending import Watched
+from paceline.worker_exit import Leave
 
 if TYPE_CHECKING:
     from paceline.transport.elastic.transport import Elastic
@@ -41,7 +41,7 @@ logger = logging.getLogger("paceline")
 
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 5.0
 """Between generations that did not come about though all were there, twice as long each time."""
-LOOK_S = 0.5
+CHECK_S = 0.5
 """Between two looks at whether what is waited for can still come."""
 IN_VAIN_S = 3.0
 """How long a worker that was asked to leave waits for a roster that is away, in the middle of a step."""
@@ -65,7 +65,7 @@ class Forming:
             raise self._over("is over")
 
     def check_group(self, group: Group) -> None:
-        """Nothing can take this group's place: one thread forms it."""
+        """Return: nothing can take the place of this group, which one thread forms."""
         return
 
     def failed(self, error: BaseException) -> Exception:
@@ -100,7 +100,7 @@ class Reform:
         device: torch.device,
         *,
         join: Join,
-        gloo_only: bool = False,
+        cpu_engine: bool = False,
         connector: Callable[..., Connector] = Connector,
     ) -> None:
         self._transport, self._lanes, self._hand_over = transport, transport.lanes, transport.hand_over
@@ -108,12 +108,12 @@ class Reform:
         self.now: Generation | None = None
         """The generation whose group stands."""
         self.over = 0
-        """The last generation that the roster has said to be over."""
+        """The last generation that the roster has reports to be over."""
         self._lock = concurrency.RLock()
         self._undelivered: MembershipChange | None = None
-        """What the training has yet to hear."""
+        """The change that the training has yet to follow."""
         self._renewed: set[int] = set()
-        """Those who came, or came once more, since the training last heard of a change."""
+        """Those who came, or came once more, since the training last followed a change."""
         self._gone: dict[int, Gone] = {}
         """Those who left since then."""
         self._forming: Forming | None = None
@@ -123,21 +123,20 @@ class Reform:
         self._closing: concurrency.Thread | None = None
         self._in_vain = 0
         """Generations in turn for which all were there, and which did not come about."""
-        self.connector = connector(device, check=self._check_forming, gloo_only=gloo_only)
+        self.connector = connector(device, check=self._check_forming, cpu_engine=cpu_engine)
         self.client = join(on_over=self._on_over)
         self.client.network = self._network
         foreign = ForeignCalls()
-        self.client.foreign = lambda: foreign.look()[0]
+        self.client.foreign = lambda: foreign.current()[0]
 
     @property
     def number(self) -> int:
-        """Of the generation whose group stands; 0: none yet."""
+        """Number of the generation whose group stands; 0: none yet."""
         return self.now.number if self.now is not None else 0
 
     @property
     def must_change(self) -> bool:
-        """Whether to re-form the group at the next boundary: the members are so few that they may only finish their
-        step."""
+        """Whether to re-form the group at the next boundary: its members are too few for another step."""
         return self.now is not None and self.now.wanting > 0
 
     @property
@@ -158,7 +157,7 @@ class Reform:
             self._forming.check()
 
     def check_group(self, group: Group) -> None:
-        """Another thread may have re-formed the group before this one saw that its generation was over."""
+        """Raise when another thread has re-formed the group before this one saw that its generation was over."""
         if group is not self.group:
             raise GenerationOver("the group was re-formed", generation=self.number - 1)
 
@@ -177,7 +176,7 @@ class Reform:
         return self.client.failure or GenerationOver(one_line(error), generation=self.number)
 
     def _network(self) -> str:
-        """Whom this worker's packets do not reach, in words."""
+        """Return, in words, whom this worker's packets do not reach."""
         if self.now is None:
             return ""
         names = name_workers({one: self.now.facts[one] for one in self.now.workers})
@@ -185,19 +184,21 @@ class Reform:
 
     def unlike_calls(self, labels: dict[int, str]) -> Exception:
         workers = self._transport.workers
-        said = ", but ".join(f"worker {workers[rank]} called {label}" for rank, label in labels.items())
-        return FleetError(f"{said}: {SAME_CALLS}")
+        reports = ", but ".join(f"worker {workers[rank]} called {label}" for rank, label in labels.items())
+        return FleetError(f"{reports}: {SAME_CALLS}")
 
     # -- from one generation to the next ---------------------------------------------------------------------------
 
     def standing(self) -> tuple[int, Group, bool]:
-        """Return the generation that stands, its group, and whether the training has yet to hear of it; waits while
-        another thread forms the next."""
+        """Return the generation that stands, its group, and whether the training has yet to receive it.
+
+        Waits while another thread forms the next.
+        """
         with self._lock:
             return self.number, self.group, self._undelivered is not None
 
     def start(self) -> None:
-        """Nobody has begun: wait for the first generation."""
+        """Wait for the first generation, when nobody has begun."""
         with self._lock:
             self._enter(self.client.next_generation(after=0, fresh=True, orderly=True), fresh=True)
 
@@ -216,8 +217,10 @@ class Reform:
             self._in_vain = 0
 
     def _try(self, *, boundary: bool, orderly: bool) -> bool:
-        """Whether the next generation came about. ``boundary``: this worker is at a step's; ``orderly``: so are all
-        others, and come by themselves."""
+        """Try to form the next generation; returns whether it came about.
+
+        ``boundary``: this worker is at a step's boundary; ``orderly``: so are all others, and come by themselves.
+        """
         transport = self._transport
         try:
             fresh = transport.outside
@@ -234,7 +237,7 @@ class Reform:
             self._fall_out()
             raise
         except Leave:
-            if not boundary:  # else it says so itself, and saves first
+            if not boundary:  # else the caller reports it, and saves first
                 transport.depart(agreed=False)
             raise
         except RunOver as over:
@@ -259,7 +262,7 @@ class Reform:
         forming = self._forming = Forming(self, generation, group)
         try:
             self._form(forming)
-            said = self._settle(forming, fresh=fresh)
+            reports = self._settle(forming, fresh=fresh)
         except BaseException as error:
             self.connector.break_off(group)
             self._close_detached(group)
@@ -271,25 +274,27 @@ class Reform:
             self._forming = None
         self.group, self.now = group, generation
         try:
-            self._bring_everybody_in(said)
+            self._bring_everybody_in(reports)
         except RuntimeError as error:
             raise error if isinstance(error, PacelineError) else self.failed(error) from None
 
     def _pause(self) -> None:
-        """What keeps those apart who are all there, a firewall or a variable, lasts."""
+        """Wait between attempts: what keeps workers apart who are all there, a firewall or a variable, lasts."""
         pause_s = min(MOST_PAUSE_S, LEAST_PAUSE_S * 2**self._in_vain) if self._in_vain > 1 else 0.0
         until = concurrency.monotonic() + pause_s
         while concurrency.monotonic() < until and not self._transport.leaving:
             concurrency.sleep(LEAST_PAUSE_S)
 
     def _leave_if_asked(self, waited_s: float) -> None:
-        """Without a roster a step cannot go on; a worker that was asked to leave does not wait: its part is dealt
-        again."""
+        """Raise Leave in a worker that was asked to leave, where the roster is unreachable.
+
+        A step cannot go on without a roster, and the worker's part is dealt again.
+        """
         if self._transport.leaving and self.client.away and waited_s > IN_VAIN_S:
             raise Leave
 
     def _log_failure(self, error: GenerationOver) -> None:
-        if self.over >= self._tried:  # the roster said so: somebody was lost
+        if self.over >= self._tried:  # the roster reports so: somebody was lost
             logger.info("generation %d did not come about: %s", self._tried, error)
             return
         self._in_vain += 1
@@ -299,7 +304,7 @@ class Reform:
         logger.warning(text, self._tried, names, error)
 
     def _fall_out(self) -> None:
-        """The fleet went on: this step is no longer this worker's, and only a peer's state can bring it back."""
+        """Leave the step: the fleet went on, and only a peer's state can bring this worker back."""
         self.close_group()
         self._undelivered = None
         self._hand_over.recorded.set()
@@ -313,13 +318,12 @@ class Reform:
         group.store.set(f"here/{group.rank}", "")
         group.wait_for([f"here/{rank}" for rank in range(group.size)], watch=forming)
         if group.size > 1:
-            self.connector.connect(group, forming.generation, watch=forming)
-            self._transport.backend = "nccl" if group.gpus is not None else "gloo"
+            self._transport.backend = self.connector.connect(group, forming.generation, watch=forming)
 
     # -- the end of a group ----------------------------------------------------------------------------------------
 
     def _on_over(self, number: int) -> None:
-        """The roster says that a generation is over (on the client's thread): free the threads that wait in it."""
+        """Free the threads that wait in a generation that is over (on the client's thread)."""
         self.over = max(self.over, number)
         if number >= self.number:
             self.break_off()
@@ -333,7 +337,7 @@ class Reform:
         self._on_over(self.number)
 
     def break_off(self) -> None:
-        """What is under way in the group fails now."""
+        """Break off what is under way in the group."""
         self.connector.break_off(self.group)
 
     def close_group(self) -> None:
@@ -343,16 +347,16 @@ class Reform:
 
     def _close_detached(self, group: Group) -> None:
         """Close a group that was broken off; its destructor may wait for what runs in it, so on another thread."""
-        held = group.detach()
+        held = group.close()
         if not held:
             return
-        gpus, group.gpus = group.gpus, None
-        held[:0], self._hand_over.sent = self._hand_over.sent, []
-        self._closing = concurrency.Thread(target=_close, args=(held, gpus), name="paceline-close-group", daemon=True)
+        held.insert(0, Held(*self._hand_over.sent))
+        self._hand_over.sent = []
+        self._closing = concurrency.Thread(target=let_go, args=(held,), name="paceline-close-group", daemon=True)
         self._closing.start()
 
     def close(self) -> None:
-        """For good: the interpreter must not end while a group is closed on a thread."""
+        """Close for good: the interpreter must not end while a group is closed on a thread."""
         self.client.close()
         self.close_group()
         if self._closing is not None:
@@ -361,37 +365,37 @@ class Reform:
     # -- settling --------------------------------------------------------------------------------------------------
 
     def _settle(self, forming: Forming, *, fresh: bool) -> list[dict[str, Any]]:
-        """All say how far they are, and results are handed over to those who lack them. Returns what all said."""
+        """Agree on how far each is, and hand results over to those who lack them; returns what all reports."""
         transport, listener = self._transport, self._transport.listener
         mine = {
             "fresh": fresh,
-            "lanes": {name: self._lanes[name].says() for name in self._lanes},
+            "lanes": {name: self._lanes[name].report() for name in self._lanes},
             "slots": transport.slots.names(),
             "intact": transport.intact(),
             "training": listener.facts() if listener is not None else None,
         }
-        said = forming.group.gather("settle", "settling", mine, watch=forming)
-        incumbents = [rank for rank, theirs in enumerate(said) if not theirs["fresh"]]
+        reports = forming.group.gather("settle", "settling", mine, watch=forming)
+        incumbents = [rank for rank, theirs in enumerate(reports) if not theirs["fresh"]]
         if incumbents:
-            transport.slots.adopt([said[rank]["slots"] for rank in incumbents])
-            self._hand_over.results(forming, said, incumbents)
+            transport.slots.adopt([reports[rank]["slots"] for rank in incumbents])
+            self._hand_over.results(forming, reports, incumbents)
         elif listener is not None:
             raise FleetError("nobody is left who holds the state of the training: it begins anew, with new workers")
-        return said
+        return reports
 
-    def _bring_everybody_in(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """Of the group that stands now, the training is to hear; those who are new get a state."""
+    def _bring_everybody_in(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Prepare the training's news of the group that stands now, and give a state to those who are new."""
         transport = self._transport
-        incumbents = [rank for rank, theirs in enumerate(said) if not theirs["fresh"]]
-        newcomers = [rank for rank, theirs in enumerate(said) if theirs["fresh"]]
-        self._undelivered = self._change([theirs["training"] for theirs in said])
+        incumbents = [rank for rank, theirs in enumerate(reports) if not theirs["fresh"]]
+        newcomers = [rank for rank, theirs in enumerate(reports) if theirs["fresh"]]
+        self._undelivered = self._change([theirs["training"] for theirs in reports])
         if not incumbents:
             self.deliver_members_changed()
         elif newcomers:
             self._bring_in(newcomers, giver=incumbents[0])
         transport.entered(self._hand_over.later is None)
         if self.group.rank == 0 and not transport.outside:
-            tidy = partial(_tidy, self.connector.aside.clone(), self.number)
+            tidy = partial(_tidy, self.connector.signals_root.clone(), self.number)
             concurrency.Thread(target=tidy, name="paceline-tidy", daemon=True).start()
 
     def _change(self, facts: Sequence[Any]) -> MembershipChange:
@@ -400,7 +404,7 @@ class Reform:
         return change_to(self.now, workers=workers, renewed=self._renewed, gone=self._gone, facts=facts)
 
     def _bring_in(self, newcomers: Sequence[int], *, giver: int) -> None:
-        """At a step boundary: the giver packs its state and sends it once, and newcomers pass it on to one another."""
+        """Pass a state on, at a step boundary: the giver sends it once, and newcomers hand it to one another."""
         assert self.now is not None
         rank, facts = self.group.rank, self.now.facts
         chain = chain_of(newcomers, [str(facts[id].get("host")) for id in self.now.workers], giver=giver)
@@ -415,9 +419,9 @@ class Reform:
         self._hand_over.take_over(data, change)
 
     def deliver_members_changed(self) -> None:
-        """The training hears of the group's members, before its next call; by whichever thread comes first."""
+        """Deliver the group's members to the training, before its next call; by whichever thread comes first."""
         while self._undelivered is not None:
-            if not self._hand_over.recorded.wait(LOOK_S):
+            if not self._hand_over.recorded.wait(CHECK_S):
                 self._raise_failure()
                 continue
             with self._lock:
@@ -435,30 +439,26 @@ class Reform:
             raise self.client.failure
 
     def show(self, change: MembershipChange) -> None:
-        """The transport's rank, size and workers say who is there after a change."""
+        """Show the members after a change in the transport's rank, size and workers."""
         self._renewed, self._gone = set(), {}
         self._transport.show(change.generation)
 
-    def finish(self, lane: str, began: int, *, facts: list[Any] | None, kept: Sequence[torch.Tensor]) -> bool:
-        """A call that began in this generation has ended. False: it has not, for another thread has re-formed the
-        group, and told the others so. What a round aside gave is not in the training's state yet."""
+    def finish(self, lane: str, began: int, *, facts: list[Any] | None, tensors: Sequence[torch.Tensor]) -> bool:
+        """End a call that began in this generation; False: another thread has re-formed the group.
+
+        What a background round gave is not in the training's state yet.
+        """
         with self._lock:
             if self.number != began:
                 return False
-            self._lanes[lane].finish(facts=facts, kept=kept)
-            if lane == ROUNDS:
+            self._lanes[lane].finish(facts=facts, tensors=tensors)
+            if lane == BACKGROUND:
                 self._hand_over.recorded.clear()
             return True
 
 
-def _close(held: list[Any], gpus: NcclGroup | None) -> None:
-    let_go(held)
-    if gpus is not None:
-        gpus.close()
-
-
 def _tidy(store: Store, number: int) -> None:
-    """Forget what generations before the last one said, by a connection of its own."""
+    """Forget what generations before the last one reports, by a connection of its own."""
     with suppress(RuntimeError, AttributeError):  # the roster is away, or this store cannot list its keys
         for key in store.list_keys():
             generation = key.removeprefix("/").removeprefix(PREFIX).partition("/")[0]

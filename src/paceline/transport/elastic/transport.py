@@ -1,7 +1,7 @@
 """A fleet whose workers come and go: the same calls as everywhere, over a group that is re-formed among the living.
 
-One **generation** is one membership. The roster (`paceline.roster`) says who is in it and when it is over; nobody else
-decides. A call that cannot end because a member is gone raises `GenerationOver` in the thread that waits in it; the
+One **generation** is one membership. The roster (`paceline.roster`) alone decides who is in it and when it is
+over. A call that cannot end because a member is gone raises `GenerationOver` in the thread that waits in it; the
 worker then re-forms its group with those who are left (`Reform`), and calls that were cut short are made again, unless
 a peer that had finished them hands over their result (`HandOver`).
 
@@ -24,20 +24,18 @@ import torch
 
 from paceline import concurrency
 from paceline.errors import Dropped, DroppedInCall, GenerationOver, PacelineError
-from paceline.roster import LEFT, Generation, RosterClient
-from paceline.roster.calls import CALLS, ROUNDS
-from paceline.signals import Leave
-from paceline.transport.base import Keeps, Pending, made
-from paceline.transport.calls import CallSequences
+from paceline.roster import FINISHED, LEFT, Generation, RosterClient
+from paceline.roster.calls import BACKGROUND, CALLS
+from paceline.transport.base import Pending, Renew, RoundTensors, empty_ones, made
+from paceline.transport.call_sequences import CallSequences
 from paceline.transport.distributed import Distributed, facts_of, one_line
-from paceline.transport.elastic.calls import Lanes
 from paceline.transport.elastic.changes import MembershipListener
 from paceline.transport.elastic.connector import Connector
-from paceline.transport.elastic.handover import FleetLoop, HandOver
+from paceline.transport.elastic.handover import FleetLoop, HandOver, Lanes
 from paceline.transport.elastic.reform import Join, Reform
 from paceline.transport.group import Group
-from paceline.transport.nccl import warm_up
 from paceline.transport.pending import Never
+from paceline.worker_exit import Leave
 
 logger = logging.getLogger("paceline")
 
@@ -47,7 +45,7 @@ STORE_S = 2.0
 
 
 def joins_roster() -> bool:
-    """Whether this worker is to join an elastic fleet: a roster's address is given."""
+    """Return whether this worker is to join an elastic fleet: a roster's address is given."""
     return bool(os.environ.get("PACELINE_ROSTER"))
 
 
@@ -62,27 +60,31 @@ class Elastic(Distributed):
         device: torch.device,
         *,
         emulated: str | None = None,
-        backend: str | None = None,
+        cpu_engine: bool = False,
         join: Join | None = None,
         connector: Callable[..., Connector] = Connector,
     ) -> None:
-        """``backend``: what the fleet needs, whatever else could be had. ``join``: how to enter at the roster, by
-        default as the environment says. ``connector``: connects the members of each generation."""
-        super().__init__(device, CallSequences(CALLS, ROUNDS, on_change=self._report))
+        """Enter at the roster.
+
+        ``cpu_engine``: never sum by an engine that needs GPUs. ``join``: how to enter at the roster, by default as the
+        environment says. ``connector``: connects the members of each generation.
+        """
+        super().__init__(device, CallSequences(CALLS, BACKGROUND, on_change=self._report))
         self.backend = "gloo"
+        """The engine of the last group that had others in it; before the first, the one that every fleet can have."""
         self.listener: MembershipListener | None = None
         """The training."""
         self.intact: Callable[[], bool] = lambda: True
         """Whether the last round's result is still as it was, to be handed over."""
         self.lanes = Lanes(self._sequences)
         self._here = concurrency.local()
-        """By thread: the group of the round that it is in."""
+        """The group of the round that each thread is in."""
         self._store_failed_s: float | None = None
         """When a request of the store first failed in this generation."""
         self.hand_over = HandOver(self)
         facts = {**facts_of(device), "emulated": emulated}
         join = join or _join_from_env(facts)
-        self.reform = Reform(self, device, join=join, gloo_only=backend == "gloo", connector=connector)
+        self.reform = Reform(self, device, join=join, cpu_engine=cpu_engine, connector=connector)
         self.reform.client.on_beat = self._on_beat
         self.loop = FleetLoop(self, self.reform)
         self.entered(False)
@@ -93,8 +95,8 @@ class Elastic(Distributed):
             except GenerationOver as over:
                 self._re_form_in("paceline.join()", over)
                 self.deliver_members_changed()
-        elif self.reform.connector.may_use_nccl([facts]):
-            warm_up(device)
+        else:
+            self.reform.connector.engine_for([facts]).warm_up(device)
         self.at_rest = self.outside
 
     # -- who is there ----------------------------------------------------------------------------------------------
@@ -115,13 +117,16 @@ class Elastic(Distributed):
         return self.reform.client.clock()
 
     def show(self, generation: Generation) -> None:
-        """From now on the training sees the members of this generation."""
+        """Show the members of this generation to the training from now on."""
         self.workers, self.generation, self._store_failed_s = generation.workers, generation.number, None
         self.rank, self.size = self.workers.index(self.id), len(self.workers)
 
     def entered(self, inside: bool) -> None:
-        """Whether this worker is in the fleet. Outside, some other worker leads as far as this one knows. Nothing else
-        may change `outside`: rank, size and workers go with it."""
+        """Note whether this worker is in the fleet.
+
+        Outside, some other worker leads as far as this one can see. Nothing else may change `outside`: rank, size and
+        workers go with it.
+        """
         self.outside = not inside
         if self.outside:  # the others wait for it in their next round
             self.rank, self.size, self.workers = 1, 2, (-1, self.id)
@@ -129,19 +134,35 @@ class Elastic(Distributed):
             self.loop.publish()
 
     def depart(self, *, agreed: bool) -> None:
-        """Leave for good, at a step boundary. ``agreed``: all know of it from the last round, and come to re-form the
-        group."""
+        """Leave for good, at a step boundary.
+
+        ``agreed``: all have it from the last round, and come to re-form the group.
+        """
         self.reform.client.leave(LEFT if agreed else WAITED)
         self.entered(False)
 
     # -- from one generation to the next ---------------------------------------------------------------------------
 
     def re_form(self) -> None:
-        """All members come here at the same step boundary, and a newcomer to its first step: re-form the group."""
+        """Re-form the group: all members come here at the same step boundary, and a newcomer at its first step."""
         self.reform.re_form(self.reform.number, orderly=True)
 
-    def re_form_after(self, over: GenerationOver) -> None:
+    def recover(
+        self,
+        over: GenerationOver,
+        sums: Sequence[Pending] = (),
+        tensors: Sequence[torch.Tensor] = (),
+        *,
+        renew: Renew = empty_ones,
+        background: bool = False,
+    ) -> Sequence[torch.Tensor] | None:
+        if over.generation == self.reform.number:
+            self.reform.break_off()
+        ended = [pending.abandon() for pending in sums]
+        if not all(ended):
+            tensors = renew(tensors)
         self.reform.re_form(over.generation, orderly=False)
+        return tensors if self.take_result(tensors, background=background) else None
 
     def _re_form_in(self, label: str, error: Exception) -> None:
         if isinstance(error, PacelineError) and not isinstance(error, GenerationOver):
@@ -150,7 +171,7 @@ class Elastic(Distributed):
         if not isinstance(over, GenerationOver):
             raise over
         try:
-            self.re_form_after(over)
+            self.reform.re_form(over.generation, orderly=False)
         except Dropped as dropped:
             if self.listener is not None:
                 raise DroppedInCall(f"{label}: {dropped}") from None
@@ -159,10 +180,6 @@ class Elastic(Distributed):
 
     def take_over_later(self) -> bool:
         return self.hand_over.take_over_later()
-
-    def cut(self, over: GenerationOver) -> None:
-        if over.generation == self.reform.number:
-            self.reform.break_off()
 
     def deliver_members_changed(self) -> None:
         if self._round_here is None:  # in a round everything is for its members
@@ -182,7 +199,7 @@ class Elastic(Distributed):
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def _enter(self, label: str, *, lane: str) -> int:
-        if lane == ROUNDS:
+        if lane == BACKGROUND:
             self.release()  # its thread has done with the round before
         self.deliver_members_changed()
         return self.lanes.enter(label, lane=lane)
@@ -192,33 +209,35 @@ class Elastic(Distributed):
         self.reform.client.report(doing=own.doing, begun=own.begun, spots=own.spots())
 
     @contextmanager
-    def round(self, label: str, *, aside: bool = False, keeps: Keeps = ()) -> Iterator[list[torch.Tensor]]:
-        lane, built_for = ROUNDS if aside else CALLS, self.generation
+    def round(self, label: str, *, background: bool = False, result: RoundTensors = ()) -> Iterator[list[torch.Tensor]]:
+        lane, built_for = BACKGROUND if background else CALLS, self.generation
         try:
-            with super().round(label, aside=aside):
-                began, tensors = self._write_round(keeps, built_for)
+            with super().round(label, background=background):
+                began, tensors = self._write_round(result, built_for)
                 self.lanes[lane].pending = tensors
                 yield tensors
         finally:
             self._here.group = None
-        if not self.reform.finish(lane, began, facts=None, kept=tensors):
+        if not self.reform.finish(lane, began, facts=None, tensors=tensors):
             raise GenerationOver("the group was re-formed", generation=began)
 
-    def _write_round(self, keeps: Keeps, built_for: int) -> tuple[int, list[torch.Tensor]]:
-        """Make the tensors of a round for the members of one group, in which its sums then start. Another thread may
-        re-form the group meanwhile: nothing has begun yet, so they are made again."""
+    def _write_round(self, result: RoundTensors, built_for: int) -> tuple[int, list[torch.Tensor]]:
+        """Make the tensors of a round for the members of one group, in which its sums then start.
+
+        Another thread may re-form the group meanwhile: nothing has begun yet, so they are made again.
+        """
         while True:
             began, group = self._standing()
-            if not callable(keeps) and built_for != began:
+            if not callable(result) and built_for != began:
                 raise GenerationOver("members changed since the round was written", generation=built_for)
             self._here.group = group
-            tensors = made(keeps)
+            tensors = made(result)
             if self.generation == began:
                 return began, tensors
             self._here.group = None
 
     def _standing(self) -> tuple[int, Group]:
-        """Return the generation that stands, of which the training has heard, and its group."""
+        """Return the generation that stands, which the training follows, and its group."""
         while True:
             began, group, unheard = self.reform.standing()
             if self.outside:
@@ -230,14 +249,18 @@ class Elastic(Distributed):
             self.deliver_members_changed()
 
     @torch.no_grad()
-    def given(self, into: Sequence[torch.Tensor], *, aside: bool = False) -> bool:
-        lane = self.lanes[ROUNDS if aside else CALLS]
+    def take_result(self, into: Sequence[torch.Tensor], *, background: bool = False) -> bool:
+        """Return, after the group was re-formed, whether others had finished the round under way.
+
+        Its result then stands in ``into``.
+        """
+        lane = self.lanes[BACKGROUND if background else CALLS]
         if not lane.given:
             self.deliver_members_changed()
             return False
-        for mine, theirs in zip(into, lane.kept, strict=True):
+        for mine, theirs in zip(into, lane.tensors, strict=True):
             mine.copy_(theirs)
-        lane.given, lane.result = False, None
+        lane.given, lane.facts = False, None
         return True
 
     def gather(self, label: str, value: Any) -> list[Any]:
@@ -255,20 +278,20 @@ class Elastic(Distributed):
         return [json.loads(mine) for _ in range(self.size)]
 
     def _try_gather(self, call: int, label: str, value: Any) -> list[Any] | None:
-        """None: the fleet has gone on without this worker."""
+        """Gather until it succeeds; None: the fleet has gone on without this worker."""
         lane = self.lanes[CALLS]
         while not self.outside:
             try:
                 began, group = self._standing()
                 mine = value() if callable(value) else value  # for the members of this group, whoever comes meanwhile
                 values = group.gather(f"call/{call}", label, mine, watch=self.watch)
-                if self.reform.finish(CALLS, began, facts=values, kept=()):
+                if self.reform.finish(CALLS, began, facts=values, tensors=()):
                     return values
             except RuntimeError as error:
                 self._re_form_in(label, error)
             if lane.given and not self.outside:
-                lane.finish(facts=lane.result, kept=())
-                return list(lane.result or [])
+                lane.finish(facts=lane.facts, tensors=())
+                return list(lane.facts or [])
             self.deliver_members_changed()
         return None
 
@@ -279,7 +302,7 @@ class Elastic(Distributed):
                 return
             except GenerationOver as over:
                 self._re_form_in("the leader's broadcast", over)
-                if self.given(tensors):
+                if self.take_result(tensors):
                     return
 
     def sum(self, tensor: torch.Tensor) -> Pending:
@@ -287,7 +310,7 @@ class Elastic(Distributed):
         return super().sum(tensor)
 
     def _started(self, start: Callable[[Group], Any]) -> Pending:
-        """Never raises: sums start inside backward, which must come to its end."""
+        """Start a work without raising: sums start inside backward, which must come to its end."""
         if self.reform.is_over:
             return Never(self.reform.why_over())
         try:
@@ -299,25 +322,25 @@ class Elastic(Distributed):
         while True:
             try:
                 return super().slot_name(slot)
-            except GenerationOver as over:  # the roster is away: wait for it, and the worker that gave the name tells
+            except GenerationOver as over:  # wait for the roster: then the worker that gave the name reports it
                 self._re_form_in("the name of a figure", over)
 
-    def heard(self, name: str) -> bool:
+    def was_signalled(self, name: str) -> bool:
         self.release()
         self.deliver_members_changed()
         self.reform.check()
         try:
-            said = bool(self.group.board.check([name]))
-        except RuntimeError:  # the roster is away: each worker goes by what it knows itself
+            signalled = bool(self.group.board.check([name]))
+        except RuntimeError:  # the roster is unreachable: each worker goes by its own clock and work
             self.roster_away = True
             self._note_failure()
             return False
         self.roster_away = False
-        return said
+        return signalled
 
-    def _tell_store(self, request: Callable[[], Any]) -> Any:
+    def _write_store(self, request: Callable[[], Any]) -> Any:
         try:
-            return super()._tell_store(request)
+            return super()._write_store(request)
         except GenerationOver:  # the threads that listen learn of that too
             self._note_failure()
         return 0
@@ -327,9 +350,11 @@ class Elastic(Distributed):
             self._store_failed_s = concurrency.monotonic()
 
     def _on_beat(self) -> None:
-        """Leave the generation (on the client's thread) when it cannot go on for this worker, of which nobody else
-        knows: the roster answers and its store does not, so what this worker said was lost; or a thread waits for a
-        worker to which its connection is broken."""
+        """Leave the generation when it cannot go on for this worker alone (on the client's thread).
+
+        Nobody else can see that the roster answers and its store does not, so that this worker's signals were lost, or
+        that a thread waits for a worker to which its connection is broken.
+        """
         failed_s = self._store_failed_s
         if self.group.hopeless:
             logger.warning("a connection to another worker is broken; the group is re-formed")
@@ -349,12 +374,25 @@ class Elastic(Distributed):
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
+    def _await_end(self, client: RosterClient) -> None:
+        """Wait until everybody has come to the end of the script.
+
+        The others may have left before this worker hears that all are there: the roster, which had not heard from it
+        for a while, then tells of the end. In the run's last generation it has missed nothing.
+        """
+        generation = self.generation
+        try:
+            self.gather("the end of the run", None)
+        except SystemExit:
+            if client.ended_in != generation:
+                raise
+
     def close(self, *, failure: BaseException | None = None) -> None:
         client = self.reform.client
         try:
             if failure is None and not self.outside:
-                self.gather("the end of the run", None)
-                client.leave("finished")
+                self._await_end(client)
+                client.leave(FINISHED)
             elif failure is not None and not self.outside:
                 client.leave(WAITED if isinstance(failure, Leave) else f"ended with {one_line(failure)}")
         finally:

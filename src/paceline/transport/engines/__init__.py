@@ -1,1 +1,1 @@
-"""What sums and sends tensors: the contract of an engine, Gloo behind it, and an engine in memory for tests."""
+"""The contract of an engine, its kinds (Gloo, NCCL), layers around them (small sums, tree sums), and one in memory."""

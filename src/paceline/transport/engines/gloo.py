@@ -1,8 +1,8 @@
 """Gloo as an engine: its devices, its sockets, and how an operation is broken off, for Gloo's own abort does nothing.
 
-Works of the whole group are waited for in slices of `LOOK_S`. Sends and receives cannot be: a wait that times out
-closes the connection, and their works know nothing of their end before they are waited for. They fail when their
-connections are shut; for the rare one that does not, see `paceline.transport.engine_waits`.
+Works of the whole group are waited for in slices of `CHECK_S`. Sends and receives cannot be: a wait that times out
+closes the connection, and their works do not show their end before they are waited for. They fail when their
+connections are shut; for the rare one that does not, see `paceline.transport.group.EngineWaits`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ from typing import Any
 
 import torch
 
-from paceline.transport.engines.base import CLOSED, LOOK_S, EngineWork, Look
+from paceline.transport.engines.contract import (
+    CHECK_S,
+    CLOSED,
+    Check,
+    Closer,
+    Engine,
+    EngineKind,
+    EngineWork,
+    Facts,
+    Held,
+    Meeting,
+)
 from paceline.transport.network import (
     ENGINE_TIMEOUT,
     Sockets,
@@ -31,13 +42,13 @@ from paceline.transport.network import (
     unanswered,
 )
 
-LOOK = timedelta(seconds=LOOK_S)
+CHECK = timedelta(seconds=CHECK_S)
 ABANDON = timedelta(milliseconds=50)
 """How long an operation on connections that are shut may take to fail. Some never do."""
 MakeGloo = Callable[[Store, int, int, Any], Any]
 """Makes Gloo's process group from a store, this worker's rank, the size, and options."""
 Doors = dict[tuple[str, int], int]
-"""Where the engine of each worker listens, and its rank."""
+"""The address at which each worker's engine listens, and its rank."""
 
 
 class GlooWork(EngineWork):
@@ -46,17 +57,17 @@ class GlooWork(EngineWork):
     def __init__(self, work: Any) -> None:
         self._work = work
 
-    def wait(self, look: Look) -> None:
+    def wait(self, check: Check) -> None:
         """Wait in slices: an operation on connections that were shut under it may never fail."""
         while True:
             try:
-                self._work.wait(LOOK)
+                self._work.wait(CHECK)
                 return
             except RuntimeError:
-                if self._work.is_completed():  # it failed, or it ended just after the wait for it had timed out
-                    self._work.wait(LOOK)
+                if self.done:  # it failed, or it ended just after the wait for it had timed out
+                    self._work.wait(CHECK)
                     return
-            look()
+            check()
 
     def abandon(self) -> bool:
         try:
@@ -65,15 +76,29 @@ class GlooWork(EngineWork):
             return "timed out" not in str(error).lower()
         return True
 
+    @property
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
 
 class GlooMessage(GlooWork):
     """A send or a receive, which is waited for until it ends or its connection is shut."""
 
-    def wait(self, look: Look) -> None:
-        self._work.wait(ENGINE_TIMEOUT)
+    _waited = False
+
+    def wait(self, check: Check) -> None:
+        try:
+            self._work.wait(ENGINE_TIMEOUT)
+        finally:
+            self._waited = True
+
+    @property
+    def done(self) -> bool:
+        """Whether somebody has waited for the message: Gloo does not show its end before."""
+        return self._waited
 
 
-class GlooEngine:
+class GlooEngine(Engine):
     """A process group of Gloo's. ``spare_port``: the store's, whose connections `abort` leaves alone."""
 
     def __init__(
@@ -119,21 +144,59 @@ class GlooEngine:
             break_off(sockets, spare_port=self._spare_port)
 
     def unanswered(self) -> list[tuple[list[int], str, float]]:
-        """Return what the kernel knows of unacknowledged packets. All workers of a computer share its address."""
-        found = {}
+        """Return what the kernel knows of unacknowledged packets.
+
+        A connection that this worker opened leads to the port of one worker. One that was opened from the other end
+        shows the address alone: then any other worker at that address may be meant.
+        """
+        named: dict[tuple[str, int], float] = {}
+        unnamed: dict[str, float] = {}
         for (address, port), silent_s in unanswered(self._sockets).items():
-            one = self._doors.get((address, port))
-            ranks = {rank for (theirs, _), rank in self._doors.items() if theirs == address} if one is None else {one}
-            if ranks := ranks - {self._rank}:
-                found[address] = (sorted(ranks), address, silent_s)
-        return [found[address] for address in sorted(found)]
+            rank = self._doors.get((address, port))
+            if rank is None:
+                unnamed[address] = max(silent_s, unnamed.get(address, 0.0))
+            else:
+                named[address, rank] = max(silent_s, named.get((address, rank), 0.0))
+        found = [([rank], address, silent_s) for (address, rank), silent_s in named.items() if rank != self._rank]
+        for address, silent_s in unnamed.items():
+            there = {rank for (theirs, _), rank in self._doors.items() if theirs == address} - {self._rank}
+            if ranks := [rank for rank in sorted(there) if (address, rank) not in named]:
+                found.append((ranks, address, silent_s))
+        return sorted(found, key=lambda one: (one[1], one[0]))
 
     def lost(self) -> bool:
         return any_closed(self._sockets)
 
-    def detach(self) -> list[Any]:
+    def close(self) -> list[Closer]:
         gloo, self._gloo = self._gloo, None
-        return [] if gloo is None else [gloo]
+        return [] if gloo is None else [Held(gloo)]
+
+
+class Gloo(EngineKind):
+    """Sums over TCP, whatever the devices are."""
+
+    name = "gloo"
+
+    def suits(self, facts: Facts) -> bool:
+        return True
+
+    def connect(self, meeting: Meeting) -> tuple[GlooEngine, str]:
+        def make(store: Store, rank: int, size: int, options: Any) -> Any:
+            options._timeout = meeting.forming or ENGINE_TIMEOUT
+            gloo = meeting.patiently(lambda: dist.ProcessGroupGloo(store, rank, size, options))
+            if meeting.forming is not None:
+                gloo.set_timeout(ENGINE_TIMEOUT)
+            return gloo
+
+        return connect_gloo(
+            meeting.store,
+            meeting.rank,
+            meeting.size,
+            towards=meeting.towards,
+            spare_port=meeting.spare_port,
+            make=make,
+            channels=meeting.channels,
+        )
 
 
 def connect_gloo(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline import concurrency
-from paceline.transport.engines.base import CLOSED, LOOK_S, EngineWork, Look
+from paceline.transport.engines.contract import CHECK_S, CLOSED, Check, Closer, Engine, EngineWork, Held
 
 if TYPE_CHECKING:
     from paceline.transport.engines.memory_store import MemoryServer
@@ -42,24 +42,24 @@ class MemoryNetwork:
         self.faults: list[str] = []
         self.servers: dict[tuple[str, int], MemoryServer] = {}
         """Stores by address; a `MemoryServer` enters itself."""
-        self.changed = concurrency.Condition()
+        self.lock = concurrency.Condition()
         self._rooms: dict[Hashable, MemoryRoom] = {}
 
     def room(self, key: Hashable, size: int) -> MemoryRoom:
         """Return the room of the group with this key."""
-        with self.changed:
+        with self.lock:
             return self._rooms.setdefault(key, MemoryRoom(size))
 
     def forget(self, key: Hashable) -> None:
         """Drop the room of a group once all its engines were given up."""
-        with self.changed:
+        with self.lock:
             room = self._rooms.get(key)
-            if room is not None and len(room.engines) == room.size and all(e.detached for e in room.engines.values()):
+            if room is not None and len(room.engines) == room.size and all(e.closed for e in room.engines.values()):
                 del self._rooms[key]
 
     def kill(self, process: Hashable) -> None:
         """Break all connections of the engines of this process."""
-        with self.changed:
+        with self.lock:
             engines = [engine for room in self._rooms.values() for engine in room.engines.values()]
         for engine in engines:
             if engine.process == process:
@@ -67,23 +67,23 @@ class MemoryNetwork:
 
     def break_pair(self, key: Hashable, one: int, other: int) -> None:
         """Break the connection between two ranks of a group."""
-        with self.changed:
+        with self.lock:
             if key in self._rooms:
                 self._rooms[key].broken.add(frozenset((one, other)))
-            self.changed.notify_all()
+            self.lock.notify_all()
 
     def wedge(self, engine: MemoryEngine) -> None:
-        """Let the engine's next wait on a broken connection never return, whatever its look says."""
+        """Let the engine's next wait on a broken connection never return, whatever its check finds."""
         engine.wedged = True
 
     def wait_until(self, there: Callable[[], bool], seconds: float) -> bool:
         """Wait until ``there``, called under the lock, is true; False when it is not after ``seconds``."""
         until = concurrency.monotonic() + seconds
-        with self.changed:
+        with self.lock:
             while not there():
                 if (left := until - concurrency.monotonic()) <= 0:
                     return False
-                self.changed.wait(left)
+                self.lock.wait(left)
             return True
 
 
@@ -102,29 +102,28 @@ class MemoryRoom:
         """Operations of the whole group by their number."""
 
 
-class MemoryEngine:
+class MemoryEngine(Engine):
     """The engine of one worker. ``key`` names its group, ``process`` the process that the worker pretends to be."""
 
     def __init__(
         self, network: MemoryNetwork, key: Hashable, rank: int, size: int, *, process: Hashable = None
     ) -> None:
         self.network, self.key, self.rank, self.size, self.process = network, key, rank, size, process
-        self.detached = self.wedged = False
+        self.closed = self.wedged = False
         self._started = 0
         self.room = network.room(key, size)
-        with network.changed:
+        with network.lock:
             if rank in self.room.engines:
                 raise RuntimeError(f"there is a rank {rank} of {key} already")
             self.room.engines[rank] = self
-            network.changed.notify_all()
+            network.lock.notify_all()
 
-    def join(self, look: Look) -> None:
-        """Return when the engines of all ranks are there; RuntimeError when they do not come or their connections
-        break."""
+    def join(self, check: Check) -> None:
+        """Return when the engines of all ranks are there; RuntimeError when they do not come or a connection breaks."""
         until = concurrency.monotonic() + FORMING_S
         try:
             while not self.network.wait_until(self._all_there, 0.01):
-                look()
+                check()
                 if concurrency.monotonic() > until:
                     raise RuntimeError(f"the others did not come within {FORMING_S:.0f} s: timed out")
         except BaseException:
@@ -188,29 +187,26 @@ class MemoryEngine:
     def _operation(self) -> Any:
         """Return the lock under which an operation starts."""
         self.network.point()
-        if self.detached:
+        if self.closed:
             raise RuntimeError(CLOSED)
-        return _Notifying(self.network.changed)
+        return _Notifying(self.network.lock)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        with self.network.changed:
+        with self.network.lock:
             self.room.broken |= {frozenset((self.rank, other)) for other in range(self.size) if other != self.rank}
-            self.network.changed.notify_all()
-
-    def unanswered(self) -> list[tuple[list[int], str, float]]:
-        return []
+            self.network.lock.notify_all()
 
     def lost(self) -> bool:
         return self.first_broken(other for other in range(self.size) if other != self.rank) is not None
 
-    def detach(self) -> list[Any]:
-        if self.detached:
+    def close(self) -> list[Closer]:
+        if self.closed:
             return []
-        self.detached = True
+        self.closed = True
         self.network.forget(self.key)
-        return [self]
+        return [Held(self)]
 
 
 class MemoryWork(EngineWork):
@@ -218,13 +214,13 @@ class MemoryWork(EngineWork):
 
     def __init__(self, engine: MemoryEngine, partners: set[int], written: torch.Tensor | None) -> None:
         self.engine, self._partners, self._written = engine, partners, written
-        self.done = self.abandoned = False
+        self.finished = self.abandoned = False
         self._failure: str | None = None
 
-    def wait(self, look: Look) -> None:
+    def wait(self, check: Check) -> None:
         self.engine.network.point()
-        while not self.engine.network.wait_until(self._ended, LOOK_S):
-            look()
+        while not self.engine.network.wait_until(self._ended, CHECK_S):
+            check()
         if self._failure is None:
             return
         if self.engine.wedged:
@@ -234,17 +230,22 @@ class MemoryWork(EngineWork):
         raise RuntimeError(self._failure)
 
     def abandon(self) -> bool:
-        with self.engine.network.changed:
+        with self.engine.network.lock:
             self.abandoned = True
-            return self.done or self._fails()
+            return self.finished or self._fails()
+
+    @property
+    def done(self) -> bool:
+        with self.engine.network.lock:
+            return self.finished or self._fails()
 
     def _ended(self) -> bool:
-        """Go on as far as can be; whether the operation is done, or has failed. Called under the lock."""
-        if self.done or self._fails():
+        """Go on as far as can be; return whether the operation is done, or has failed. Called under the lock."""
+        if self.finished or self._fails():
             return True
         if not self._go_on():
             return False
-        self.engine.network.changed.notify_all()
+        self.engine.network.lock.notify_all()
         self.engine.network.ended(self.engine.process)
         return True
 
@@ -273,7 +274,7 @@ class MemoryPart(MemoryWork):
             return False
         self.round.add_up()
         for rank, part in self.round.parts.items():
-            if part is self or (part.abandoned and not part.done):  # one that nobody waits for is written too
+            if part is self or (part.abandoned and not part.finished):  # one that nobody waits for is written too
                 self.round.write(rank, part)
         self.round.forget_if_done()
         return True
@@ -302,12 +303,12 @@ class MemoryRound:
 
     def forget_if_done(self) -> None:
         """Let go of the parts, which hold this round, once all of them are written."""
-        if all(part.done for part in self.parts.values()):
+        if all(part.finished for part in self.parts.values()):
             self.parts, self._result = {}, []
 
     def write(self, rank: int, part: MemoryPart) -> None:
         """Write the result into the tensor of one rank."""
-        part.done = True
+        part.finished = True
         if self.kind.startswith("all to all"):
             rows = part.written.view(-1).view(self._size, -1)
             for row, brought in zip(rows, self._result, strict=True):
@@ -330,7 +331,7 @@ class MemoryMessage(MemoryWork):
             return False
         into, source = (peer.tensor, self.tensor) if self._sends else (self.tensor, peer.tensor)
         as_bytes(into).copy_(as_bytes(source))
-        self.done = peer.done = True
+        self.finished = peer.finished = True
         return True
 
 

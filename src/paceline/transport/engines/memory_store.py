@@ -25,16 +25,16 @@ class MemoryServer:
 
     def stop(self) -> None:
         """Go down: all connections break, and the values are lost."""
-        with self.network.changed:
+        with self.network.lock:
             self.up, self.values = False, {}
             self.life += 1
-            self.network.changed.notify_all()
+            self.network.lock.notify_all()
 
     def start(self) -> None:
         """Come back, empty."""
-        with self.network.changed:
+        with self.network.lock:
             self.up = True
-            self.network.changed.notify_all()
+            self.network.lock.notify_all()
 
 
 def open_memory_store(network: MemoryNetwork, at: tuple[str, int], *, timeout_s: float = TIMEOUT_S) -> MemoryStore:
@@ -55,9 +55,9 @@ class MemoryStore:
 
     def cut(self) -> None:
         """Break this connection."""
-        with self.server.network.changed:
+        with self.server.network.lock:
             self._cut = True
-            self.server.network.changed.notify_all()
+            self.server.network.lock.notify_all()
 
     def clone(self) -> MemoryStore:
         """Return another connection to the same server."""
@@ -66,7 +66,7 @@ class MemoryStore:
     def set(self, key: str, value: str | bytes) -> None:
         with self._request():
             self.server.values[key] = _bytes(value)
-            self.server.network.changed.notify_all()
+            self.server.network.lock.notify_all()
 
     def get(self, key: str) -> bytes:
         found: list[bytes] = []
@@ -85,7 +85,7 @@ class MemoryStore:
         with self._request():
             total = int(self.server.values.get(key, b"0")) + amount
             self.server.values[key] = str(total).encode()
-            self.server.network.changed.notify_all()
+            self.server.network.lock.notify_all()
             return total
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -108,14 +108,14 @@ class MemoryStore:
                 return _bytes(expected)
             if present is None or present == _bytes(expected):
                 present = self.server.values[key] = _bytes(wanted)
-                self.server.network.changed.notify_all()
+                self.server.network.lock.notify_all()
             return present
 
     @contextmanager
     def _request(self) -> Iterator[None]:
         """Hold the lock under which a request is answered."""
         self.server.network.point()
-        with self.server.network.changed:
+        with self.server.network.lock:
             self._check()
             yield
 
@@ -125,7 +125,7 @@ class MemoryStore:
 
 
 class MemoryPrefix:
-    """The same connection with a prefix before each key."""
+    """A connection with a prefix before each key."""
 
     def __init__(self, prefix: str, store: MemoryStore | MemoryPrefix) -> None:
         self._prefix, self._store = prefix, store

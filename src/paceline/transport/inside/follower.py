@@ -1,4 +1,4 @@
-"""A further process of a worker: it makes the calls that the head makes, and hears from it what they gave."""
+"""A further process of a worker: it makes the calls that the head makes, and receives what they gave."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from paceline.errors import FleetError
 from paceline.roster import Generation
-from paceline.transport.base import Keeps, Pending, Transport, made
+from paceline.transport.base import Pending, RoundTensors, Transport, made
 from paceline.transport.elastic.changes import MembershipListener
 from paceline.transport.inside.head import ANSWER, ERROR, STATE, VALUE
 from paceline.transport.inside.links import Links, opened, rebuilt
@@ -49,7 +49,7 @@ class Follower(Transport):
         return cast(T, self._follow(label))
 
     def _follow(self, label: str, *, value: Callable[[], Any] | None = None) -> Any:
-        """Do what the head says until its call is over."""
+        """Follow the head's messages until its call is over."""
         outer, self._label = self._label, self._label or label
         try:
             while True:
@@ -80,7 +80,7 @@ class Follower(Transport):
         elif kind == "take_over" and self.listener is not None:
             self._id, change = content
             self._show(change.generation)
-            self.listener.take_over(torch.empty(0, dtype=torch.uint8), change)  # what is in it, the head says
+            self.listener.take_over([], change)  # its content comes from the head
         else:
             raise FleetError(f"a process of this worker heard {kind!r}, which is not for it")
 
@@ -98,7 +98,7 @@ class Follower(Transport):
         self._links.send(self._label or label, VALUE, value)
         return []
 
-    def said(self, label: str, value: T) -> T:
+    def from_first(self, label: str, value: T) -> T:
         ((_, theirs),) = self._links.receive(self._label or label)
         return cast(T, theirs)
 
@@ -106,16 +106,16 @@ class Follower(Transport):
         self._links.receive_tensor(into)
 
     def shared(self, label: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor = opened(self.said(label, ""), size, dtype)
+        tensor = opened(self.from_first(label, ""), size, dtype)
         self.collect(label, None)
         return tensor
 
     # -- calls of the fleet ----------------------------------------------------------------------------------------
 
     def round(
-        self, label: str, *, aside: bool = False, keeps: Keeps = ()
+        self, label: str, *, background: bool = False, result: RoundTensors = ()
     ) -> AbstractContextManager[Sequence[torch.Tensor]]:
-        return nullcontext(made(keeps))
+        return nullcontext(made(result))
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         raise AssertionError("a follower's sums are its head's")
@@ -155,10 +155,10 @@ class Follower(Transport):
     def signal(self, name: str) -> None:
         return
 
-    def tally(self, name: str) -> int:
+    def tally(self, name: str, by: int = 1) -> int:
         return 0
 
-    def heard(self, name: str) -> bool:
+    def was_signalled(self, name: str) -> bool:
         return False
 
     def forget(self, name: str) -> None:
@@ -176,18 +176,18 @@ class Follower(Transport):
 
 
 class FollowedLoop:
-    """Which loop of the script the fleet is in, as the head was told."""
+    """The loop of the script that the fleet is in, as the head reports it."""
 
     number = 0
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
 
-    def begin(self, number: int, told: str) -> None:
+    def begin(self, number: int, call_results: str) -> None:
         self.number = number
 
     def of_fleet(self) -> int:
         return self._follower.once("the fleet's loop", lambda: 0)
 
-    def told_by_fleet(self) -> str:
-        return self._follower.once("what the fleet was told", lambda: "")
+    def call_results_of_fleet(self) -> str:
+        return self._follower.once("what the fleet's calls returned", lambda: "")

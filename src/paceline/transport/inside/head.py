@@ -1,4 +1,4 @@
-"""The first process of a worker of several: it is the fleet's member, and tells its followers what every call gave."""
+"""The first process of a worker of several: the fleet's member, which sends its followers what every call gave."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 ANSWER, ERROR, VALUE, STATE = "answer", "error", "value", "state"
 SHOWN = ("rank", "size", "workers", "generation", "outside", "calls", "backend", "id")
-"""What followers know of the transport: as it is on the head after each call."""
+"""The transport's attributes that followers receive after each call, as they are on the head."""
 OWN = ("_real", "_links", "_label", "shards", "mesh")
 
 
@@ -39,21 +39,21 @@ class Head:
         if name in OWN:
             object.__setattr__(self, name, value)
         elif name == "listener":
-            self._real.listener = None if value is None else Told(value, self)
+            self._real.listener = None if value is None else RelayedListener(value, self)
         else:
             setattr(self._real, name, value)
 
     # -- inside the worker -----------------------------------------------------------------------------------------
 
     def once(self, label: str, call: Callable[[], T]) -> T:
-        with self._heard(label) as answer:
+        with self._answered(label) as answer:
             answer.append(call())
         result: T = answer[0]
         return result
 
     @contextmanager
-    def _heard(self, label: str) -> Iterator[list[Any]]:
-        """What the block puts into the list, or raises, followers get from the same call."""
+    def _answered(self, label: str) -> Iterator[list[Any]]:
+        """Send followers what the block puts into the list, or raises: they get it from the same call."""
         outer, self._label = self._label, self._label or label
         answer: list[Any] = []
         try:
@@ -61,29 +61,29 @@ class Head:
         except BaseException as error:
             if not outer:
                 with suppress(FleetError):  # they may be gone, and that be the error
-                    self._tell_state()
+                    self._send_state()
                     self._links.send(label, ERROR, portable(error))
             raise
         else:
             if not outer:
-                self._tell_state()
+                self._send_state()
                 self._links.send(label, ANSWER, answer[0] if answer else None)
         finally:
             self._label = outer
 
-    def _tell_state(self) -> None:
+    def _send_state(self) -> None:
         self._links.send(self._label, STATE, {name: getattr(self._real, name, None) for name in SHOWN})
 
     def on(self, kind: str, do: Callable[[Any], None]) -> None:
         return
 
-    def tell(self, kind: str, content: Any = None) -> None:
+    def relay(self, kind: str, content: Any = None) -> None:
         self._links.send(self._label, kind, content)
 
     def collect(self, label: str, value: T) -> list[T]:
         return [value, *(content for _, content in self._links.receive(self._label or label))]
 
-    def said(self, label: str, value: T) -> T:
+    def from_first(self, label: str, value: T) -> T:
         self._links.send(self._label or label, VALUE, value)
         return value
 
@@ -94,7 +94,7 @@ class Head:
 
     def shared(self, label: str, size: int, dtype: torch.dtype) -> torch.Tensor:
         made = SharedTensor(size, dtype)
-        self.said(label, made.path)
+        self.from_first(label, made.path)
         self.collect(label, None)
         made.all_have_it()
         return made.tensor
@@ -103,7 +103,7 @@ class Head:
 
     def gather(self, label: str, value: Any) -> list[Any]:
         def asked() -> Any:
-            self.tell(VALUE)
+            self.relay(VALUE)
             return value()
 
         return self.once(label, lambda: list(self._real.gather(label, asked if callable(value) else value)))
@@ -129,8 +129,8 @@ class Head:
         self.once("leaving", partial(self._real.depart, agreed=agreed))
 
     @property
-    def loop(self) -> ToldLoop:
-        return ToldLoop(self._real.loop, self)
+    def loop(self) -> RelayedLoop:
+        return RelayedLoop(self._real.loop, self)
 
     def close(self, *, failure: BaseException | None = None) -> None:
         try:
@@ -142,8 +142,8 @@ class Head:
             self._links.close()
 
 
-class ToldLoop:
-    """Which loop of the script the fleet is in; followers hear what the head was told."""
+class RelayedLoop:
+    """The loop of the script that the fleet is in: followers receive the head's answers."""
 
     def __init__(self, real: Any, head: Head) -> None:
         self._real, self._head = real, head
@@ -152,18 +152,18 @@ class ToldLoop:
     def number(self) -> int:
         return int(self._real.number)
 
-    def begin(self, number: int, told: str) -> None:
-        self._real.begin(number, told)
+    def begin(self, number: int, call_results: str) -> None:
+        self._real.begin(number, call_results)
 
     def of_fleet(self) -> int:
         return self._head.once("the fleet's loop", lambda: int(self._real.of_fleet()))
 
-    def told_by_fleet(self) -> str:
-        return self._head.once("what the fleet was told", lambda: str(self._real.told_by_fleet()))
+    def call_results_of_fleet(self) -> str:
+        return self._head.once("what the fleet's calls returned", lambda: str(self._real.call_results_of_fleet()))
 
 
-class Told:
-    """The head's training, as the transport knows it: what it is told, followers' trainings are told too."""
+class RelayedListener:
+    """The head's training as a listener of the transport; its calls are relayed to the followers' trainings."""
 
     def __init__(self, listener: MembershipListener, head: Head) -> None:
         self._listener, self._head = listener, head
@@ -172,13 +172,13 @@ class Told:
         return self._listener.facts()
 
     def members_changed(self, change: MembershipChange, show: Callable[[], None]) -> None:
-        self._head.tell("members_changed", (self._head.id, change))
+        self._head.relay("members_changed", (self._head.id, change))
         self._listener.members_changed(change, show)
 
-    def give_state(self) -> torch.Tensor:
-        self._head.tell("give_state")
+    def give_state(self) -> Sequence[torch.Tensor]:
+        self._head.relay("give_state")
         return self._listener.give_state()
 
-    def take_over(self, data: torch.Tensor, change: MembershipChange) -> bool:
-        self._head.tell("take_over", (self._head.id, change))
+    def take_over(self, data: Sequence[torch.Tensor], change: MembershipChange) -> bool:
+        self._head.relay("take_over", (self._head.id, change))
         return self._listener.take_over(data, change)

@@ -28,7 +28,7 @@ MEET_S = 120.0
 
 
 def accept(socket: Path, followers: int) -> list[Connection]:
-    """The head waits for its followers at this path; their connections, by shard."""
+    """Wait, in the head, for its followers at this path; return their connections, by shard."""
     links: dict[int, Connection] = {}
     with Listener(str(socket), family="AF_UNIX", backlog=max(1, followers)) as listener:
         while len(links) < followers:
@@ -38,7 +38,7 @@ def accept(socket: Path, followers: int) -> list[Connection]:
 
 
 def connect(socket: Path, shard: int, *, wait: Callable[[], None]) -> Connection:
-    """A follower finds its head; ``wait`` waits a moment, and raises when that has lasted too long."""
+    """Connect a follower to its head; ``wait`` waits a moment, and raises when that has lasted too long."""
     while True:
         try:
             link = Client(str(socket), family="AF_UNIX")
@@ -61,7 +61,7 @@ class Links:
             self._guarded(lambda link=link: link.send_bytes(message))  # type: ignore[misc]
 
     def receive(self, label: str) -> list[tuple[str, Any]]:
-        """A message of this call by each connection: its kind and content."""
+        """Receive a message of this call by each connection: its kind and content."""
         return [self._one(label, link) for link in self._links]
 
     def _one(self, label: str, link: Connection) -> tuple[str, Any]:
@@ -74,7 +74,7 @@ class Links:
         return str(kind), content
 
     def send_tensor(self, tensor: torch.Tensor, *, to: int | None = None) -> None:
-        """By every connection, or to one follower; whatever its size."""
+        """Send a tensor, whatever its size, by every connection, or to one follower."""
         links = self._links if to is None else [self._links[to - 1]]
         array: Any = bytes_of(tensor).numpy()
         data = memoryview(array)
@@ -83,7 +83,7 @@ class Links:
                 self._guarded(lambda link=link, at=at: link.send_bytes(data[at : at + PIECE]))  # type: ignore[misc]
 
     def receive_tensor(self, tensor: torch.Tensor) -> None:
-        """Into a tensor of the size of the one sent; a follower's."""
+        """Receive into a tensor of the size of the one sent; a follower's."""
         data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
         array: Any = data.numpy()
         view, (link,) = memoryview(array), self._links
@@ -105,8 +105,11 @@ class Links:
 
 
 class SharedTensor:
-    """A tensor of zeros in memory that the processes of a worker share: the head makes it, followers open it by its
-    ``path``. It has no name in any folder, so nothing of it is left when they end, whatever they die of."""
+    """A tensor of zeros in memory that the processes of a worker share.
+
+    The head makes it, followers open it by its ``path``. It has no name in any folder, so nothing of it is left when
+    they end, whatever they die of.
+    """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         length = max(1, size) * dtype.itemsize
@@ -119,26 +122,26 @@ class SharedTensor:
         self.tensor = opened(self.path, size, dtype)
 
     def all_have_it(self) -> None:
-        """Everybody has opened it: it lives as long as somebody uses it."""
+        """Remove the name, once everybody has opened the tensor: it lives as long as somebody uses it."""
         os.close(self._file)
         if not self.path.startswith("/proc/"):
             os.unlink(self.path)
 
 
 def opened(path: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor that another process has made."""
+    """Return the tensor that another process has made."""
     return torch.from_file(path, shared=True, size=size, dtype=dtype)
 
 
 def portable(error: BaseException) -> tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]:
-    """An error in parts that travel, whatever its constructor takes."""
+    """Return an error in parts that can be sent, whatever its constructor takes."""
     known = isinstance(error, (PacelineError, ValueError, TypeError, OSError, SystemExit, KeyboardInterrupt))
     plain = {name: value for name, value in vars(error).items() if isinstance(value, (str, int, float))}
     return (type(error), error.args, plain) if known else (FleetError, (f"{type(error).__name__}: {error}",), {})
 
 
 def rebuilt(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, Any]) -> BaseException:
-    """The error again, without calling its own constructor."""
+    """Return the error again, without calling its own constructor."""
     error = kind.__new__(kind, *args)
     error.args = args
     vars(error).update(fields)

@@ -1,7 +1,7 @@
 """How the processes of a worker find each other, and the process group in which they shard a model.
 
-``paceline run --group`` says in variables which process of which worker this is. Under torchrun, PACELINE_GROUP alone
-says how many consecutive ranks make a worker.
+``paceline run --procs-per-worker`` says in variables which process of which worker this is. Under torchrun,
+PACELINE_PROCS_PER_WORKER alone says how many consecutive ranks make a worker.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _JOINS, _RANKED = count(), count()
 
 
 @dataclass(frozen=True)
-class GroupPlace:
-    """Of one process: the ``shard``-th of ``shards`` that are a worker, which meet in ``folder``."""
+class ShardPosition:
+    """The position of one process: the ``shard``-th of ``shards`` that are a worker, which meet in ``folder``."""
 
     shard: int
     shards: int
@@ -43,28 +43,33 @@ class GroupPlace:
     """Under torchrun: the worker's rank, and how many workers there are."""
 
 
-def place_from_env(at_the_end: ExitStack) -> GroupPlace | None:
-    """None: a worker is one process. What is made for the worker is undone ``at_the_end``."""
-    if (text := os.environ.get("PACELINE_GROUP")) is None:
+def position_from_env(at_the_end: ExitStack) -> ShardPosition | None:
+    """Return this process's position in its worker; None: a worker is one process.
+
+    What is made for the worker is undone ``at_the_end``.
+    """
+    if (text := os.environ.get("PACELINE_PROCS_PER_WORKER")) is None:
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"PACELINE_GROUP is {text!r}; it is the number of processes of a worker, such as 2")
+        raise ValueError(f"PACELINE_PROCS_PER_WORKER is {text!r}; it is the number of processes of a worker, such as 2")
     shards = int(text)
     if "PACELINE_SHARD" in os.environ and "PACELINE_GROUP_DIR" in os.environ:
-        return GroupPlace(int(os.environ["PACELINE_SHARD"]), shards, Path(os.environ["PACELINE_GROUP_DIR"]))
+        return ShardPosition(int(os.environ["PACELINE_SHARD"]), shards, Path(os.environ["PACELINE_GROUP_DIR"]))
     return _by_rank(shards, at_the_end)
 
 
-def _by_rank(shards: int, at_the_end: ExitStack) -> GroupPlace:
-    """Consecutive ranks of a launcher that knows nothing of groups are one worker."""
+def _by_rank(shards: int, at_the_end: ExitStack) -> ShardPosition:
+    """Make consecutive ranks of a launcher without groups one worker."""
     if "RANK" not in os.environ:
-        raise ValueError("PACELINE_GROUP is set by hand: start with `paceline run --group N`, or with torchrun")
+        raise ValueError(
+            "PACELINE_PROCS_PER_WORKER is set by hand: start with `paceline run --procs-per-worker N`, or with torchrun"
+        )
     rank, world = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % shards or here % shards:
         raise ValueError(
-            f"PACELINE_GROUP={shards}: the {here} processes of this computer do not make whole groups of {shards}; "
-            f"start a multiple of {shards} on each computer"
+            f"PACELINE_PROCS_PER_WORKER={shards}: the {here} processes of this computer do not make whole groups of "
+            f"{shards}; start a multiple of {shards} on each computer"
         )
     worker, shard = divmod(rank, shards)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -74,28 +79,28 @@ def _by_rank(shards: int, at_the_end: ExitStack) -> GroupPlace:
         store.set(key, folder)
     else:
         folder = store.get(key).decode()
-    return GroupPlace(shard, shards, Path(folder), (worker, world // shards))
+    return ShardPosition(shard, shards, Path(folder), (worker, world // shards))
 
 
-def meet(place: GroupPlace, device: torch.device, *, elastic: bool, join: Callable[[], Transport]) -> Transport:
-    """This process's transport: the head joins the fleet, followers follow it."""
+def meet(position: ShardPosition, device: torch.device, *, elastic: bool, join: Callable[[], Transport]) -> Transport:
+    """Return this process's transport: the head joins the fleet, followers follow it."""
     number = next(_JOINS)
-    socket = place.folder / f"head{number}"
-    if place.shard == 0:
-        links = Links(accept(socket, place.shards - 1), shard=0)
+    socket = position.folder / f"head{number}"
+    if position.shard == 0:
+        links = Links(accept(socket, position.shards - 1), shard=0)
     else:
-        links = Links([connect(socket, place.shard, wait=_Patience())], shard=place.shard)
-    _check_devices(_everybodys(links, str(device), first=place.shard == 0))
-    _form(place, device, number)
-    how: Any = {"shards": place.shards, "mesh": lambda: _mesh(device, place.shards)}
-    if place.shard == 0:
+        links = Links([connect(socket, position.shard, wait=_Patience())], shard=position.shard)
+    _check_devices(_everybodys(links, str(device), first=position.shard == 0))
+    _form(position, device, number)
+    how: Any = {"shards": position.shards, "mesh": lambda: _mesh(device, position.shards)}
+    if position.shard == 0:
         head = Head(join(), links, **how)
         head.once(JOINING, lambda: None)
         return cast(Transport, head)
     if concurrency.current_thread() is concurrency.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):  # the head decides, and its followers end with it
             signal.signal(number, signal.SIG_IGN)
-    follower = Follower(links, shard=place.shard, elastic=elastic, **how)
+    follower = Follower(links, shard=position.shard, elastic=elastic, **how)
     follower.once(JOINING, lambda: None)
     return follower
 
@@ -112,21 +117,21 @@ class _Patience:
         concurrency.sleep(RETRY_S)
 
 
-def _form(place: GroupPlace, device: torch.device, number: int) -> None:
-    """torch.distributed's default group in a worker is the worker: what `fully_shard` speaks through."""
+def _form(position: ShardPosition, device: torch.device, number: int) -> None:
+    """Make torch.distributed's default group the worker: `fully_shard` uses it."""
     if dist.is_initialized():
         raise ValueError(
             "torch.distributed's default group is initialised already, and in a worker of several processes it is the "
             "worker's own: leave init_process_group out"
         )
-    store = dist.FileStore(str(place.folder / f"store{number}"), place.shards)
+    store = dist.FileStore(str(position.folder / f"store{number}"), position.shards)
     with loopback_only():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # Gloo cannot gather on GPUs
-        dist.init_process_group(backend, store=store, rank=place.shard, world_size=place.shards)
+        dist.init_process_group(backend, store=store, rank=position.shard, world_size=position.shards)
 
 
 def _everybodys(links: Links, own: str, *, first: bool) -> list[str]:
-    """The devices of a worker's processes, on each of them."""
+    """Return the devices of a worker's processes, on each of them."""
     if not first:
         links.send(JOINING, "device", own)
         return list(links.receive(JOINING)[0][1])
@@ -136,8 +141,10 @@ def _everybodys(links: Links, own: str, *, first: bool) -> list[str]:
 
 
 def _check_devices(devices: Sequence[str]) -> None:
-    """Raise ValueError unless the processes of a worker have a GPU each, or none has one. PACELINE_BACKEND=nccl says
-    that NCCL is set up to share one."""
+    """Raise ValueError unless the processes of a worker have a GPU each, or none has one.
+
+    PACELINE_BACKEND=nccl: NCCL is set up to share one.
+    """
     gpus = [device for device in devices if device.startswith("cuda")]
     if gpus and len(gpus) < len(devices):
         raise ValueError(
@@ -158,6 +165,6 @@ def _mesh(device: torch.device, shards: int) -> Any:
 
 
 def leave_group() -> None:
-    """The worker ends: so does its process group."""
+    """End the worker's process group with the worker."""
     if dist.is_initialized():
         dist.destroy_process_group()

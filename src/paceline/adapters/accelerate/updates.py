@@ -1,0 +1,255 @@
+"""The update of a step of the fleet, made by the calls that a script makes at its last micro-batch.
+
+Clipping runs the round and then clips the fleet's mean gradient; the optimizer's step runs it otherwise, and commits.
+At every other micro-batch these calls do nothing, as Accelerate's own while gradients accumulate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import GradientState
+
+from paceline.adapters.accelerate.refusals import NotCopied, in_words_of_accelerate
+from paceline.errors import MisuseError
+from paceline.feed import TorchGenerators
+from paceline.step.checks.schedules import horizons, steps_made
+from paceline.step.step import Step
+
+
+class StepUpdates:
+    """The step that the script is in, and how far its update is. ``optimizers`` returns those that were prepared."""
+
+    def __init__(self, optimizers: Callable[[], Sequence[FleetOptimizer]]) -> None:
+        self._optimizers = optimizers
+        self._gradient_state = GradientState()
+        self.step: Step | None = None
+        """The step of the loop that is under way; None outside of a training loop."""
+        self.last: Step | None = None
+        """The step that was committed last."""
+        self._combined = False
+        self._stepped: list[FleetOptimizer] = []
+        self._kept: TorchGenerators | None = None
+        """The random numbers before a batch that does not count; None in a micro-batch."""
+        self._used = False
+
+    # -- the loader's side ---------------------------------------------------------------------------------------------
+
+    def begin(self, step: Step) -> None:
+        """Begin a step."""
+        self.step, self._combined, self._stepped, self._kept = step, False, [], None
+
+    def give(self, *, counts: bool, device: torch.device) -> None:
+        """Note that the script gets a micro-batch, or a batch that does not ``count``."""
+        assert self.step is not None
+        self._kept, self._used = None if counts else TorchGenerators(device), False
+        self.show(self.step.ends_share or not counts)
+
+    def show(self, sync: bool) -> None:
+        """Set whether this micro-batch is the step's last, where Accelerate's own code reads it."""
+        self._gradient_state._set_sync_gradients(sync)
+
+    def end(self) -> None:
+        """End the step when the script asks for more; raise MisuseError where it has made no update."""
+        step = self.step
+        if step is None or step.committed:
+            return
+        if self._stepped:
+            self._commit()
+            return
+        raise MisuseError(
+            f"the loop came to the end of step {step.index} without optimizer.step() of a prepared optimizer: call it "
+            "for every batch, it acts at the last one of an update; accumulate with gradient_accumulation_steps=, "
+            "never by counting batches. A loop that only evaluates needs model.eval() or torch.no_grad() before it"
+        )
+
+    def leave(self) -> None:
+        """Leave the loop; an update that only some optimizers have made is over."""
+        if self.step is not None and not self.step.committed and self._stepped:
+            self._commit()
+        self.step, self._kept = None, None
+        self.show(True)
+
+    # -- the script's side ---------------------------------------------------------------------------------------------
+
+    @property
+    def sync(self) -> bool:
+        """Whether the script's micro-batch is the last one of its step."""
+        return bool(self._gradient_state.sync_gradients)
+
+    @property
+    def open(self) -> bool:
+        """Whether the script is in a step whose update is not made."""
+        return self.step is not None and not self.step.committed
+
+    def check_everybody_comes(self, call: str) -> None:
+        """Raise MisuseError for a call in a micro-batch that other workers may not have."""
+        if self.open and not self.sync:
+            raise MisuseError(
+                f"{call} in the middle of an update: workers have unequal numbers of micro-batches, so "
+                "they would not meet; call it `if accelerator.sync_gradients:`, or after the loop. "
+                "accelerator.last_step.loss is the fleet's mean loss of the last update. A loop that only evaluates "
+                "needs eval() of every prepared model before it"
+            )
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Add the gradient of a micro-batch's loss; a batch that does not count adds none."""
+        retain = bool(options.pop("retain_graph", False))
+        if options:
+            raise ValueError(f"accelerator.backward(loss, {min(options)}=...) does not go with a fleet: leave it out")
+        if self.step is None:
+            raise MisuseError(
+                "accelerator.backward outside of a training loop: iterate a loader that accelerator.prepare returned, "
+                "with a prepared optimizer, the model in training mode (model.train()) and gradients enabled"
+            )
+        if self._kept is not None:
+            if self._used:
+                raise MisuseError("accelerator.backward twice for one batch: add the losses up, and call it once")
+            self._used = True
+            self._kept.restore()
+            return
+        with in_words_of_accelerate():
+            self.step.backward(loss, retain_graph=retain)
+        self.show(self.step.ends_share)
+
+    def combine(self) -> bool:
+        """Run the round, unless it has run; return whether there is a gradient to apply."""
+        assert self.step is not None
+        if not self._combined:
+            self._combined = True
+            with in_words_of_accelerate():
+                self.step.reduce()
+        return self.step.applied
+
+    def clip(self, clip: Callable[[], Any]) -> Any:
+        """Run the round and clip the mean gradient, at the last micro-batch of a step; return None at others."""
+        if not self.open:
+            return clip()
+        return clip() if self.sync and self.combine() else None
+
+    def update(self, optimizer: FleetOptimizer) -> None:
+        """Make this optimizer's update, at the last micro-batch of a step."""
+        step, several = self.step, len(self._optimizers()) > 1
+        if step is None:
+            raise MisuseError(
+                "optimizer.step() outside of a training loop: iterate a loader that accelerator.prepare returned"
+            )
+        if not self.sync:
+            return
+        if optimizer in self._stepped or step.committed:
+            raise MisuseError(f"optimizer.step() twice in step {step.index}: an update is made once")
+        if not several:
+            self._commit(optimizer.optimizer)
+        elif self.combine():
+            optimizer.optimizer.step()
+        self._stepped.append(optimizer)
+        optimizer._is_overflow = not step.applied
+        if several and len(self._stepped) == len(self._optimizers()):
+            self._commit()
+
+    def _commit(self, *optimizers: torch.optim.Optimizer) -> None:
+        assert self.step is not None
+        with in_words_of_accelerate():
+            self.step.commit(*optimizers)
+        self.last = self.step
+
+
+class FleetOptimizer(NotCopied, AcceleratedOptimizer):
+    """A prepared optimizer: its step is the fleet's, at the last micro-batch of an update."""
+
+    instead = "use optimizer.state_dict(), or optimizer.optimizer, for a prepared optimizer"
+
+    def __init__(self, optimizer: torch.optim.Optimizer, updates: StepUpdates) -> None:
+        super().__init__(optimizer)
+        self._updates = updates
+
+    def step(self, closure: Any = None) -> None:
+        """Run the round and update, at the last micro-batch; nothing before."""
+        if closure is not None:
+            raise ValueError("optimizer.step(closure) asks for a batch's loss again, and a step's batch comes once")
+        self._updates.update(self)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing in a training loop: an update clears the gradients."""
+        if self._updates.step is None:
+            self.optimizer.zero_grad()
+
+
+class FleetScheduler(NotCopied, AcceleratedScheduler):
+    """A prepared scheduler: it advances with the updates of the fleet.
+
+    As Accelerate's own, it makes one step per process and update (none more with ``split_batches``), so that a schedule
+    made for ``len(loader)`` before ``prepare`` ends with the training. ``batches`` returns that number.
+    """
+
+    instead = "use scheduler.state_dict(), or scheduler.scheduler, for a prepared scheduler"
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Iterable[FleetOptimizer],
+        updates: StepUpdates,
+        *,
+        with_optimizer: bool,
+        batches: Callable[[], int],
+        warn: Callable[[str], None],
+    ) -> None:
+        super().__init__(scheduler, list(optimizers), step_with_optimizer=with_optimizer)
+        self._updates, self._batches, self._warn = updates, batches, warn
+        self._warned = False
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance at the last micro-batch, unless the update was skipped; nothing before."""
+        if not self.step_with_optimizer:
+            self._updates.check_everybody_comes("scheduler.step() with step_scheduler_with_optimizer=False")
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self._updates.sync or any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
+        for _ in range(self._batches()):
+            ends = getattr(self.scheduler, "total_steps", None)
+            if ends is None or self.scheduler._step_count <= ends:
+                self.scheduler.step(*args, **kwargs)
+        self._check_length()
+
+    def _check_length(self) -> None:
+        made = steps_made(self.scheduler) or 0
+        for found in [] if self._warned else horizons(self.scheduler):
+            if made > found.steps + self._batches():
+                self._warned = True
+                self._warn(
+                    f"{type(self.scheduler).__name__} is past its end: it was made for {found.steps} steps "
+                    f"({found.name}) and has made {made}. A prepared scheduler makes {self._batches()} steps per "
+                    "update, one per process, as in Accelerate: make it by len(loader) before prepare, or for "
+                    "accelerator.num_processes times the updates"
+                )
+
+
+def keep_gradients(model: torch.nn.Module, may_clear: Callable[[torch.nn.Module], bool]) -> None:
+    """Have ``model.zero_grad()`` do nothing in a training loop, as the optimizer's does.
+
+    ``may_clear`` is asked about the model or a copy of it, which has the method too; a pickled copy has torch's own.
+    """
+
+    def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
+        if may_clear(self):
+            type(self).zero_grad(self, set_to_none)
+
+    model.zero_grad = MethodType(zero_grad, model)  # type: ignore[method-assign]
+
+
+def refuse_no_sync(model: torch.nn.Module) -> None:
+    """Have ``model.no_sync()``, as DDP has it, raise MisuseError."""
+    model.no_sync = _no_sync  # type: ignore[assignment]
+
+
+def _no_sync() -> NoReturn:
+    raise MisuseError(
+        "model.no_sync() of a prepared model, which LocalSGD calls, too: workers of a fleet make every update "
+        "together; leave it out, or average parameters in a loop over fleet.steps (docs/networks.md)"
+    )

@@ -1,1 +1,0 @@
-"""One mean gradient every step (``combine="gradients"``)."""

@@ -1,1 +1,0 @@
-"""Rounds that wait for nobody: the proxy, work in flight, catching up."""

@@ -1,1 +1,0 @@
-"""P3's deep forecast and its learning: the only pace code with torch, plugged in by name. See docs/forecast.md."""

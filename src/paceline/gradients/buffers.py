@@ -1,0 +1,244 @@
+"""Buffers that forward changes: after every round all workers hold those of one worker.
+
+Such are a running centre, spectral norm's vectors or a memory bank. The worker is the first that did something in the
+step: the leader, mostly, as in DDP. Each worker's header reports which of its buffers have changed since the last
+round, by their version counters, so that nobody waits for a device; only these are sent, in a sum to which all others
+add zeros. A change through ``buffer.data`` moves no version counter: in steps in which replicas are compared the
+contents are compared too, and a buffer that has changed in this way is sent in every round from then on. Batch norm's
+statistics are merged by count instead (statistics.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter, is_
+from typing import NamedTuple
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from paceline.errors import MisuseError
+from paceline.gradients.bit_sums import sums_of
+
+_MERGED_BY_COUNT = ("running_mean", "running_var", "num_batches_tracked")
+_ALIGNED = 16
+"""Bytes to a multiple of which each buffer is padded in a message."""
+
+
+class BufferSnapshot(NamedTuple):
+    """The buffers after some work.
+
+    ``changed`` lists those that had changed since the last round; ``copies`` has those that have ever changed.
+    """
+
+    changed: Sequence[int]
+    copies: dict[int, torch.Tensor]
+
+
+class _KnownBuffer(NamedTuple):
+    """The dictionary in which a module keeps a buffer, and the buffer's kind when it was first seen."""
+
+    home: dict[str, torch.Tensor | None]
+    key: str
+    name: str
+    persistent: bool
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that the buffer takes in a message."""
+        return -(-self.shape.numel() * self.dtype.itemsize // _ALIGNED) * _ALIGNED
+
+
+class ModuleBuffers:
+    """The buffers of some models, except batch norm's statistics."""
+
+    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
+        self._known = [known for model in models for known in _buffers_of(model)]
+        self._homes, self._keys = [known.home for known in self._known], [known.key for known in self._known]
+        self._ever: set[int] = set()
+        """The numbers of the buffers that have changed since the beginning, on this worker or on another."""
+        self._unversioned: set[int] = set()
+        """The numbers of the buffers that change without their version counter, on this worker."""
+        self._contents: list[int] | None = None
+        """Sums of the buffers' bits at the beginning of a step whose round looks at contents."""
+        self.moved_by_forward = ""
+        """The name of a saved buffer that was seen to change between a step's beginning and its round."""
+        self._nothing = [0.0] * len(self._known)
+        self.rebase()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def rebase(self) -> None:
+        """Count changes from here: the models were loaded, or made equal."""
+        self._tensors = list(map(dict.get, self._homes, self._keys))
+        # attrgetter is quicker, and works where no buffer is None.
+        self._version = _version if any(tensor is None for tensor in self._tensors) else attrgetter("_version")
+        self._versions = list(map(_version, self._tensors))
+        self._contents = None
+
+    def note_contents(self) -> None:
+        """Let the next round look at contents as well as at version counters."""
+        if self._known:
+            self._contents = self._contents_now()
+
+    def _contents_now(self) -> list[int]:
+        empty = torch.zeros(0)
+        live = (home.get(key) for home, key in zip(self._homes, self._keys, strict=True))
+        return sums_of([empty if tensor is None or tensor.layout is not torch.strided else tensor for tensor in live])
+
+    # -- what this worker brings -------------------------------------------------------------------------------------
+
+    def changed(self) -> list[int]:
+        """Return the numbers of the buffers that have changed since the last round."""
+        if not self._known:
+            return []
+        now = list(map(dict.get, self._homes, self._keys))
+        versioned = all(map(is_, now, self._tensors)) and list(map(self._version, now)) == self._versions
+        if versioned and self._contents is None and not self._unversioned:
+            return []
+        if (before := self._contents) is not None:
+            self._contents = None
+            pairs = enumerate(zip(before, self._contents_now(), strict=True))
+            apart = {number for number, (one, other) in pairs if one != other}
+            self._unversioned |= {number for number in apart if self._is_unmoved(number, now[number])}
+            self._note_moved(apart)
+        moved = [
+            number
+            for number, tensor in enumerate(now)
+            if number in self._unversioned or not self._is_unmoved(number, tensor)
+        ]
+        return [number for number in moved if self._is_alike(number, now[number])]
+
+    def _note_moved(self, apart: Iterable[int]) -> None:
+        """Note the first saved buffer whose contents are other ones than when the step began."""
+        found = (self._known[number].name for number in sorted(apart) if self._known[number].persistent)
+        self.moved_by_forward = self.moved_by_forward or next(found, "")
+
+    def _is_unmoved(self, number: int, tensor: torch.Tensor | None) -> bool:
+        """Return whether a buffer is the same tensor as after the last round, with the same version."""
+        return tensor is self._tensors[number] and _version(tensor) == self._versions[number]
+
+    def _is_alike(self, number: int, tensor: torch.Tensor | None) -> bool:
+        """Return whether a buffer still has its shape and type; raise MisuseError where workers share it.
+
+        A buffer that is not saved may be a cache of each worker's own: then False is returned.
+        """
+        known = self._known[number]
+        if tensor is not None and tensor.shape == known.shape and tensor.dtype == known.dtype:
+            return True
+        if known.persistent or number in self._ever:
+            now = "None" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
+            raise MisuseError(
+                f"the buffer {known.name} changed from {list(known.shape)} {known.dtype} to {now} while training, so "
+                'workers cannot share it: keep its shape and type, or write fleet.model(..., buffers="own"), with '
+                "which each worker keeps its own buffers"
+            )
+        return False
+
+    def snapshot(self) -> BufferSnapshot:
+        """Return the buffers as they are now, without waiting for the device."""
+        changed = self.changed()
+        self._ever.update(changed)
+        live = ((number, self._known[number].home.get(self._known[number].key)) for number in sorted(self._ever))
+        return BufferSnapshot(
+            changed, {number: tensor.detach().clone() for number, tensor in live if tensor is not None}
+        )
+
+    def flags(self, changed: Sequence[int]) -> list[float]:
+        """Return the header's flags: 1 for each buffer that has changed."""
+        if not changed:
+            return self._nothing
+        flags = self._nothing.copy()
+        for number in changed:
+            flags[number] = 1.0
+        return flags
+
+    @torch.no_grad()
+    def message(
+        self, chosen: Sequence[int], *, mine: bool, copies: Mapping[int, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Return the bytes of the ``chosen`` buffers, or zeros where they are not ``mine`` to give.
+
+        ``copies`` has those that may be changing while a round runs beside the loop.
+        """
+        device = next((tensor.device for tensor in self._tensors if tensor is not None), torch.device("cpu"))
+        message = torch.zeros(sum(self._known[number].bytes for number in chosen), dtype=torch.uint8, device=device)
+        if mine:
+            for number, room in zip(chosen, self._rooms(chosen, message), strict=True):
+                room.copy_(copies[number] if copies is not None and number in copies else self._live(number))
+        return message
+
+    # -- what the round gave -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take(self, chosen: Sequence[int], message: torch.Tensor) -> None:
+        """Overwrite the ``chosen`` buffers with those in a message."""
+        for number, room in zip(chosen, self._rooms(chosen, message), strict=True):
+            live = self._live(number)
+            live.detach().copy_(room)
+            self._tensors[number], self._versions[number] = live, live._version
+        self._ever.update(chosen)
+
+    def _rooms(self, chosen: Sequence[int], message: torch.Tensor) -> list[torch.Tensor]:
+        """Return each buffer's part of the message, as a tensor of its shape and type."""
+        rooms, start = [], 0
+        for number in chosen:
+            known = self._known[number]
+            size = known.shape.numel() * known.dtype.itemsize
+            rooms.append(message[start : start + size].view(known.dtype).view(known.shape))
+            start += known.bytes
+        return rooms
+
+    def _live(self, number: int) -> torch.Tensor:
+        known = self._known[number]
+        tensor = known.home.get(known.key)
+        if not self._is_alike(number, tensor) or tensor is None:
+            raise MisuseError(
+                f"the buffer {known.name} has another shape or type on this worker than on one that shares it: write "
+                'fleet.model(..., buffers="own"), with which each worker keeps its own buffers'
+            )
+        return tensor
+
+    def refuse(self, changed: Sequence[int]) -> None:
+        """Raise MisuseError when the processes of one worker have changed buffers, each its own."""
+        if changed:
+            raise MisuseError(
+                f"the buffer {self._known[changed[0]].name} changes in forward, and each process of a worker started "
+                'with --procs-per-worker would keep its own: write fleet.model(..., buffers="own") if that is meant'
+            )
+
+    # -- a newcomer --------------------------------------------------------------------------------------------------
+
+    def unsaved(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that have changed and are not in a model's state, for a worker that takes over a state."""
+        numbers = [number for number in sorted(self._ever) if not self._known[number].persistent]
+        return {str(number): self._live(number).detach() for number in numbers}
+
+    @torch.no_grad()
+    def take_unsaved(self, unsaved: Mapping[str, torch.Tensor]) -> None:
+        for number, tensor in unsaved.items():
+            self._ever.add(int(number))
+            self._live(int(number)).detach().copy_(tensor)
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    return -1 if tensor is None else tensor._version
+
+
+def _buffers_of(model: torch.nn.Module) -> list[_KnownBuffer]:
+    return [
+        _KnownBuffer(
+            module._buffers,
+            key,
+            f"{path}.{key}" if path else key,
+            key not in module._non_persistent_buffers_set,
+            tensor.shape,
+            tensor.dtype,
+        )
+        for path, module in model.named_modules()
+        for key, tensor in module._buffers.items()
+        if tensor is not None and not (isinstance(module, _NormBase) and key in _MERGED_BY_COUNT)
+    ]

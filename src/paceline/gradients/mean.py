@@ -1,0 +1,150 @@
+"""The mean gradient of a step, in ``p.grad``: the fleet's sum over the true count, measured and clipped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from paceline.errors import MisuseError
+from paceline.gradients.accumulation import Accumulation
+from paceline.gradients.exchange import GradientExchange
+from paceline.gradients.header import Header
+from paceline.gradients.varying import VaryingCount
+from paceline.transport import Collective
+
+
+class MeanGradient:
+    """The mean of what the round summed, and its norm."""
+
+    def __init__(self, transport: Collective, accumulation: Accumulation, exchange: GradientExchange) -> None:
+        self._alone, self._elastic, self._inside = transport.solitary, transport.elastic, transport
+        self._accumulation, self._exchange = accumulation, exchange
+        self.weight_per_sample = 1.0
+        """The weight per sample of the last round, which turns a planned count into a planned weight."""
+        self.unit: float | None = None
+        """The items per sample by which counts that are read are divided; None before the first round with counts."""
+        self.known_norm: float | None = None
+        """The norm of this step's mean before clipping, where it had to be measured anyway."""
+        self._norm_alone = torch.zeros((), dtype=torch.float64)
+        self._norm_wanted = True  # the first step's is measured in any case, so that asking for it works from there on
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._changed_in_place = False
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.known_norm = None
+
+    def agree_on_unit(self, header: Header) -> None:
+        """Settle the unit of counts that are read, by the first round that has such, with an update or without."""
+        if self.unit is None and header.column("unit").any():
+            self.unit = header.unit()
+
+    def measure_alone(self) -> None:
+        """Unscale and measure the gradients of a worker alone, whose sum is its own."""
+        tensors = self._accumulation.buckets.tensors()
+        if self._accumulation.unscale != 1.0 and tensors:
+            torch._foreach_mul_(tensors, self._accumulation.unscale)
+        self._norm_alone = _norm(tensors)
+
+    def finite_alone(self) -> bool:
+        """Wait for the device, and return whether the gradients of a worker alone are finite."""
+        self.known_norm = float(self._norm_alone)
+        return math.isfinite(self.known_norm) or all(
+            bool(t.isfinite().all()) for t in self._accumulation.buckets.tensors()
+        )
+
+    def make(self, header: Header, clip_norm: float | None, *, own: bool, varying: VaryingCount | None) -> None:
+        """Leave the mean, clipped, in ``p.grad``.
+
+        It is a copy where the script (``own``) or an optimiser may change it there, for the mean may have to be handed
+        to a worker that missed the round's end.
+        """
+        used, copies = header.used.tolist(), self._elastic and (own or self._changed_in_place)
+        self._accumulation.buckets.expose(used)
+        total = header.total("weight")
+        learner = varying if varying is not None and varying.wants_norms else None
+        measure = self._norm_wanted or learner is not None
+        self.known_norm = self._inside.once("the mean gradient", lambda: self._mean(total, clip_norm, measure=measure))
+        if learner is not None and self.known_norm is not None:
+            _learn(learner, header, total, self.known_norm)
+        self._note(header, total)
+        if copies:
+            self._accumulation.buckets.expose(used, copies=True)
+        self._accumulation.buckets.take_mean(used)
+
+    def _mean(self, total: float, clip_norm: float | None, *, measure: bool) -> float | None:
+        """Divide the sum, unless the mean was handed over; return the norm before clipping, where it is known."""
+        if self._exchange.is_mean:
+            norm = float(self._exchange.norm)
+            return None if math.isnan(norm) else norm
+        self._divide(total, clip_norm, measure=measure)
+        return self.known_norm
+
+    def _divide(self, total: float, clip_norm: float | None, *, measure: bool) -> None:
+        """Divide the sum by the true count, and clip it."""
+        factor, tensors = self._accumulation.planned / total, self._accumulation.buckets.tensors()
+        wanted = measure or clip_norm is not None
+        known = self.known_norm if self._alone else float(_norm(tensors)) if wanted else None
+        self.known_norm = None if known is None else known * factor
+        if clip_norm is not None and self.known_norm is not None:
+            factor *= min(1.0, clip_norm / (self.known_norm + 1e-6))
+        if factor != 1.0 and tensors:
+            torch._foreach_mul_(tensors, factor)
+        if self._elastic:
+            self._exchange.norm.fill_(math.nan if self.known_norm is None else self.known_norm)
+
+    def _note(self, header: Header, total: float) -> None:
+        self._norm_wanted = False
+        self._tensors = [] if self._alone else self._accumulation.buckets.tensors()
+        self._versions = self._versions_now()
+        samples, unit = header.total("samples"), header.unit()
+        self.weight_per_sample = total / unit / samples if samples else self.weight_per_sample
+
+    def _versions_now(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors]
+
+    def intact(self) -> bool:
+        """Return whether the last mean is as the round gave it: some optimisers change gradients in place.
+
+        Once one has been seen to do so, optimisers get copies.
+        """
+        untouched = self._versions_now() == self._versions
+        self._changed_in_place = self._changed_in_place or not untouched
+        return untouched
+
+    def norm(self) -> float:
+        """Return the norm of the step's mean gradient before clipping. Once asked for, it is measured in every step."""
+        self._norm_wanted = True
+        if self.known_norm is None:
+            if self._versions_now() != self._versions:
+                raise MisuseError(
+                    "the gradients were changed since the round (some optimisers do), so their norm is lost for this "
+                    "step; from the next step on it is measured in time"
+                )
+            self.known_norm = float(_norm(self._tensors))
+        return self.known_norm
+
+
+def _learn(varying: VaryingCount, header: Header, total: float, norm: float) -> None:
+    unit = header.unit()
+    varying.learn(
+        weighted_squares=float(header.column("squares").sum()) / unit,
+        squared_norm=norm**2,
+        weight=total / unit,
+        workers=int((header.column("weight") > 0).sum()),
+    )
+
+
+@torch.no_grad()
+def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all tensors together, in float64; on CUDA, without synchronising."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    norms = list(torch._foreach_norm(list(tensors)))
+    if len({norm.dtype for norm in norms}) > 1:
+        norms = [norm.to(torch.float64) for norm in norms]
+    total: torch.Tensor = torch.stack(norms).to(torch.float64).norm()
+    return total

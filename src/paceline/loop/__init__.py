@@ -1,1 +1,0 @@
-"""The steps of a training, as the user's loop makes them."""

@@ -1,0 +1,209 @@
+"""What a pacer is: it observes records and answers the question "how is the next step split?".
+
+Pacers are pure: no clock, no torch, no I/O. Every worker's pacer observes every record; only the leader's is
+asked for plans, and ``plan`` changes nothing, so any worker can become the leader. The simulator asks the very
+same objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+from paceline.pace.forecast import Forecast, Learner
+from paceline.pace.plug_ins import complete
+from paceline.records import Plan, StepRecord
+
+Played = Literal["arrivals", "shares", "rounds"]
+"""How the simulator plays a pacer: its plans state how many complete shares a step waits for, or everybody's share, or
+what is done micro-batch by micro-batch until a deadline."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The question put to a pacer: split ``total`` samples among ``workers``."""
+
+    step: int
+    total: int
+    """Samples the step should count: the global batch (with what earlier deadlines left owing), or what the epoch has
+    left. Without a deadline the shares add up to it; with one they are more, and it is what is expected."""
+    workers: tuple[int, ...]
+    """Stable identities in rank order. A pacer that meets a new one starts it from a prior."""
+    epoch: int = 0
+    generation: int = 0
+    unit: int = 1
+    """Shares are multiples of this many samples, but for the one remainder."""
+    minimum: int | tuple[int, ...] = 0
+    maximum: int | tuple[int, ...] | None = None
+    last: bool = False
+    """Nothing of the epoch is left after this step if all of ``total`` is done."""
+    deadlines: bool = True
+    """Whether the step may have a deadline. A pace that cannot do without is not asked where none may be."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the simulator, the verdict and the what-if need to know of a pace besides its plans."""
+
+    usage: str = ""
+    """How the pace is written in ``pace=`` where its name alone is not enough."""
+    equal_shares: bool = False
+    """All are dealt the same and waited for, as in plain data-parallel training: what other paces are compared with."""
+    follows_speed: bool = False
+    """Shares follow every worker's speed step by step. Where they do not and a worker holds the others back, the
+    verdict advises the default pace."""
+    if_stalled: str = ""
+    """The pace that the verdict advises when the others are held up now and then."""
+    if_cut: str = ""
+    """The pace that the verdict advises when work is cut off and done again."""
+    played: Played | None = None
+    """How the simulator plays the pace: "rounds" for one that sets deadlines, else "shares", when left out."""
+    shown: bool = True
+    """The simulator's page draws the pace at once; otherwise its line waits in the legend."""
+
+
+@dataclass(frozen=True)
+class PaceChange:
+    """The log's ``pace`` event: the pace began to plan deadlines, or no longer does."""
+
+    step: int
+    """The step whose record made the change."""
+    deadlines: bool
+    saves: float
+    """The fraction of the time of waiting for everybody that deadlines save, by the last steps."""
+    worker: int | None
+    """The one worker that was waited for during more than half of that time; None: several were, or deadlines ended."""
+
+
+@runtime_checkable
+class MinimalPacer(Protocol):
+    """What a class must have to be a pacer; `Pacer` lists what it may have besides."""
+
+    name: str
+    """Name in ``pace=``, the log and checkpoints."""
+
+    def check(self, workers: int) -> None:
+        """Raise ValueError when the settings make no sense for this number of workers.
+
+        Called only where the workers stay the same. In a fleet whose members change, settings that name workers belong
+        to identities.
+        """
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn from a step; every worker's pacer observes every step, in order."""
+
+    def plan(self, ask: Ask) -> Plan:
+        """Split the step that is asked about; changes nothing."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it has learned, as plain data: saved with every checkpoint."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what another pacer of this kind had learned."""
+
+
+class Pacer(MinimalPacer, Protocol):
+    """Decides the shares. ``plan`` is a pure function of what was observed.
+
+    Everything below the methods of `MinimalPacer` has a default: a class may leave it out, or inherit it from here.
+    """
+
+    deadlines: ClassVar[bool] = False
+    """Its plans may close a round without everybody."""
+    does_without: ClassVar[bool] = False
+    """It plans no deadline where a step may have none (`Ask.deadlines`)."""
+    traits: ClassVar[Traits] = Traits()
+    """What reports and the simulator need to know of it."""
+    change: PaceChange | None = None
+    """The last change of pace that this object made; None before the first."""
+    keep_batch: bool = True
+    """Whether later steps make up for samples that a step left undone; otherwise each is dealt one global batch."""
+    overhead_s: float | None = None
+    """The round's own seconds that it was given for its plans; None: it measures them, or does not use them."""
+
+    @classmethod
+    def from_text(cls, pace: str) -> Pacer:
+        """Return the pacer that ``pace=`` stands for, settings after a colon included."""
+        if pace.partition(":")[2]:
+            raise UnknownSettings(pace)
+        return cls()
+
+    @classmethod
+    def simulated(cls, *, seed: int, forecast: Forecast | None = None) -> Sequence[Simulated]:
+        """Return the simulator's rows of this pace: one, of the pace as it is.
+
+        ``seed`` is that of its draws; ``forecast`` is tried besides the usual ones by a pace that forecasts.
+        """
+        return [Simulated(cls.name, cls())]
+
+    def recount(self, ask: Ask, share: int) -> int | None:
+        """Return how many complete shares close the open step, of at most ``share`` samples; None: as planned.
+
+        Asked on the leader while the step runs, with every record observed, where the plan's `Plan.wait_for` was made a
+        step earlier. Changes nothing.
+        """
+        return None
+
+    def learner(self) -> Learner | None:
+        """Return what learns from the run while it goes on, on the leader; None for a pace that learns by itself."""
+        return None
+
+
+OPTIONAL = (
+    "deadlines",
+    "does_without",
+    "traits",
+    "change",
+    "keep_batch",
+    "overhead_s",
+    "from_text",
+    "simulated",
+    "recount",
+    "learner",
+)
+"""Members of `Pacer` that a class may leave out."""
+
+
+class UnknownSettings(ValueError):
+    """A name with settings after a colon, for a class that takes none."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A row of the simulator's table: a pacer that has seen nothing yet."""
+
+    name: str
+    pacer: Pacer
+    as_chosen: bool = True
+    """The pace as ``pace=`` with its name gives it, which the what-if may advise; otherwise a variant."""
+    cut_to_fit: bool = True
+    """Before a deadline, micro-batches are cut to what still fits."""
+
+
+def completed(kind: type[Any]) -> type[Pacer]:
+    """Return the class, with the defaults of `Pacer` for everything it leaves out."""
+    complete(kind, Pacer, OPTIONAL)
+    return kind
+
+
+def played(kind: type[Pacer]) -> Played:
+    """Return how the simulator plays the pace."""
+    return kind.traits.played or ("rounds" if kind.deadlines else "shares")
+
+
+def rows(kind: type[Pacer], *, seed: int = 0, forecast: Forecast | None = None) -> Sequence[Simulated]:
+    """Return the simulator's rows of a pace."""
+    return kind.simulated(seed=seed, forecast=forecast)
+
+
+def may_set_deadlines(pacer: Pacer) -> bool:
+    """Return whether the pacer's plans may close rounds without everybody."""
+    return pacer.deadlines
+
+
+def deadlines_needed(pacer: Pacer) -> bool:
+    """Return whether the pacer's plans may have deadlines whatever `Ask.deadlines` says."""
+    return pacer.deadlines and not pacer.does_without

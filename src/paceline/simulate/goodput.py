@@ -1,0 +1,471 @@
+"""Goodput under failures: what is left of a fleet whose machines fail and are replaced.
+
+Goodput is the useful work over the work that the same machines would do in the same time without failures and without
+checkpoints. Three rules are played against the same failures, drawn from a seed:
+
+- *Paceline*: the others go on without the machine that failed, and pause when it goes and when another takes its place.
+- *restart*: all processes stop, the machine is waited for, all start again from the last checkpoint and repeat the work
+  done since (plain ``torchrun``, a fixed number of machines).
+- *restart, any size*: all processes start again from the last checkpoint whenever a machine goes or comes, with those
+  that are there (``torchrun`` with a range of ``--nnodes``).
+
+Time is continuous: work is done at the sum of the speeds of those that train. See docs/research.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import chain, takewhile
+from typing import Protocol
+
+import numpy as np
+
+from paceline.simulate.play import Floats
+
+NOTICED_S, MESH_S, ROSTER_S = 0.08, 1e-4, 1.6e-6
+"""Coefficients of the seconds until n members have formed a new group, ``NOTICED_S + MESH_S n + ROSTER_S n^2``.
+
+A loss is noticed and the round repeated (`benchmarks/kill.py`), each worker connects to all others, and at every
+member's message the roster checks whether all have answered (`benchmarks/roster_scale.py`).
+"""
+JOIN_BYTES_PER_S = 600e6
+"""Bytes of state per second that a newcomer takes over while the others wait.
+
+Measured on two cores with Adam (`benchmarks/join_stall.py`): states of 300 MB stopped the others for 0.4 and 0.6 s.
+"""
+START_S = 5.7
+"""Seconds until processes have started and commit a step: torchrun's restart of four small ones (`benchmarks/kill.py`).
+
+A large model takes minutes: its libraries, its compilation and its data.
+"""
+COPY_BYTES_PER_S, DISK_BYTES_PER_S = 3.2e9, 250e6
+"""Speeds at which a state is copied into memory, and written to a disk or read from it (docs/checkpoints.md)."""
+FAILURES, LONGEST_S = 2000, 1e9
+"""Failures that are played where no length is given, and the most seconds."""
+
+
+@dataclass(frozen=True)
+class FailureCosts:
+    """Seconds that failures, newcomers and checkpoints cost a fleet."""
+
+    kill_s: float
+    """The others' pause when a machine is lost under Paceline."""
+    join_s: float
+    """The others' pause when a newcomer takes the state over."""
+    start_s: float
+    """From a machine that is there to processes that train: a newcomer's under Paceline, everybody's in a restart."""
+    load_s: float
+    """Reading the checkpoint."""
+    save_s: float
+    """The training's pause for a checkpoint of Paceline, which copies the state and writes the copy in a thread."""
+    write_s: float
+    """The training's pause for a checkpoint of the other rules, which write it (``torch.save``)."""
+    every_s: float
+    """Seconds of training between two checkpoints."""
+    step_s: float = 0.0
+    """Seconds per step: a machine that is lost loses its part of half a step."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value >= 0 or (math.isinf(value) and name != "every_s"):
+                raise ValueError(f"{name} is {value:g}: seconds, at least 0")
+        if not self.every_s > 0:
+            raise ValueError("every_s is 0: training needs time between two checkpoints")
+
+
+def usual_costs(
+    machines: int, *, state_bytes: float, fleet_mtbf_s: float, step_s: float = 0.0, **known: float | None
+) -> FailureCosts:
+    """Return the costs that were measured with Paceline, for a fleet and a state of this size.
+
+    ``known`` replaces single ones; a None is ignored. The interval between checkpoints is Young's for ``write_s``.
+    """
+    given = {name: value for name, value in known.items() if value is not None}
+    moved_s = state_bytes / DISK_BYTES_PER_S
+    costs = FailureCosts(
+        kill_s=reform_s(machines),
+        join_s=reform_s(machines) + state_bytes / JOIN_BYTES_PER_S,
+        start_s=START_S,
+        load_s=moved_s,
+        save_s=state_bytes / COPY_BYTES_PER_S,
+        write_s=moved_s,
+        every_s=math.inf,
+        step_s=step_s,
+    )
+    costs = replace(costs, **given)
+    return costs if "every_s" in given else replace(costs, every_s=young_s(costs.write_s, fleet_mtbf_s))
+
+
+def reform_s(workers: int) -> float:
+    """Return the seconds until ``workers`` members have formed a new group.
+
+    >>> round(reform_s(4), 2), round(reform_s(1000), 1)
+    (0.08, 1.8)
+    """
+    return NOTICED_S + MESH_S * workers + ROSTER_S * workers**2
+
+
+# -- closed forms ------------------------------------------------------------------------------------------------------
+
+
+def young_s(write_s: float, fleet_mtbf_s: float) -> float:
+    """Return Young's interval between checkpoints, ``sqrt(2 C M)`` (1974).
+
+    It is at least a second and at least as long as the checkpoint takes.
+
+    >>> young_s(2.0, 3600.0)
+    120.0
+    """
+    return max(math.sqrt(2 * write_s * fleet_mtbf_s) if write_s else 0.0, write_s, 1.0)
+
+
+def restart_goodput(*, fleet_mtbf_s: float, every_s: float, write_s: float, restart_s: float) -> float:
+    """Return the goodput of restarts under exponential failures, ``tau / (M e^(R/M) (e^((tau + C)/M) - 1))``.
+
+    M is the fleet's mean time between failures, tau the interval, C the time of a checkpoint and R that of a restart,
+    in which the fleet may fail again (Daly, 2006: the exact form that his interval is derived from).
+    """
+    if math.isinf(fleet_mtbf_s):
+        return every_s / (every_s + write_s) if math.isfinite(every_s) else 1.0
+    mean = fleet_mtbf_s
+    return every_s / (mean * math.exp(restart_s / mean) * math.expm1((every_s + write_s) / mean))
+
+
+def elastic_goodput(machines: int, costs: FailureCosts, *, mtbf_s: float, replace_s: float) -> float:
+    """Return Paceline's goodput while somebody always lives: machines present, less pauses, checkpoints and half steps.
+
+    With T the time from a failure to the newcomer's entry, ``1 / (1 + T / M)`` of the machines are there, and each of
+    the n of them fails once in ``M + T``.
+    """
+    away_s = replace_s + costs.start_s
+    changes = machines / (mtbf_s + away_s)
+    paused = changes * (costs.kill_s + costs.join_s)
+    saved = 1 / (1 + costs.save_s / costs.every_s)
+    return mtbf_s / (mtbf_s + away_s) * max(0.0, 1 - paused) * saved - changes * costs.step_s / 2 / machines
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """A machine that fails, or the one that takes its place."""
+
+    at_s: float
+    machine: int
+    comes: bool
+
+
+def failures(
+    machines: int, *, mtbf_s: float | Sequence[float], replace_s: float | Sequence[float], seed: int = 0
+) -> Iterator[Change]:
+    """Yield, in order of time and without end, who fails and who takes its place ``replace_s`` later.
+
+    Each machine that is there fails after an exponential time of mean ``mtbf_s``, whatever the others do. Both are one
+    number for all machines, or one for each.
+    """
+    draws, rates = np.random.default_rng(seed), 1 / np.broadcast_to(np.asarray(mtbf_s, dtype=float), machines)
+    fleet = float(rates.sum())
+    if not fleet:
+        return iter(())
+    reached = np.cumsum(rates) / fleet
+
+    def anybody(_: set[int]) -> int:
+        # Nothing comes of one that is away: exponential times have no memory, so its next one begins when it is back.
+        return min(int(np.searchsorted(reached, draws.random(), side="right")), machines - 1)
+
+    return _changes(lambda: float(draws.exponential(1 / fleet)), anybody, np.broadcast_to(replace_s, machines))
+
+
+def failures_every(
+    machines: int, *, between_s: tuple[float, float], replace_s: float, seed: int = 0
+) -> Iterator[Change]:
+    """Yield the same for a fleet in which one fails after a time drawn evenly between two bounds (fault injection)."""
+    draws = np.random.default_rng(seed)
+
+    def one_that_is_there(away: set[int]) -> int:
+        there = [machine for machine in range(machines) if machine not in away]
+        return there[int(draws.integers(len(there)))] if there else 0
+
+    return _changes(lambda: float(draws.uniform(*between_s)), one_that_is_there, np.full(machines, replace_s))
+
+
+def _changes(gap_s: Callable[[], float], who: Callable[[set[int]], int], replace_s: Floats) -> Iterator[Change]:
+    at_s, away, back = 0.0, set[int](), list[tuple[float, int]]()
+    while True:
+        at_s += gap_s()
+        while back and back[0][0] <= at_s:
+            back_s, machine = heappop(back)
+            away.discard(machine)
+            yield Change(back_s, machine, comes=True)
+        machine = who(away)
+        if machine not in away:
+            away.add(machine)
+            heappush(back, (at_s + float(replace_s[machine]), machine))
+            yield Change(at_s, machine, comes=False)
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+class FailureRule(Protocol):
+    """A rule that is played against failures: time passes, machines go and come."""
+
+    spent: Spent
+
+    def advance(self, to_s: float) -> None:
+        """Let the time until ``to_s`` pass."""
+
+    def lost(self, machine: int) -> None:
+        """Lose a machine at this moment."""
+
+    def came(self, machine: int) -> None:
+        """Have a machine back at this moment."""
+
+
+@dataclass
+class Spent:
+    """Seconds of all machines, each weighted by its speed, by what they went into."""
+
+    useful: float = 0.0
+    away: float = 0.0
+    """Machines that failed and are not back, or whose processes start while the others train."""
+    stopped: float = 0.0
+    """Machines that are there and wait: pauses and restarts."""
+    saving: float = 0.0
+    redone: float = 0.0
+    """Work that a failure undid."""
+
+    @property
+    def total(self) -> float:
+        return self.useful + self.away + self.stopped + self.saving + self.redone
+
+    def undo(self, work: float) -> None:
+        """Turn useful work into work that has to be done again."""
+        undone = min(work, self.useful)
+        self.useful -= undone
+        self.redone += undone
+
+
+@dataclass
+class Checkpoints:
+    """A training that stops for ``save_s`` after every ``every_s`` of work; a failure undoes what came after."""
+
+    every_s: float
+    save_s: float
+    unsaved: float = 0.0
+    position_s: float = 0.0
+    """Seconds since the last checkpoint was complete."""
+
+    def run(self, seconds: float, speed: float) -> tuple[float, float]:
+        """Train for ``seconds`` at this speed, and return the seconds of work and of saving in it."""
+        if math.isinf(self.every_s):
+            self.unsaved += speed * seconds
+            return seconds, 0.0
+        before = min(self.position_s, self.every_s)
+        complete, self.position_s = divmod(self.position_s + seconds, self.every_s + self.save_s)
+        since = min(self.position_s, self.every_s)
+        worked_s = complete * self.every_s + since - before
+        self.unsaved = speed * since if complete else self.unsaved + speed * worked_s
+        return worked_s, seconds - worked_s
+
+    def fall_back(self) -> float:
+        """Return to the last checkpoint; returns the work that is undone."""
+        undone, self.unsaved, self.position_s = self.unsaved, 0.0, 0.0
+        return undone
+
+
+class ElasticRule:
+    """Paceline's elastic fleet: those that are there go on, and a newcomer enters when its process has started."""
+
+    name = "Paceline"
+
+    def __init__(self, speeds: Sequence[float], costs: FailureCosts) -> None:
+        self.spent = Spent()
+        self._speeds, self._costs, self._total = list(speeds), costs, sum(speeds)
+        self._checkpoints = Checkpoints(costs.every_s, costs.save_s)
+        self._inside, self._speed = set(range(len(self._speeds))), self._total
+        self._entering: deque[tuple[float, int]] = deque()
+        self._now, self._paused_until = 0.0, 0.0
+
+    def advance(self, to_s: float) -> None:
+        while self._entering and self._entering[0][0] <= to_s:
+            ready_s, machine = self._entering.popleft()
+            self._train(ready_s)
+            self._pause(self._costs.join_s if self._inside else self._costs.load_s)
+            self._inside.add(machine)
+            everybody = len(self._inside) == len(self._speeds)
+            self._speed = self._total if everybody else self._speed + self._speeds[machine]
+        self._train(to_s)
+
+    def lost(self, machine: int) -> None:
+        if machine not in self._inside:
+            self._entering = deque(entry for entry in self._entering if entry[1] != machine)
+            return
+        self._inside.remove(machine)
+        self._speed -= self._speeds[machine]
+        if not self._inside:
+            self._speed = 0.0
+            self.spent.undo(self._checkpoints.fall_back())
+            return
+        self.spent.undo(self._speeds[machine] * self._costs.step_s / 2)
+        self._pause(self._costs.kill_s)
+
+    def came(self, machine: int) -> None:
+        self._entering.append((self._now + self._costs.start_s, machine))
+
+    def _pause(self, seconds: float) -> None:
+        self._paused_until = max(self._now, self._paused_until) + seconds
+
+    def _train(self, to_s: float) -> None:
+        seconds = to_s - self._now
+        self.spent.away += seconds * (self._total - self._speed)
+        paused_s = min(seconds, max(0.0, self._paused_until - self._now))
+        worked_s, saved_s = self._checkpoints.run(seconds - paused_s, self._speed) if self._inside else (0.0, 0.0)
+        self.spent.stopped += paused_s * self._speed
+        self.spent.useful += worked_s * self._speed
+        self.spent.saving += saved_s * self._speed
+        self._now = to_s
+
+
+class RestartRule:
+    """A restart of all processes from the last checkpoint, once all machines are there again."""
+
+    name = "restart"
+
+    def __init__(self, speeds: Sequence[float], costs: FailureCosts) -> None:
+        self.spent = Spent()
+        self._speeds, self._costs, self._total = list(speeds), costs, sum(speeds)
+        self._checkpoints = Checkpoints(costs.every_s, costs.write_s)
+        self._there, self._speed = set(range(len(self._speeds))), self._total
+        self._now, self._ready_s = 0.0, 0.0
+
+    def advance(self, to_s: float) -> None:
+        seconds = to_s - self._now
+        self.spent.away += seconds * (self._total - self._speed)
+        stopped_s = min(seconds, max(0.0, self._ready_s - self._now))
+        worked_s, saved_s = self._checkpoints.run(seconds - stopped_s, self._speed)
+        self.spent.stopped += stopped_s * self._speed
+        self.spent.useful += worked_s * self._speed
+        self.spent.saving += saved_s * self._speed
+        self._now = to_s
+
+    def lost(self, machine: int) -> None:
+        self._there.remove(machine)
+        self._speed = self._speed - self._speeds[machine] if self._there else 0.0
+        self._stop()
+
+    def came(self, machine: int) -> None:
+        self._there.add(machine)
+        everybody = len(self._there) == len(self._speeds)
+        self._speed = self._total if everybody else self._speed + self._speeds[machine]
+        self._stop()
+
+    def _stop(self) -> None:
+        self.spent.undo(self._checkpoints.fall_back())
+        self._ready_s = self._now + self._costs.start_s + self._costs.load_s if self._enough() else math.inf
+
+    def _enough(self) -> bool:
+        return len(self._there) == len(self._speeds)
+
+
+class RestartAnySizeRule(RestartRule):
+    """A restart with the machines that are there, whenever one goes or comes."""
+
+    name = "restart, any size"
+
+    def _enough(self) -> bool:
+        return bool(self._there)
+
+
+RULES: tuple[type[ElasticRule] | type[RestartRule], ...] = (ElasticRule, RestartRule, RestartAnySizeRule)
+
+
+# -- playing -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What a rule made of a fleet: parts of the machines' time, weighted by speed; the five parts add up to 1."""
+
+    rule: str
+    goodput: float
+    away: float
+    stopped: float
+    checkpoints: float
+    redone: float
+
+
+def play(rule: FailureRule, changes: Iterable[Change], *, until_s: float) -> Spent:
+    """Play a rule against changes until a time, and return what the machines' time went into."""
+    for change in takewhile(lambda change: change.at_s < until_s, changes):
+        rule.advance(change.at_s)
+        (rule.came if change.comes else rule.lost)(change.machine)
+    rule.advance(until_s)
+    return rule.spent
+
+
+def seconds_for(work: float, rule: FailureRule, changes: Iterable[Change], *, limit_s: float) -> float:
+    """Return the seconds until a rule has done ``work``, in machine-seconds weighted by speed.
+
+    Raises ValueError where it takes longer than ``limit_s``.
+    """
+    now_s = 0.0
+    inside = takewhile(lambda change: change.at_s < limit_s, changes)
+    for change in chain(inside, [Change(limit_s, 0, comes=False)]):
+        before = copy.deepcopy(rule)
+        rule.advance(change.at_s)
+        if rule.spent.useful >= work:
+            return _first_s(work, before, now_s, change.at_s)
+        now_s = change.at_s
+        if now_s < limit_s:
+            (rule.came if change.comes else rule.lost)(change.machine)
+    raise ValueError(f"the work is not done after {limit_s:g} s: {rule.spent.useful / work:.0%} of it is")
+
+
+def _first_s(work: float, rule: FailureRule, low_s: float, high_s: float) -> float:
+    """Return when ``rule`` has done ``work``, between two times without a change."""
+    while high_s - low_s > 1e-3:
+        middle_s, tried = (low_s + high_s) / 2, copy.deepcopy(rule)
+        tried.advance(middle_s)
+        low_s, high_s = (low_s, middle_s) if tried.spent.useful >= work else (middle_s, high_s)
+    return high_s
+
+
+def compare_goodput(
+    speeds: Sequence[float],
+    costs: FailureCosts,
+    *,
+    mtbf_s: float | Sequence[float],
+    replace_s: float | Sequence[float],
+    until_s: float | None = None,
+    seed: int = 0,
+) -> list[Goodput]:
+    """Play every rule against the same failures; as long as the fleet needs for 2,000 of them, unless ``until_s`` says.
+
+    ``speeds`` are the machines', in any unit; ``mtbf_s`` is the mean time between failures of each.
+    """
+    machines = len(speeds)
+    length_s = until_s if until_s is not None else min(FAILURES * fleet_mtbf_s(machines, mtbf_s), LONGEST_S)
+    found = []
+    for kind in RULES:
+        drawn = failures(machines, mtbf_s=mtbf_s, replace_s=replace_s, seed=seed)
+        spent = play(kind(speeds, costs), drawn, until_s=length_s)
+        parts = (spent.useful, spent.away, spent.stopped, spent.saving, spent.redone)
+        found.append(Goodput(kind.name, *(part / spent.total for part in parts)))
+    return found
+
+
+def fleet_mtbf_s(machines: int, mtbf_s: float | Sequence[float]) -> float:
+    """Return the mean time between two failures of a fleet, ``1 / sum(1 / M_i)``; infinite where nobody fails.
+
+    >>> fleet_mtbf_s(4, 100.0), fleet_mtbf_s(2, [100.0, math.inf])
+    (25.0, 100.0)
+    """
+    rate = float((1 / np.broadcast_to(np.asarray(mtbf_s, dtype=float), machines)).sum())
+    return 1 / rate if rate else math.inf

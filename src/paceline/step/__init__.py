@@ -1,0 +1,15 @@
+"""One training step: the user's loop, the round that sums over the fleet, late workers, and members that change.
+
+Read `steps` (the loop), `step` (one step as the script sees it), `gradient_combine` (how a step begins, sums and
+commits) and `round` (the two kinds of round), then `training_state` and `step_state` for what is kept, `members` for
+workers that come and go, and `late` for rounds with a deadline. `context` holds what they share, `record` writes a
+round's header and its record, `losses` and `checks` are asked by `step`. A worker's death goes on in
+transport/elastic (`Elastic.recover`).
+
+- *combine*: a way in which the workers' work is merged; here the mean of gradients in every step.
+- *leader*: the worker of rank 0, which plans. *generation*: the members between two changes, numbered.
+- *header*: the numbers that each worker reports in a round; summed like the gradients.
+- *proxy*: the thread that closes and runs a worker's rounds with a deadline.
+- *lap*: a further part of such a step, in which what late workers left is dealt again.
+- *floor*: the samples without which a step is not closed; below it the deadline is extended.
+"""

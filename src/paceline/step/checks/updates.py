@@ -1,0 +1,264 @@
+"""The places where optimisers may step: inside ``step.commit``, or once between ``step.reduce()`` and a plain commit.
+
+torch calls hooks before and after every ``optimizer.step()`` in the process. `UpdateGuard` looks at those whose
+optimiser holds parameters of the fleet's models, while a loop over the fleet's steps is under way, and refuses what a
+step does not allow before it changes a parameter. Steps of other optimisers, and those outside of a loop, are none of
+its concern. An optimiser that calls another one's ``step`` in its own (Lookahead, SAM) makes one update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from paceline.checkpoint.shards import local
+from paceline.errors import MisuseError
+from paceline.step.checks.user_code import refuse_closures
+
+PROBED = 4096
+"""Elements of each parameter that are compared to find an update by hand."""
+IDLE_STEPS = 2
+"""Steps without an update at the beginning of a loop that are refused: a first learning rate may be 0."""
+
+
+class UpdatePhase(Enum):
+    """The position of the user's loop, as far as updates are concerned."""
+
+    OUTSIDE = "no loop is under way"
+    BETWEEN = "after a commit, before the next step"
+    WORKING = "in a step, before its round"
+    COMBINED = "after the round that step.reduce() ran"
+    COMMITTING = "inside step.commit"
+
+
+class UpdateGuard:
+    """Follows the updates of one fleet's parameters.
+
+    ``ours`` returns whether an optimiser holds some of them; ``stepped`` is called after each step of one that does.
+    """
+
+    def __init__(self, ours: Callable[[Optimizer], bool], stepped: Callable[[Optimizer], None]) -> None:
+        self._find_out, self._stepped = ours, stepped
+        self._known: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
+        """Whether an optimiser holds parameters of the fleet, found with that number of parameter groups."""
+        self._loop: object | None = None
+        self._phase, self._step = UpdatePhase.OUTSIDE, 0
+        self._running: list[Optimizer] = []
+        """Optimisers whose ``step`` is under way, the outermost first."""
+        self._made: dict[int, Optimizer] = {}
+        """Those that have made their update in this step, by ``id``."""
+        self._last: tuple[int, int] | None = None
+        """The last step that was applied, and how many updates were made in it."""
+        self._applied = False
+        self._trains = False
+        """Whether an update was seen in this loop."""
+        self._fed = False
+        """Whether an optimiser stepped with gradients in this step."""
+        self._before_update: _Probe | None = None
+        self._idle_steps = 0
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        )
+
+    def close(self) -> None:
+        """Let go of torch's hooks."""
+        self._phase = UpdatePhase.OUTSIDE
+        for hook in self._hooks:
+            hook.remove()
+
+    def forget(self) -> None:
+        """Look at every optimiser anew: models or parameter groups may have been added."""
+        self._known.clear()
+
+    def is_ours(self, optimizer: Optimizer) -> bool:
+        """Return whether this optimiser holds parameters of the fleet's models."""
+        groups, found = len(optimizer.param_groups), self._known.get(optimizer)
+        if found is None or found[0] != groups:
+            found = self._known[optimizer] = groups, self._find_out(optimizer)
+        return found[1]
+
+    # -- how far the loop is -----------------------------------------------------------------------------------------
+
+    def begin(self, loop: object, step: int) -> None:
+        """Begin a step of this loop."""
+        if loop is not self._loop:
+            self._loop, self._trains, self._idle_steps, self._last = loop, False, 0, None
+        self._enter(UpdatePhase.WORKING)
+        self._step, self._applied, self._fed, self._before_update = step, False, False, None
+        self._made.clear()
+
+    def combined(self, applied: bool, parameters: Sequence[torch.Tensor]) -> None:
+        """``step.reduce()`` has run the round of the step; ``applied``: it gave a gradient."""
+        self._enter(UpdatePhase.COMBINED)
+        self._applied = applied
+        if applied and not self._trains:
+            self._before_update = _Probe(parameters)
+
+    def committing(self, applied: bool) -> None:
+        """``step.commit`` is about to call its optimisers."""
+        # Without a step.reduce() before it, it has just run the round: nobody can have come between.
+        self._fed = self._fed or self._phase is not UpdatePhase.COMBINED
+        self._enter(UpdatePhase.COMMITTING)
+        self._applied = applied
+
+    def updated(self) -> None:
+        """Note that the step's update is made; raise MisuseError when none was made since the loop began."""
+        self._last = (self._step, len(self._made)) if self._applied else None
+        if self._trains or not self._applied:
+            return
+        probe = self._before_update
+        if self._fed or (probe is not None and probe.moved(touched=not self._made)):
+            self._trains = True
+        else:
+            self._idle_steps += 1
+            if self._idle_steps >= IDLE_STEPS:
+                raise MisuseError(self._no_update())
+        self._before_update = None
+
+    def committed(self, finished: bool) -> None:
+        """Note that the step is over; ``finished``: so is the loop."""
+        self._enter(UpdatePhase.OUTSIDE if finished else UpdatePhase.BETWEEN)
+
+    def end(self, loop: object) -> None:
+        """This loop is over, or was left."""
+        if loop is self._loop:
+            self._enter(UpdatePhase.OUTSIDE)
+
+    def _enter(self, phase: UpdatePhase) -> None:
+        self._phase = phase
+        self._running.clear()  # an update that raised has not come to its end
+
+    def reported(self, step: int) -> float:
+        """Return one more than the number of updates in the step before ``step``; 0 where it is not known."""
+        return 1.0 + self._last[1] if self._last is not None and self._last[0] == step - 1 else 0.0
+
+    # -- torch's hooks -----------------------------------------------------------------------------------------------
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._phase is UpdatePhase.OUTSIDE or not self.is_ours(optimizer):
+            return
+        if id(optimizer) in self._made:
+            raise MisuseError(self._twice(optimizer))
+        if not self._running:
+            self._check(optimizer)
+        self._running.append(optimizer)
+
+    def _check(self, optimizer: Optimizer) -> None:
+        """Note that an update begins."""
+        if self._phase is UpdatePhase.WORKING:
+            raise MisuseError(self._too_early(optimizer))
+        if self._phase is UpdatePhase.BETWEEN:
+            raise MisuseError(self._too_late(optimizer))
+        if self._phase is UpdatePhase.COMBINED:
+            refuse_closures(optimizer)
+        if not self._trains and not self._fed:
+            probe = self._before_update
+            look = probe is not None and probe.nonzero and not torch.compiler.is_compiling()
+            self._fed = _has_gradient(_parameters(optimizer), nonzero=look)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.is_ours(optimizer):
+            return
+        self._stepped(optimizer)
+        if self._running and self._running[-1] is optimizer:
+            self._running.pop()
+            if not self._running:
+                self._made[id(optimizer)] = optimizer
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def _twice(self, optimizer: Optimizer) -> str:
+        name = type(optimizer).__name__
+        if self._phase is UpdatePhase.COMMITTING:
+            return (
+                f"step.commit(optimizer) of step {self._step} would make a second update: {name} has stepped already, "
+                "since step.reduce(). Leave optimizer.step() out, or write step.commit() without the optimizer"
+            )
+        if self._phase is UpdatePhase.BETWEEN:
+            return self._too_late(optimizer)
+        return (
+            f"{name} stepped twice in step {self._step}: a step has one update. Call optimizer.step() once between "
+            "step.reduce() and step.commit(), or write step.commit(optimizer), which calls it"
+        )
+
+    def _too_early(self, optimizer: Optimizer) -> str:
+        name = type(optimizer).__name__
+        if torch._C._current_graph_task_id() != -1:
+            return (
+                f"an optimiser that steps in register_post_accumulate_grad_hook ({name}) would update from one "
+                "micro-batch of one worker: remove the hooks, and give step.commit an optimizer of all parameters"
+            )
+        return (
+            f"{name} stepped in the middle of step {self._step}, before its round, from this worker's gradients alone: "
+            "leave optimizer.step() out, step.commit(optimizer) makes the update"
+        )
+
+    def _too_late(self, optimizer: Optimizer) -> str:
+        return (
+            f"{type(optimizer).__name__} stepped after the commit of step {self._step}, which has made the update and "
+            "cleared the gradients: leave optimizer.step() out. For an update of your own write step.reduce(); "
+            "optimizer.step(); step.commit()"
+        )
+
+    def _no_update(self) -> str:
+        cleared = bool(self._made)
+        why = "the gradients were cleared between the round and the update" if cleared else "no optimizer stepped"
+        return (
+            f"step {self._step} and the one before ended without an update: {why}, and no parameter has changed. "
+            "Write step.commit(optimizer), or step.reduce(); optimizer.step(); step.commit(), without zero_grad "
+            "between. "
+            "Where no update is wanted, commit an optimizer with lr=0"
+        )
+
+
+class _Probe:
+    """Some of each parameter before an update: it shows changes by hand, those through ``p.data`` too."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._parts = [(local(p).detach(), local(p)._version, _front(p)) for p in parameters if p.grad is not None]
+        self.nonzero = _has_gradient(parameters, nonzero=True)
+        """Whether the round's gradient had anything in it."""
+
+    def moved(self, *, touched: bool) -> bool:
+        """Return whether a parameter is another one now; ``touched``: or was written to at all."""
+        if touched and any(parameter._version != version for parameter, version, _ in self._parts):
+            return True
+        return any(not torch.equal(_front(parameter), front) for parameter, _, front in self._parts)
+
+
+def _front(parameter: torch.Tensor) -> torch.Tensor:
+    return local(parameter).detach().reshape(-1)[:PROBED].clone()
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _has_gradient(parameters: Iterable[torch.Tensor], *, nonzero: bool) -> bool:
+    """Return whether any of these has a gradient; ``nonzero``: waits for the device, and asks for one that is not 0."""
+    found = (p.grad for p in parameters if p.grad is not None)
+    return any(bool(local(grad).any()) for grad in found) if nonzero else next(found, None) is not None
+
+
+def unlike_updates(reports: Sequence[float], *, workers: Sequence[int], step: int) -> str:
+    """Return which workers made how many updates in the step before; empty when all that reported made equally many.
+
+    >>> print(unlike_updates([2.0, 1.0, 0.0], workers=[0, 1, 2], step=4))
+    workers made unlike numbers of updates in step 3: worker 0 made 1, worker 1 made 0. Every worker calls \
+optimizer.step() alike: write step.commit(optimizer), outside of any `if` that depends on the worker
+    """
+    if len(set(reports) - {0.0}) < 2:
+        return ""
+    counts = [(worker, int(value) - 1) for worker, value in zip(workers, reports) if value]
+    numbers = ", ".join(f"worker {worker} made {made}" for worker, made in counts)
+    return (
+        f"workers made unlike numbers of updates in step {step - 1}: {numbers}. Every worker calls optimizer.step() "
+        "alike: write step.commit(optimizer), outside of any `if` that depends on the worker"
+    )

@@ -1,0 +1,246 @@
+"""Whether a loss couples the samples of a batch (contrastive losses, the largest losses of a batch, a root of a mean).
+
+Such a loss of a whole batch is no sum over its samples, so a step depends on how they are dealt, as with DDP. Seen from
+one graph: with z what the last layers give, one row or several per sample, and L = sum_i l(z_i) / d, the derivatives
+``d2 L / dz_i dz_j`` between two halves of the samples are all zero. They are taken through the loss alone and not
+through the model, at the first micro-batch of a loop whose graph has a shape that was not looked at before. Choosing
+the largest of a batch, and differences of pairs under a hinge, have no such derivative, and are found by the shape of
+the graph.
+
+Several rows per sample lie sample by sample, or (a recurrence, two views put together) round by round: a loss couples
+samples only where it does so in both orders.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from paceline.step.losses.graph_nodes import (
+    LAYERS,
+    Edge,
+    Node,
+    dims_of,
+    is_constant,
+    number_of_kinds,
+    shape_below,
+    shape_of,
+    stem_of,
+)
+
+if TYPE_CHECKING:
+    from paceline.step.context import LoopContext
+
+CHOOSING = frozenset(("Topk", "Sort", "Kthvalue", "Median", "Cummax", "Max", "Min", "Amax", "Amin"))
+PAIRING = frozenset(("Sub", "Add", "Mul", "Div", "Maximum", "Minimum"))
+DISTANCES = frozenset(("Cdist", "EuclideanDist"))
+"""Distances between all rows of one tensor and all of another, which have no second derivative."""
+MOST_NODES, MOST_NUMBERS = 400, 1 << 20
+"""A loss with more operations, or with more numbers in z, is not looked at."""
+MOST_LOOKS = 8
+"""Shapes of a loop's losses that are looked at."""
+LEAST = 1e-6
+"""The least derivative between halves that counts as some, of those within a half."""
+CERTAIN = float("inf")
+"""Stands for a coupling that the shape of the graph shows."""
+
+
+COUPLED = (
+    "the loss couples the samples of a micro-batch (a contrastive loss, pairs of samples, the largest losses of a "
+    "batch, a statistic over it), so the step depends on how samples are dealt, as with DDP: it is not that of one "
+    "process with the whole batch"
+)
+
+
+def look_for_coupling(loop: LoopContext, loss: torch.Tensor, rows: int) -> Any:
+    """Return by how much a loss couples samples, where its graph has a new shape; else None. On CUDA a tensor."""
+    script = loop.script
+    if rows < 2 or loop.transport.shards > 1 or loss.grad_fn is None or len(script.looked_at) >= MOST_LOOKS:
+        return None
+    kinds = number_of_kinds(loss.grad_fn)
+    if kinds in script.looked_at:
+        return None
+    script.looked_at.add(kinds)
+    return coupling(loss, rows)
+
+
+def pass_by(loop: LoopContext, loss: torch.Tensor) -> None:
+    """Skip graphs of this shape from now on: another warning was logged about them."""
+    if loss.grad_fn is not None:
+        loop.script.looked_at.add(number_of_kinds(loss.grad_fn))
+
+
+def coupling(loss: torch.Tensor, rows: int) -> Any:
+    """Return by how much the two halves of a micro-batch are coupled.
+
+    It is 0 where they are not, where the graph does not show it, or where the search would take too long. On CUDA it is
+    a tensor, without synchronising.
+    """
+    found = _outputs(loss.grad_fn, rows) if rows > 1 and loss.grad_fn is not None else None
+    if found is None:
+        return 0.0
+    edges, certain = found
+    if certain or not edges:
+        return CERTAIN if certain else 0.0
+    several = any(shape_of(*edge)[0] != rows for edge in edges)
+    try:
+        found_in = [
+            _between_halves(loss, edges, rows, turns=turns) for turns in ((False, True) if several else (False,))
+        ]
+    except RuntimeError:  # an operation without a second derivative, or too little memory
+        return 0.0
+    return torch.stack(found_in).amin()
+
+
+def _between_halves(loss: torch.Tensor, edges: list[Edge], rows: int, *, turns: bool) -> torch.Tensor:
+    """``turns``: several rows of a sample lie round by round."""
+    ends = [GradientEdge(*edge) for edge in edges]
+    first = torch.autograd.grad(loss, ends, create_graph=True, allow_unused=True)
+    probes = []
+    for part in first:
+        if part is not None:
+            own, _ = _halves(part, rows, turns=turns)
+            probes.append((own * _signs(own)).sum())
+    probe = torch.stack([one.to(loss.dtype) for one in probes]).sum()
+    nothing = torch.zeros((), dtype=loss.dtype, device=loss.device)
+    if not probe.requires_grad:
+        return nothing
+    second = torch.autograd.grad(probe, ends, retain_graph=True, allow_unused=True)
+    halves = [_halves(part, rows, turns=turns) for part in second if part is not None]
+    if not halves:
+        return nothing
+    own = torch.stack([one.abs().amax().to(loss.dtype) for one, _ in halves]).amax().detach()
+    other = torch.stack([one.abs().amax().to(loss.dtype) for _, one in halves]).amax().detach()
+    return other / (own + torch.finfo(loss.dtype).tiny)
+
+
+def _halves(rows_of: torch.Tensor, rows: int, *, turns: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of the first half of the samples, and those of the others."""
+    rounds = rows_of.shape[0] // rows
+    shape = (rounds, rows) if turns else (rows, rounds)
+    split = rows_of.reshape(*shape, *rows_of.shape[1:])
+    split = split.transpose(0, 1) if turns else split
+    return split[: rows // 2], split[rows // 2 :]
+
+
+def _signs(like: torch.Tensor) -> torch.Tensor:
+    """Plus and minus one by turns of unequal length, so that nothing cancels; drawn from no generator of the user's."""
+    steps = torch.arange(like.numel(), device=like.device).reshape(like.shape)
+    return (steps * steps % 7 < 3).to(like.dtype) * 2 - 1
+
+
+def _outputs(root: Node, rows: int) -> tuple[list[Edge], bool] | None:
+    """Return what the layers nearest to the loss give, and whether its graph's shape shows a coupling.
+
+    None: it is too large, or a function of the user's own, which may not be gone through twice.
+    """
+    todo, seen, numbers = deque([(root, 0)]), {root}, 0
+    edges: dict[Edge, None] = {}
+    while todo:
+        node, output = todo.popleft()
+        stem, shape = stem_of(node.__class__), shape_of(node, output)
+        by_rows = len(shape) > 0 and shape[0] >= 2 and shape[0] % rows == 0
+        if node.__class__.__name__ == "AccumulateGrad":
+            if by_rows and not isinstance(node.variable, torch.nn.Parameter):
+                edges[node, output] = None
+            continue
+        if not stem and not by_rows:
+            return None
+        if is_constant(node):  # a penalty on weights
+            continue
+        if (
+            (stem in CHOOSING and _over_rows(node, rows))
+            or (stem in PAIRING and _pairs_rows(node, shape, rows))
+            or (stem in DISTANCES and _is_between_rows(node, rows))
+        ):
+            return [], True
+        if by_rows and (stem in LAYERS or stem == "" or _of_parameters(node)):
+            edges[node, output] = None
+            numbers += torch.Size(shape).numel()
+            continue
+        if len(seen) > MOST_NODES or numbers > MOST_NUMBERS:
+            return None
+        for child, number in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                todo.append((child, number))
+    return list(edges), False
+
+
+def _over_rows(node: Node, rows: int) -> bool:
+    """Return whether a node chooses among samples."""
+    edge = next((pair for pair in node.next_functions if pair[0] is not None), None)
+    shape = shape_of(*edge) if edge is not None else ()
+    dims = dims_of(node)
+    over = dims is None or any(dim % max(1, len(shape)) == 0 for dim in dims)
+    return over and bool(shape) and shape[0] >= 2 and shape[0] % rows == 0
+
+
+def _pairs_rows(node: Node, shape: tuple[int, ...], rows: int) -> bool:
+    """Return whether a node puts every sample beside every other, or each beside its neighbour."""
+    pairs = node.next_functions
+    if len(pairs) != 2 or pairs[0][0] is None or pairs[1][0] is None:
+        return False
+    if _is_crossed(shape_of(*pairs[0]), shape_of(*pairs[1]), shape, rows):
+        return not is_constant(pairs[0][0]) and not is_constant(pairs[1][0])
+    one, other = (_start_of_rows(pair, rows) for pair in pairs)
+    return one is not None and other is not None and one != other
+
+
+def _is_between_rows(node: Node, rows: int) -> bool:
+    """Return whether distances are between samples, and not between samples and what is the same for all of them."""
+    children = [child for child, _ in node.next_functions if child is not None]
+    shape = shape_of(node, 0)
+    return (
+        len(children) == 2 and shape[-1] % rows == 0 and shape[-2] % rows == 0 and not any(map(is_constant, children))
+    )
+
+
+def _is_crossed(one: tuple[int, ...], other: tuple[int, ...], both: tuple[int, ...], rows: int) -> bool:
+    """Return whether two shapes have the samples in unlike dimensions of what they are broadcast to."""
+    one, other = ((1,) * (len(both) - len(shape)) + shape for shape in (one, other))
+    first = {dim for dim, size in enumerate(one) if size == rows and other[dim] == 1}
+    second = {dim for dim, size in enumerate(other) if size == rows and one[dim] == 1}
+    return bool(first and second)
+
+
+def _start_of_rows(edge: Edge, rows: int) -> Any:
+    """Return which samples a tensor begins with, or how they were moved; None where it has none."""
+    node, output = edge
+    for _ in range(4):
+        stem = stem_of(node.__class__)
+        if stem in ("Roll", "Flip") and shape_of(node, output)[0] == rows:
+            moved = node._saved_dims
+            return (stem, node._saved_shifts if stem == "Roll" else ()) if 0 in moved or not moved else 0
+        if stem == "Slice" and node._saved_dim == 0 and node._saved_self_sym_sizes[0] == rows:
+            return node._saved_start
+        if stem in ("Index", "IndexSelect") and shape_of(node, output)[:1] == shape_below(node)[:1] == (rows,):
+            table = next(child for child, _ in node.next_functions if child is not None)
+            index = None if is_constant(table) else _first_index(node, stem)
+            return (stem, id(index)) if _is_moved(index, rows) else 0
+        if stem not in ("Select", "View", "Unsqueeze", "Squeeze", "Slice", "Neg", "Mul"):
+            break
+        node, output = next(pair for pair in node.next_functions if pair[0] is not None)
+    return 0 if shape_of(node, output)[:1] == (rows,) else None
+
+
+def _first_index(node: Node, stem: str) -> torch.Tensor | None:
+    if stem == "IndexSelect":
+        return node._saved_index if node._saved_dim == 0 else None
+    return node._saved_indices[0]  # type: ignore[no-any-return]
+
+
+def _is_moved(index: torch.Tensor | None, rows: int) -> bool:
+    """Return whether samples are picked in another order than they have; on a device that is not looked at."""
+    if index is None or not index.is_cpu or index.dtype is torch.bool or index.shape != (rows,):
+        return False
+    return not torch.equal(index, torch.arange(rows, dtype=index.dtype))
+
+
+def _of_parameters(node: Node) -> bool:
+    """Return whether a node is a product with a matrix of parameters: a layer without a bias."""
+    children = [child for child, _ in node.next_functions if child is not None]
+    return stem_of(node.__class__) == "Mm" and any(map(is_constant, children))

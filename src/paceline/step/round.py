@@ -1,0 +1,437 @@
+"""One step's round on one worker: micro-batches go in, the fleet's sums come out.
+
+A round is made when its step is dealt, and closes in one of two ways. A `SynchronousRound` waits for everybody: the
+user's thread runs it, and its sums overlap with the last backward. A `DeadlineRound` closes at its deadline, or when
+the first shares are done, whoever is late: the proxy's thread runs it with what is finished, and the user's thread
+takes over the result when it comes there. Which of the two a step has is decided by its plan, in `GradientCombine`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline import concurrency
+from paceline.errors import Dropped, MisuseError
+from paceline.feed.micro_batches import MicroBatch
+from paceline.gradients import Header
+from paceline.gradients.accumulation import MicroBatchGradient
+from paceline.gradients.buckets import Among
+from paceline.gradients.exchange import Sum
+from paceline.pace.fitting import fit, ladder, recent_pace
+from paceline.records import StepRecord
+from paceline.step.checks.comparison import ReplicaComparison
+from paceline.step.context import LoopContext
+from paceline.step.device import DeviceClock, mark, wait_for
+from paceline.step.record import record_of, write_header
+from paceline.step.step_state import LoopPhase, RoundPhase, StepState, Work
+
+if TYPE_CHECKING:
+    from paceline.step.late.deadlines import Deadlines
+
+
+class StepRound(ABC):
+    """The base of both kinds of round: the open micro-batch, the header, the record."""
+
+    def __init__(self, loop: LoopContext, step_state: StepState) -> None:
+        self._loop, self.step_state, self._gradients = loop, step_state, loop.gradients
+        self._apart: MicroBatchGradient | None = None
+        """Gradients of the open micro-batch that have not joined the step's sum yet."""
+
+    @property
+    def _label(self) -> str:
+        return f"the round of step {self.step_state.index}"
+
+    # -- micro-batches: the user's thread ------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin the loop over the micro-batches, perhaps anew after it was left half done."""
+        self._apart = None
+
+    @abstractmethod
+    def take(self, opened: float) -> tuple[MicroBatch | None, float]:
+        """Return the next micro-batch, asked for at ``opened``, and when it was taken; None: there is no more."""
+
+    @abstractmethod
+    def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
+        """Add a loss of the open micro-batch."""
+
+    def _backward_apart(self, loss: torch.Tensor, weight: Any, *, among: Among, **graph: bool) -> None:
+        """Add a loss of the open micro-batch beside the step's sum, which it joins complete or not at all."""
+        more = self._gradients.accumulation.backward_apart(loss, weight, among=among, **graph)
+        if self._apart is not None:  # each parameter has its gradient in one of the two; statistics are the later ones
+            pairs = zip(self._apart.grads, more.grads, strict=True)
+            more = more._replace(grads=[other if grad is None else grad for grad, other in pairs])
+        self._apart = more
+
+    def drop(self) -> None:
+        """Forget the open micro-batch's gradients: it comes again."""
+        self._apart = None
+
+    @abstractmethod
+    def end_backward(self) -> None:
+        """Note that the open micro-batch has had all its losses."""
+
+    @abstractmethod
+    def done(self, work: Work) -> None:
+        """Note that the open micro-batch is used."""
+
+    @abstractmethod
+    def next(self, figures: dict[str, Any], opened: float) -> None:
+        """Count the micro-batch taken at ``opened``, with the ``figures`` added meanwhile: the loop wants another."""
+
+    @abstractmethod
+    def may_be_left(self, busy: bool) -> bool:
+        """Return whether the loop may leave its share half done; ``busy``: it is in a micro-batch."""
+
+    @abstractmethod
+    def end_work(self) -> None:
+        """Note that the loop's last micro-batch is used."""
+
+    # -- the round and after: the user's thread ------------------------------------------------------------------------
+
+    @abstractmethod
+    def run(self) -> bool:
+        """Run the round, or wait for it; return False when a peer's state replaces its result."""
+
+    @abstractmethod
+    def record(self, applied: bool) -> StepRecord | None:
+        """Return the record of this step for the script."""
+
+    @abstractmethod
+    def commit(self, began: float) -> None:
+        """End the step on this worker, which began it at ``began`` and has made its update."""
+
+    def refuse(self, header: Header) -> None:
+        """Raise MisuseError, before the update, where a comparison in this round found unlike workers."""
+        return
+
+    def compare(self, header: Header) -> None:
+        """Make replicas equal, after the commit, that unlike devices have rounded apart."""
+        return
+
+    # -- what this worker reports --------------------------------------------------------------------------------------
+
+    def _write_header(self, *, finite: bool, counts: bool = True, **facts: float) -> Header:
+        """Return this worker's header for the round's members; ``facts``: those of this kind of round."""
+        members = self._loop.membership
+        intentions = members.intentions() if members is not None else {}
+        return write_header(self._loop, self.step_state, {**facts, **intentions}, finite=finite, counts=counts)
+
+    def _record_of(self, header: Header, **known: Any) -> StepRecord:
+        loop = self._loop
+        emulated = loop.machine is not None
+        return record_of(
+            self.step_state, header, loop.transport.slot_name, emulated=emulated, auto=loop.micro_batches.auto, **known
+        )
+
+
+class SynchronousRound(StepRound):
+    """A round that waits for everybody, run by the user's thread."""
+
+    def __init__(
+        self,
+        loop: LoopContext,
+        step_state: StepState,
+        replicas: ReplicaComparison | None = None,
+        *,
+        late_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Make the round; ``late_s`` returns the seconds by which an earlier step's work missed its deadline."""
+        super().__init__(loop, step_state)
+        self._replicas, self._late_s = replicas, late_s
+        self._round_s = 0.0
+        self._clock = DeviceClock(loop.device)
+
+    def begin(self) -> None:
+        super().begin()
+        self._clock = DeviceClock(self._loop.device)
+
+    def take(self, opened: float) -> tuple[MicroBatch | None, float]:
+        self._clock.begin()
+        return self._loop.micro_batches.source.take(), opened
+
+    def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
+        if among is not None and self._gradients.atomic:  # memory may run out in a later part: then none of them counts
+            self._gradients.accumulation.prepare_apart()
+            self._backward_apart(loss, weight, among=among, **graph)
+        else:
+            self._gradients.backward(loss, weight, last=micro.last, among=among, **graph)
+
+    def end_backward(self) -> None:
+        if self._apart is not None:
+            self._gradients.accumulation.join_and_show(self._apart)
+            self._apart = None
+
+    def done(self, work: Work) -> None:
+        self._loop.micro_batches.paces.append(work.slowest_s / work.samples)
+        self.step_state.work.add(work)
+        self._loop.micro_batches.timed(work)
+
+    def next(self, figures: dict[str, Any], opened: float) -> None:
+        if figures:
+            self.step_state.work.add(Work(added=figures))
+
+    def may_be_left(self, busy: bool) -> bool:
+        return False
+
+    def end_work(self) -> None:
+        if self.step_state.work.micro_batches:
+            self._clock.end()
+
+    def finish(self) -> bool:
+        """Start the sums that are left and wait for the device; return whether this worker's gradients are finite.
+
+        The round reports the device's true seconds, so it is waited for once per step.
+        """
+        self._gradients.finish()
+        wait_for(mark(self._loop.device), self._loop, self.step_state.index)
+        if (seconds := self._clock.seconds()) is not None:
+            self.step_state.work.seconds = seconds
+        return self._gradients.finite()
+
+    def run(self) -> bool:
+        step_state, transport = self.step_state, self._loop.transport
+        if self._loop.membership is not None:
+            self._loop.membership.keep_up()
+        finite = self.finish()
+        entered = concurrency.perf_counter()
+        header = self._exchange_as_group() if transport.grouped else self._exchange(finite)
+        waited = concurrency.perf_counter() - entered
+        self._round_s = max(0.0, waited - float(header.column("seconds").max() - step_state.work.seconds))
+        step_state.header = header
+        return True
+
+    def _exchange(self, finite: bool) -> Header:
+        """Sum with the others."""
+
+        def write() -> Header:
+            return self._write_header(finite=finite, late_s=self._late_s())
+
+        return self._gradients.exchange.run(write, self.step_state.work.samples, self._label)
+
+    def _exchange_as_group(self) -> Header:
+        """Sum with the others, where each worker is a group of processes: the first one runs the round for all."""
+        step_state, transport = self.step_state, self._loop.transport
+        reports = transport.collect(self._label, (step_state.work.sums(), step_state.settings_digest))
+        for work, _ in reports[1:]:
+            step_state.work.add(work)
+        vector = transport.once(self._label, lambda: self._exchange_for_all([digest for _, digest in reports]))
+        header = Header(self._gradients.layout)
+        header.vector[:] = vector
+        return header
+
+    def _exchange_for_all(self, digests: Sequence[float]) -> Any:
+        if len(set(digests)) > 1:
+            raise MisuseError(
+                f"the processes of a worker have unlike learning rates or other settings of their optimisers in step "
+                f"{self.step_state.index}: call scheduler.step() in every process, never in the first alone"
+            )
+        return self._exchange(self._gradients.start()).vector
+
+    def record(self, applied: bool) -> StepRecord | None:
+        step_state = self.step_state
+        assert step_state.header is not None
+        norm = self._gradients.mean_gradient.known_norm if applied else None
+        step_state.record = self._record_of(step_state.header, round_s=self._round_s, grad_norm=norm)
+        return self._loop.dealing.in_samples(step_state.record)
+
+    def commit(self, began: float) -> None:
+        loop, step_state = self._loop, self.step_state
+        assert step_state.record is not None
+        assert step_state.header is not None
+        if loop.membership is not None:
+            loop.membership.note_intentions(
+                step_state.header, workers=step_state.workers, generation=step_state.generation
+            )
+        with loop.training.lock:
+            wall_s = concurrency.perf_counter() - began
+            record = loop.training.close(step_state, step_state.header, step_state.record, wall_s=wall_s)
+            step_state.enter(RoundPhase.CLOSED)
+            step_state.enter(RoundPhase.OVER)
+            loop.training.lock.notify_all()
+        loop.training.note(record)
+
+    def refuse(self, header: Header) -> None:
+        if self._replicas is not None:
+            self._replicas.refuse(self.step_state.index, header)
+
+    def compare(self, header: Header) -> None:
+        if self._replicas is not None:
+            self._replicas.compare(self.step_state.index, header)
+
+
+class DeadlineRound(StepRound):
+    """A round that closes at its deadline, or with the first shares that are done, whoever is late.
+
+    The user's thread puts micro-batches in and takes the result over, perhaps steps later. The proxy's thread seals the
+    round, runs it and makes its record.
+    """
+
+    def __init__(self, loop: LoopContext, step_state: StepState, deadlines: Deadlines) -> None:
+        super().__init__(loop, step_state)
+        self._deadlines = deadlines
+        self._lock = loop.training.lock
+        self._finished: Work | None = None
+        """The micro-batch that the loop is done with, until it comes back for more."""
+
+    # -- micro-batches: the user's thread ------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        super().begin()
+        self._finished = None
+
+    def take(self, opened: float) -> tuple[MicroBatch | None, float]:
+        while self._still_open(opened):
+            until = self.step_state.until
+            room = 0 if self.step_state.loop_phase is LoopPhase.CUT_OFF else self._room()
+            taken = self._loop.micro_batches.source.take(room) if room != 0 else None
+            if taken is not None or not self._another_lap(until):
+                return taken, opened
+            opened = concurrency.perf_counter()
+        return None, opened
+
+    def _still_open(self, now: float) -> bool:
+        """Return whether the round is open for the micro-batch that the loop asks for ``now``."""
+        with self._lock:
+            self.step_state.busy_since = now if self.step_state.open else None
+            return not self.step_state.closed
+
+    def _room(self) -> int | None:
+        """Return the samples that the time left allows, perhaps 0; None where there is no deadline."""
+        step_state, dealing, micro_batches = self.step_state, self._loop.dealing, self._loop.micro_batches
+        if step_state.until is None:
+            return None
+        largest, smallest = dealing.micro_batch, dealing.smallest
+        sizes = [size for size in ladder(largest) if size >= smallest] if not micro_batches.uncut else [largest]
+        fits = fit(step_state.until - concurrency.perf_counter(), recent_pace(list(micro_batches.paces)), sizes)
+        if not fits and not step_state.work.samples:  # or a slow worker would never be seen to recover
+            return sizes[-1]
+        return fits
+
+    def _another_lap(self, until: float | None) -> bool:
+        """Return whether another lap, or an extension, deals more: the share is done, or nothing fits ``until``."""
+        step_state = self.step_state
+        if step_state.closed or not (step_state.last or step_state.least):
+            return False
+        self._deadlines.in_flight.land()  # else what is dealt again might still come in
+        try:
+            return self._deadlines.proxy.wait_for_more(step_state, gone=False, until=until)
+        except Dropped:  # the commit raises it again
+            return False
+
+    def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
+        if self._check():
+            self._backward_apart(loss, weight, among=among, **graph)
+
+    def _check(self) -> bool:
+        """Check the script's parameters and gradients; return False when the round is closed to its work."""
+        with self._lock:
+            if self.step_state.open:
+                self._gradients.accumulation.check_apart()
+            return self.step_state.open
+
+    def end_backward(self) -> None:
+        """Do nothing: the micro-batch joins the sum when the loop comes back for more (`next`)."""
+
+    def done(self, work: Work) -> None:
+        if self._loop.device.type != "cuda":
+            self._loop.micro_batches.paces.append(work.slowest_s / work.samples)
+        self._finished = work
+        self._loop.micro_batches.timed(work)
+
+    def next(self, figures: dict[str, Any], opened: float) -> None:
+        finished, apart = self._finished, self._apart
+        self._finished = self._apart = None
+        if finished is None:
+            with self._lock:
+                self.step_state.work.add(Work(added=figures))
+            return
+        finished.added = figures
+        self._check()
+        self._deadlines.in_flight.start(
+            self.step_state, finished, apart or self._gradients.accumulation.no_gradient(), opened
+        )
+        with self._lock:
+            self._gradients.buckets.show()
+
+    def may_be_left(self, busy: bool) -> bool:
+        return not busy or not self.step_state.open  # what is left stays in this worker's queue
+
+    def end_work(self) -> None:
+        """Do nothing: the proxy ends the work, and may have sealed the round long since."""
+
+    # -- the round: the proxy's thread ---------------------------------------------------------------------------------
+
+    def run_for_worker(self) -> tuple[Header, Sum, StepRecord]:
+        """Close the round with what is finished and run it; return its header, its sums and its record."""
+        entered = concurrency.perf_counter()
+        header, total = self._gradients.exchange.run_in_background(self._seal, self._label)
+        return header, total, self._record_at(header, entered)
+
+    def _seal(self) -> tuple[Header, Sum]:
+        """Close the round to further work, and return what this worker brings to it."""
+        step_state, deadlines = self.step_state, self._deadlines
+        with self._lock:
+            deadlines.in_flight.count_landed()
+            step_state.enter(RoundPhase.CLOSED)
+            counts = step_state.began is not None and (
+                step_state.plan.wait_for is None or step_state.idle or step_state.last
+            )
+            mine = self._gradients.close(step_state.work.samples) if counts else self._gradients.exchange.nothing()
+            busy = 0.0 if step_state.idle else concurrency.perf_counter() - (step_state.busy_since or step_state.opened)
+            header = self._write_header(
+                finite=mine.finite,
+                counts=counts,
+                unfinished_s=busy,
+                behind=max(0, step_state.index - self._loop.position.next),
+                late_s=deadlines.in_flight.late_s(),
+                wants_state=deadlines.proxy.backlog.wants_copy,
+            )
+            return header, mine
+
+    def _record_at(self, header: Header, entered: float) -> StepRecord:
+        """Return the record of the round, which is over and which this worker entered at ``entered``."""
+        step_state = self.step_state
+        wall_s = concurrency.perf_counter() - step_state.opened
+        busy = float((header.column("seconds") + header.column("unfinished_s")).max())
+        latest = max(entered - step_state.opened, min(busy, step_state.plan.deadline_s or busy))
+        record = self._record_of(header, round_s=max(0.0, wall_s - latest), by_deadline=True)
+        return replace(record, wall_s=wall_s + self._deadlines.commit_s)
+
+    # -- its result: the user's thread ---------------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        """Wait until the proxy has run the round, and take its result over; it may be over long since."""
+        step_state, deadlines, proxy = self.step_state, self._deadlines, self._deadlines.proxy
+        deadlines.in_flight.land()
+        if step_state.open and step_state.began is not None:
+            self._check()
+        if not step_state.over:
+            proxy.wait_for_more(step_state, gone=True)
+        with self._lock:
+            self._lock.wait_for(lambda: step_state.over or proxy.error)
+        if not step_state.over and proxy.error is not None:
+            raise proxy.error
+        assert step_state.header is not None
+        self._gradients.buckets.show()
+        deadlines.side_stream.rejoin()
+        deadlines.promises.note(step_state)
+        total = step_state.total
+        if total is None:
+            deadlines.promises.decline()
+            return False
+        buffers = [total.buffers[1]] if total.buffers is not None else []
+        deadlines.side_stream.lend([*total.flats, total.statistics, *buffers])
+        self._gradients.exchange.adopt(total, step_state.header)
+        return True
+
+    def record(self, applied: bool) -> StepRecord | None:
+        return self.step_state.record
+
+    def commit(self, began: float) -> None:
+        self._deadlines.proxy.backlog.taken_over(self.step_state)

@@ -1,0 +1,455 @@
+"""One step of the user's loop: this worker's micro-batches, the round, the commit.
+
+Misuse that would otherwise be averaged in silently is an error here: a micro-batch without its backward, a step left
+half done, a second commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline import concurrency
+from paceline.errors import MisuseError
+from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
+from paceline.feed.micro_batches import MicroBatch
+from paceline.gradients import second_order
+from paceline.records import StepRecord
+from paceline.renamed import FormerNames
+from paceline.step.checks.comparison import is_examined
+from paceline.step.checks.hyperparameters import changed_rate, scaled_rates
+from paceline.step.checks.user_code import check_optimizers
+from paceline.step.losses.coupling import look_for_coupling, pass_by
+from paceline.step.losses.loss_constants import constants_of
+from paceline.step.losses.loss_weights import Tally, check_loss, check_weight, check_weights, read_weight, weighted
+from paceline.step.losses.several_losses import ADVICE, Parts, check_together
+from paceline.step.micro_batch_size import OutOfMemory, shrink
+from paceline.step.step_state import StepState, Work
+
+if TYPE_CHECKING:
+    from paceline.gradients.buckets import Among
+    from paceline.machines import Machine
+    from paceline.step.combine import Combine
+    from paceline.step.context import LoopContext
+    from paceline.step.round import StepRound
+
+_MOVED_BUFFER = (
+    "forward changes the buffer {} in every micro-batch, and after a round every worker has one worker's, as with DDP. "
+    "Where the loss depends on it (a counter, a running mean, spectral norm), the step is not that of one process: "
+    "change it behind step.commit, from step.index, step.sums or fleet.predict"
+)
+
+_UNLIKE_MODELS = (
+    "micro-batches of one step trained unlike models. That is right where some samples train no such model; where the "
+    "script takes turns by a number of micro-batches, the step is not that of one process: take turns by step.index, "
+    "and give each loss its models, step.backward(loss, models=generator): docs/sharding.md"
+)
+
+
+class Step(FormerNames):
+    """A step. Iterate it for this worker's micro-batches, then commit it.
+
+    Attributes:
+        index (int): counts the fleet's steps from 0, over all epochs and restarts.
+        epoch (int): the epoch this step belongs to, from 0.
+        ends_epoch (bool): whether this is the epoch's last step; with deadlines it is sure after the commit.
+        share (int): samples dealt to this worker for this step, 0 or more (batches, where a batch sampler gives
+            them). With a deadline: more than it is expected to do; 0 when the round closed before it came.
+        round (int): shared updates before this step: with gradients, one per step; with averages, one per round.
+        applied (bool): after the commit, whether the parameters were updated; False after an overflow, or when nobody
+            did anything.
+        record (StepRecord | None): after the round, what happened in this step, on every worker; None before.
+
+    Example:
+        ```python
+        for step in fleet.steps(dataset, global_batch=256, micro_batch=16):
+            for x, y in step:
+                step.backward(loss_fn(model(x), y))
+            step.commit(optimizer)
+            print(step.index, step.loss)
+        ```
+    """
+
+    _former_names = MappingProxyType({"combine": "step.reduce()"})
+
+    def __init__(
+        self,
+        loop: LoopContext,
+        combine: Combine,
+        step_state: StepState,
+        step_round: StepRound,
+        *,
+        share: int,
+        began: float,
+    ) -> None:
+        self.index = step_state.index
+        self.epoch = step_state.epoch
+        self.share = share
+        self.ends_epoch = step_state.ends_epoch
+        self.applied = False
+        self.record: StepRecord | None = None
+        self.round = combine.rounds
+        self._step_state, self._step_round = step_state, step_round
+        self._loop, self._combine_with, self._gradients = loop, combine, loop.gradients
+        self._iterated = self._combined = self._committed = False
+        self._open: MicroBatch | None = None
+        self._opened = 0.0
+        self._pending: dict[str, Any] = {}
+        self._void = False
+        """Whether the present micro-batch, and the figures added with it, do not count: it is empty, or comes again."""
+        self._pays_cost = True  # an emulated machine's constant cost per step
+        self._began = began
+        self._work_began = 0.0
+        self._idle_s = 0.0
+        self._own_numbers: TorchGenerators | None = None
+        self._update_seeded = False
+        self._parts = Parts(self.index)
+        self._part: Work | None = None
+        """The open micro-batch's work, once some models have had their backward and others may still have theirs."""
+
+    @property
+    def rows(self) -> int:
+        """The number of samples in the micro-batch that the loop has now; 0 between two."""
+        return self._open.rows if self._open is not None else 0
+
+    @property
+    def ends_share(self) -> bool:
+        """Whether the micro-batch that the loop has now, or had last, is this worker's last one of the step.
+
+        Not known before its backward for an iterable dataset, nor where the step has a deadline.
+        """
+        return self._open.last if self._open is not None else self._loop.dealing.left == 0
+
+    def __repr__(self) -> str:
+        return f"<Step {self.index} of epoch {self.epoch}: {self.share} {self._loop.dealing.unit} here>"
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(
+            "a step is not a batch: it gives this worker's micro-batches one after another (for x, y in step). In a "
+            "hook that is called once per step, such as Lightning's on_train_batch_end, take step.record.samples for "
+            "the samples of all workers, or keep what you need of each micro-batch in training_step"
+        )
+
+    # -- work ------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._iterated:
+            raise MisuseError(f"step {self.index} was iterated before: its micro-batches come once")
+        self._iterated = True
+        self._keep_generators()
+        self._work_began = concurrency.perf_counter()
+        rates: list[Any] | None = None
+        while (taken := self._take()) is not None:
+            seed_micro_batch(self._loop.seed, taken.epoch, taken.position, self._loop.device)
+            self._open, self._void = taken, taken.own == 0
+            yield taken.batch
+            rates = self._loop.tracking.rates() if rates is None else rates
+        if rates is not None:
+            self._check_rates_held(rates)
+        self._seed_update()
+
+    def _check_rates_held(self, after_first: list[Any]) -> None:
+        """Raise MisuseError when learning rates have changed since this worker's first micro-batch of the step.
+
+        A step has one update, and another worker has another number of micro-batches.
+        """
+        if (now := self._loop.tracking.rates()) != after_first:
+            groups = [name for name, _ in self._loop.tracking.hyperparameters()]
+            raise MisuseError(changed_rate(groups, after_first, now, step=self.index))
+
+    def _keep_generators(self) -> None:
+        """Remember the user's random generators: they go on after the step as if it had drawn no numbers."""
+        if self._own_numbers is None:
+            self._own_numbers = TorchGenerators(self._loop.device)
+
+    def _seed_update(self) -> None:
+        """Seed the random generators so that every worker draws the same numbers until the end of the commit."""
+        if not self._update_seeded:
+            self._update_seeded = True
+            self._keep_generators()
+            seed_update(self._loop.seed, self.index, self._loop.device)
+
+    def _take(self) -> MicroBatch | None:
+        self._close_micro_batch()
+        opened = self._opened = concurrency.perf_counter()
+        if self._loop.leaving:
+            return None
+        taken, self._opened = self._step_round.take(opened)
+        self._idle_s += self._opened - opened
+        return taken
+
+    def _close_micro_batch(self) -> None:
+        """End the micro-batch that the loop had; raise MisuseError when it was not used."""
+        if self._part is not None:
+            self._end_parts()
+        if self._open is not None:
+            raise MisuseError(
+                f"a micro-batch of step {self.index} had no step.backward(loss): its samples would be counted without "
+                "a gradient; call step.skip() to leave it out on purpose"
+            )
+        self._step_round.next({} if self._void else self._pending, self._opened)
+        if self._pending or self._void:
+            self._pending, self._void = {}, False
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: Any = None,
+        models: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Add the gradient of this micro-batch's mean loss.
+
+        ``weight`` is how much the mean counts. Unless given, it is what the loss was divided by, as autograd's graph
+        has it: samples, or tokens, pixels, class weights; samples where the graph does not show it (a compiled loss). 0
+        drops the micro-batch.
+
+        ``models``: the gradient is for the parameters of these alone, and other models may have a loss of their own in
+        the same micro-batch, with the same weight; ``step.loss`` is then the sum of the losses. ``retain_graph``: a
+        later one of these losses goes through the same graph.
+        """
+        micro = self._require_open("step.backward(loss)")
+        check_loss(loss)
+        weight, tally = self._weigh(loss, weight, micro, part=models is not None or self._part is not None)
+        together = self._loop.transport.shards > 1
+        if together:
+            check_together(loss, weight, models)
+        among: Among = None
+        if models is not None or self._part is not None:
+            among = self._parts.choose(models, self._gradients.everything, weight, used=self._part is not None)
+        if among is None and micro.own != 0 and (found := look_for_coupling(self._loop, loss, micro.rows)) is not None:
+            tally.couplings.append(found)
+        done = self._part or Work(samples=micro.samples, micro_batches=1)
+        if together or isinstance(weight, torch.Tensor) or weight > 0:
+            if not self._try_backward(loss, weight, micro, among=among, retain_graph=retain_graph):
+                return
+            done.weight, done.tally = weight, tally
+            done.loss_sum = done.loss_sum + weighted(loss, weight)
+        self._part = done
+        if among is None:
+            self._end_parts()
+            return
+        self._parts.add(among)
+        if self._parts.given.issuperset(map(id, self._gradients.buckets.parameters)):
+            self._end_parts()
+
+    def _weigh(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, part: bool) -> tuple[Any, Tally]:
+        """Return a loss's weight, and the tally of how weights came about; ``part``: it is for some models alone."""
+        tally = Tally() if self._part is None else self._part.tally
+        if micro.own == 0:
+            return float(micro.rows), tally
+        if is_examined(self.index) and (constants := constants_of(loss, micro.rows)) is not None:
+            tally.constants.append(constants)
+        if weight is not None:
+            weight = check_weight(weight)
+            tally.given = isinstance(weight, torch.Tensor) or weight > 0
+            return weight, tally
+        mean, alone = self._gradients.mean_gradient, self._loop.transport.solitary
+        like = self._step_state.work.tally
+        weight, odd = read_weight(loss, micro.rows, tally, unit=mean.unit, part=part, like=like)
+        if alone and mean.unit is None and tally.raw and not isinstance(weight, torch.Tensor):  # nobody to agree with
+            mean.unit = float(weight // micro.rows) if weight and weight % micro.rows == 0 else 1.0
+            weight, tally.raw, tally.read = weight / mean.unit, False, [(weight / mean.unit, micro.rows)]
+        if odd:
+            self._loop.notes.warn_once(odd)
+            pass_by(self._loop, loss)
+        return weight, tally
+
+    def _end_parts(self) -> None:
+        """End the open micro-batch, unless it has had no backward: its losses are complete."""
+        done, micro = self._part, self._open
+        if done is None or micro is None:
+            return
+        self._part = None
+        self._parts.close(
+            self._gradients.buckets.parameters, counts=isinstance(done.weight, torch.Tensor) or done.weight > 0
+        )
+        self._step_round.end_backward()
+        self._done(micro, done)
+
+    def _try_backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> bool:
+        """Return False when memory ran out: then the micro-batch comes again, in halves."""
+        try:
+            self._step_round.backward(loss, weight, micro, among=among, **graph)
+        except OutOfMemory:
+            if not self._loop.micro_batches.auto or not shrink(self._loop, micro.samples, again=True):
+                raise
+        else:
+            return True
+        self._open = self._part = None
+        self._step_round.drop()
+        self._parts.drop()
+        self._void = True
+        return False
+
+    def skip(self) -> None:
+        """Leave this micro-batch out: its samples count as done, without a gradient."""
+        micro = self._require_open("step.skip()")
+        if self._loop.transport.shards > 1:
+            raise MisuseError(
+                "step.skip() in a worker of several processes, which go through the model together: call "
+                "step.backward(loss, weight=0) for a micro-batch that is not to count"
+            )
+        if self._part is not None:
+            raise MisuseError(f"step.skip() after step.backward in one micro-batch of step {self.index}: it is in use")
+        self._done(micro, Work(samples=micro.samples, micro_batches=1))
+
+    def add(self, **figures: Any) -> None:
+        """Sum figures over the fleet, e.g. ``step.add(correct=n)``; after commit they are in ``step.record.sums``."""
+        if self._combined:
+            raise MisuseError(f"step.add after the round of step {self.index}: it can no longer be summed")
+        for name, value in figures.items():
+            value = value.detach().to(torch.float64).sum() if isinstance(value, torch.Tensor) else float(value)
+            self._pending[name] = self._pending.get(name, 0.0) + value
+
+    def _done(self, micro: MicroBatch, done: Work) -> None:
+        self._open = None
+        if self._loop.machine is not None:
+            done.shortfall_s = self._pad(self._loop.machine, micro.rows)
+        now = concurrency.perf_counter()
+        done.slowest_s = now - self._opened
+        done.seconds = now - self._work_began - self._idle_s - self._step_state.work.seconds
+        self._step_round.done(done)
+
+    def _pad(self, machine: Machine, samples: int) -> float:
+        """Take as long as the emulated machine would; return the seconds by which the host was too slow."""
+        if self._loop.device.type == "cuda":
+            torch.cuda.current_stream(self._loop.device).synchronize()
+        begins, self._pays_cost = self._pays_cost, False
+        return machine.pad(self.index, samples, self._opened, begins=begins)
+
+    def _require_open(self, call: str) -> MicroBatch:
+        self._require_current()
+        if self._open is None:
+            why = f"it was used already; {ADVICE}" if self._iterated else "none was taken"
+            raise MisuseError(f"{call} without a micro-batch in step {self.index}: {why}")
+        return self._open
+
+    def _require_current(self) -> None:
+        """Raise MisuseError when this step is no longer its loop's: its samples may have been dealt again."""
+        if self._loop.position.closed or self._loop.position.step is not self:
+            raise MisuseError(f"step {self.index} is over: its loop was left, or a later step has begun")
+
+    # -- round and commit ------------------------------------------------------------------------------------------
+
+    def reduce(self, *, whole: bool = True) -> None:
+        """Run the round now, and leave the fleet's mean gradient in ``p.grad`` for code of your own.
+
+        ``step.commit`` then only updates. When ``step.applied`` is False there is nothing to apply (an overflow,
+        nothing done). ``whole=False``: that code takes a mean over any number of samples, so pace="auto" may set
+        deadlines.
+        """
+        self._loop.script.own_updates |= whole
+        self._combine(clip_norm=None, own=True)
+        self._loop.tracking.updates.combined(self.applied, self._gradients.everything)
+
+    def commit(self, *optimizers: torch.optim.Optimizer, clip_norm: float | None = None) -> None:
+        """Combine with the fleet, clip the mean gradient to ``clip_norm``, update, and zero the gradients."""
+        if self._committed:
+            raise MisuseError(f"step {self.index} was committed before: one commit a step")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm must be positive, got {clip_norm}")
+        if not optimizers and not self._combined:
+            raise ValueError("step.commit needs the optimizer: step.commit(optimizer)")
+        check_optimizers(self._loop, optimizers)
+        self._loop.script.optimizers = optimizers
+        combined_before = self._combined
+        if not combined_before:
+            self._parts.check_commit(optimizers)
+            self._combine(clip_norm=clip_norm, own=False)
+        updated, updates = concurrency.perf_counter(), self._loop.tracking.updates
+        updates.committing(self.applied)
+        if self.applied:
+            if combined_before and clip_norm is not None:
+                self._gradients.mean_gradient.norm()  # before it is clipped
+                torch.nn.utils.clip_grad_norm_(self._gradients.buckets.parameters, clip_norm)
+            factor = self._gradients.lr_factor(self._after().weight)
+            with nullcontext() if factor == 1.0 else scaled_rates(optimizers, factor):
+                for optimizer in optimizers:
+                    second_order.step(optimizer) if second_order.needs_graph(optimizer) else optimizer.step()
+        updates.updated()
+        self._committed = True
+        self._combine_with.commit(self, updated)
+        updates.committed(self._loop.position.finished)
+        if self._own_numbers is not None:
+            self._own_numbers.restore()
+
+    def _combine(self, clip_norm: float | None, *, own: bool) -> None:
+        if self._committed or self._combined:
+            raise MisuseError(f"step {self.index} has had its round: one a step")
+        self._require_current()
+        self._end_parts()
+        self._check_finished()
+        self._seed_update()
+        self._close_micro_batch()
+        self._step_round.end_work()
+        self._combined = True
+        self.applied = self._combine_with.exchange(self, clip_norm, own=own)
+        header = self._step_state.header
+        if self.applied and self._parts.partial and float(self._step_state.work.weight) > 0:
+            assert header is not None
+            self._parts.check_round(self._gradients.buckets.parameters, header.used.tolist())
+        if header is not None:
+            self._gradients.mean_gradient.agree_on_unit(header)
+            check_weights(self._loop, self.index, header)
+            if moved := self._gradients.accumulation.buffers.moved_by_forward:
+                self._loop.notes.warn_once(_MOVED_BUFFER.format(moved))
+            if len(self._gradients.accumulation.trained_models) > 1:
+                self._loop.notes.warn_once(_UNLIKE_MODELS)
+
+    def _check_finished(self) -> None:
+        if self._step_round.may_be_left(self._open is not None):
+            self._open = None
+            return
+        left = 0 if self._loop.leaving else self._loop.dealing.left
+        if self._open is not None or left:
+            left += self._open.samples if self._open else 0
+            unit = self._loop.dealing.unit
+            raise MisuseError(
+                f"step {self.index} was left half done: {left} of this worker's {self.share} {unit} had no "
+                "step.backward; finish the loop over the step, or call step.skip() for each micro-batch you leave out"
+            )
+
+    @property
+    def committed(self) -> bool:
+        """Whether ``step.commit`` has been called."""
+        return self._committed
+
+    # -- afterwards ------------------------------------------------------------------------------------------------
+
+    @property
+    def loss(self) -> float:
+        """The fleet's weighted mean loss of this step, the same on every worker. After the round."""
+        return self._after().loss if self._after().loss is not None else float("nan")  # type: ignore[return-value]
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """The figures given to ``step.add``, summed over the fleet. After the round."""
+        return dict(self._after().sums)
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the mean gradient before clipping. After the round, until the next step begins."""
+        if self._loop.position.step is not self or self.record is None:
+            raise MisuseError(
+                f"the gradients of step {self.index} are no longer there: ask before the next step begins"
+            )
+        return self._gradients.mean_gradient.norm() if self.applied else float("nan")
+
+    @property
+    def progress(self) -> float:
+        """The fraction of the whole training that was done when this step began or, after its commit, ended, in [0, 1].
+
+        It is exact and the same on every worker, so schedules can follow it.
+        """
+        return self._loop.position.progress
+
+    def _after(self) -> StepRecord:
+        if self.record is None:
+            raise MisuseError(f"step {self.index} has no result yet: call step.commit first")
+        return self.record

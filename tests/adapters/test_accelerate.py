@@ -1,0 +1,403 @@
+"""The Accelerator in one process: what it does alone, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+if find_spec("accelerate") is None:
+    pytest.skip("needs pip install 'paceline[accelerate]'", allow_module_level=True)
+
+import accelerate
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+
+from paceline.adapters.accelerate import Accelerator
+from paceline.adapters.accelerate.joined import JoinedFleet
+from paceline.errors import MisuseError
+
+INHERITED = set(
+    """
+    autocast clear deepspeed_plugin
+    deepspeed_ulysses_dl_adapter device dispatch_batches distributed_type even_batches fp8_backend get_state_dict
+    get_tracker gradient_accumulation_steps init_trackers is_composable_parallelism_enabled is_fsdp2
+    is_last_process is_local_main_process is_main_process local_process_index log logging_dir
+    maybe_context_parallel mixed_precision multi_device non_blocking num_processes on_last_process
+    on_local_main_process on_local_process on_main_process on_process optimizer_step_was_skipped
+    parallelism_config prepare print process_index profile project_dir
+    register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook save save_iteration
+    save_model set_trigger should_save_model split_batches split_between_processes sync_gradients
+    torch_device_mesh trigger_sync_in_backward unwrap_model use_distributed use_seedable_sampler
+    use_stateful_dataloader verify_device_map
+    """.split()  # noqa: SIM905
+)
+"""What is right as Accelerate has it: it depends on nothing else than the number of processes and who is main."""
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PACELINE_RUN_DIR", str(tmp_path / "run"))
+    yield
+    if JoinedFleet.current is not None:
+        JoinedFleet.current.leave()
+    JoinedFleet.current = None
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def made(**more: Any) -> Accelerator:
+    return Accelerator(cpu=True, quiet=True, **more)
+
+
+def data(count: int = 12) -> TensorDataset:
+    x = torch.arange(count, dtype=torch.float64)[:, None]
+    return TensorDataset(x / count, 2 * x / count)
+
+
+def ready(accelerator: Accelerator, batch: int = 4) -> tuple[Any, Any, Any]:
+    model = nn.Linear(1, 1).double()
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(), batch_size=batch))
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def test_every_public_name_of_accelerates_own_is_ours_or_known_to_be_right() -> None:
+    names = {name for name in dir(accelerate.Accelerator) if not name.startswith("_")}
+    own = {name for name in vars(Accelerator) if not name.startswith("_")}
+    assert names - own == INHERITED
+
+
+def test_a_fleet_of_one_is_accelerates_own_loop() -> None:
+    torch.manual_seed(0)
+    accelerator = made()
+    model, optimizer, loader = ready(accelerator)
+    assert (len(loader), loader.batch_size, accelerator.num_processes) == (3, 4, 1)
+    assert accelerator.is_main_process
+    assert str(accelerator.distributed_type) == "DistributedType.NO"
+    before = accelerator.unwrap_model(model).weight.item()
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            assert accelerator.sync_gradients
+            optimizer.step()
+            assert not accelerator.optimizer_step_was_skipped
+            optimizer.zero_grad()
+    assert model.weight.item() != before
+    assert accelerator.last_step is not None
+    assert accelerator.last_step.index == 2
+
+
+def test_accumulation_makes_one_update_of_several_batches() -> None:
+    accelerator = made(gradient_accumulation_steps=2)
+    model, optimizer, loader = ready(accelerator, batch=2)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    synced = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            synced.append(accelerator.sync_gradients)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    assert len(loader) == 6
+    assert synced == [False, True] * 3
+    assert schedule.get_last_lr() == [0.1 / 8]
+
+
+def test_a_prepared_model_is_copied_and_pickled_and_its_copies_are_plain() -> None:
+    accelerator = made()
+    model, optimizer, loader = ready(accelerator)
+    for batch in loader:
+        loss = loss_of(model, batch)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            loss_of(other, batch).backward()
+            other.zero_grad()
+            assert other.weight.grad is None
+        accelerator.backward(loss)
+        model.zero_grad()
+        optimizer.step()
+    assert accelerator.last_step is not None
+    assert accelerator.last_step.index == 2
+
+
+def test_several_optimizers_make_one_update() -> None:
+    accelerator = made()
+    model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
+    ones, others = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    model, ones, others, loader = accelerator.prepare(model, ones, others, DataLoader(data(), batch_size=4))
+    for number, batch in enumerate(loader):
+        accelerator.backward(loss_of(model, batch))
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        assert norm > 0
+        ones.step()
+        if number % 2:
+            others.step()
+    assert accelerator.last_step is not None
+    assert accelerator.last_step.index == 2
+
+
+def test_a_schedule_that_runs_past_its_end_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = made(global_batch=8)
+    model, optimizer, loader = ready(accelerator, batch=2)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * len(loader)))
+    warned: list[str] = []
+    schedule._warn = warned.append
+    for _ in range(4):
+        for batch in loader:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            schedule.step()
+    assert len(warned) == 1
+    assert "makes 4 steps per update" in warned[0]
+
+
+def test_an_evaluation_needs_no_optimizer_and_knows_the_mode() -> None:
+    accelerator = made()
+    model, loader = accelerator.prepare(nn.Linear(1, 1).double(), DataLoader(data(), batch_size=5))
+    model.eval()
+    assert [len(x) for x, _ in loader] == [5, 5, 2]
+    model.train()
+    with torch.no_grad():
+        assert [len(x) for x, _ in accelerator.skip_first_batches(loader, 1)] == [5, 2]
+    assert [len(x) for x, _ in loader] == [5, 5, 2], "nothing could train"
+    batches = iter(loader)
+    loss_of(model, next(batches)).backward()
+    with pytest.raises(MisuseError, match="without a prepared optimizer"):
+        next(batches)
+    with pytest.raises(MisuseError, match="with a prepared optimizer"):
+        accelerator.backward(torch.ones((), requires_grad=True))
+
+
+def test_even_batches_are_set_on_a_loader_and_for_a_block() -> None:
+    accelerator = made()
+    model, _, loader = ready(accelerator)
+    assert loader.batch_sampler.even_batches
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        assert not loader.batch_sampler.even_batches
+    assert loader.batch_sampler.even_batches
+    loader.batch_sampler.even_batches = False
+    assert not loader.batch_sampler.even_batches
+    assert len(loader.batch_sampler) == len(loader) == 3
+    with pytest.raises(MisuseError, match="update by update"):
+        next(iter(loader.batch_sampler))
+
+
+def test_misuse_is_named() -> None:
+    accelerator = made()
+    model, optimizer, loader = ready(accelerator)
+    with pytest.raises(MisuseError, match="outside of a training loop"):
+        accelerator.backward(torch.ones((), requires_grad=True))
+    with pytest.raises(MisuseError, match="without load_state"):
+        next(iter(accelerator.skip_first_batches(loader, 2)))
+    model.eval()
+    for batch in loader:
+        with pytest.raises(MisuseError, match=r"model.train\(\)"):
+            accelerator.backward(loss_of(model, batch))
+    model.train()
+    batches = iter(loader)
+    accelerator.backward(loss_of(model, next(batches)))
+    with pytest.raises(MisuseError, match=r"without optimizer\.step"):
+        next(batches)
+    with pytest.raises(ValueError, match="closure"):
+        optimizer.step(lambda: 0.0)
+
+
+def test_a_call_for_all_in_the_middle_of_an_update_is_refused() -> None:
+    accelerator = made(gradient_accumulation_steps=2)
+    model, optimizer, loader = ready(accelerator, batch=2)
+    for batch in loader:
+        loss = loss_of(model, batch)
+        accelerator.backward(loss)
+        if not accelerator.sync_gradients:
+            with pytest.raises(MisuseError, match="in the middle of an update"):
+                accelerator.gather(loss.detach())
+            with pytest.raises(MisuseError, match="in the middle of an update"):
+                accelerator.save_state("nowhere")
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin}, "fsdp_plugin"),
+        ({"parallelism_config": object()}, "parallelism_config"),
+        ({"megatron_lm_plugin": object()}, "megatron_lm_plugin"),
+        ({"deepspeed_plugin": object()}, "deepspeed_plugin"),
+        ({"mixed_precision": "fp8"}, "fp8"),
+        ({"pace": "joint"}, "deadlines"),
+        ({"pace": "cutoff"}, "deadlines"),
+        ({"combine": "average"}, "averages of parameters"),
+        ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]}, "comm_dtype="),
+        ({"gradient_accumulation_plugin": GradientAccumulationPlugin(2, sync_with_dataloader=False)}, "epoch"),
+    ],
+)
+def test_what_a_fleet_cannot_honour_is_refused_in_a_sentence(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        made(**settings)
+
+
+def test_engines_of_accelerate_launch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP"):
+        made()
+
+
+def test_a_global_batch_that_gives_a_scheduler_no_whole_number_of_steps_is_refused() -> None:
+    accelerator = made(global_batch=6)
+    model, optimizer, loader = ready(accelerator)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    batches = iter(loader)
+    accelerator.backward(loss_of(model, next(batches)))
+    accelerator.backward(loss_of(model, next(batches)))
+    optimizer.step()
+    with pytest.raises(ValueError, match="split_batches=True"):
+        schedule.step()
+
+
+def test_split_batches_divide_the_loaders_own() -> None:
+    accelerator = made(dataloader_config=DataLoaderConfiguration(split_batches=True))
+    _, _, loader = ready(accelerator)
+    assert (loader.global_batch, loader.processes, len(loader)) == (4, 1, 3)
+
+
+def test_checkpoints_are_named_and_limited(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = made(project_config=project)
+    model, optimizer, loader = ready(accelerator)
+    weights = []
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        accelerator.save_state()
+        weights.append(model.weight.item())
+    names = sorted(one.name for one in (tmp_path / "checkpoints").iterdir())
+    assert names == ["checkpoint_1", "checkpoint_2"]
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state()
+    assert model.weight.item() == weights[-1]
+    with pytest.raises(ValueError, match=r"paceline\.pt"):
+        accelerator.load_state(tmp_path)
+    accelerator.save_model(model, tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_mixed_precision_computes_in_bfloat16_and_returns_float32() -> None:
+    accelerator = made(mixed_precision="bf16")
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        assert model(batch[0]).dtype == torch.float32
+        with accelerator.autocast():
+            assert (batch[0] @ batch[0].T).dtype == torch.bfloat16
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+    assert model.weight.dtype == torch.float32
+
+
+def test_fp16_on_a_cpu_is_float32_as_in_accelerate() -> None:
+    accelerator = made(mixed_precision="fp16")
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = DataLoader(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, batches)
+    for batch in loader:
+        with accelerator.autocast():
+            assert model(batch[0]).dtype == torch.float32
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+    assert accelerator.scaler is None
+
+
+def test_a_gradient_scaler_scales_once_and_skips_an_overflow() -> None:
+    """Accelerate makes its scaler on GPUs alone: this one stands for it."""
+    weights = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**20)):
+        accelerator = made()
+        accelerator.scaler = scaler
+        torch.manual_seed(0)
+        model, optimizer, loader = ready(accelerator)
+        schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        skipped = []
+        for number, batch in enumerate(loader):
+            loss = loss_of(model, batch)
+            overflow = scaler is not None and number == 1
+            accelerator.backward(loss * float("inf") if overflow else loss if number != 1 else loss * 0)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            if scaler is not None or number != 1:
+                optimizer.step()
+                skipped.append(accelerator.optimizer_step_was_skipped)
+                schedule.step()
+            else:
+                optimizer.param_groups[0]["lr"], rate = 0.0, optimizer.param_groups[0]["lr"]
+                optimizer.step()
+                optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+        weights.append(model.weight.item())
+        accelerator.end_training()
+        if scaler is not None:
+            assert skipped == [False, True, False]
+            assert scaler.get_scale() == 2.0**19
+    assert weights[0] == pytest.approx(weights[1], rel=1e-12)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(10, dtype=torch.float64)[:, None])
+
+
+def test_a_stream_is_trained_on_and_has_no_length() -> None:
+    accelerator = made()
+    model = nn.Linear(1, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Stream(), batch_size=4))
+    with pytest.raises(TypeError):
+        len(loader)
+    updates = 0
+    for x in loader:
+        accelerator.backward(model(x).pow(2).mean())
+        optimizer.step()
+        updates += accelerator.sync_gradients
+    assert updates == 3
+
+
+def test_another_training_may_follow_with_the_same_accelerator_or_a_new_one() -> None:
+    accelerator = made()
+    for number in range(3):
+        model, optimizer, loader = ready(accelerator)
+        for batch in loader:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+        accelerator.free_memory()
+        if number:
+            accelerator = made()
+    assert accelerator.fleet is JoinedFleet.current.fleet  # type: ignore[union-attr]
+
+
+def test_a_refusal_of_a_step_says_what_to_write_in_accelerates_loop() -> None:
+    accelerator = Accelerator(cpu=True, quiet=True)
+    model = nn.Linear(3, 1)
+    data = DataLoader(TensorDataset(torch.randn(16, 3, generator=torch.Generator().manual_seed(0))), 4)
+    *_, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data)
+    with pytest.raises(MisuseError, match=r"had no step\.backward.* In Accelerate's loop every batch"):
+        list(loader)
+    accelerator.end_training()

@@ -1,0 +1,62 @@
+"""Our rule for the loss scale against torch's own GradScaler, over random overflows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.gradients.scaling import is_active, next_state
+from quick import examples
+
+
+def torchs_states(overflows: list[bool], **options: Any) -> list[dict[str, Any]]:
+    """The states of a real scaler in a real loop in which gradients overflow as told."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", **options)
+    states = []
+    for overflow in overflows:
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * (float("inf") if overflow else 1e-30)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        states.append(scaler.state_dict())
+    return states
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(
+    overflows=st.lists(st.booleans(), min_size=1, max_size=30),
+    interval=st.integers(1, 5),
+    growth=st.sampled_from([1.5, 2.0, 3.0]),
+    backoff=st.sampled_from([0.1, 0.5, 0.9]),
+    scale=st.sampled_from([1.0, 2.0**16, 3.3]),
+)
+def test_the_scale_moves_as_torchs_does(
+    overflows: list[bool], interval: int, growth: float, backoff: float, scale: float
+) -> None:
+    options = {"init_scale": scale, "growth_interval": interval, "growth_factor": growth, "backoff_factor": backoff}
+    ours = torch.amp.GradScaler("cpu", **options)
+    ours.scale(torch.ones(1))  # torch makes its tensors on first use
+    for overflow, theirs in zip(overflows, torchs_states(overflows, **options), strict=True):
+        ours.load_state_dict(next_state(ours.state_dict(), overflow=overflow))
+        assert ours.state_dict() == theirs
+
+
+def test_the_scale_never_grows_to_infinity() -> None:
+    options = {"init_scale": 2.0**126, "growth_interval": 1}
+    ours = torch.amp.GradScaler("cpu", **options)
+    ours.scale(torch.ones(1))
+    for theirs in torchs_states([False] * 4, **options):
+        ours.load_state_dict(next_state(ours.state_dict(), overflow=False))
+        assert ours.get_scale() == theirs["scale"]
+
+
+@pytest.mark.parametrize(("scaler", "active"), [(None, False), (False, False), (True, True)])
+def test_only_an_enabled_scaler_is_active(scaler: bool | None, active: bool) -> None:
+    thing = None if scaler is None else torch.amp.GradScaler("cpu", enabled=scaler)
+    assert is_active(thing) is active
