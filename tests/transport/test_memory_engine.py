@@ -18,6 +18,7 @@ from paceline.roster import Generation
 from paceline.transport import group as groups
 from paceline.transport.engines import contract, gloo, memory
 from paceline.transport.engines.contract import Check, EngineWork
+from paceline.transport.engines.gloo import GlooMessage
 from paceline.transport.engines.memory import MemoryEngine, MemoryNetwork
 from paceline.transport.engines.memory_store import MemoryPrefix, MemoryServer, MemoryStore, open_memory_store
 from paceline.transport.group import Group
@@ -303,6 +304,64 @@ def test_a_thread_that_leaves_in_time_does_not_and_nobody_watches_where_nobody_w
     before = threading.active_count()
     Group(0, 2).end_if_stuck()
     assert threading.active_count() <= before
+
+
+def test_a_wait_that_is_entered_after_the_group_was_broken_off_ends_at_once(ended: Any) -> None:
+    group = Group(0, 2)
+    connectors(MemoryNetwork())[4].break_off(group)
+    with pytest.raises(RuntimeError, match="the group is over"):
+        Watched(Endless(), patient(group), group=group).wait()
+    assert not ended.codes
+
+
+def test_a_start_that_stays_stuck_in_the_engine_ends_its_worker_too(ended: Any) -> None:
+    group, work = Group(0, 2), Endless()
+
+    def start(group: Group) -> EngineWork:
+        work.wait(no_look)
+        return work
+
+    thread = threading.Thread(target=lambda: Watched.started(start, patient(group), group=group), daemon=True)
+    thread.start()
+    while not group.waits._waits:
+        threading.Event().wait(0.001)
+    connectors(MemoryNetwork())[4].break_off(group)
+    assert ended.happened.wait(5)
+    work.freed.set()
+    thread.join(5)
+
+
+def test_a_message_that_gloo_forgot_can_be_left() -> None:
+    class Forgotten:
+        freed = threading.Event()
+
+        def wait(self, timeout: Any) -> None:
+            self.freed.wait(20)
+
+    group = Group(0, 2)
+    message = GlooMessage(Forgotten()).leavable()
+    waits = Watched(message, patient(group), group=group)
+    threading.Timer(0.1, group.break_off).start()
+    with pytest.raises(RuntimeError, match="the group is over"):
+        waits.wait()
+    Forgotten.freed.set()
+
+
+def test_a_message_that_can_be_left_ends_and_fails_as_its_engine_says() -> None:
+    class Work:
+        def __init__(self, error: str = "") -> None:
+            self.error = error
+
+        def wait(self, timeout: Any) -> None:
+            if self.error:
+                raise RuntimeError(self.error)
+
+    ends = GlooMessage(Work()).leavable()
+    assert not ends.done
+    ends.wait(no_look)
+    assert ends.done
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        GlooMessage(Work("closed by peer")).leavable().wait(no_look)
 
 
 def test_a_group_that_is_broken_off_while_it_connects_fails_as_well() -> None:

@@ -97,11 +97,7 @@ class Distributed(Transport, ABC):
         return self.group
 
     def _started(self, start: Callable[[Group], Any]) -> Pending:
-        group = self._group_here()
-        try:
-            return Watched(start(group), self.watch, group=group)
-        except RuntimeError as error:  # on a connection that broke, even the start fails
-            raise self.watch.failed(error) from None
+        return Watched.started(start, self.watch, group=self._group_here())
 
     def places(self) -> dict[str, Any] | None:
         topology, workers = self.group.topology, self.workers

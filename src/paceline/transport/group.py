@@ -194,10 +194,11 @@ class Group:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> EngineWork:
         """Start to send to the worker of that rank."""
-        return self.engine.send(tensor, self._seats[to], tag)
+        return self.engine.send(tensor, self._seats[to], tag).leavable()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> EngineWork:
-        return self.engine.receive(tensor, self._seats[source], tag)
+        """Start to receive from the worker of that rank."""
+        return self.engine.receive(tensor, self._seats[source], tag).leavable()
 
     def sum_over(self, topology: Topology) -> None:
         """Sum from now on as the topology says, in whose order the group was connected."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline import concurrency
 from paceline.transport.base import Pending
@@ -16,12 +16,23 @@ class Watched(Pending):
     ``group``: the one that stood when this was begun.
     """
 
+    @classmethod
+    def started(cls, start: Callable[[Group], EngineWork], watch: Watch, *, group: Group) -> Watched:
+        """Start a work. A start counts as a wait: it is as much inside the engine."""
+        try:
+            with group.waits.inside():
+                return cls(start(group), watch, group=group)
+        except RuntimeError as error:  # on a connection that broke, even the start fails
+            raise watch.failed(error) from None
+
     def __init__(self, work: EngineWork, watch: Watch, *, group: Group) -> None:
         self._held, self._watch, self._group = [work], watch, group
 
     def wait(self) -> None:
         try:
             with self._group.waits.inside():
+                if not self._held[0].done:  # whoever breaks the group off sees this wait, or this sees that
+                    self._group.check_open()
                 self._held[0].wait(self._check)
         except RuntimeError as error:  # whose traceback would hold the work, and by it the engine
             raise self._watch.failed(error.with_traceback(None)) from None
@@ -42,6 +53,7 @@ class Watched(Pending):
     def _check(self) -> None:
         """Raise when the work can no longer end: another thread may have re-formed the group, unseen by this one."""
         self._watch.check()
+        self._group.check_open()
         if self._watch.group is not self._group:
             raise RuntimeError("the group was re-formed")
 

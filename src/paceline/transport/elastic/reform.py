@@ -79,7 +79,7 @@ class Forming:
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
         """Fill a tensor with what a member sends."""
-        Watched(self.group.receive(tensor, source, tag), self, group=self.group).wait()
+        Watched.started(lambda group: group.receive(tensor, source, tag), self, group=self.group).wait()
 
     def _over(self, why: str) -> GenerationOver:
         return GenerationOver(f"generation {self.generation.number}: {why}", generation=self.generation.number)
@@ -264,15 +264,15 @@ class Reform:
             self._form(forming)
             reports = self._settle(forming, fresh=fresh)
         except BaseException as error:
+            self._forming = None
             self.connector.break_off(group)
             self._close_detached(group)
             if isinstance(error, (RuntimeError, ConnectionError)) and not isinstance(error, PacelineError):
                 self.connector.forget_store()  # its connection may be what broke
                 raise forming.failed(error) from None
             raise
-        finally:
-            self._forming = None
         self.group, self.now = group, generation
+        self._forming = None  # only now: a generation that ends meanwhile finds its group in the one or the other
         try:
             self._bring_everybody_in(reports)
         except RuntimeError as error:
@@ -325,9 +325,9 @@ class Reform:
     def _on_over(self, number: int) -> None:
         """Free the threads that wait in a generation that is over (on the client's thread)."""
         self.over = max(self.over, number)
+        forming = self._forming  # before the group that stands, which takes its place meanwhile
         if number >= self.number:
             self.break_off()
-        forming = self._forming
         if forming is not None and number >= forming.generation.number:
             self.connector.break_off(forming.group)
 

@@ -77,6 +77,10 @@ class EngineWork(Protocol):
     def done(self) -> bool:
         """Whether the operation is known to have ended, well or not: a wait for it returns, or raises, at once."""
 
+    def leavable(self) -> EngineWork:
+        """Return this work in a form whose `wait` keeps its promise to ``check``, at the price of some microseconds."""
+        return self
+
     @property
     def carrier(self) -> Carrier | None:
         """What may send this work in one message with others; None once it is under way."""

@@ -2,7 +2,9 @@
 
 Works of the whole group are waited for in slices of `CHECK_S`. Sends and receives cannot be: a wait that times out
 closes the connection, and their works do not show their end before they are waited for. They fail when their
-connections are shut; for the rare one that does not, see `paceline.transport.group.EngineWaits`.
+connections are shut, but for the rare one that Gloo forgets: its own thread takes a send off the list of those to wake,
+finds the connection broken as it writes, and wakes the others. A `LeavableMessage` can be left then; for those of sums,
+which cannot spare the time for a thread, see `paceline.transport.group.EngineWaits`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 
+from paceline import concurrency
 from paceline.transport.engines.contract import (
     CHECK_S,
     CLOSED,
@@ -96,6 +99,40 @@ class GlooMessage(GlooWork):
     def done(self) -> bool:
         """Whether somebody has waited for the message: Gloo does not show its end before."""
         return self._waited
+
+    def leavable(self) -> LeavableMessage:
+        return LeavableMessage(self)
+
+
+class LeavableMessage(EngineWork):
+    """A message that is waited for on a thread of its own, so that whoever needs it can leave."""
+
+    def __init__(self, message: GlooMessage) -> None:
+        self._message = message
+
+    def wait(self, check: Check) -> None:
+        ended, errors = concurrency.Event(), list[RuntimeError]()
+
+        def wait() -> None:
+            try:
+                self._message.wait(check)
+            except RuntimeError as error:
+                errors.append(error.with_traceback(None))
+            finally:
+                ended.set()
+
+        concurrency.Thread(target=wait, name="paceline-message", daemon=True).start()
+        while not ended.wait(CHECK_S):
+            check()
+        if errors:
+            raise errors[0]
+
+    def abandon(self) -> bool:
+        return self._message.abandon()
+
+    @property
+    def done(self) -> bool:
+        return self._message.done
 
 
 class GlooEngine(Engine):
