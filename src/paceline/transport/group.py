@@ -266,6 +266,11 @@ class Group:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the group was broken off or closed."""
+        return self._over
+
     def check_open(self) -> None:
         """Raise when the group was broken off or closed: for a thread that waits in it and has no watch."""
         if self._over:

@@ -31,7 +31,7 @@ class Watched(Pending):
     def wait(self) -> None:
         try:
             with self._group.waits.inside():
-                if not self._held[0].done:  # whoever breaks the group off sees this wait, or this sees that
+                if self._group.is_over and not self._held[0].done:  # else whoever breaks it off sees this wait
                     self._group.check_open()
                 self._held[0].wait(self._check)
         except RuntimeError as error:  # whose traceback would hold the work, and by it the engine
