@@ -76,10 +76,11 @@ class WorkerPool:
             key.data()
 
     def reap(self, now: float) -> list[LaunchedWorker]:
-        """Return the workers that have ended since the last call."""
+        """Return the workers that have ended since the last call; what they wrote has been read."""
         ended = [worker for worker in self._outputs if worker.reap()]
         for worker in ended:
             self._ended_at[worker] = now
+            self._read_rest(worker)
         return ended
 
     def drained(self, worker: LaunchedWorker, now: float) -> bool:
@@ -151,16 +152,26 @@ class WorkerPool:
 
     # -- their output ----------------------------------------------------------------------------------------------
 
-    def _read(self, worker: LaunchedWorker, pipe: IO[bytes], output: OutputStream) -> None:
+    def _read(self, worker: LaunchedWorker, pipe: IO[bytes], output: OutputStream) -> bool:
+        """Print what has arrived, and return whether there was anything."""
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:
-            return
+            return False
         if data:
             output.feed(data, concurrency.monotonic())
-            return
+            return True
         output.close(concurrency.monotonic())
         self._close_pipe(worker, pipe)
+        return False
+
+    def _read_rest(self, worker: LaunchedWorker) -> None:
+        """Read what a worker that has ended left in its pipes: a busy launcher may come to it long after."""
+        until = concurrency.monotonic() + LINGER_S
+        for pipe in [*self._open[worker]]:
+            read = self._selector.get_key(pipe).data
+            while read() and concurrency.monotonic() < until:
+                pass
 
     def _close_pipe(self, worker: LaunchedWorker, pipe: IO[bytes]) -> None:
         self._selector.unregister(pipe)
