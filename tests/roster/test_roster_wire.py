@@ -90,6 +90,15 @@ def test_the_limit_of_silence_grows_with_late_beats_and_forgets_them_in_time() -
     assert limit.limit_s == pytest.approx(FLOOR_S)
 
 
+def test_a_freeze_does_not_raise_the_limit_of_silence_but_one_that_follows_at_once_does() -> None:
+    limit = SilenceLimit()
+    limit.note_return(2.0, now=100.0)  # silent from 98 to 100
+    limit.note_return(2.0, now=100.0 + FLOOR_S + 2.0)
+    assert limit.limit_s == pytest.approx(FLOOR_S)
+    limit.note_return(2.0, now=102.5 + FLOOR_S + 2.0)  # it was heard for half a second
+    assert limit.limit_s == pytest.approx(FLOOR_S + 4 * 1.8)
+
+
 def judge(silence: SilenceCheck, silent_s: float, state: ProcessState) -> str:
     return silence.judge(silent_s, limit_s=1.2, state=state)
 

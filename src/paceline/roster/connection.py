@@ -64,6 +64,12 @@ class WorkerConnection(ABC):
         self.last_beat = now
         self.heard.note(beat, now)
 
+    def note_return(self, now: float) -> None:
+        """Remember that the worker is heard again after it was given up."""
+        self.given_up = False
+        self.silence_limit.note_return(now - self.last_heard, now)
+        self.last_beat = now
+
     def refuse_plain(self) -> wire.Refused:
         """Return the refusal for one that does not speak TLS."""
         return wire.Refused("plain", PLAIN)

@@ -8,6 +8,7 @@ elsewhere, and for workers on other computers, nothing is known of the process a
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from contextlib import suppress
@@ -34,6 +35,9 @@ class SilenceLimit:
 
         limit = FLOOR_S + 4 x (largest recent gap - BEAT_S), at most CEILING_S
 
+    A silence for which it was given up is no such gap: a machine that was frozen once beats as before. One that falls
+    silent again as soon as it is back is slow, and would be given up for ever, with every generation that has it in.
+
     >>> calm, loaded = SilenceLimit(), SilenceLimit()
     >>> for gap in (0.2, 0.21, 0.2):
     ...     calm.note(gap)
@@ -44,10 +48,17 @@ class SilenceLimit:
 
     def __init__(self) -> None:
         self._excesses: deque[float] = deque(maxlen=REMEMBERED)
+        self._returned = -math.inf
 
     def note(self, gap_s: float) -> None:
         """Note the seconds between two beats."""
         self._excesses.append(max(0.0, gap_s - BEAT_S))
+
+    def note_return(self, silent_s: float, now: float) -> None:
+        """Note that the worker is back ``now``, after a silence for which it was given up."""
+        if now - silent_s - self._returned < FLOOR_S:
+            self.note(silent_s)
+        self._returned = now
 
     @property
     def limit_s(self) -> float:

@@ -246,10 +246,11 @@ class RosterServer:
             connection.note_beat(beat, now)
             self._rules.roster.workers[id].doing = beat.doing[:200]
             connection.send({"ack": message["beat"]})
+        back = connection.given_up
+        if back:
+            connection.note_return(now)
         connection.last_heard, connection.silence = now, None
-        if connection.given_up:
-            connection.given_up = False
-            connection.last_beat = now  # a silence that was too long does not raise the limit
+        if back:
             self._rules.heard(id)
         if "ready" in message:
             after, fresh, orderly = message["ready"]
