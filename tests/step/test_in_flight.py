@@ -15,8 +15,9 @@ from lone import linear, mse, numbers
 from one_process import Meeting, Threads
 from paceline.gradients.gradients import Gradients
 from paceline.records import Plan
-from paceline.step.device import SideStream, StreamMark
+from paceline.step.device import SideStream, StreamMark, tensors_in
 from paceline.step.late.in_flight import MicroBatchInFlight, WorkInFlight
+from paceline.step.losses.loss_weights import Tally
 from paceline.step.step_state import LoopPhase, RoundPhase, StepState, Work
 
 CPU = torch.device("cpu")
@@ -167,3 +168,23 @@ def test_on_a_cpu_there_is_no_stream_to_wait_for() -> None:
         side.rejoin()
         side.lend([torch.ones(1)])
         side.keep([torch.ones(1), None])
+
+
+def test_the_side_stream_keeps_the_memory_of_everything_that_it_may_read(
+    flight: Flight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, weights and figures lie on the device too: freed by the loop, their memory would be written again."""
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(SideStream, "keep", lambda self, *what: kept.extend(tensors_in(what)))
+    weight, loss, hits, read, factor = (torch.tensor(float(number)) for number in range(5))
+    tally = Tally(read=[(read, 4)], factors=[factor])
+    done = Work(samples=4, micro_batches=1, weight=weight, loss_sum=loss, added={"hits": hits}, tally=tally)
+    gradient = flight.gradient(0)
+    flight.in_flight.start(flight.step_state, done, gradient, 10.0)
+    own = [weight, loss, hits, read, factor, *(grad for grad in gradient.grads if grad is not None)]
+    assert {id(tensor) for tensor in own} <= {id(tensor) for tensor in kept}
+    assert {id(tensor) for tensor in gradient.statistics} <= {id(tensor) for tensor in kept}
+    figure = torch.tensor(2.0)
+    flight.in_flight.add_figures(flight.step_state, {"hits": figure})
+    assert kept[-1] is figure
+    assert float(flight.step_state.work.added["hits"]) == 4.0

@@ -10,8 +10,9 @@ Rounds with a deadline run beside the user's loop: their kernels go to a stream 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,8 +127,24 @@ class SideStream:
             if tensor.device.type == "cuda":
                 tensor.record_stream(torch.cuda.current_stream(self._device))
 
-    def keep(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Keep the memory of tensors that belong to the user's stream while this stream uses them."""
-        for tensor in tensors if self._stream is not None else ():
-            if tensor is not None:
+    def keep(self, *what: Any) -> None:
+        """Keep the memory of all tensors in these objects, which belong to the user's stream, while this one uses them.
+
+        Whatever this stream may read has to pass here: else the user's stream may write into the memory first.
+        """
+        for tensor in tensors_in(what) if self._stream is not None else ():
+            if tensor.device.type == "cuda":
                 tensor.record_stream(self._stream)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested containers and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for part in value:
+            yield from tensors_in(part)
+    elif is_dataclass(value):
+        yield from tensors_in(vars(value))

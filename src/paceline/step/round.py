@@ -348,8 +348,7 @@ class DeadlineRound(StepRound):
         finished, apart = self._finished, self._apart
         self._finished = self._apart = None
         if finished is None:
-            with self._lock:
-                self.step_state.work.add(Work(added=figures))
+            self._deadlines.in_flight.add_figures(self.step_state, figures)
             return
         finished.added = figures
         self._check()

@@ -7,7 +7,7 @@ device; the proxy, which closes the round, only polls it. Both hold the lock of 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paceline import concurrency
 from paceline.gradients.accumulation import MicroBatchGradient
@@ -51,9 +51,16 @@ class WorkInFlight:
 
         A GPU may have one more in flight meanwhile, and no more than that.
         """
-        self._side_stream.keep(gradient.grads)
+        self._side_stream.keep(done, gradient)
         self._waiting.append(MicroBatchInFlight(step_state, done, gradient, StreamMark(self._device), began))
         self.land(leave=1 if self._device.type == "cuda" else 0)
+
+    def add_figures(self, step_state: StepState, figures: dict[str, Any]) -> None:
+        """Add figures that the script gave outside of a micro-batch."""
+        self._side_stream.keep(figures)
+        self._side_stream.follow()
+        with self._lock, self._side_stream.work():
+            step_state.work.add(Work(added=figures))
 
     def land(self, *, leave: int = 0) -> None:
         """Wait for all micro-batches except the last ``leave``, and count them."""
