@@ -170,17 +170,21 @@ def _default_group_of(workers: int) -> bool:
 
 
 def choose_device(asked: str | torch.device | None) -> torch.device:
-    """Return this worker's device: as asked, as the launcher has set it, a GPU of its own, or the CPU."""
+    """Return this worker's device: as asked, as the launcher has set it, a GPU of its own, or the CPU.
+
+    ``cuda`` without a number is the GPU of this process's number on its computer.
+    """
     chosen = asked or os.environ.get("PACELINE_DEVICE")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     if chosen is None:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
         chosen = f"cuda:{local}" if local < torch.cuda.device_count() else "cpu"
     try:
         device = torch.device(chosen)
     except RuntimeError:
         raise ValueError(f"device {chosen!r} is not one that torch knows, such as cpu or cuda:0") from None
     if device.type == "cuda":
-        if (device.index or 0) >= torch.cuda.device_count():
+        device = torch.device("cuda", local if device.index is None else device.index)
+        if device.index >= torch.cuda.device_count():
             raise ValueError(f"device {device} is not there: this machine has {torch.cuda.device_count()} GPUs")
         torch.cuda.set_device(device)
     return device
