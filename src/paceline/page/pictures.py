@@ -194,7 +194,7 @@ def forecast(run: PictureData) -> draw.Picture | None:
         draw.line(steps, expected, "expected", draw.ORANGE, line={"dash": "dot"}),
     ]
     caption = f"Own compute of the last worker to finish. The forecast was off by {percent(off)} on average."
-    return draw.Picture("forecast", "Forecast and what happened", caption, data, draw.layout(y="ms a step"))
+    return draw.Picture("forecast", "Forecast and what happened", caption, data, draw.layout(y="ms per step"))
 
 
 def presence(run: PictureData) -> draw.Picture | None:
