@@ -30,7 +30,7 @@ DIGITS = HERE.parent / "examples" / "digits.py"
 
 
 def train(runs: Path, pace: str, epochs: int) -> subprocess.Popen[bytes]:
-    """Four unlike machines, emulated, learn digits."""
+    """Four different machines, emulated, learn digits."""
     command = [sys.executable, "-m", "paceline.cli", "run", "-q", "-n", "4", "--emulate", "1,1,2,4", "--pace", pace]
     return subprocess.Popen([*command, "--name", pace, "--output-dir", str(runs), str(DIGITS), "--epochs", str(epochs)])
 
