@@ -145,7 +145,7 @@ def test_no_page_promises_what_is_coming(page: Path) -> None:
 
 
 A_FOR_PER = re.compile(
-    r"\bso many\b|"
+    r"(?i)\bso many\b|"
     r"\b(samples|bytes|(milli|micro)?seconds|s|ms|[kMG]B|times|once|twice|lines?|rows?|columns?|files?|threads|"
     r"messages|steps|one|two)"
     r"\s+an?\s+(step|second|minute|sample|epoch|worker|rank|kill|round|micro-batch|machine|process|command)\b"
@@ -181,7 +181,14 @@ def texts_of(file: Path) -> list[str]:
 
 
 def test_a_for_per_is_noticed_and_other_uses_of_a_are_not() -> None:
-    for text in ("32 samples a rank", "one row a worker", "0.4 s a kill", "50 ms a step", "threads a worker: 1"):
+    for text in (
+        "32 samples a rank",
+        "Samples a second",
+        "one row a worker",
+        "0.4 s a kill",
+        "50 ms a step",
+        "threads a worker: 1",
+    ):
         assert A_FOR_PER.search(text), text
     for text in (
         "32 samples per rank",
