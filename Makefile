@@ -9,13 +9,13 @@ STAMP := $(VENV)/.installed
 # Tests start hundreds of processes, and none should compile the library or the tests again.
 test test-long check: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long test-torch lint check browser bench docs wheel test-wheel check-tag clean
+.PHONY: demo test test-long test-torch lint check browser bench docs wheel test-wheel install-wheel check-tag clean
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 $(DEMO): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing paceline into $(VENV) (torch is large: about half a minute) ..."
+	@echo "Installing paceline into $(VENV) (torch is large: the CPU build takes about half a minute, the CUDA build minutes) ..."
 	@$(PIP) torch numpy
 	@$(PIP) -e '.[demo]'
 	@touch $(DEMO)
@@ -41,6 +41,12 @@ wheel: $(STAMP)
 # The wheel in an environment of its own, without constraints and outside the checkout: the demo and the README's script.
 test-wheel: wheel
 	$(BIN)/python -m pytest tests/test_wheel.py -m "long or not long"
+
+# The wheel as a user installs it: with its dependencies from the index, and the demo outside of the checkout.
+install-wheel: wheel
+	@rm -rf .venv-wheel && $(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls dist/*.whl)[demo,view]"
+	@out=$$(mktemp -d) && cd $$out && $(CURDIR)/.venv-wheel/bin/paceline demo --epochs 2; code=$$?; rm -rf $$out; exit $$code
 
 # A tag is the version's, and the changelog has it.
 TAG ?= v$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/paceline/__init__.py)
@@ -85,4 +91,4 @@ docs: $(STAMP)
 	@echo "The site is in site/; $(BIN)/mkdocs serve shows it at http://127.0.0.1:8000"
 
 clean:
-	rm -rf $(VENV) .venv-torch-* site runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-torch-* .venv-wheel site runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -8,7 +8,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "-n 1:4": "how few workers may go on, and how many there may be",
     },
     "ddp": {
-        "32 samples a rank": "the batch over the ranks",
+        "32 samples per rank": "the batch over the ranks",
     },
     "join": {
         "speeds 1, 1, 1/2, 1/4": "measured or known by the user, who sets them again when they change",
@@ -16,13 +16,13 @@ SETTINGS: dict[str, dict[str, str]] = {
         "divide_by_initial_world_size": "left at True: ranks that are done count as zeros",
     },
     "torchrun": {
-        "32 samples a rank": "the batch over the ranks",
+        "32 samples per rank": "the batch over the ranks",
         "a checkpoint every epoch": "as in the tutorial; more often costs less work done again",
         "--max-restarts=3": "the default is none",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "else the new workers meet the old ones' addresses in the store",
     },
     "torchft": {
-        "32 samples a rank": "the batch over the replica groups",
+        "32 samples per rank": "the batch over the replica groups",
         "--join_timeout_ms 10000": "as in the README; the default is a minute",
         "--min_replicas 1": "as in the README",
         "ProcessGroupGloo timeout 5 s": "as in the example",
@@ -36,11 +36,11 @@ SETTINGS: dict[str, dict[str, str]] = {
         "averaging_timeout=10": "as in the quick start",
     },
     "lightning": {
-        "32 samples a rank": "the batch over the ranks",
+        "32 samples per rank": "the batch over the ranks",
         "num_nodes=4, devices=1": "how the ranks are placed",
     },
     "ray": {
-        "32 samples a rank": "the batch over the workers",
+        "32 samples per rank": "the batch over the workers",
         "num_workers=4": "fixed for the run",
         "a checkpoint every epoch": "more often costs less work done again",
         "max_failures=3": "the default is none",

@@ -1,7 +1,7 @@
 """How long does the pacer think? One adaptive observe and plan for 10, 1,000 and 10,000 workers.
 
 Plans are made while a step computes, so they cost nothing as long as they are shorter than a step; the line to hold is
-2 ms at 10,000 workers. Machines are drawn at random (fixed cost and speed both unlike, 5 % noise, some so slow that
+1.5 ms at 10,000 workers. Machines are drawn at random (fixed cost and speed both differ, 5 % noise, some so slow that
 they sit out), and the plan timed is one in mid-run, after the pacer has settled.
 
     python benchmarks/plan_scale.py

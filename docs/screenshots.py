@@ -2,7 +2,7 @@
 
     python docs/screenshots.py
 
-Needs the extra ``view``, selenium, scikit-learn, and Debian's chromium and chromium-driver. Takes about a minute.
+Needs the extra ``view``, selenium, scikit-learn, and Debian's chromium and chromium-driver. Takes two minutes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,16 @@ DIGITS = HERE.parent / "examples" / "digits.py"
 
 
 def train(runs: Path, pace: str, epochs: int) -> subprocess.Popen[bytes]:
-    """Four unlike machines, emulated, learn digits."""
-    command = [sys.executable, "-m", "paceline.cli", "run", "-q", "-n", "4", "--emulate", "1,1,2,4", "--pace", pace]
+    """Four different machines, emulated, learn digits."""
+    machines = [
+        "-n",
+        "4",
+        "--emulate",
+        "1,1,2,4",
+        "--sample-ms",
+        "6",
+    ]  # steps of 0.3 s and more: short rounds beside them
+    command = [sys.executable, "-m", "paceline.cli", "run", "-q", *machines, "--pace", pace]
     return subprocess.Popen([*command, "--name", pace, "--output-dir", str(runs), str(DIGITS), "--epochs", str(epochs)])
 
 

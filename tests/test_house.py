@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
+import sys
 import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,7 @@ def test_a_workflow_runs_make_targets_and_known_actions_alone(workflow: Path) ->
 
 def test_the_workflows_cover_lint_oldest_and_newest_torch_the_wheel_docs_and_a_release() -> None:
     called = {step["run"].split()[1] for path in WORKFLOWS for step in steps(path) if "run" in step}
-    assert called == {"lint", "test-torch", "test-wheel", "docs", "check-tag"}
+    assert called == {"lint", "test", "test-torch", "test-wheel", "install-wheel", "docs", "check-tag"}
     checks = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text())
     tried = [row["torch"] for row in checks["jobs"]["suite"]["strategy"]["matrix"]["include"]]
     versions = [tuple(int(part) for part in text.split(".")[:2]) for text in tried]
@@ -56,6 +59,50 @@ def test_the_workflows_cover_lint_oldest_and_newest_torch_the_wheel_docs_and_a_r
     assert max(versions) >= NEWEST_TESTED
     release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
     assert release["jobs"]["publish"]["permissions"] == {"id-token": "write"}, "trusted publishing: no password"
+    assert [release["jobs"][job]["needs"] for job in ("publish", "build")] == ["build", "suite"]
+    assert [step["run"] for step in release["jobs"]["suite"]["steps"] if "run" in step] == ["make test"]
+
+
+# -- what is installed -------------------------------------------------------------------------------------------------
+
+DISTRIBUTIONS = {
+    "sklearn": "scikit-learn",
+    "pytorch_optimizer": "pytorch-optimizer",
+    "torchmetrics": "lightning",  # which brings it
+    "yaml": "ray",  # likewise
+}
+"""Names on the index of modules that are called otherwise."""
+
+
+def distributions(requirements: Iterable[str]) -> set[str]:
+    return {re.split(r"[<>=!~\[ ;]", one)[0].lower().replace("_", "-") for one in requirements}
+
+
+def imported(nodes: Iterable[ast.AST], *, on_import: bool) -> Iterator[str]:
+    """Yield the distributions that code imports; ``on_import``: only what runs when its module is imported."""
+    for node in nodes:
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+        for top in {module.partition(".")[0] for module in modules} - {*sys.stdlib_module_names, "paceline"}:
+            yield DISTRIBUTIONS.get(top, top)
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if not for_types and not (on_import and function):
+            yield from imported(ast.iter_child_nodes(node), on_import=on_import)
+
+
+def test_what_a_module_imports_comes_with_the_package_or_with_the_extra_of_its_adapter() -> None:
+    always = distributions(PROJECT["dependencies"])
+    extras = {name: distributions(needed) for name, needed in PROJECT["optional-dependencies"].items()}
+    library = ROOT / "src" / "paceline"
+    used: set[str] = set()
+    for file in sorted(library.rglob("*.py")):
+        parts, tree = file.relative_to(library).parts, ast.parse(file.read_text())
+        here = always | (extras[parts[1]] if parts[0] == "adapters" and len(parts) > 2 else set())
+        assert set(imported([tree], on_import=True)) <= here, file
+        used |= set(imported([tree], on_import=False))
+    assert always <= used, "a dependency that nothing imports"
+    assert used <= always.union(*(needed for name, needed in extras.items() if name not in ("dev", "docs", "peers")))
 
 
 def test_the_floor_of_torch_is_the_doctors() -> None:

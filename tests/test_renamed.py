@@ -16,8 +16,11 @@ from typer.testing import CliRunner
 import paceline
 from paceline import renamed
 from paceline.cli import app
+from paceline.fleet import Fleet
+from paceline.step.step import Step
 
-CHANGES = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
+ROOT = Path(__file__).parents[1]
+CHANGES = (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.fixture
@@ -100,3 +103,32 @@ def test_the_changelog_has_every_former_name() -> None:
     table = CHANGES.partition("### Names")[2].partition("\n### ")[0]
     former = [*renamed.KEYWORDS, *renamed.VARIABLES, *renamed.OPTIONS, "compare", "gather", "agree", "size", "combine"]
     assert not [name for name in former if not re.search(rf"`[^`]*{re.escape(name)}\b[^`]*` \|", table)]
+
+
+FORMER = [
+    *(rf"(?<!reduce\(){name}=" for name in renamed.KEYWORDS),
+    *(rf"{name}\b" for name in renamed.VARIABLES),
+    *(rf"(?<![\w-]){name}(?![\w-])" for name in renamed.OPTIONS),
+    *(rf"paceline {name}\b" for name in renamed.COMMANDS),
+    *(rf"fleet\.{name}\b" for name in Fleet._former_names),
+    *(rf"step\.{name}\b" for name in Step._former_names),
+    r"paceline\.(Cutoff|ElasticAverage)\b",
+    r"(?<!research\.)\bElasticAverage\(",
+]
+"""Patterns of what nobody can write any more. ``step.reduce(whole=)`` is a present name."""
+
+
+@pytest.mark.parametrize("page", ["CHANGELOG.md", "README.md", "CONTRIBUTING.md"])
+def test_no_former_name_stands_outside_of_the_table_for_those_who_change(page: str) -> None:
+    text = (ROOT / page).read_text().partition("\n## 0.1.0")[0]
+    before, _, rest = text.partition("\n### Names\n")
+    used = before + rest.partition("\n### Changes\n")[2]
+    assert not [found[0] for pattern in FORMER for found in re.finditer(pattern, used)]
+
+
+def test_former_names_are_noticed_and_present_ones_are_not() -> None:
+    former = "`wire=` `varying_count=` `--group 2` `--token x` `paceline compare` `fleet.gather` `step.combine()`"
+    for word in [*re.findall(r"`(.*?)`", former), "ElasticAverage(tau=1)", "PACELINE_WIRE"]:
+        assert any(re.search(pattern, word) for pattern in FORMER), word
+    present = "--token-file t, step.reduce(whole=False), paceline.research.ElasticAverage(tau=1), PACELINE_GROUP_DIR"
+    assert not [pattern for pattern in FORMER if re.search(pattern, present)]

@@ -2,7 +2,7 @@
 
 The environment gets the wheel, without constraints and without the checkout. Torch and the other dependencies are
 borrowed from the environment of the tests through a ``.pth`` file: on a machine without a GPU the index would bring
-gigabytes of CUDA's libraries.
+gigabytes of CUDA's libraries. `make install-wheel` installs it with its dependencies, as the workflow does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -74,6 +75,17 @@ def test_sdist_and_wheel_have_the_version_and_nothing_that_is_not_the_projects(b
         tops = {name.partition("/")[0] for name in files.namelist()}
         assert "paceline/examples/digits.py" in files.namelist()
     assert tops == {"paceline", f"paceline-{version}.dist-info"}
+
+
+def test_the_wheel_asks_for_the_dependencies_of_the_project(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = files.read(name).decode()
+    asked = re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert sorted(one for one in asked if "extra ==" not in one) == sorted(project["dependencies"])
+    assert set(re.findall(r"^Provides-Extra: (.*)$", metadata, re.MULTILINE)) == set(project["optional-dependencies"])
 
 
 def test_the_command_is_the_wheels_and_says_its_version(bare: Path, tmp_path: Path) -> None:

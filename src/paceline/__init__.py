@@ -3,7 +3,7 @@
 >>> import paceline
 >>> with paceline.join(quiet=True) as fleet:        # doctest: +SKIP
 ...     model = fleet.model(Net())
-...     for step in fleet.steps(dataset, global_batch=256, micro_batch=16):
+...     for step in fleet.steps(dataset, global_batch=256, micro_batch="auto"):
 ...         for x, y in step:
 ...             step.backward(loss_fn(model(x), y))
 ...         step.commit(optimizer)

@@ -35,6 +35,7 @@ KEYS = {
     "deleted_folder_warned_once",
     "make_forecaster": "held_out bytes recipe sha256 clusters",
     "many_join": "pause_s slowed join_s entries step_s donor_states donors state_mb timed_out joiners cores",
+    "micro_batch": "auto_over_best auto_over_best_by_round best auto_found samples_per_s",
     "network": "wire_over_float32 average_int8_over_average bf16_over_ddp_bf16_hook float32_over_ddp bf16_target_s "
     "two_sites_over_ddp plan_error",
     "overhead": "convnet_over_ddp mlp_over_ddp alone_over_plain convnet_over_ddp_interval",

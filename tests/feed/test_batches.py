@@ -151,7 +151,7 @@ def test_a_number_that_may_be_meant_as_samples_is_warned_of() -> None:
     assert batch_count_note("Buckets", batches, global_batch=48, workers=4)[0] == "info"
     level, text = batch_count_note("Buckets", batches, global_batch=64, workers=4)
     assert level == "warning"
-    assert text.endswith("about 1024 samples; if you mean 64 samples a step, write global_batch=4")
+    assert text.endswith("about 1024 samples; if you mean 64 samples per step, write global_batch=4")
 
 
 @pytest.mark.parametrize("committed", [False, True])

@@ -35,7 +35,7 @@ def test_a_constant_cost_is_paid_once_a_step_whatever_the_share(text: str) -> No
     (machine,) = parse_fleet(text, sample_ms=1.0)
     assert [machine.seconds(7, n) for n in (0, 1, 100)] == pytest.approx([0.0, 0.052, 0.25])
     assert machine.seconds(7, 100, begins=False) == pytest.approx(0.2)
-    assert machine.describe() == "2x slower, 50 ms a step"
+    assert machine.describe() == "2x slower, 50 ms per step"
 
 
 def test_a_constant_cost_stands_beside_every_other_part() -> None:
@@ -47,8 +47,8 @@ def test_a_constant_cost_stands_beside_every_other_part() -> None:
     assert samples == [plain.seconds(step, 10) for step in (0, 40, 60, 80)]
     assert machine.memory_samples == 16
     assert machine.describe() == (
-        "2x slower, 50 ms a step, 8x from step 40, 1x from step 60, 20 ms a step from step 60, 3x from step 80, "
-        "0 ms a step from step 80, jitter 0.2, memory for 16 samples"
+        "2x slower, 50 ms per step, 8x from step 40, 1x from step 60, 20 ms per step from step 60, 3x from step 80, "
+        "0 ms per step from step 80, jitter 0.2, memory for 16 samples"
     )
 
 
@@ -63,7 +63,7 @@ def test_a_trace_may_have_a_constant_cost_on_top(tmp_path: Path) -> None:
     plain, costly = parse_fleet(str(file), sample_ms=1.0), parse_fleet(f"{file}+50ms", sample_ms=1.0)
     for before, after in zip(plain, costly):
         assert after.seconds(1, 10) == pytest.approx(before.seconds(1, 10) + 0.05)
-        assert after.describe() == before.describe() + ", 50 ms a step"
+        assert after.describe() == before.describe() + ", 50 ms per step"
 
 
 def test_memory_and_jitter_may_follow_in_this_order() -> None:

@@ -354,4 +354,4 @@ def test_what_global_batch_counts_is_said(tmp_path: Path) -> None:
     said = "\n".join(one.err for one in ended)
     assert "epoch 1 has 3 steps, and len(steps) was asked when an epoch had 2" in said
     assert "global_batch=16 counts the batches of list: a step is 16 of the 30 it gives now, about 32 samples" in said
-    assert "if you mean 16 samples a step, write global_batch=8" in said
+    assert "if you mean 16 samples per step, write global_batch=8" in said

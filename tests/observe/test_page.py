@@ -188,7 +188,7 @@ def test_the_caption_of_the_last_steps_names_who_was_waited_for_longest_and_not_
     alone = [record(k, (10, 0), speeds=(1.0,) * 2) for k in range(9)]
     assert "was waiting" in timeline(last_steps(alone, [float("nan")] * 9, workers=2), {}, {}).caption
     lone = [record(k, (10,), speeds=(1.0,)) for k in range(9)]
-    assert timeline(last_steps(lone, [float("nan")] * 9, workers=1), {}, {}).caption.endswith("one row a worker.")
+    assert timeline(last_steps(lone, [float("nan")] * 9, workers=1), {}, {}).caption.endswith("one row per worker.")
 
 
 def test_a_run_of_one_step_is_drawn_with_marks_and_whole_steps(tmp_path, small_plotly):

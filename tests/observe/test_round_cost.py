@@ -30,7 +30,7 @@ def judged(make_record, run_event, *, round_s, data=10_000_000, latency_s=0.0, *
 
 def test_a_long_round_is_told_its_bandwidth_and_what_fewer_bytes_would_bring(make_record, run_event) -> None:
     text = judged(make_record, run_event, round_s=0.5, combine="gradients")
-    assert "The round took 50 % of the time (500 ms a step)" in text
+    assert "The round took 50 % of the time (500 ms per step)" in text
     assert (
         "It moved 10 MB over each worker's link, at about 160 Mbit/s. There "
         'comm_dtype="bf16" about 1.33 times, combine="average" (a round every 2 s) about 1.6 times and '

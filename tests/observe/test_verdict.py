@@ -101,7 +101,7 @@ def test_a_dear_round_a_slow_host_and_skipped_updates_are_mentioned(make_record,
     records = run_of(make_record, (96, 96, 48, 24), other_s=0.1, round_s=0.1, shortfall_s=(0, 0, 0, 0.032))
     records[7] = make_record(7, SPEEDS, (96, 96, 48, 24), applied=False)
     text = verdict(records, run=run_event).text
-    assert "The round took 34 % of the time (97 ms a step)" in text
+    assert "The round took 34 % of the time (97 ms per step)" in text
     assert "too slow to play worker 3 (cpu, emulated 4x): it ran 20 % slower than asked" in text
     assert "1 update was skipped" in text
 

@@ -64,7 +64,7 @@ def test_a_run_whose_workers_changed_is_a_recording_for_each_set_long_enough_tog
         (np.ones((LEAST_STEPS - 1, 4)), "too short"),
         (np.ones((1, 4)), "too short"),
         (np.ones((LEAST_STEPS, 1)), "one worker"),
-        (np.ones(LEAST_STEPS), "a row a step"),
+        (np.ones(LEAST_STEPS), "one row per step"),
         (np.full((LEAST_STEPS, 2), math.nan), "step 0, worker 0"),
         (np.full((LEAST_STEPS, 2), -1.0), "above 0"),
     ],

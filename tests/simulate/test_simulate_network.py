@@ -217,7 +217,7 @@ def test_the_verdict_names_the_period_and_what_a_gain_is_worth() -> None:
     assert "a round of 10 MB takes 1.26 s, a step's work 1 s" in said
     assert "56 % of the time goes into rounds" in said
     assert "From a round every 26 steps or 25 s on" in said  # 19 * 1.32 s = 25.08 s
-    assert '"average, 64 steps" does 2.21 times the samples a second' in said
+    assert '"average, 64 steps" does 2.21 times the samples per second' in said
     assert "more than 2.21 times the samples for the same loss" in said
 
 

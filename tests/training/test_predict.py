@@ -1,4 +1,4 @@
-"""Predictions of a whole set: bit for bit, in order, for any shares; what has no row a sample is refused."""
+"""Predictions of a whole set: bit for bit, in order, for any shares; what has no row per sample is refused."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_alone_the_rows_are_those_of_the_dataset_in_its_order(fleet: paceline.Fl
 @pytest.mark.parametrize(
     ("predict", "said"),
     [
-        (lambda x, y: y.sum(), "must have one row a sample; for sums over a batch call fleet.evaluate"),
+        (lambda x, y: y.sum(), "must have one row per sample; for sums over a batch call fleet.evaluate"),
         (lambda x, y: {"loss": y.mean()}, "'loss' has the shape () for a batch of 7 samples"),
         (lambda x, y: x[1:], "has the shape (6, 3) for a batch of 7 samples"),
         (lambda x, y: x.T, "has the shape (3, 7) for a batch of 7 samples"),

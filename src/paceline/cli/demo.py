@@ -35,7 +35,7 @@ Emulate = Annotated[
     str, typer.Option(metavar="LIST", help="The machines: how many times SLOWER each is than the reference.")
 ]
 Epochs = Annotated[int, typer.Option(min=1, help="Passes over the digits.")]
-SampleMs = Annotated[float, typer.Option(help="The reference machine's milliseconds a sample.")]
+SampleMs = Annotated[float, typer.Option(help="The reference machine's milliseconds per sample.")]
 OutputDir = Annotated[Path, typer.Option(help="Folder in which the run's own folder is made.")]
 
 
@@ -135,7 +135,7 @@ class Show:
         listed = ", ".join(takes[:-1]) + f" and {takes[-1]}" if len(takes) > 1 else takes[0]
         self.console.print(
             f"One small network learns handwritten digits on {len(takes)} machines, emulated on this computer: they "
-            f"take {listed} ms a sample. The fastest possible is the sum of their speeds, "
+            f"take {listed} ms per sample. The fastest possible is the sum of their speeds, "
             f"[bold]{number(limit(self.fleet, 0))} samples/s[/]."
         )
 
@@ -165,7 +165,7 @@ class Show:
         first = " (all after the first epoch)" if self.epochs > 1 else ""
         self.console.print(
             f"\n[bold]Paceline trained {gain} times as fast[/] on the same machines{first}, with the same "
-            f"{plain.samples[0]} samples a step.\nTo read its verdict again:",
+            f"{plain.samples[0]} samples per step.\nTo read its verdict again:",
         )
         self.console.print(f"paceline report {short_path(self.run_dir)}", soft_wrap=True)
         self.console.print(report_lines(self.run_dir), soft_wrap=True, markup=False)
@@ -174,7 +174,7 @@ class Show:
 def table(results: dict[str, Result], fleet: Sequence[Machine]) -> Table:
     """Return the table, with one row per training."""
     shown = Table("", box=None, padding=(0, 3, 0, 0), pad_edge=False)
-    for name in ("seconds an epoch", "samples/s", "of the limit", "test accuracy"):
+    for name in ("seconds per epoch", "samples/s", "of the limit", "test accuracy"):
         shown.add_column(name, justify="right")
     for name, result in results.items():
         shown.add_row(

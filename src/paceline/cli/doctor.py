@@ -167,7 +167,7 @@ def check_cpus() -> Check:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = os.environ.get("OMP_NUM_THREADS")
     given = f"OMP_NUM_THREADS={threads}" if threads else "1 each under `paceline run` unless OMP_NUM_THREADS says more"
-    return Check("cpus", "ok", f"{usable} usable, threads a worker: {given}", value=float(usable))
+    return Check("cpus", "ok", f"{usable} usable, threads per worker: {given}", value=float(usable))
 
 
 def check_clock() -> Check:

@@ -32,11 +32,11 @@ Emulate = Annotated[
     str | None, typer.Option(metavar="MACHINES", help="Emulated machines, as in run --emulate: 1,1,2+50ms,4.")
 ]
 SampleMs = Annotated[
-    float | None, typer.Option(help="With --emulate: the reference machine's milliseconds a sample; 2 when left out.")
+    float | None, typer.Option(help="With --emulate: the reference machine's milliseconds per sample; 2 when left out.")
 ]
 StepCostMs = Annotated[
     str | None,
-    typer.Option(metavar="MS[,MS]...", help="Constant milliseconds a step on top: one for all, or one a worker."),
+    typer.Option(metavar="MS[,MS]...", help="Constant milliseconds per step on top: one for all, or one per worker."),
 ]
 TraceFile = Annotated[Path | None, typer.Option(metavar="FILE", help="A recorded trace: CSV, one line per step.")]
 Run = Annotated[Path | None, typer.Option(metavar="RUN", help="A run's folder or its events.jsonl.")]
@@ -70,7 +70,7 @@ Costs = Annotated[
 Hours = Annotated[float | None, typer.Option(help="With --mtbf-h: hours to play; 2,000 failures when left out.")]
 Batch = Annotated[
     int | None,
-    typer.Option(metavar="N", help="With --network or --emulate: the global batch; a run's own, or 32 a worker."),
+    typer.Option(metavar="N", help="With --network or --emulate: the global batch; a run's own, or 32 per worker."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as one line of JSON.")]
 
@@ -384,7 +384,7 @@ def _with_costs(cost_s: Floats, text: str | None, workers: int) -> Floats:
         costs = np.array([float(part) for part in text.split(",")])
     except ValueError:
         raise ValueError(
-            f"--step-cost-ms is {text!r}; write milliseconds, such as 50, or one a worker: 0,100"
+            f"--step-cost-ms is {text!r}; write milliseconds, such as 50, or one per worker: 0,100"
         ) from None
     if len(costs) not in (1, workers):
         raise ValueError(

@@ -193,7 +193,7 @@ def batch_count_note(name: str, batches: Batches, *, global_batch: int, workers:
     meant = global_batch // batches.mean
     if batches.mean == 1 or meant < workers:  # with samples meant, some workers would get no batch
         return "info", text
-    return "warning", f"{text}; if you mean {global_batch} samples a step, write global_batch={meant}"
+    return "warning", f"{text}; if you mean {global_batch} samples per step, write global_batch={meant}"
 
 
 def within(sampler: Any) -> Iterator[Any]:

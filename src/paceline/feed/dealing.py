@@ -188,7 +188,7 @@ def make_dealing(
     if feed.batches is not None and settings.global_batch > feed.length:
         raise ValueError(
             f"global_batch={settings.global_batch} counts batches where a batch_sampler gives them, and this one gives "
-            f"{feed.length} an epoch: write how many of them make a step, over the whole fleet"
+            f"{feed.length} per epoch: write how many of them make a step, over the whole fleet"
         )
     kind = SampleDealing if feed.batches is None else BatchDealing
     return kind(feed, source, rank=rank, micro_batch=settings.micro_batch, ahead=ahead, part=part)

@@ -37,10 +37,10 @@ def parse_fleet(text: str, *, sample_ms: float, seed: int = 0, workers: int | No
     With ``workers``, returns exactly that number: a trace may have more columns (the first are used), a list may not.
 
     >>> [machine.describe() for machine in parse_fleet("1+50ms,2@40:8~0.2", sample_ms=2.0)]
-    ['1x slower, 50 ms a step', '2x slower, 8x from step 40, jitter 0.2']
+    ['1x slower, 50 ms per step', '2x slower, 8x from step 40, jitter 0.2']
     """
     if not (math.isfinite(sample_ms) and sample_ms > 0):
-        raise ValueError(f"sample_ms is {sample_ms:g}; it is the reference machine's milliseconds a sample, above 0")
+        raise ValueError(f"sample_ms is {sample_ms:g}; it is the reference machine's milliseconds per sample, above 0")
     text = text.strip()
     if not text:
         raise ValueError("no machines to emulate: write one factor for each worker, such as 1,1,2,4")

@@ -63,7 +63,7 @@ class Changing:
             from_step = f" from step {step}" if step else ""
             words.append(f"{factor:g}x{from_step or ' slower'}")
             if cost_s != before:
-                words.append(f"{_milliseconds(cost_s)} a step{from_step}")
+                words.append(f"{_milliseconds(cost_s)} per step{from_step}")
             before = cost_s
         return ", ".join(words)
 
@@ -84,7 +84,7 @@ class Recorded:
 
     def describe(self) -> str:
         slower = f"{self.source}, {min(self.factors):.2g}x to {max(self.factors):.2g}x slower"
-        return slower + (f", {_milliseconds(self.constant_s)} a step" if self.constant_s else "")
+        return slower + (f", {_milliseconds(self.constant_s)} per step" if self.constant_s else "")
 
 
 @dataclass

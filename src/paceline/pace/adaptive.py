@@ -1,4 +1,4 @@
-"""Shares that follow the measured speed step by step (P1's self-adaptive allocation, reconstructed): the default."""
+"""Shares that follow the measured speed step by step (P1's self-adaptive allocation, reconstructed)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares re-dealt once an epoch in proportion to measured speed (P0)."""
+"""Shares re-dealt once per epoch in proportion to measured speed (P0)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.records import Plan, StepRecord
 class Epoch(Forecasting):
     """P0's rule at the end of every epoch: ``p_i <- (p_i / t_i) / sum_j (p_j / t_j)``, equal shares at first.
 
-    ``t_i`` is the worker's mean own-compute seconds a step, ``p_i`` a real number: it is rounded only when a step is
+    ``t_i`` is the worker's mean own-compute seconds per step, ``p_i`` a real number: it is rounded only when a step is
     dealt, and ``p_i * total``, not the whole samples of it, goes into the next ``p_i``; corrections under half a sample
     would vanish otherwise, and the shares stop short of their fixed point. Share over time is speed, so the code keeps
     ``v_i = sum(p_i * total) / sum(seconds)`` over the epoch and sets ``p_i = v_i / sum_j v_j``: the same numbers, and

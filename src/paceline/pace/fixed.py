@@ -24,7 +24,7 @@ class Fixed(Forecasting):
 
     name = "fixed"
     """Name in ``pace=``, the log and checkpoints."""
-    traits = Traits(usage="fixed:1,1,2 (ratios of work, one a worker)")
+    traits = Traits(usage="fixed:1,1,2 (ratios of work, one per worker)")
     """What reports and the simulator need to know of it."""
 
     def __init__(self, ratios: Sequence[float]) -> None:
@@ -42,7 +42,7 @@ class Fixed(Forecasting):
         try:
             ratios = [float(ratio) for ratio in pace.strip().partition(":")[2].split(",")]
         except ValueError:
-            raise ValueError(f"pace {pace!r} needs ratios of work, one a worker, such as fixed:1,1,2") from None
+            raise ValueError(f"pace {pace!r} needs ratios of work, one per worker, such as fixed:1,1,2") from None
         return cls(ratios)
 
     @classmethod

@@ -52,7 +52,7 @@ class Seen:
         """Return a step that closed ``cutoff_s`` after its start; who was slower is late."""
         own = np.asarray(seconds, dtype=np.float64)
         if own.ndim != 1 or not len(own):
-            raise ValueError("a step is seen as one number of seconds a worker, for at least one worker")
+            raise ValueError("a step is seen as one number of seconds per worker, for at least one worker")
         if not np.all(np.isfinite(own) & (own > 0)):
             worker = int(np.argmin(np.isfinite(own) & (own > 0)))
             raise ValueError(f"worker {worker}: seconds are finite and above 0, not {own[worker]}")

@@ -41,7 +41,7 @@ def _how_fast(v: Verdict) -> Tile:
         if len(f.workers) > 1 and v.over_equal and not v.traits.equal_shares and not v.too_short
         else ""
     )
-    each = f"{duration(f.seconds / f.steps)} a step"
+    each = f"{duration(f.seconds / f.steps)} per step"
     return Tile("How fast?", f"{number(f.samples_per_s)} samples/s", ", ".join(part for part in (gain, each) if part))
 
 
@@ -130,7 +130,8 @@ def _what_weighs(question: str, v: Verdict) -> Tile | None:
         return Tile(question, "a larger global_batch", cost)
     named = next((w for w in f.workers if w.worker == v.held_back_by), None)
     if named is not None and v.too_coarse(named):
-        return Tile(question, "a smaller micro_batch", f"{v.name(named)} does one or two a step: its share cannot fit")
+        cause = f"{v.name(named)} does one or two per step: its share cannot fit"
+        return Tile(question, "a smaller micro_batch", cause)
     if f.rest > NOTABLE:
         return Tile(
             question, "the update", f"{percent(f.rest)} of a step passes after the round: optimiser and the rest"

@@ -222,7 +222,7 @@ def metrics(live: LiveRun) -> str:
         ("steps_total", "counter", "Steps committed since the run's start.", [({}, float(live.steps))]),
         ("samples_total", "counter", "Samples counted since the run's start.", [({}, float(live.samples))]),
         ("last_step_timestamp_seconds", "gauge", "When the newest step was logged.", [({}, live.last_t)]),
-        ("samples_per_second", "gauge", "Samples a second of the fleet.", [({}, now.samples_per_s)]),
+        ("samples_per_second", "gauge", "Samples per second of the fleet.", [({}, now.samples_per_s)]),
         ("limit_samples_per_second", "gauge", "The sum of the workers' own speeds.", [({}, now.limit or None)]),
         ("of_limit_ratio", "gauge", "Part of the limit that was reached.", [({}, now.of_limit or None)]),
         ("loss", "gauge", "The fleet's weighted mean loss in the newest step.", [({}, now.loss)]),

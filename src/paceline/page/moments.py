@@ -53,7 +53,7 @@ def timeline(
     )
     these = f"Steps {first} to {last}" if first != last else f"Step {first}"
     waited = f" {_waited(steps)}" if len(everybody) > 1 else ""
-    caption = f"{these}, one row a worker.{waited}{hidden}"
+    caption = f"{these}, one row per worker.{waited}{hidden}"
     frame = draw.layout(x="seconds", height=min(960, 110 + max(14, min(34, 800 // len(rows))) * len(rows)))
     frame |= {"barmode": "overlay", "bargap": 0.15, "hovermode": "closest"}
     frame["yaxis"] = draw.row_axis([(worker, machines.get(worker, "")) for worker in rows])

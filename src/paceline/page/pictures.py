@@ -87,7 +87,7 @@ def speed(run: PictureData) -> draw.Picture:
     reached = run.column(lambda b: _over(b.samples, b.wall_s))
     limit = run.column(lambda b: _over(b.samples, b.ideal_s))
     data = [draw.line(steps, limit, "the limit: the sum of the workers' own speeds", draw.GREY, line={"dash": "dash"})]
-    caption = "Samples a second of the fleet, step by step."
+    caption = "Samples per second of the fleet, step by step."
     if run.grain > 1:
         data += draw.band(
             steps, run.column(lambda b: b.speed[0]), run.column(lambda b: b.speed[1]), "reached", draw.BLUE
@@ -194,7 +194,7 @@ def forecast(run: PictureData) -> draw.Picture | None:
         draw.line(steps, expected, "expected", draw.ORANGE, line={"dash": "dot"}),
     ]
     caption = f"Own compute of the last worker to finish. The forecast was off by {percent(off)} on average."
-    return draw.Picture("forecast", "Forecast and what happened", caption, data, draw.layout(y="ms a step"))
+    return draw.Picture("forecast", "Forecast and what happened", caption, data, draw.layout(y="ms per step"))
 
 
 def presence(run: PictureData) -> draw.Picture | None:

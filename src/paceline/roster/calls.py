@@ -23,7 +23,7 @@ the sums of a group of workers (`paceline.transport.fixed.Subgroup`).
 STEADY = 2
 """Beats in a row that must say the same before it counts: two beats are never of the same moment."""
 REMIND_S = (5.0, 15.0, 30.0)
-"""When a waiting worker is told for whom; then once a minute."""
+"""When a waiting worker is told for whom, and then once per minute."""
 ERRORS: dict[str, type[FleetError]] = {"lost": WorkerLost, "mismatch": CallMismatch, "fleet": FleetError}
 """The error that each worker raises, by the kind of a failure that was published."""
 

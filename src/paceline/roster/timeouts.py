@@ -24,7 +24,7 @@ MENTION_S = 2.0
 
 
 class Timeouts:
-    """Looks at every worker a few times a second, and tells the membership rules what the clock says.
+    """Looks at every worker a few times per second, and tells the membership rules what the clock says.
 
     ``workers``: each registered worker's connection, by id, as the server keeps it. ``lose`` gives one up; ``note``:
     for onlookers.

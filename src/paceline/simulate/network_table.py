@@ -75,7 +75,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     each, scale = _unit(max(row["bytes_per_sample"] for row in rows))
     sent, sent_scale = _unit(max(row["sent_bytes_per_worker_s"] for row in rows))
     drawn.add_column("rule", no_wrap=True)
-    traffic = (f"{each} a\nsample", f"{sent}/s a\nworker")
+    traffic = (f"{each} per\nsample", f"{sent}/s per\nworker")
     for name in ("samples/s", "gain", "in\nrounds", "waiting", "round\nevery, s", *traffic):
         drawn.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -116,10 +116,10 @@ def verdict(outcomes: Sequence[Traffic], network: Network, period: Enough | None
 def _pays(outcomes: Sequence[Traffic]) -> str:
     name, gain = _best(outcomes)
     if gain <= 1:
-        return "No period tried does more samples a second than gradients at every step."
+        return "No period tried does more samples per second than gradients at every step."
     return (
-        f'"{name}" does {number(gain)} times the samples a second of gradients at every step: it pays unless it needs '
-        f"more than {number(gain)} times the samples for the same loss."
+        f'"{name}" does {number(gain)} times the samples per second of gradients at every step: it pays unless it '
+        f"needs more than {number(gain)} times the samples for the same loss."
     )
 
 
@@ -129,7 +129,7 @@ def _does_not_matter(outcomes: Sequence[Traffic]) -> str:
     if gain <= 1 + MATTERS:
         return advice
     return (
-        f'{advice} What "{name}" gains, {number(gain)} times the samples a second, is less waiting: see what a '
+        f'{advice} What "{name}" gains, {number(gain)} times the samples per second, is less waiting: see what a '
         "deadline makes of that (joint, without --network)."
     )
 
@@ -160,7 +160,7 @@ def _times(outcomes: Sequence[Traffic]) -> Any:
     figure = plotly("plotly.graph_objects").Figure()
     for part, values in parts.items():
         figure.add_bar(x=values, y=names, name=part, orientation="h")
-    return _laid_out(figure, "Where the time goes", "milliseconds a sample", len(names))
+    return _laid_out(figure, "Where the time goes", "milliseconds per sample", len(names))
 
 
 def _bytes(outcomes: Sequence[Traffic]) -> Any:

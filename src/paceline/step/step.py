@@ -381,7 +381,7 @@ class Step(FormerNames):
 
     def _combine(self, clip_norm: float | None, *, own: bool) -> None:
         if self._committed or self._combined:
-            raise MisuseError(f"step {self.index} has had its round: one a step")
+            raise MisuseError(f"step {self.index} has had its round: there is one per step")
         self._require_current()
         self._end_parts()
         self._check_finished()

@@ -120,13 +120,13 @@ def _rows(label: str, value: Any, samples: int) -> torch.Tensor:
         value = torch.from_numpy(value)
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
         raise ValueError(
-            f"{LABEL}: the function must return a tensor with one row a sample, or a tuple or dict of such; {label} is "
-            f"a {type(value).__name__}; predictions of unlike sizes are padded to one size and stacked"
+            f"{LABEL}: the function must return a tensor with one row per sample, or a tuple or dict of such; {label} "
+            f"is a {type(value).__name__}; predictions of unlike sizes are padded to one size and stacked"
         )
     if not value.dim() or len(value) != samples:
         raise ValueError(
             f"{LABEL}: {label} has the shape {tuple(value.shape)} for a batch of {samples} samples, and must have one "
-            "row a sample; for sums over a batch call fleet.evaluate"
+            "row per sample; for sums over a batch call fleet.evaluate"
         )
     return value.detach().to("cpu", copy=True).contiguous()  # a copy: the function may reuse its tensor
 

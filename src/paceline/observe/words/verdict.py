@@ -271,7 +271,7 @@ def _held_back(v: Verdict, culprit: WorkerFigures, busy: Sequence[WorkerFigures]
     others = "the other" if len(busy) == 2 else "the others"
     spent = f"and {others} spent {percent(culprit.blamed)} of the time waiting for it."
     if not v.traits.equal_shares and v.too_coarse(culprit):
-        advice = " It does one or two micro-batches a step: a smaller micro_batch would let its share fit."
+        advice = " It does one or two micro-batches per step: a smaller micro_batch would let its share fit."
     elif v.traits.if_stalled and culprit.held:
         held = f"in {percent(culprit.held)} of the steps, each time for about {duration(culprit.held_s)}"
         return f"{capital(v.name(culprit))} held everybody up {held}, {spent}{_no_waiting(v, 'it')}"
@@ -349,7 +349,7 @@ def _where(v: Verdict) -> str:
         rest = f"{percent(f.round)} the round and {percent(f.rest)} the update and the rest"
         sentences.append(f"Of a step's time {percent(f.work)} was work, {stuck}{cut}{wait}{rest}.")
     if f.round > NOTABLE:
-        cost = f"{percent(f.round)} of the time ({duration(f.round * f.seconds / f.steps)} a step)"
+        cost = f"{percent(f.round)} of the time ({duration(f.round * f.seconds / f.steps)} per step)"
         sentences.append(f"The round took {cost}: a larger global_batch needs fewer of them.")
         sentences += [advice] if (advice := advice_text(f, v.rounds)) else []
     if v.outside > NOTABLE:

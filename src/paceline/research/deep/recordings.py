@@ -60,7 +60,7 @@ def recording(name: str, seconds: ArrayLike, late: ArrayLike | None = None) -> R
     """Return a recording; ValueError with the reason why nothing can be learned from it."""
     own = np.asarray(seconds, dtype=np.float64)
     if own.ndim != 2:
-        raise ValueError(f"{name}: a series has a row a step and a column a worker")
+        raise ValueError(f"{name}: a series has one row per step and one column per worker")
     steps, workers = own.shape
     if workers < 2:
         raise ValueError(f"{name}: one worker has nobody to be late for; a forecast is learned from two or more")

@@ -157,6 +157,6 @@ def gain_of(exact: Choice, average: Choice) -> str:
     gain = number(average.samples_per_s / exact.samples_per_s)
     wire = f" with comm_dtype {average.comm_dtype}" if average.comm_dtype != "float32" else ""
     return (
-        f"{capital(average.name)}{wire} does {gain} times the samples a second: it pays unless it needs more than "
+        f"{capital(average.name)}{wire} does {gain} times the samples per second: it pays unless it needs more than "
         f"{gain} times the samples for the same loss."
     )
