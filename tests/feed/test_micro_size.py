@@ -202,6 +202,13 @@ def test_a_share_that_shrinks_under_the_search_neither_ends_it_for_good_nor_keep
     assert 30 <= search.settled <= 38 * HEADROOM
 
 
+def test_a_share_that_wavers_does_not_keep_the_search_from_the_whole_share() -> None:
+    search = SizeSearch(4)
+    for share in 12 * [93, 97, 90, 100, 85]:  # 64 fits into some of these in two parts, and not into others
+        step(search, share, lambda size: 16 + 2 * size)
+    assert search.settled >= 93
+
+
 def test_what_was_found_before_is_kept() -> None:
     search = SizeSearch(4)
     search.keep(48, by_memory=False)

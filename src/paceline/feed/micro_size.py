@@ -112,6 +112,8 @@ class SizeSearch:
         """Whether memory, not speed, bounds the size."""
         self._fewest, self._tried, self._over = fewest, first, False
         self._by_share = False
+        self._whole = False
+        """Whether the size under trial was a whole share."""
         self._share, self._room = 0, 10**9
         """This step's share, and the largest size that fits into memory."""
         self._steps = self._again = 0
@@ -147,7 +149,10 @@ class SizeSearch:
         if not self._over and self._steps > MOST_STEPS:
             self._settle()
         elif not self._over and not _comes(self._tried, share, self._fewest):
-            self._aim_anew()
+            if self._whole and share <= HEADROOM * self._tried:  # else a share that wavers would end no search
+                self.size = self._tried = min(share, self._room)
+            else:
+                self._aim_anew()
 
     def _may_grow(self) -> bool:
         """Return whether only the share bounded the size that was found, and has grown since."""
@@ -218,6 +223,7 @@ class SizeSearch:
 
     def _try(self, size: int) -> None:
         self.size = self._tried = size
+        self._whole = size == self._share
         self._times, self._warm = [], False
 
     def _settle(self, *, by_share: bool = False, by_memory: bool = False) -> None:
