@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.pace.arrivals import best_count, static_count
-from paceline.pace.equal import Equal
-from paceline.pace.forecast import Forecast, Learner, Smoothed, make
+from paceline.pace.fixed import Equal
+from paceline.pace.forecast import Forecast, Learner, Smoothed, best_count, make, static_count
 from paceline.pace.pacer import Ask, Pacer, Simulated, Traits
 from paceline.pace.reading import DRAWS, Followed, column, steps_ahead
 from paceline.pace.registry import register

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paceline.pace import Ask, Pacer, floor
+from paceline.pace import Ask, Pacer, steering
 from paceline.pace.fitting import fit_all, ladder
 from paceline.pace.steering import goal, made_for
 from paceline.records import Plan, StepRecord
@@ -97,7 +97,7 @@ def play(
         plan = made_for(plan, goal(plan.step, done=counted, batch=batch))
         hoped = counted + min(plan.expects or 0, plan.total)
         after = ask(step + 1, hoped) if step else None
-        least = floor.least_samples(plan.least_count, batch)
+        least = steering.least_samples(plan.least_count, batch)
         plan, done, closed_s = fleet.step(own / share, cost[step], plan, least=least)
         record = _record(step, plan, done, closed_s, overhead_s)
         counted += record.total
@@ -140,7 +140,7 @@ class _Fleet:
         """Extend a round below the floor: workers that are not stuck do more, and so do those that come back."""
         while True:
             closed_s = plan.deadline_s or 0.0
-            more = floor.more(
+            more = steering.more(
                 done.samples, plan.samples, free=~done.lost, busy=done.lost, least=least, so_far_s=closed_s, room=2**40
             )
             if more is None:
