@@ -57,7 +57,7 @@ class MemoryUse:
     """A GPU's memory after a micro-batch, in bytes."""
 
     peak: int
-    """Most bytes in use so far."""
+    """The most bytes in use so far."""
     held: int
     """Bytes in use between two micro-batches: parameters, gradients, the optimiser's state."""
     usable: int
@@ -113,7 +113,7 @@ class SizeSearch:
         self._fewest, self._tried, self._over = fewest, first, False
         self._by_share = False
         self._share, self._room = 0, 10**9
-        """This step's share, and the largest size that fits into memory."""
+        """Samples of this step's share, and the largest size that fits into memory."""
         self._steps = self._again = 0
         self._times: list[float] = []
         self._warm = False

@@ -51,7 +51,7 @@ __all__ = [
 DEFAULT = Auto.name
 """The pace of a fleet that asks for none, and the one that reports advise."""
 WAITING = Adaptive.name
-"""What reports advise where waiting for everybody is faster."""
+"""Pace that reports advise where waiting for everybody is faster."""
 
 
 def with_a_sample_for_each() -> Pacer:

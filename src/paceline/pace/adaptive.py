@@ -24,7 +24,7 @@ RETRY = 2.0
 
 
 class Adaptive(Forecasting):
-    """All finish together: ``min max_i (a_i + b_i * n_i)`` with the costs learned from the records so far.
+    """Shares with which all finish together: ``min max_i (a_i + b_i * n_i)``, by the costs learned from the records.
 
     Plans are made from a *held* belief. Every ``every`` steps it is compared with the present one, and replaced when
     that lowers the predicted step time by more than the fraction ``dead_band``; at once when a worker's speed jumped or
@@ -41,7 +41,7 @@ class Adaptive(Forecasting):
     name = "adaptive"
     """Name in ``pace=``, the log and checkpoints."""
     traits = Traits(follows_speed=True, if_stalled="joint")
-    """What reports and the simulator need to know of it."""
+    """Facts of it for reports and the simulator."""
 
     def __init__(
         self,

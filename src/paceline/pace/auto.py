@@ -36,9 +36,9 @@ class Auto(Joint):
     name = "auto"
     """Name in ``pace=``, the log and checkpoints."""
     does_without = True
-    """It plans no deadline where a step may have none (`Ask.deadlines`)."""
+    """Whether it plans no deadline where a step may have none (`Ask.deadlines`)."""
     traits = Traits(follows_speed=True)
-    """What reports and the simulator need to know of it."""
+    """Facts of it for reports and the simulator."""
 
     def __init__(self, forecast: str | Forecast = "smoothed", *, least_gain: float = 0.03, **settings: Any) -> None:
         super().__init__(forecast, least_gain=least_gain, **settings)

@@ -18,7 +18,7 @@ from paceline.records import Plan
 
 
 class Equal(Forecasting):
-    """Everybody the same number of samples: ``n_i = total / workers``.
+    """Equal shares, the same number of samples for everybody: ``n_i = total / workers``.
 
     >>> Equal().plan(Ask(step=0, total=10, workers=(0, 1, 2, 3))).samples
     (3, 3, 2, 2)
@@ -27,7 +27,7 @@ class Equal(Forecasting):
     name = "equal"
     """Name in ``pace=``, the log and checkpoints."""
     traits = Traits(equal_shares=True)
-    """What reports and the simulator need to know of it."""
+    """Facts of it for reports and the simulator."""
 
     def plan(self, ask: Ask) -> Plan:
         """Return the same number of samples for everybody."""
@@ -52,7 +52,7 @@ class Fixed(Forecasting):
     name = "fixed"
     """Name in ``pace=``, the log and checkpoints."""
     traits = Traits(usage="fixed:1,1,2 (ratios of work, one a worker)")
-    """What reports and the simulator need to know of it."""
+    """Facts of it for reports and the simulator."""
 
     def __init__(self, ratios: Sequence[float]) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ class Seen:
     seconds: Floats
     """Each worker's seconds for an equal share; where ``late``, the cut-off it had not met."""
     late: Mask
-    """True where the worker was cut off: its time is above ``seconds``, and nothing more is known."""
+    """Whether the worker was cut off: its time then is above ``seconds``, and nothing more is known."""
 
     @classmethod
     def whole(cls, seconds: ArrayLike) -> Seen:
@@ -69,7 +69,7 @@ class Seen:
 
 
 class Learner(Protocol):
-    """What learns a forecast from a run while that goes on."""
+    """A learner that makes a forecast from a run while that goes on."""
 
     def after(self, record: StepRecord) -> None:
         """Take note of an observed step. Quick: it is called between steps."""
@@ -80,7 +80,7 @@ class Learner(Protocol):
 
 @runtime_checkable
 class MinimalForecast(Protocol):
-    """What a class must have to be a forecast. ``draw`` changes nothing but the generator it is given."""
+    """The methods that a class must have to be a forecast. ``draw`` changes nothing but the generator it is given."""
 
     name: str
 

@@ -19,8 +19,10 @@ from paceline.pace.steering import Gain
 from paceline.records import Plan, StepRecord
 
 GENEROUS = 1.25
-"""Dealt over what a worker would do by the deadline at its best: nobody should run out of samples, and what stays
-undone costs nothing, for it stays in the worker's queue."""
+"""Factor by which more is dealt than a worker would do by the deadline at its best.
+
+Nobody should run out of samples, and what stays undone costs nothing, for it stays in the worker's queue.
+"""
 REGROW = 1.02
 """A worker's best pace is the fastest one seen, forgotten by this factor per step."""
 SLOWEST = 4.0
@@ -40,12 +42,14 @@ STRETCH = 2.0
 MOST_STRETCH = 64.0
 """Factor of the next deadline after a round in which nobody finished anything, and the most it grows to."""
 PASSES = 60
-"""Most steps of Newton's towards the deadline."""
+"""The most steps of Newton's towards the deadline."""
 KEEP = 0.95
 """Weight of the past in each step in which the group has anybody."""
 PRIOR = ((0.99, 1.0), (0.05, 0.1))
-"""Counted and expected before anything was seen, at work and stuck, in whole fleets' work: a worker at work nearly all
-of its time, a stuck one half of it; the latter is soon forgotten."""
+"""Samples counted and expected before anything was seen, at work and stuck, in whole fleets' work.
+
+A worker that is at work counts nearly all of its time, a stuck one half of it; the latter is soon forgotten.
+"""
 RANGE = (0.05, 2.0)
 LEAST_S, MOST_S = 1e-6, 1e8
 """A deadline is never shorter or longer than this, whatever the records said."""
@@ -67,9 +71,9 @@ class Joint(Pacer):
     name = "joint"
     """Name in ``pace=``, the log and checkpoints."""
     deadlines = True
-    """Its plans may close a round without everybody."""
+    """Whether its plans may close a round without everybody."""
     traits = Traits(follows_speed=True)
-    """What reports and the simulator need to know of it."""
+    """Facts of it for reports and the simulator."""
 
     def __init__(
         self,

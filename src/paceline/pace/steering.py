@@ -23,13 +23,13 @@ from paceline.records import Plan
 LEEWAY = 0.5
 """A step makes up for what earlier deadlines left owing by this part of the global batch at most."""
 LEAST = 0.7
-"""No step is asked for less than this part of it, however much earlier ones did: thin steps do harm."""
+"""Part of it that every step is asked for at least, however much earlier ones did: thin steps do harm."""
 SLACK = 1.1
 """The time given over the time that is missing: a micro-batch is begun only if it fits with a margin of a tenth."""
 SHORTEST = 0.05
-"""No extension is shorter than this part of the step so far."""
+"""Part of the step so far that an extension takes at least."""
 SPARE = 1.25
-"""Dealt over what is missing: the speeds of the workers at work may change."""
+"""Factor by which more is dealt than is missing: the speeds of the workers at work may change."""
 RATE = 0.05
 """Least weight of the newest step in the running means; more while there are few."""
 
@@ -96,14 +96,14 @@ def without_singles(plan: Plan) -> Plan:
 
 
 class More(NamedTuple):
-    """What a thin step gets."""
+    """Samples and seconds that a thin step gets."""
 
     shares: tuple[int, ...]
     """Each worker's share of the whole step, never less than before."""
     seconds: float
     """Seconds by which its deadline is moved."""
     recall: bool = False
-    """The free workers have nothing left: what stuck ones were dealt is to be dealt again instead."""
+    """Whether the free workers have nothing left: what stuck ones were dealt is to be dealt again instead."""
 
 
 def least_samples(part: float, batch: int) -> int:
@@ -161,7 +161,7 @@ def more(
 
 
 class Gain:
-    """Whether deadlines pay: on when waiting costs more than the fraction ``least``, off when no more than ``keep``.
+    """A judgement whether deadlines pay: on once the gain is above the fraction ``least``, off once at most ``keep``.
 
     Both are running means of seconds per sample, over steps:
 

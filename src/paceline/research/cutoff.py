@@ -49,7 +49,7 @@ class Cutoff(Pacer):
     deadlines = True
     """Its plans may close a round without everybody."""
     traits = Traits(if_cut="joint", played="arrivals", shown=False)
-    """What reports and the simulator need to know of it."""
+    """Facts of it for reports and the simulator."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SEES = {"best static": "all steps", "clairvoyant cut-off": "this step", "limit": "-"}
-"""What a rule sees when it decides; rules that are not listed see the past alone."""
+"""Steps that a rule sees when it decides; rules that are not listed see the past alone."""
 
 
 def figures(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:

@@ -55,13 +55,13 @@ class _Done:
     busy_s: Floats
     """Seconds spent on micro-batches that count."""
     ends_s: Floats
-    """When the worker's last micro-batch ended or will end, from the step's start."""
+    """Seconds from the step's start to the end of the worker's last micro-batch."""
     lost: NDArray[np.bool_]
     """Whether the worker's last micro-batch was not finished in time."""
     under_way: NDArray[np.int64]
     """Samples of the lost micro-batch; 0 where it belongs to an earlier step."""
     begun_s: Floats
-    """When the last micro-batch was begun."""
+    """Seconds from the step's start to the beginning of the last micro-batch."""
     cost_s: Floats
     """The step's constant cost, which is part of the busy seconds."""
 

@@ -57,9 +57,9 @@ class FailureCosts:
     join_s: float
     """The others' pause when a newcomer takes the state over."""
     start_s: float
-    """From a machine that is there to processes that train: a newcomer's under Paceline, everybody's in a restart."""
+    """Seconds until a machine's processes train: a newcomer's under Paceline, everybody's in a restart."""
     load_s: float
-    """Reading the checkpoint."""
+    """Seconds that reading the checkpoint takes."""
     save_s: float
     """The training's pause for a checkpoint of Paceline, which copies the state and writes the copy in a thread."""
     write_s: float
@@ -351,7 +351,7 @@ RULES: tuple[type[ElasticRule] | type[RestartRule], ...] = (ElasticRule, Restart
 
 @dataclass(frozen=True)
 class Goodput:
-    """What a rule made of a fleet: parts of the machines' time, weighted by speed; the five parts add up to 1."""
+    """The result of a rule for a fleet: parts of the machines' time, weighted by speed; the five parts add up to 1."""
 
     rule: str
     goodput: float

@@ -29,7 +29,7 @@ USELESS = 0.01
 
 @dataclass(frozen=True)
 class Worth:
-    """What a kind of machines contributes to the fleet."""
+    """The contribution of a kind of machines to the fleet."""
 
     kind: MachineKind
     brings: float | None
@@ -38,7 +38,7 @@ class Worth:
     Below 0 they hold the others up. None: there are no others.
     """
     one_more: float
-    """What one more machine would add, as a part of the fleet's samples per second."""
+    """Gain from one more machine, as a part of the fleet's samples per second."""
     cheaper: float | None
     """Part by which a sample would be cheaper without these machines; None where no machine has a price."""
 
@@ -171,7 +171,7 @@ def gain_of(exact: Choice, average: Choice) -> str:
 
 @dataclass(frozen=True)
 class FleetGoodput:
-    """What failures leave of a fleet, as figures and in sentences."""
+    """The goodput that failures leave of a fleet, as figures and in sentences."""
 
     figures: dict[str, Any]
     sentences: list[str]
