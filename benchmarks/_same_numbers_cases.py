@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
+from paceline import concurrency
 
 LENGTH, BATCH, EPOCHS = 50, 12, 2
 
@@ -40,6 +42,8 @@ class Case:
     calls: bool = False
     saved: bool = False
     killed_at: int | None = None
+    sample_s: tuple[float, ...] = ()
+    """Seconds that a sample takes each worker, on a clock of the case's own; none: the clock is real, and not read."""
     dtype: torch.dtype = torch.float32
 
 
@@ -47,6 +51,9 @@ CASES: dict[str, Case] = {
     "fixed": Case(),
     "fixed, three workers": Case(workers=3, pace="fixed:1,4,2"),
     "equal": Case(pace="equal"),
+    "adaptive": Case(workers=3, pace="adaptive", sample_s=(0.001, 0.0015, 0.004)),
+    "adaptive, batch norm": Case(pace="adaptive", model="norm", sample_s=(0.001, 0.0027)),
+    "epoch": Case(workers=3, pace="epoch", sample_s=(0.001, 0.0015, 0.004)),
     "a worker without a share": Case(pace="fixed:0,1"),
     "alone": Case(workers=1, pace="equal"),
     "float64": Case(dtype=torch.float64),
@@ -69,6 +76,22 @@ CASES: dict[str, Case] = {
     "a worker dies": Case(workers=3, pace="equal", killed_at=3),
     "a worker dies in batch norm's fleet": Case(workers=3, pace="equal", model="norm", killed_at=4),
 }
+
+
+class CaseClock:
+    """A clock that stands still for the user's thread but while a sample is worked on: measured times repeat exactly.
+
+    Waits are real, and take no time on it. So the paces that set no deadlines learn the same from every run. A round
+    with a deadline is another matter: how many micro-batches end before it, and who comes first, is decided by waits of
+    several threads on the real clock, and the bits differ from run to run.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._real = concurrency.perf_counter
+
+    def perf_counter(self) -> float:
+        return self.now if threading.current_thread() is threading.main_thread() else self._real()
 
 
 class Centre(nn.Module):
@@ -112,6 +135,9 @@ def data(dtype: torch.dtype) -> TensorDataset:
 def train(name: str, folder: str) -> dict[str, Any]:
     """Train one case on this worker; return its losses and what its models hold."""
     case, dataset, losses = CASES[name], data(CASES[name].dtype), []
+    clock = CaseClock()
+    if case.sample_s:
+        concurrency.perf_counter = clock.perf_counter
     wire = {} if case.wire is None else {"comm_dtype": case.wire}
     with paceline.join(pace=case.pace, combine=case.combine(), quiet=True, seed=3, **wire) as fleet:
         model = fleet.model(make_model(case.model, case.dtype))
@@ -135,6 +161,8 @@ def train(name: str, folder: str) -> dict[str, Any]:
                 if case.killed_at == step.index and fleet.rank == 1 and not (died := Path(folder) / "died").exists():
                     died.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
+                if case.sample_s:
+                    clock.now += case.sample_s[fleet.rank] * len(x)
                 each = nn.functional.cross_entropy(model(x), y, reduction="none")
                 loss = (each * weight).sum() / weight.sum() if case.weighted else each.mean()
                 if other is None or not case.two_losses:
@@ -144,7 +172,7 @@ def train(name: str, folder: str) -> dict[str, Any]:
                     step.backward(nn.functional.mse_loss(other(x)[:, 0], weight), models=other)
             step.commit(optimizer, clip_norm=case.clip)
             schedule.step()
-            losses.append(step.loss)
+            losses += [step.loss, *(step.record.samples if step.record is not None else ())]
             if case.calls and step.index % 3 == 1:
                 score = fleet.evaluate(lambda x, y, w: {"right": (model(x).argmax(1) == y).double()}, dataset)
                 losses += [score["right"], float(fleet.predict(lambda x, y, w: model(x), dataset).double().sum())]

@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 from _flock import Failed, Flock
 from _goodput_audit import examine, speeds
+from _goodput_formulas import failures_every, restart_goodput, seconds_for
 from _smoke import smoke
 
 from paceline.observe import read_log
@@ -41,10 +42,7 @@ from paceline.simulate.goodput import (
     FailureCosts,
     compare_goodput,
     failures,
-    failures_every,
     play,
-    restart_goodput,
-    seconds_for,
     usual_costs,
 )
 

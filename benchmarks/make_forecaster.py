@@ -29,8 +29,7 @@ import torch
 from _cluster_family import cluster
 from _smoke import smoke
 
-from paceline.pace.arrivals import best_count
-from paceline.pace.forecast import Seen
+from paceline.pace.forecast import Seen, best_count
 from paceline.research import experts, gate
 from paceline.research.experts import EXPERTS, advise
 from paceline.research.general import General

@@ -1,8 +1,9 @@
 """Two source trees side by side: are losses and weights the same, bit for bit?
 
 A change that should not alter the numbers shows here that it does not. Some twenty trainings, over paces, combines,
-optimisers, checkpoints and a worker's death, run with each tree's library. They depend on no clock, so that every run
-of one tree gives the same bits.
+optimisers, checkpoints and a worker's death, run with each tree's library. They depend on no clock, or, where a pace
+follows the measured speed, on one that the case itself moves, so that every run of one tree gives the same bits. Rounds
+with a deadline are not among them: real waits of several threads decide what ends in time.
 
     git worktree add /tmp/before HEAD~5
     python benchmarks/same_numbers.py /tmp/before

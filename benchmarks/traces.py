@@ -25,7 +25,7 @@ from _smoke import smoke
 
 from paceline.machines.trace import read_trace
 from paceline.pace import Joint
-from paceline.pace.arrivals import clairvoyant_counts
+from paceline.pace.forecast import clairvoyant_counts
 from paceline.simulate import SCENARIOS, compare_stuck, deadline_play, make, play, scenarios
 
 SIZES = (16, 158)

@@ -26,8 +26,7 @@ import numpy as np
 from _smoke import pool_context, smoke
 
 from paceline.machines.trace import read_trace
-from paceline.pace.arrivals import clairvoyant_counts
-from paceline.pace.forecast import Forecast, Seen, Smoothed
+from paceline.pace.forecast import Forecast, Seen, Smoothed, clairvoyant_counts
 from paceline.research.auto_forecast import AutoForecast as Auto
 from paceline.research.cutoff import Cutoff
 from paceline.research.forecasts import LastValue, OrderStatistics

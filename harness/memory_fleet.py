@@ -26,6 +26,7 @@ import torch
 from memory_connector import MemoryConnector
 from memory_roster import MemoryDoor, MemoryRosterConnection, MemoryStoreHost
 from memory_roster import MemoryNetwork as RosterNetwork
+from memory_store import MemoryServer
 from scheduler import Hang, Reaped, Scheduler
 
 from paceline import concurrency
@@ -39,7 +40,6 @@ from paceline.training import join as joining
 from paceline.transport import Elastic
 from paceline.transport.elastic import handover
 from paceline.transport.engines.memory import MemoryNetwork
-from paceline.transport.engines.memory_store import MemoryServer
 
 KILLED, CRASHED = -9, 1
 ROSTER, LAUNCHER = "roster", "launcher"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,64 @@ def fragments(source: ast.AST) -> list[str]:
         if not any("property" in ast.unparse(one) for one in node.decorator_list)
         if text.split()[0].strip(",:;.") in NO_VERBS
     ]
+
+
+NO_NOUNS = {
+    *("After", "Before", "By", "Called", "Counted", "Dealt", "Everybody", "False", "For", "From", "How", "It", "Its"),
+    *("No", "Nothing", "Of", "Once", "True", "What", "When", "Where", "Which", "Who", "Whose", "With"),
+}
+NOUNS_TOO = {
+    *("Changes", "Checks", "Log", "Name", "Names", "Notes", "Pass", "Passes", "Reports", "Rounds", "Runs", "Seed"),
+    *("Signals",),
+}
+"""Words that begin the docstring of some function, as verbs, and are nouns as well."""
+NAMED_BY_NOUNS = ("pace", "feed", "checkpoint", "observe", "simulate", "machines", "launcher", "training")
+"""The rooms whose classes and attributes are held to nouns."""
+
+
+def verbs(sources: Iterable[ast.AST]) -> set[str]:
+    """Return the words with which functions' docstrings begin, and their third person."""
+    functions = [node for source in sources for node in ast.walk(source) if isinstance(node, ast.FunctionDef)]
+    plain = [node for node in functions if not any("property" in ast.unparse(one) for one in node.decorator_list)]
+    found = {text.split()[0].strip(",:;.") for node in plain if (text := ast.get_docstring(node))}
+    return found | {f"{verb}s" for verb in found} | {f"{verb}es" for verb in found} | {f"{v[:-1]}ies" for v in found}
+
+
+def named_without_a_noun(source: ast.AST, verbs: set[str]) -> list[str]:
+    """Return the classes and attributes whose docstring does not begin with a noun."""
+    texts = [(node.name, ast.get_docstring(node)) for node in ast.walk(source) if isinstance(node, ast.ClassDef)]
+    for node in ast.walk(source):
+        body = getattr(node, "body", None)
+        for line, text in pairwise(body if isinstance(body, list) else []):
+            if isinstance(line, (ast.Assign, ast.AnnAssign)) and is_text(text):
+                texts.append((ast.unparse(line).partition("\n")[0], text.value.value))
+    begins = [(name, text, text.split()[0].strip(",:;.")) for name, text in texts if text]
+    return [
+        f"{name}: {text.splitlines()[0]}"
+        for name, text, word in begins
+        if word in NO_NOUNS or (word in verbs and word not in NOUNS_TOO) or not re.match(r"[A-Z`]", word)
+    ]
+
+
+def test_the_docstring_of_a_class_or_attribute_begins_with_a_noun() -> None:
+    source = Path(paceline.__file__).parent
+    known = verbs(tree(file) for file in source.rglob("*.py"))
+    found = [
+        f"{file.relative_to(source)}: {one}"
+        for room in NAMED_BY_NOUNS
+        for file in sorted((source / room).rglob("*.py"))
+        for one in named_without_a_noun(tree(file), known)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text", ["How long it takes.", "Returns the shares.", "What is left.", "... or twice running."]
+)
+def test_a_name_without_a_noun_is_found(text: str) -> None:
+    for code in (f'class Pause:\n    """{text}"""', f'PAUSE_S = 1.0\n"""{text}"""'):
+        assert named_without_a_noun(ast.parse(code), {"Returns"})
+        assert not named_without_a_noun(ast.parse(code.replace(text, "Seconds that it takes.")), {"Returns"})
 
 
 def test_the_docstring_of_a_function_begins_with_a_verb() -> None:

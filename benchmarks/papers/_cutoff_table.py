@@ -12,8 +12,7 @@ from _smoke import smoke
 
 from paceline.machines import read_trace
 from paceline.pace import Joint
-from paceline.pace.arrivals import best_static_count, clairvoyant_counts
-from paceline.pace.forecast import Forecast
+from paceline.pace.forecast import Forecast, best_static_count, clairvoyant_counts
 from paceline.research.cutoff import Cutoff
 from paceline.research.deep.deep_forecast import Deep
 from paceline.research.deep.fit import Training, fit

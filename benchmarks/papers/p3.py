@@ -56,7 +56,7 @@ import paceline
 from paceline.machines import read_trace
 from paceline.observe import read_log
 from paceline.pace import Joint, Pacer
-from paceline.pace.arrivals import best_static_count
+from paceline.pace.forecast import best_static_count
 from paceline.research.cutoff import Cutoff
 from paceline.research.deep.deep_forecast import Deep
 from paceline.research.deep.model import load_model

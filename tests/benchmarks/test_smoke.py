@@ -39,6 +39,7 @@ KEYS = {
     "network": "wire_over_float32 average_int8_over_average bf16_over_ddp_bf16_hook float32_over_ddp bf16_target_s "
     "two_sites_over_ddp plan_error",
     "overhead": "convnet_over_ddp mlp_over_ddp alone_over_plain convnet_over_ddp_interval",
+    "passed_files": "adaptive death deadline",
     "pages": "report_s report_cpu_s report_mb viewers_cpu_4 viewers_cpu_100 step_to_viewer_s_4 step_to_viewer_s_100",
     "papers/p0": "epoch_over_best epoch_over_equal shares levels",
     "papers/p1": "saved_1_2 static_saved loss_gap steps_to_follow worth",

@@ -86,7 +86,7 @@ def test_a_run_without_steps_is_an_empty_trace(tmp_path):
 
 
 def test_a_run_too_long_for_the_viewer_leaves_its_last_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.observe.exports.perfetto.MOST_ROWS", 40)
+    monkeypatch.setattr("paceline.observe.exports.MOST_ROWS", 40)
     events = json.loads(write_perfetto(log_of(tmp_path, calm_run(40)), tmp_path / "t.json").read_text())["traceEvents"]
     assert {e["name"] for e in events if e.get("cat") == "step"} == {f"step {k}" for k in range(30, 40)}
 
@@ -143,7 +143,7 @@ def test_a_figure_beyond_a_small_float_and_a_step_without_a_time_are_written_all
 
 
 def test_of_a_long_run_every_few_steps_are_written(tmp_path, summary_writer, monkeypatch):
-    monkeypatch.setattr("paceline.observe.exports.csv_and_tensorboard.MOST_STEPS", 4)
+    monkeypatch.setattr("paceline.observe.exports.MOST_STEPS", 4)
     file = write_tensorboard(log_of(tmp_path, calm_run(10)), tmp_path / "tb")
     assert [step for tag, _, step, _ in calls(file) if tag == "loss"] == [0, 3, 6, 9]
 

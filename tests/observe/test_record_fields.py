@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from paceline.observe.analysis.stretches import FIGURES
-from paceline.observe.exports.csv_and_tensorboard import COLUMNS, LEFT_OUT
+from paceline.observe.exports import COLUMNS, LEFT_OUT
 from paceline.observe.log.sanitise import NAMES, PER_STEP, PER_WORKER, SANITISERS, sanitisers
 from paceline.records import StepRecord
 

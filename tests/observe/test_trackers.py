@@ -15,7 +15,7 @@ from lone import join, linear, numbers, sgd, training
 from paceline.observe import read_log
 from paceline.observe.analysis.evaluations import logged_figures
 from paceline.observe.exports import write_tensorboard
-from paceline.observe.exports.trackers import write_to
+from paceline.observe.trackers import write_to
 
 
 class SummaryWriter:

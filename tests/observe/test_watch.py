@@ -20,10 +20,9 @@ from typer.testing import CliRunner
 pytest.importorskip("starlette", reason="the live page needs starlette (extra view)")
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 
-from paceline.cli.watch import watch
+from paceline.cli.watch import address, check, remote_events, watch
 from paceline.page import publisher
 from paceline.page.live import BUCKETS, LiveRun, metrics, server_sent_event
-from paceline.page.remote import address, check, remote_events
 from paceline.page.server import LivePage
 from ports import own_port
 
@@ -256,7 +255,7 @@ def test_a_run_is_followed_through_the_page_of_another_machine(tmp_path):
 
 @pytest.mark.slow
 def test_a_broken_connection_is_taken_up_where_it_broke_off(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.page.remote.AGAIN_S", 0.05)
+    monkeypatch.setattr("paceline.cli.watch.AGAIN_S", 0.05)
     told = calm_run(10)
     folder = write(tmp_path / "run", told[:6])
     stop = threading.Event()

@@ -36,7 +36,7 @@ def test_the_room_loads_torch_only_for_a_forecast_that_plugs_in() -> None:
 def test_no_file_of_the_room_imports_torch_or_another_room_not_even_late() -> None:
     room = Path(paceline.__file__).parent / "pace"
     files = sorted(room.rglob("*.py"))
-    assert len(files) > 20
+    assert len(files) > 10
     for file in files:
         for node in ast.walk(tree(file)):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -14,8 +14,15 @@ from hypothesis.extra.numpy import arrays
 import paceline
 from lone import join, linear, numbers
 from paceline.pace import Ask, make
-from paceline.pace.arrivals import best_count, best_static_count, clairvoyant_counts, static_count
-from paceline.pace.forecast import Forecast, Seen, Smoothed
+from paceline.pace.forecast import (
+    Forecast,
+    Seen,
+    Smoothed,
+    best_count,
+    best_static_count,
+    clairvoyant_counts,
+    static_count,
+)
 from paceline.pace.forecast import make as make_forecast
 from paceline.records import StepRecord
 from paceline.research.auto_forecast import AutoForecast as Auto

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.pace import Ask
-from paceline.pace.arrivals import best_count
-from paceline.pace.forecast import Forecast, Seen, Smoothed, make
+from paceline.pace.forecast import Forecast, Seen, Smoothed, best_count, make
 from paceline.pace.joint import Joint
 from paceline.pace.reading import steps_ahead
 from paceline.records import StepRecord

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,16 @@ from paceline.research.deep.recordings import LEAST_STEPS
 def series(steps: int, workers: int = 4) -> tuple[np.ndarray, np.ndarray]:
     own = np.exp(0.1 * np.random.default_rng(0).standard_normal((steps, workers)))
     return own, np.zeros(own.shape, dtype=bool)
+
+
+def followed(seconds: np.ndarray, late: np.ndarray) -> Any:
+    """Return a forecast whose series is this one, whatever it observes."""
+    return SimpleNamespace(series=lambda: [(seconds, late)])
+
+
+def observe(learner: BackgroundLearner, steps: int) -> None:
+    for step in range(steps):
+        learner.after(record(step))
 
 
 def record(step: int) -> StepRecord:
@@ -48,12 +60,12 @@ def test_only_a_forecast_that_learns_gets_a_learner() -> None:
     assert Cutoff(Deep(learns=False)).learner() is None
     assert isinstance(Cutoff(Deep()).learner(), BackgroundLearner)
     with pytest.raises(ValueError, match="at least"):
-        BackgroundLearner(every=LEAST_STEPS - 1)
+        BackgroundLearner(every=LEAST_STEPS - 1, forecast=Deep())
 
 
 def test_too_few_new_steps_start_nothing() -> None:
-    with BackgroundLearner(every=50) as learner:
-        learner.offer(*series(49))
+    with BackgroundLearner(every=50, forecast=followed(*series(49))) as learner:
+        observe(learner, 49)
         assert not learner.busy
         assert learner.poll() is None
 
@@ -82,8 +94,8 @@ def test_a_run_gets_a_model_of_itself_without_waiting_for_it() -> None:
 
 @pytest.mark.fleet
 def test_closing_ends_the_trainer_and_removes_its_files() -> None:
-    learner = BackgroundLearner(every=40, updates=100_000)
-    learner.offer(*series(60))
+    learner = BackgroundLearner(every=40, updates=100_000, forecast=followed(*series(60)))
+    observe(learner, 40)
     assert learner._process is not None
     assert learner._folder is not None
     pid, folder = learner._process.pid, Path(learner._folder.name)
@@ -98,21 +110,23 @@ def test_closing_ends_the_trainer_and_removes_its_files() -> None:
 def test_a_trainer_that_fails_is_warned_of_once_and_not_started_again(caplog: pytest.LogCaptureFixture) -> None:
     own, late = series(60)
     own[3, 1] = np.nan
-    with BackgroundLearner(every=40, updates=2) as learner, caplog.at_level(logging.WARNING, "paceline.learning"):
-        learner.offer(own, late)
+    learner = BackgroundLearner(every=40, updates=2, forecast=followed(own, late))
+    with learner, caplog.at_level(logging.WARNING, "paceline.learning"):
+        observe(learner, 40)
         wait(learner)
         assert learner.poll() is None
         assert "general forecast stays in use" in caplog.text
         assert "worker 1" in caplog.text
-        learner.offer(*series(200))
+        observe(learner, 200)
         assert not learner.busy
         assert len(caplog.records) == 1
 
 
 @pytest.mark.fleet
 def test_a_trainer_killed_from_outside_is_a_failure_too(caplog: pytest.LogCaptureFixture) -> None:
-    with BackgroundLearner(every=40, updates=100_000) as learner, caplog.at_level(logging.WARNING, "paceline.learning"):
-        learner.offer(*series(60))
+    learner = BackgroundLearner(every=40, updates=100_000, forecast=followed(*series(60)))
+    with learner, caplog.at_level(logging.WARNING, "paceline.learning"):
+        observe(learner, 40)
         assert learner._process is not None
         os.kill(learner._process.pid, 9)
         wait(learner)
@@ -126,8 +140,11 @@ def test_a_trainer_whose_run_was_killed_ends_by_itself(tmp_path: Path) -> None:
     run = (
         "import numpy as np, time\n"
         "from paceline.research.deep.background import BackgroundLearner\n"
-        "learner = BackgroundLearner(every=40, updates=10_000_000)\n"
-        "learner.offer(np.ones((60, 4)) + np.random.rand(60, 4), np.zeros((60, 4), dtype=bool))\n"
+        "from types import SimpleNamespace\n"
+        "part = np.ones((60, 4)) + np.random.rand(60, 4), np.zeros((60, 4), dtype=bool)\n"
+        "forecast = SimpleNamespace(series=lambda: [part])\n"
+        "learner = BackgroundLearner(every=40, updates=10_000_000, forecast=forecast)\n"
+        "for _ in range(40): learner.after(None)\n"
         "print(learner._process.pid, flush=True)\n"
         "time.sleep(600)\n"
     )

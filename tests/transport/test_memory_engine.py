@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from memory_connector import MemoryConnector
+from memory_store import MemoryPrefix, MemoryServer, MemoryStore, open_memory_store
 
 from paceline import concurrency
 from paceline.errors import FLEET_FAILED
@@ -20,7 +21,6 @@ from paceline.transport.engines import contract, gloo, memory
 from paceline.transport.engines.contract import Check, EngineWork
 from paceline.transport.engines.gloo import GlooMessage
 from paceline.transport.engines.memory import MemoryEngine, MemoryNetwork
-from paceline.transport.engines.memory_store import MemoryPrefix, MemoryServer, MemoryStore, open_memory_store
 from paceline.transport.group import Group
 from paceline.transport.pending import Watched
 

@@ -43,7 +43,7 @@ class _Parts:
         self._numbers = {key: number for number, key in enumerate(large)}
         self.storages = [sharing[0].untyped_storage() for sharing in large.values()]
         self.places: list[tuple[int, int] | None] = []
-        """For each tensor on the meta device in the structure, in order: its part, and where it begins there.
+        """Part of each tensor on the meta device in the structure, in order, and the byte at which it begins there.
 
         None: the tensor was on that device before.
         """

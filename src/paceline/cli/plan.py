@@ -48,9 +48,9 @@ def plan(
     """Plan a training on any fleet: samples/s, time and cost of each pace, combine, number format and topology."""
     from paceline.simulate.goodput_table import parse_costs
     from paceline.simulate.planning import advice, plan_table
+    from paceline.simulate.planning.advice import fleet_goodput, with_failures
     from paceline.simulate.planning.choices import Player, choices
     from paceline.simulate.planning.fleet_file import read_fleet
-    from paceline.simulate.planning.goodput import fleet_goodput, with_failures
     from paceline.simulate.planning.measured import compare_with_run, measure
 
     try:

@@ -57,7 +57,7 @@ class MemoryUse:
     """A GPU's memory after a micro-batch, in bytes."""
 
     peak: int
-    """Most bytes in use so far."""
+    """The most bytes in use so far."""
     held: int
     """Bytes in use between two micro-batches: parameters, gradients, the optimiser's state."""
     usable: int
@@ -115,7 +115,7 @@ class SizeSearch:
         self._whole = False
         """Whether the size under trial was a whole share."""
         self._share, self._room = 0, 10**9
-        """This step's share, and the largest size that fits into memory."""
+        """Samples of this step's share, and the largest size that fits into memory."""
         self._steps = self._again = 0
         self._times: list[float] = []
         self._warm = False

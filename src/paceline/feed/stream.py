@@ -19,7 +19,7 @@ from paceline.feed.loader_settings import Settings
 from paceline.feed.randomness import Generators, generators_kept, key, seed_generators
 
 Part = tuple[int, int]
-"""(w, W): worker w of those W who divide a stream."""
+"""Pair (w, W): worker w of those W who divide a stream."""
 
 
 class Guarded(IterableDataset[Any]):
@@ -31,7 +31,7 @@ class Guarded(IterableDataset[Any]):
         self._pass = torch.zeros(3, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         """Epoch, w and W, written by the worker and read in loader processes, persistent ones too."""
         self._process: Part | None = None
-        """(l, L) of this loader process."""
+        """Pair (l, L) of this loader process."""
 
     def announce(self, epoch: int, part: Part) -> None:
         """Store the epoch and the part of the next pass; called in the worker."""

@@ -35,7 +35,7 @@ class StreamDealing:
         self.epoch = epoch
         self.ended = False
         self._part = (rank, size)
-        """(rank, size) with which the next pass is divided."""
+        """Pair (rank, size) with which the next pass is divided."""
         self._pass: tuple[int, tuple[int, int]] | None = (epoch, self._part)
         """Pass that is open and not begun; it begins with its first sample, when the script has seen the last pass end.
         """

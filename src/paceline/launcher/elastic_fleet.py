@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from paceline.observe.log.reader import Event
 
 LEAVE_S = 20.0
-"""After SIGTERM a worker finishes its micro-batch and takes part in one more round."""
+"""Seconds that a worker has after SIGTERM, to finish its micro-batch and take part in one more round."""
 SOON_S = 1.0
 """A restart that is due within this time is announced when it happens, and not in advance."""
 SHORT_S = 5.0
-"""How long the fleet must have waited before the launcher prints for whom."""
+"""Seconds that the fleet must have waited before the launcher prints for whom."""
 STEP_POLL_S = 0.05
 FIRST_S, LONGEST_S = 0.5, 30.0
 """Shortest and longest pause before a restart."""
 CALM_S = 60.0
-"""Once a process has lived for this time, earlier failures of its worker no longer count."""
+"""Seconds of a process's life after which earlier failures of its worker no longer count."""
 MOST_CRASHES = 3
 """Crashes of a worker that was never in the fleet after which the run is ended."""
 LEFT = (143, -15)
@@ -302,7 +302,7 @@ class WorkerSlot:
     worker: LaunchedWorker | None = None
     """The worker's process, until all its output was read."""
     due: float | None = None
-    """When the next process starts; None while one runs, and when the worker does not return."""
+    """Time at which the next process starts; None while one runs, and when the worker does not return."""
     started_at: float = 0.0
     faulted: bool = False
     """Whether this process was ended by a fault that the user asked for."""
@@ -315,9 +315,9 @@ class WorkerSlot:
     crashes: int = 0
     """Crashes of the script before the worker first entered the fleet."""
     note: str = ""
-    """What became of the last process, to be printed when the next is started."""
+    """The end of the last process in words, to be printed when the next is started."""
     failure: WorkerFailure | None = None
-    """How the last process failed, until one has lived for `CALM_S`."""
+    """The failure of the last process, until one has lived for `CALM_S`."""
 
     @property
     def running(self) -> bool:

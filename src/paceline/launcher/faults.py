@@ -53,7 +53,7 @@ class Faults:
         self._arriving: list[str] = []
         """Nodes that start as soon as the nodes before them have gone."""
         self._began_s: float | None = None
-        """When the trace's clock began: when its first node was in the fleet.
+        """Time at which the trace's clock began: when its first node was in the fleet.
 
         Starting takes a while, and at a high speed-up the first nodes would be gone before they had begun.
         """

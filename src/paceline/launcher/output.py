@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 HOLD_S = 2.0
 MOST_HELD = 5000
-"""Most lines that are held back; a worker that writes more lives on."""
+"""The most lines that are held back; a worker that writes more lives on."""
 PARTIAL_S = 0.1
 """Time after which worker 0's unfinished line (a progress bar, a prompt) is printed."""
 

@@ -99,7 +99,7 @@ class ProcessGroup:
         self._ended: dict[int, int] = {}
         """Exit codes of processes that ended by themselves, in the order of their ends."""
         self._until = float("inf")
-        """When the processes that still run are killed, on the clock of `concurrency.monotonic`."""
+        """Time at which the processes that still run are killed, on the clock of `concurrency.monotonic`."""
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         parent = os.getpid()

@@ -61,7 +61,7 @@ class Policy(Protocol):
     """The decisions that differ between kinds of fleet. Times are of `concurrency.monotonic`."""
 
     leave_s: float
-    """How long workers may take to end after SIGTERM."""
+    """Seconds that workers may take to end after SIGTERM."""
     foreign: tuple[str, ...]
     """Variables that other launchers set, and that the workers started here must not inherit."""
     loopback: bool

@@ -45,7 +45,7 @@ class Event:
     worker: int | None = None
     """The worker's number; None for one at random, and for a join."""
     seconds: float = 0.0
-    """How long a freeze lasts."""
+    """Seconds of a freeze."""
     stays: bool = False
     """Whether a killed worker stays away."""
     text: str = ""

@@ -2,7 +2,7 @@
 
 Pure: no clock, no I/O, no torch.
 
-Each pace is one file and one line here; what others need to know of it stands on its class (`Pacer`). The cut-off is a
+Each pace is a class and one line here; what others need to know of it stands on its class (`Pacer`). The cut-off is a
 plug-in (`paceline.research`), imported when it is asked for.
 """
 
@@ -11,8 +11,7 @@ from __future__ import annotations
 from paceline.pace.adaptive import Adaptive
 from paceline.pace.auto import Auto
 from paceline.pace.epoch import Epoch
-from paceline.pace.equal import Equal
-from paceline.pace.fixed import Fixed
+from paceline.pace.fixed import Equal, Fixed
 from paceline.pace.joint import Joint
 from paceline.pace.pacer import (
     Ask,
@@ -52,7 +51,7 @@ __all__ = [
 DEFAULT = Auto.name
 """The pace of a fleet that asks for none, and the one that reports advise."""
 WAITING = Adaptive.name
-"""What reports advise where waiting for everybody is faster."""
+"""Pace that reports advise where waiting for everybody is faster."""
 
 
 def with_a_sample_for_each() -> Pacer:

@@ -8,19 +8,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.pace.cost import Belief
+from paceline.pace.cost import Belief, Floats, Mask
 from paceline.pace.forecasting import Forecasting, by_identity, caps, floors, made_to_hold
+from paceline.pace.ledger import Ledger
 from paceline.pace.pacer import Ask, Traits
-from paceline.pace.probing import Probes
 from paceline.pace.shares import Ints, fill, level
 from paceline.records import Plan, StepRecord
 
 PROBED_PART = 8
 """One in this many units of a step, at most, goes to workers that are only tried."""
+FIRST_WAIT = 8.0
+"""Steps from the last time a worker was seen to its first turn; also the steps of work that earn a free one."""
+RETRY = 2.0
+"""Steps until a turn that was not taken comes again: the plan for the next step is already made."""
 
 
 class Adaptive(Forecasting):
-    """All finish together: ``min max_i (a_i + b_i * n_i)`` with the costs learned from the records so far.
+    """Shares with which all finish together: ``min max_i (a_i + b_i * n_i)``, by the costs learned from the records.
 
     Plans are made from a *held* belief. Every ``every`` steps it is compared with the present one, and replaced when
     that lowers the predicted step time by more than the fraction ``dead_band``; at once when a worker's speed jumped or
@@ -37,7 +41,7 @@ class Adaptive(Forecasting):
     name = "adaptive"
     """Name in ``pace=``, the log and checkpoints."""
     traits = Traits(follows_speed=True, if_stalled="joint")
-    """What reports and the simulator need to know of it."""
+    """Facts of it for reports and the simulator."""
 
     def __init__(
         self,
@@ -209,3 +213,62 @@ def _from_state(state: Mapping[str, Any]) -> Belief:
         np.array(state["most"], dtype=np.float64),
         np.array(state["doubtful"], dtype=np.bool_),
     )
+
+
+class Probes:
+    """The turns of workers that sit out, by stable identity: at waits that double, and never at a price that shows.
+
+    A worker too slow to help gets no samples, so nothing more is learned about it; it may have become fast again. Now
+    and then it is therefore given one unit, and let in if that shows it helps. Its first turn comes 8 steps after it
+    was last seen, and every turn taken in vain doubles the wait. A turn is taken only when the seconds it is expected
+    to add to the step are at most the fraction ``budget`` of the time since the worker was last seen and since anybody
+    was last tried, so all tries together cost about that fraction. The exception is the first turn of a worker that had
+    been working: it is more likely to have stalled than to have become useless.
+
+    Changed by records alone, so a plan asks without changing anything.
+    """
+
+    def __init__(self, *, budget: float) -> None:
+        self.budget = budget
+        self._ledger = Ledger(seen=-1.0, turn=-1.0, wait=FIRST_WAIT, tenure=0.0)
+        self._last_try = -1
+
+    def observe(self, record: StepRecord) -> None:
+        """Note who was seen, and set the next turn of those who sat out or had their turn in this step."""
+        book, step = self._ledger, float(record.step)
+        book.arrange(record.workers)
+        worked = np.fromiter(record.samples, dtype=np.float64, count=len(record.workers)) > 0
+        tried = worked & (book["turn"] == step)
+        regular = worked & ~tried
+        self._last_try = record.step if tried.any() else self._last_try
+        _set(book["wait"], tried, 2 * np.maximum(book["wait"], step - book["seen"]))
+        _set(book["turn"], tried, step + book["wait"])
+        _set(book["tenure"], tried, 0.0)
+        _set(book["turn"], ~worked & (book["turn"] >= 0) & (book["turn"] <= step), step + RETRY)
+        _set(book["turn"], ~worked & (book["turn"] < 0), step + book["wait"])
+        _set(book["turn"], regular, -1.0)
+        _set(book["wait"], regular, FIRST_WAIT)
+        _set(book["tenure"], regular, book["tenure"] + 1)
+        _set(book["seen"], worked | (book["seen"] < 0), step)
+
+    def due(self, workers: tuple[int, ...], step: int, added_s: Floats, step_s: float) -> NDArray[np.intp]:
+        """Return the indices of those whose turn comes in this step, the longest unseen first.
+
+        ``added_s`` is what each would add to a step of ``step_s`` seconds.
+        """
+        seen, turn, wait, tenure = (self._ledger.look_up(name, workers) for name in ("seen", "turn", "wait", "tenure"))
+        affordable = added_s <= self.budget * step_s * (step - np.maximum(seen, self._last_try))
+        free = (tenure >= FIRST_WAIT) & (wait == FIRST_WAIT)
+        due = np.flatnonzero((turn == step) & (affordable | free))
+        return due[np.argsort(seen[due], kind="stable")]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._ledger.state_dict(), "last_try": self._last_try}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._ledger.load_state_dict(state)
+        self._last_try = int(state["last_try"])
+
+
+def _set(column: Floats, who: Mask, values: Floats | float) -> None:
+    np.copyto(column, values, where=who)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from paceline.pace.forecast import Forecast
-from paceline.pace.gain import RATE, Gain
 from paceline.pace.joint import Joint
 from paceline.pace.ledger import Ledger
 from paceline.pace.pacer import Ask, PaceChange, Simulated, Traits
 from paceline.pace.reading import column
+from paceline.pace.steering import RATE, Gain
 from paceline.records import Plan, StepRecord
 
 KEEP = 1 / 3
@@ -28,7 +28,7 @@ class Auto(Joint):
     Deadlines begin when they would have made the last steps faster by more than ``least_gain``, and end when they bring
     no more than a third of that.
 
-    Both are running means of what really happened (see `paceline.pace.gain`), of 20 steps at least or 8 that agree.
+    Both are running means of what really happened (see `paceline.pace.steering`), of 20 steps at least or 8 that agree.
     Where rounds cannot have a deadline (averages, NCCL, a stream of data), it stays adaptive. ``forecast`` and the
     other ``settings`` are those of `Joint`, ``adaptive`` among them. See docs/shares-and-deadlines.md.
     """
@@ -36,9 +36,9 @@ class Auto(Joint):
     name = "auto"
     """Name in ``pace=``, the log and checkpoints."""
     does_without = True
-    """It plans no deadline where a step may have none (`Ask.deadlines`)."""
+    """Whether it plans no deadline where a step may have none (`Ask.deadlines`)."""
     traits = Traits(follows_speed=True)
-    """What reports and the simulator need to know of it."""
+    """Facts of it for reports and the simulator."""
 
     def __init__(self, forecast: str | Forecast = "smoothed", *, least_gain: float = 0.03, **settings: Any) -> None:
         super().__init__(forecast, least_gain=least_gain, **settings)

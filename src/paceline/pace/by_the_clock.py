@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 GENEROUS = 1.4
-"""What is dealt for a period over what a worker did in the last one, so that nobody runs out."""
+"""Factor by which more is dealt for a period than a worker did in the last one, so that nobody runs out."""
 FIRST_STEPS = 4
 """Local steps dealt for the first period by the clock, while nobody's speed is known."""
 

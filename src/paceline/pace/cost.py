@@ -59,10 +59,10 @@ TELLING_MOVE = 0.05
 that drifts faster is dealt a little more, its time stays as it was, and that looks like fixed cost."""
 JUMP_LOG = 0.3
 JUMP_SIGMAS = 3.0
-"""A change of speed: the log of measured over expected is beyond ``max(JUMP_LOG, JUMP_SIGMAS * noise)``..."""
+"""A change of speed: the log of measured over expected is beyond ``max(JUMP_LOG, JUMP_SIGMAS * noise)``."""
 PAIR_LOG = 0.04
 PAIR_SIGMAS = 2.0
-"""... or twice running on the same side beyond ``max(PAIR_LOG, PAIR_SIGMAS * noise)``."""
+"""A change of speed too: twice running on the same side beyond ``max(PAIR_LOG, PAIR_SIGMAS * noise)``."""
 SECONDS_RANGE = (1e-9, 1e9)
 
 
@@ -74,13 +74,13 @@ class Belief:
     fixed_s: Floats
     per_sample_s: Floats
     known: Mask
-    """False where a worker was never measured and stands at the median of the others."""
+    """Whether a worker was ever measured; one that was not stands at the median of the others."""
     most: Floats
     """The largest part of a step's samples that the worker should be dealt: twice what it was last seen to do, once it
     is known; beyond that the belief would be a guess."""
     doubtful: Mask
-    """True where it rests on one measurement, the first, or one that said the worker had become much slower; and where
-    the worker has just joined, so that it rests on the others' alone."""
+    """Whether it rests on one measurement, the first, or one that said the worker had become much slower; or, where the
+    worker has just joined, on the others' alone."""
 
     def seconds(self, samples: NDArray[Any]) -> Floats:
         """Return ``a + b * n``, and 0 for a worker without samples."""

@@ -30,7 +30,7 @@ class Epoch(Forecasting):
     name = "epoch"
     """Name in ``pace=``, the log and checkpoints."""
     traits = Traits(shown=False)
-    """What reports and the simulator need to know of it."""
+    """Facts of it for reports and the simulator."""
 
     def __init__(self) -> None:
         super().__init__()

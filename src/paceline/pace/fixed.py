@@ -1,4 +1,7 @@
-"""Shares in ratios set by hand (P1, the static allocation)."""
+"""Shares that stay as they are: equal ones, and ratios set by hand (P1, the static allocation).
+
+Equal shares are what plain data-parallel training does, and the yardstick for the other paces.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,34 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from paceline.pace.forecasting import Forecasting, by_identity, caps, floors
 from paceline.pace.pacer import Ask, Simulated, Traits
 from paceline.pace.shares import proportional
 from paceline.records import Plan
+
+
+class Equal(Forecasting):
+    """Equal shares, the same number of samples for everybody: ``n_i = total / workers``.
+
+    >>> Equal().plan(Ask(step=0, total=10, workers=(0, 1, 2, 3))).samples
+    (3, 3, 2, 2)
+    """
+
+    name = "equal"
+    """Name in ``pace=``, the log and checkpoints."""
+    traits = Traits(equal_shares=True)
+    """Facts of it for reports and the simulator."""
+
+    def plan(self, ask: Ask) -> Plan:
+        """Return the same number of samples for everybody."""
+        weights = np.ones(len(ask.workers))
+        shares = proportional(weights, ask.total, unit=ask.unit, minimum=floors(ask), maximum=caps(ask))
+        return self._answer(ask, shares)
+
+    def __repr__(self) -> str:
+        return "Equal()"
 
 
 class Fixed(Forecasting):
@@ -25,7 +52,7 @@ class Fixed(Forecasting):
     name = "fixed"
     """Name in ``pace=``, the log and checkpoints."""
     traits = Traits(usage="fixed:1,1,2 (ratios of work, one per worker)")
-    """What reports and the simulator need to know of it."""
+    """Facts of it for reports and the simulator."""
 
     def __init__(self, ratios: Sequence[float]) -> None:
         super().__init__()

@@ -7,8 +7,14 @@ Seconds are own compute for an equal share. A worker that a cut-off left behind 
 been slower than the cut-off. A forecast takes that as it is (draws or moments of "x given x > cut-off"); putting any
 single number in its place, such as the cut-off itself, would make stragglers look harmless and undo the gain (P3).
 
+From the draws follows how many whole shares a step should wait for: one that closes with the c-th arrival does c shares
+in ``x_(c) + T_o`` seconds, with x_(c) the c-th smallest time and T_o the round's own cost (communication and update).
+Waiting for everybody is c = n.
+
 >>> make("smoothed").name
 'smoothed'
+>>> best_count(np.array([[1.0, 1.0, 1.0, 9.0]]))
+3
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ class Seen:
     seconds: Floats
     """Each worker's seconds for an equal share; where ``late``, the cut-off it had not met."""
     late: Mask
-    """True where the worker was cut off: its time is above ``seconds``, and nothing more is known."""
+    """Whether the worker was cut off: its time then is above ``seconds``, and nothing more is known."""
 
     @classmethod
     def whole(cls, seconds: ArrayLike) -> Seen:
@@ -63,7 +69,7 @@ class Seen:
 
 
 class Learner(Protocol):
-    """What learns a forecast from a run while that goes on."""
+    """A learner that makes a forecast from a run while that goes on."""
 
     def after(self, record: StepRecord) -> None:
         """Take note of an observed step. Quick: it is called between steps."""
@@ -74,7 +80,7 @@ class Learner(Protocol):
 
 @runtime_checkable
 class MinimalForecast(Protocol):
-    """What a class must have to be a forecast. ``draw`` changes nothing but the generator it is given."""
+    """The methods that a class must have to be a forecast. ``draw`` changes nothing but the generator it is given."""
 
     name: str
 
@@ -220,6 +226,44 @@ class Smoothed(Forecast):
 
     def _sigma(self) -> Floats:
         return np.maximum(np.sqrt(self._variance), LEAST_SPREAD * known(self._mean))
+
+
+def rates(ordered: Floats, *, overhead_s: float = 0.0) -> Floats:
+    """Return shares per second when closing with the c-th arrival, ``c / (x_(c) + T_o)``; rows are sorted times."""
+    return np.arange(1, ordered.shape[-1] + 1) / (ordered + overhead_s)
+
+
+def best_count(samples: Floats, *, overhead_s: float = 0.0) -> int:
+    """Return ``argmax_c mean_s c / (x^s_(c) + T_o)`` over joint samples, one per row; the larger count among equals.
+
+    ``E[c / x]``, the expectation of the rate that P3 maximises (the mean outside is reconstructed), and not
+    ``c / E[x]``: a forecast of one row, as Elfving's, makes them the same, and docs/research.md says where they differ.
+    """
+    gain = rates(np.sort(samples, axis=1), overhead_s=overhead_s).mean(axis=0)
+    return best_count_of(gain)
+
+
+def clairvoyant_counts(ordered: Floats, *, overhead_s: float = 0.0) -> NDArray[np.int64]:
+    """Return the best count of each step by its true times; rows are sorted times."""
+    gain = rates(ordered, overhead_s=overhead_s)
+    return np.asarray(ordered.shape[1] - np.argmax(gain[:, ::-1], axis=1), dtype=np.int64)
+
+
+def static_count(fraction: float, workers: int) -> int:
+    """Return the nearest whole number of workers to a fraction of them, at least one."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"a static cut-off waits for a fraction of the workers, above 0 and at most 1, not {fraction}")
+    return max(1, round(fraction * workers))
+
+
+def best_static_count(ordered: Floats, *, overhead_s: float = 0.0) -> int:
+    """Return the one count that would have done most over all steps, ``argmax_c sum c / sum (x_(c) + T_o)``."""
+    return best_count_of(np.arange(1, ordered.shape[1] + 1) * len(ordered) / (ordered + overhead_s).sum(axis=0))
+
+
+def best_count_of(throughput: Floats) -> int:
+    """Return the count with the highest throughput; the larger one among equals."""
+    return len(throughput) - int(np.argmax(throughput[::-1]))
 
 
 _FORECASTS: Registry[type[Forecast]] = Registry()

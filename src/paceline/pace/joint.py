@@ -9,19 +9,20 @@ from typing import Any
 import numpy as np
 
 from paceline.pace.adaptive import Adaptive
-from paceline.pace.deadline import Availability, solve
 from paceline.pace.forecast import Floats, Forecast, Learner, Mask, make
 from paceline.pace.forecasting import floors
-from paceline.pace.gain import Gain
 from paceline.pace.ledger import Ledger
 from paceline.pace.pacer import Ask, Pacer, Simulated, Traits
 from paceline.pace.reading import DRAWS, TYPICAL_RATE, Followed, column, steps_ahead
 from paceline.pace.shares import Ints, proportional
+from paceline.pace.steering import Gain
 from paceline.records import Plan, StepRecord
 
 GENEROUS = 1.25
-"""Dealt over what a worker would do by the deadline at its best: nobody should run out of samples, and what stays
-undone costs nothing, for it stays in the worker's queue."""
+"""Factor by which more is dealt than a worker would do by the deadline at its best.
+
+Nobody should run out of samples, and what stays undone costs nothing, for it stays in the worker's queue.
+"""
 REGROW = 1.02
 """A worker's best pace is the fastest one seen, forgotten by this factor per step."""
 SLOWEST = 4.0
@@ -40,6 +41,16 @@ MOST_WAIT = 2.0
 STRETCH = 2.0
 MOST_STRETCH = 64.0
 """Factor of the next deadline after a round in which nobody finished anything, and the most it grows to."""
+PASSES = 60
+"""The most steps of Newton's towards the deadline."""
+KEEP = 0.95
+"""Weight of the past in each step in which the group has anybody."""
+PRIOR = ((0.99, 1.0), (0.05, 0.1))
+"""Samples counted and expected before anything was seen, at work and stuck, in whole fleets' work.
+
+A worker that is at work counts nearly all of its time, a stuck one half of it; the latter is soon forgotten.
+"""
+RANGE = (0.05, 2.0)
 LEAST_S, MOST_S = 1e-6, 1e8
 """A deadline is never shorter or longer than this, whatever the records said."""
 
@@ -60,9 +71,9 @@ class Joint(Pacer):
     name = "joint"
     """Name in ``pace=``, the log and checkpoints."""
     deadlines = True
-    """Its plans may close a round without everybody."""
+    """Whether its plans may close a round without everybody."""
     traits = Traits(follows_speed=True)
-    """What reports and the simulator need to know of it."""
+    """Facts of it for reports and the simulator."""
 
     def __init__(
         self,
@@ -313,3 +324,89 @@ def _most(ask: Ask, high: Ints | None) -> Floats:
 
 def _bounded(deadline_s: float) -> float:
     return float(np.clip(deadline_s, LEAST_S, MOST_S)) if np.isfinite(deadline_s) else MOST_S
+
+
+def solve(per_sample_s: Floats, total: int, *, most: Floats, at_work: Floats | float = 1.0) -> float:
+    """Return the deadline in seconds by which ``total`` samples are expected, nobody doing more than ``most``.
+
+    From joint draws ``r_i^s`` of every worker's seconds per sample, worker i is expected to finish
+    ``min(most_i, D / r_i^s)`` samples by D, and the deadline is the D with
+
+        sum_i a_i * mean_s min(most_i, D / r_i^s) = total
+
+    where ``a_i`` is the part of its time that worker i is expected to be at work at all (`Availability`).
+
+    >>> solve(np.array([[1.0, 2.0]]), 30, most=np.array([100.0, 100.0]))
+    20.0
+
+    The expected count is concave in D, and linear until somebody's ``most`` binds; Newton's steps from the linear
+    answer climb to the exact one. Where ``most`` is too small for the total, the deadline is when all are expected to
+    be done.
+    """
+    speed = 1 / per_sample_s
+    deadline_s = total / float((at_work * speed.mean(axis=0)).sum())
+    for _ in range(PASSES):
+        done = deadline_s * speed
+        missing = total - float((at_work * np.minimum(most, done).mean(axis=0)).sum())
+        slope = float((at_work * np.where(done < most, speed, 0.0).mean(axis=0)).sum())
+        if missing <= 1e-9 * total:
+            return deadline_s
+        if slope <= 0:
+            return float((most * per_sample_s).mean(axis=0).max())
+        deadline_s += missing / slope
+    return deadline_s
+
+
+class Availability:
+    """The part of its time that a worker is at work: one ratio for those at work, one for those stuck.
+
+    A worker's pace says what it does while it works. A stall of one micro-batch, a piece lost at the deadline, a worker
+    that starts late because it was stuck before: all of these lower the count and none of them is pace. So this learns
+    from the steps with a deadline
+
+        a_g = sum of samples counted / sum of samples expected    (both exponentially weighted; g: a group of workers)
+
+    for two groups: workers that finished something when last seen before the plan, and workers that were *stuck*, that
+    is, finished nothing. So a fleet learns how likely a stuck worker is to come back in time, and any bias of the
+    forecast is taken out on the way.
+    """
+
+    def __init__(self) -> None:
+        self._counted = np.array([counted for counted, _ in PRIOR])
+        self._expected = np.array([expected for _, expected in PRIOR])
+
+    @property
+    def working(self) -> float:
+        return float(self._ratio()[0])
+
+    @property
+    def stuck(self) -> float:
+        return float(self._ratio()[1])
+
+    def factors(self, stuck: Mask) -> Floats:
+        """Return the factor of each worker."""
+        return np.asarray(self._ratio()[stuck.astype(np.intp)])
+
+    def observe(self, counted: Floats, expected: Floats, stuck: Mask) -> None:
+        """Learn from a step with a deadline.
+
+        ``counted`` are each worker's samples, ``expected`` those expected of it, ``stuck`` who was stuck before the
+        plan.
+        """
+        total = float(expected.sum())
+        if not total > 0:
+            return
+        for group, members in enumerate((~stuck, stuck)):
+            if members.any():
+                for sums, values in ((self._counted, counted), (self._expected, expected)):
+                    sums[group] = KEEP * sums[group] + float(values[members].sum()) / total
+
+    def _ratio(self) -> Floats:
+        return np.asarray(np.clip(self._counted / np.maximum(self._expected, 1e-9), *RANGE))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counted": self._counted.tolist(), "expected": self._expected.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._counted = np.array(state["counted"], dtype=np.float64)
+        self._expected = np.array(state["expected"], dtype=np.float64)

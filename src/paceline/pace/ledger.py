@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 KEEP_ABSENT = 1000
-"""How many workers that left are remembered, the latest to leave first."""
+"""The most workers that left and are remembered, the latest to leave first."""
 
 
 class Ledger:
-    """Named columns of float64, one row per worker; a new worker's row holds the defaults.
+    """Columns of float64 by name, one row per worker; a new worker's row holds the defaults.
 
     >>> ledger = Ledger(speed=1.0)
     >>> ledger.arrange((7, 9))

@@ -16,8 +16,11 @@ from paceline.pace.plug_ins import complete
 from paceline.records import Plan, StepRecord
 
 Played = Literal["arrivals", "shares", "rounds"]
-"""How the simulator plays a pacer: its plans state how many complete shares a step waits for, or everybody's share, or
-what is done micro-batch by micro-batch until a deadline."""
+"""Ways in which the simulator plays a pacer.
+
+Its plans state how many complete shares a step waits for, or everybody's share, or what is done micro-batch by
+micro-batch until a deadline.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,17 @@ class Ask:
     minimum: int | tuple[int, ...] = 0
     maximum: int | tuple[int, ...] | None = None
     last: bool = False
-    """Nothing of the epoch is left after this step if all of ``total`` is done."""
+    """Whether nothing of the epoch is left after this step if all of ``total`` is done."""
     deadlines: bool = True
     """Whether the step may have a deadline. A pace that cannot do without is not asked where none may be."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What the simulator, the verdict and the what-if need to know of a pace besides its plans."""
+    """Facts of a pace, besides its plans, for the simulator, the verdict and the what-if."""
 
     usage: str = ""
-    """How the pace is written in ``pace=`` where its name alone is not enough."""
+    """Spelling of the pace in ``pace=`` where its name alone is not enough."""
     equal_shares: bool = False
     """All are dealt the same and waited for, as in plain data-parallel training: what other paces are compared with."""
     follows_speed: bool = False
@@ -58,7 +61,7 @@ class Traits:
     if_cut: str = ""
     """The pace that the verdict advises when work is cut off and done again."""
     played: Played | None = None
-    """How the simulator plays the pace: "rounds" for one that sets deadlines, else "shares", when left out."""
+    """Way in which the simulator plays the pace; left out: "rounds" for one that sets deadlines, else "shares"."""
     shown: bool = True
     """The simulator's page draws the pace at once; otherwise its line waits in the legend."""
 
@@ -78,7 +81,7 @@ class PaceChange:
 
 @runtime_checkable
 class MinimalPacer(Protocol):
-    """What a class must have to be a pacer; `Pacer` lists what it may have besides."""
+    """The methods that a class must have to be a pacer; `Pacer` lists what it may have besides."""
 
     name: str
     """Name in ``pace=``, the log and checkpoints."""
@@ -106,17 +109,17 @@ class MinimalPacer(Protocol):
 
 
 class Pacer(MinimalPacer, Protocol):
-    """Decides the shares. ``plan`` is a pure function of what was observed.
+    """A rule that decides the shares. ``plan`` is a pure function of what was observed.
 
     Everything below the methods of `MinimalPacer` has a default: a class may leave it out, or inherit it from here.
     """
 
     deadlines: ClassVar[bool] = False
-    """Its plans may close a round without everybody."""
+    """Whether its plans may close a round without everybody."""
     does_without: ClassVar[bool] = False
-    """It plans no deadline where a step may have none (`Ask.deadlines`)."""
+    """Whether it plans no deadline where a step may have none (`Ask.deadlines`)."""
     traits: ClassVar[Traits] = Traits()
-    """What reports and the simulator need to know of it."""
+    """Facts of it for reports and the simulator."""
     change: PaceChange | None = None
     """The last change of pace that this object made; None before the first."""
     keep_batch: bool = True
@@ -180,7 +183,7 @@ class Simulated:
     as_chosen: bool = True
     """The pace as ``pace=`` with its name gives it, which the what-if may advise; otherwise a variant."""
     cut_to_fit: bool = True
-    """Before a deadline, micro-batches are cut to what still fits."""
+    """Whether micro-batches are cut, before a deadline, to what still fits."""
 
 
 def completed(kind: type[Any]) -> type[Pacer]:

@@ -1,14 +1,21 @@
-"""How the count is steered when deadlines make it vary: what a step should count, and plans made to fit.
+"""How steps with deadlines are steered: what a step should count, the fewest samples it may, and whether deadlines pay.
 
 A plan is made while the step before it is still under way, supposing that what is hoped for gets done; when its step is
-opened, it is scaled to what is really wanted. Runs and the simulator use the same functions.
+opened, it is scaled to what is really wanted (`made_for`). A step whose count is thin moves the parameters as far as a
+whole one, by a gradient that is mostly noise; so with too few samples counted, those at work get more of both, time and
+samples (`more`). Waiting for the floor costs little, for nobody stands idle: who is not stuck goes on. Runs and the
+simulator use the same functions.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from paceline.pace.shares import proportional
 from paceline.records import Plan
@@ -16,7 +23,15 @@ from paceline.records import Plan
 LEEWAY = 0.5
 """A step makes up for what earlier deadlines left owing by this part of the global batch at most."""
 LEAST = 0.7
-"""No step is asked for less than this part of it, however much earlier ones did: thin steps do harm."""
+"""Part of it that every step is asked for at least, however much earlier ones did: thin steps do harm."""
+SLACK = 1.1
+"""The time given over the time that is missing: a micro-batch is begun only if it fits with a margin of a tenth."""
+SHORTEST = 0.05
+"""Part of the step so far that an extension takes at least."""
+SPARE = 1.25
+"""Factor by which more is dealt than is missing: the speeds of the workers at work may change."""
+RATE = 0.05
+"""Least weight of the newest step in the running means; more while there are few."""
 
 
 def goal(step: int, *, done: int, batch: int) -> int:
@@ -78,3 +93,158 @@ def without_singles(plan: Plan) -> Plan:
     samples = [0 if share == 1 else share for share in plan.samples]
     samples[int(np.argmax(samples))] += plan.total - sum(samples)
     return replace(plan, samples=tuple(samples))
+
+
+class More(NamedTuple):
+    """Samples and seconds that a thin step gets."""
+
+    shares: tuple[int, ...]
+    """Each worker's share of the whole step, never less than before."""
+    seconds: float
+    """Seconds by which its deadline is moved."""
+    recall: bool = False
+    """Whether the free workers have nothing left: what stuck ones were dealt is to be dealt again instead."""
+
+
+def least_samples(part: float, batch: int) -> int:
+    """Return the fewest samples a step of this batch may count.
+
+    >>> least_samples(0.7, 128), least_samples(0.0, 128)
+    (90, 0)
+    """
+    return math.ceil(part * batch - 1e-9)
+
+
+def more(
+    counts: ArrayLike,
+    shares: ArrayLike,
+    *,
+    free: ArrayLike,
+    busy: ArrayLike,
+    least: int,
+    so_far_s: float,
+    room: int,
+    unit: int = 1,
+    smallest: int = 1,
+    patience: float = 1.0,
+) -> More | None:
+    """Return what a step gets that has counted less than ``least`` at its deadline, ``so_far_s`` after its start.
+
+    None when it may close, because enough is counted or because nobody can bring more.
+
+    ``free``: workers that have nothing to do and would take more; ``busy``: those inside a micro-batch, who may be
+    stuck. The rest have left. ``room``: samples that nobody was dealt yet. Nobody is dealt more in other than multiples
+    of ``unit``, or given fewer than ``smallest``. The free ones do what is missing at their speed of this step. Where
+    nobody is free the step waits for the busy ones, each time twice as long.
+
+    >>> more((50, 0), (60, 60), free=(True, False), busy=(False, True), least=70, so_far_s=1.0, room=100).shares
+    (75, 60)
+    """
+    done, dealt = np.asarray(counts, dtype=np.int64), np.asarray(shares, dtype=np.int64)
+    missing = least - int(done.sum())
+    able = np.asarray(free, dtype=bool) & ((dealt > done) | (room >= max(unit, smallest)))
+    if missing <= 0 or not (able.any() or np.asarray(busy, dtype=bool).any()):
+        return None
+    if not able.any():
+        return More(tuple(dealt.tolist()), so_far_s, recall=bool(np.any(free)))
+    speed = np.where(able, np.maximum(done, 1), 0) / so_far_s
+    missing_s = missing / float(speed.sum())
+    seconds = patience * max(SLACK * missing_s, SHORTEST * so_far_s)
+    wanted = np.where(able, done + np.maximum(np.ceil(SPARE * missing_s * speed), smallest), 0).astype(np.int64)
+    added = -(-np.maximum(wanted - dealt, 0) // unit) * unit
+    if added.sum() > room:
+        added = proportional(added.astype(np.float64), room // unit * unit, unit=unit)
+    added[dealt + added - done < smallest] = 0
+    if not (able & (dealt + added > done)).any():  # too little for all of them
+        added[int(np.argmax(speed))] = room // unit * unit
+    return More(tuple((dealt + added).tolist()), seconds)
+
+
+class Gain:
+    """A judgement whether deadlines pay: on once the gain is above the fraction ``least``, off once at most ``keep``.
+
+    Both are running means of seconds per sample, over steps:
+
+        waited    the step with adaptive's shares and nobody left out:  max_i t_i + overhead without a deadline
+        together  the step with a deadline:  n / sum_i v_i, over the part of their time that workers are at work,
+                  + overhead with a deadline
+
+    Without a deadline the first is what happened and the second is known in hindsight from every worker's speed; with
+    one it is the other way round. Sums of seconds, not a forecast, decide: one stall of fifty steps among a hundred
+    calm ones shows in full, where a normal distribution would call it impossible. The overheads (the round, the update,
+    whatever else the step's wall clock holds) are measured in either kind of step, so what a deadline itself costs
+    counts against it. ``keep`` is below ``least``, so that it does not flap.
+
+    Before the first time ``steps`` are judged, or ``few`` that agree: the mean of their gains, less two standard
+    errors, is above ``least``.
+    """
+
+    def __init__(self, *, least: float, keep: float = 0.0, steps: int = 1, few: int | None = None) -> None:
+        self.least, self.keep, self.steps, self.few = least, keep, steps, steps if few is None else few
+        self._gains = self._squares = 0.0
+        self.on = False
+        self._waited = self._together = 0.0
+        self._overhead_s: list[float | None] = [None, None]
+        self._steps = 0
+
+    @property
+    def value(self) -> float:
+        """Seconds of waiting for everybody over those of a deadline, less 1."""
+        return self._waited / self._together - 1 if self._together > 0 else 0.0
+
+    def observe(
+        self,
+        waited_s: float,
+        together_s: float,
+        samples: int,
+        *,
+        deadline: bool,
+        overhead_s: float = 0.0,
+        may_end: bool = True,
+    ) -> None:
+        """Learn from one step of ``samples`` samples, with or without a ``deadline``, and its own overhead.
+
+        ``may_end``: nobody is stuck now, so waiting for everybody is safe.
+        """
+        without_s, with_s = self._overheads(deadline, overhead_s)
+        self._steps += 1
+        rate = max(RATE, 1 / self._steps)
+        if self._steps < self.steps:
+            gain = (waited_s + without_s) / (together_s + with_s) - 1
+            self._gains, self._squares = self._gains + gain, self._squares + gain**2
+        self._waited += rate * ((waited_s + without_s) / samples - self._waited)
+        self._together += rate * ((together_s + with_s) / samples - self._together)
+        if self.on:
+            self.on = self.value > self.keep or not may_end
+        else:
+            self.on = self.value > self.least and self._enough()
+
+    def _enough(self) -> bool:
+        if self._steps >= self.steps or self._steps < self.few:
+            return self._steps >= self.steps
+        mean = self._gains / self._steps
+        error = math.sqrt(max(0.0, self._squares / self._steps - mean**2) / max(1, self._steps - 1))
+        return mean - 2 * error > self.least
+
+    def _overheads(self, deadline: bool, overhead_s: float) -> tuple[float, float]:
+        """Return running means without and with a deadline; the kind never met is taken for the other."""
+        last = self._overhead_s[deadline]
+        self._overhead_s[deadline] = overhead_s if last is None else last + RATE * (overhead_s - last)
+        without_s, with_s = (mean if mean is not None else overhead_s for mean in self._overhead_s)
+        return without_s, with_s
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "on": self.on,
+            "waited": self._waited,
+            "together": self._together,
+            "overhead_s": list(self._overhead_s),
+            "steps": self._steps,
+            "gains": [self._gains, self._squares],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.on, self._steps = bool(state["on"]), int(state["steps"])
+        self._waited, self._together = float(state["waited"]), float(state["together"])
+        self._overhead_s = list(state["overhead_s"])
+        self._gains, self._squares = state.get("gains", (0.0, 0.0))

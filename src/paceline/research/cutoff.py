@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.pace.arrivals import best_count, static_count
-from paceline.pace.equal import Equal
-from paceline.pace.forecast import Forecast, Learner, Smoothed, make
+from paceline.pace.fixed import Equal
+from paceline.pace.forecast import Forecast, Learner, Smoothed, best_count, make, static_count
 from paceline.pace.pacer import Ask, Pacer, Simulated, Traits
 from paceline.pace.reading import DRAWS, Followed, column, steps_ahead
 from paceline.pace.registry import register
@@ -50,7 +49,7 @@ class Cutoff(Pacer):
     deadlines = True
     """Its plans may close a round without everybody."""
     traits = Traits(if_cut="joint", played="arrivals", shown=False)
-    """What reports and the simulator need to know of it."""
+    """Facts of it for reports and the simulator."""
 
     def __init__(
         self,

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from paceline.pace import Simulated, baseline, registered
-from paceline.pace.arrivals import best_static_count, clairvoyant_counts, static_count
-from paceline.pace.forecast import Forecast
+from paceline.pace.forecast import Forecast, best_static_count, clairvoyant_counts, static_count
 from paceline.pace.forecast import make as make_forecast
 from paceline.pace.pacer import Played, played, rows
 from paceline.simulate import deadline_play, play

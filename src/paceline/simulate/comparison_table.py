@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SEES = {"best static": "all steps", "clairvoyant cut-off": "this step", "limit": "-"}
-"""What a rule sees when it decides; rules that are not listed see the past alone."""
+"""Steps that a rule sees when it decides; rules that are not listed see the past alone."""
 
 
 def figures(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -37,15 +37,22 @@ def figures(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     ]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Return the figures as a table for a terminal. Needs rich."""
+def empty_table(words: Iterable[str], numbers: Iterable[str]) -> Table:
+    """Return a table for a terminal: columns of words, then columns of numbers. Needs rich."""
     from rich.table import Table
 
     drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("rule", "sees"):
+    for name in words:
         drawn.add_column(name, no_wrap=True)
-    for name in ("shares/s", "over\nnaive", "over\nlimit", "waiting", "wasted", "batch\nvaries"):
+    for name in numbers:
         drawn.add_column(name, justify="right", no_wrap=True)
+    return drawn
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Return the figures as a table for a terminal. Needs rich."""
+    numbers = ("shares/s", "over\nnaive", "over\nlimit", "waiting", "wasted", "batch\nvaries")
+    drawn = empty_table(["rule", "sees"], numbers)
     for row in rows:
         drawn.add_row(
             row["rule"],

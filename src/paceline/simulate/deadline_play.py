@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paceline.pace import Ask, Pacer, floor
+from paceline.pace import Ask, Pacer, steering
 from paceline.pace.fitting import fit_all, ladder
 from paceline.pace.steering import goal, made_for
 from paceline.records import Plan, StepRecord
@@ -55,13 +55,13 @@ class _Done:
     busy_s: Floats
     """Seconds spent on micro-batches that count."""
     ends_s: Floats
-    """When the worker's last micro-batch ended or will end, from the step's start."""
+    """Seconds from the step's start to the end of the worker's last micro-batch."""
     lost: NDArray[np.bool_]
     """Whether the worker's last micro-batch was not finished in time."""
     under_way: NDArray[np.int64]
     """Samples of the lost micro-batch; 0 where it belongs to an earlier step."""
     begun_s: Floats
-    """When the last micro-batch was begun."""
+    """Seconds from the step's start to the beginning of the last micro-batch."""
     cost_s: Floats
     """The step's constant cost, which is part of the busy seconds."""
 
@@ -97,7 +97,7 @@ def play(
         plan = made_for(plan, goal(plan.step, done=counted, batch=batch))
         hoped = counted + min(plan.expects or 0, plan.total)
         after = ask(step + 1, hoped) if step else None
-        least = floor.least_samples(plan.least_count, batch)
+        least = steering.least_samples(plan.least_count, batch)
         plan, done, closed_s = fleet.step(own / share, cost[step], plan, least=least)
         record = _record(step, plan, done, closed_s, overhead_s)
         counted += record.total
@@ -140,7 +140,7 @@ class _Fleet:
         """Extend a round below the floor: workers that are not stuck do more, and so do those that come back."""
         while True:
             closed_s = plan.deadline_s or 0.0
-            more = floor.more(
+            more = steering.more(
                 done.samples, plan.samples, free=~done.lost, busy=done.lost, least=least, so_far_s=closed_s, room=2**40
             )
             if more is None:

@@ -14,13 +14,12 @@ Time is continuous: work is done at the sum of the speeds of those that train. S
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -58,9 +57,9 @@ class FailureCosts:
     join_s: float
     """The others' pause when a newcomer takes the state over."""
     start_s: float
-    """From a machine that is there to processes that train: a newcomer's under Paceline, everybody's in a restart."""
+    """Seconds until a machine's processes train: a newcomer's under Paceline, everybody's in a restart."""
     load_s: float
-    """Reading the checkpoint."""
+    """Seconds that reading the checkpoint takes."""
     save_s: float
     """The training's pause for a checkpoint of Paceline, which copies the state and writes the copy in a thread."""
     write_s: float
@@ -124,31 +123,6 @@ def young_s(write_s: float, fleet_mtbf_s: float) -> float:
     return max(math.sqrt(2 * write_s * fleet_mtbf_s) if write_s else 0.0, write_s, 1.0)
 
 
-def restart_goodput(*, fleet_mtbf_s: float, every_s: float, write_s: float, restart_s: float) -> float:
-    """Return the goodput of restarts under exponential failures, ``tau / (M e^(R/M) (e^((tau + C)/M) - 1))``.
-
-    M is the fleet's mean time between failures, tau the interval, C the time of a checkpoint and R that of a restart,
-    in which the fleet may fail again (Daly, 2006: the exact form that his interval is derived from).
-    """
-    if math.isinf(fleet_mtbf_s):
-        return every_s / (every_s + write_s) if math.isfinite(every_s) else 1.0
-    mean = fleet_mtbf_s
-    return every_s / (mean * math.exp(restart_s / mean) * math.expm1((every_s + write_s) / mean))
-
-
-def elastic_goodput(machines: int, costs: FailureCosts, *, mtbf_s: float, replace_s: float) -> float:
-    """Return Paceline's goodput while somebody always lives: machines present, less pauses, checkpoints and half steps.
-
-    With T the time from a failure to the newcomer's entry, ``1 / (1 + T / M)`` of the machines are there, and each of
-    the n of them fails once in ``M + T``.
-    """
-    away_s = replace_s + costs.start_s
-    changes = machines / (mtbf_s + away_s)
-    paused = changes * (costs.kill_s + costs.join_s)
-    saved = 1 / (1 + costs.save_s / costs.every_s)
-    return mtbf_s / (mtbf_s + away_s) * max(0.0, 1 - paused) * saved - changes * costs.step_s / 2 / machines
-
-
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
@@ -179,23 +153,11 @@ def failures(
         # Nothing comes of one that is away: exponential times have no memory, so its next one begins when it is back.
         return min(int(np.searchsorted(reached, draws.random(), side="right")), machines - 1)
 
-    return _changes(lambda: float(draws.exponential(1 / fleet)), anybody, np.broadcast_to(replace_s, machines))
+    return changes_of(lambda: float(draws.exponential(1 / fleet)), anybody, np.broadcast_to(replace_s, machines))
 
 
-def failures_every(
-    machines: int, *, between_s: tuple[float, float], replace_s: float, seed: int = 0
-) -> Iterator[Change]:
-    """Yield the same for a fleet in which one fails after a time drawn evenly between two bounds (fault injection)."""
-    draws = np.random.default_rng(seed)
-
-    def one_that_is_there(away: set[int]) -> int:
-        there = [machine for machine in range(machines) if machine not in away]
-        return there[int(draws.integers(len(there)))] if there else 0
-
-    return _changes(lambda: float(draws.uniform(*between_s)), one_that_is_there, np.full(machines, replace_s))
-
-
-def _changes(gap_s: Callable[[], float], who: Callable[[set[int]], int], replace_s: Floats) -> Iterator[Change]:
+def changes_of(gap_s: Callable[[], float], who: Callable[[set[int]], int], replace_s: Floats) -> Iterator[Change]:
+    """Yield what follows when, after each ``gap_s()``, the machine ``who(those away)`` fails unless it is away."""
     at_s, away, back = 0.0, set[int](), list[tuple[float, int]]()
     while True:
         at_s += gap_s()
@@ -280,37 +242,59 @@ class Checkpoints:
         return undone
 
 
-class ElasticRule:
+class _Fleet:
+    """A fleet under a rule: the machines that train, its checkpoints, and the time until which it stands still."""
+
+    def __init__(self, speeds: Sequence[float], costs: FailureCosts, *, save_s: float) -> None:
+        self.spent = Spent()
+        self._speeds, self._costs, self._total = list(speeds), costs, sum(speeds)
+        self._checkpoints = Checkpoints(costs.every_s, save_s)
+        self._training, self._speed = set(range(len(self._speeds))), self._total
+        self._now, self._still_until = 0.0, 0.0
+
+    def _let_pass(self, to_s: float) -> None:
+        seconds = to_s - self._now
+        self.spent.away += seconds * (self._total - self._speed)
+        still_s = min(seconds, max(0.0, self._still_until - self._now))
+        worked_s, saved_s = self._checkpoints.run(seconds - still_s, self._speed) if self._training else (0.0, 0.0)
+        self.spent.stopped += still_s * self._speed
+        self.spent.useful += worked_s * self._speed
+        self.spent.saving += saved_s * self._speed
+        self._now = to_s
+
+    def _enter(self, machine: int) -> None:
+        self._training.add(machine)
+        everybody = len(self._training) == len(self._speeds)
+        self._speed = self._total if everybody else self._speed + self._speeds[machine]
+
+    def _leave(self, machine: int) -> None:
+        self._training.remove(machine)
+        self._speed = self._speed - self._speeds[machine] if self._training else 0.0
+
+
+class ElasticRule(_Fleet):
     """Paceline's elastic fleet: those that are there go on, and a newcomer enters when its process has started."""
 
     name = "Paceline"
 
     def __init__(self, speeds: Sequence[float], costs: FailureCosts) -> None:
-        self.spent = Spent()
-        self._speeds, self._costs, self._total = list(speeds), costs, sum(speeds)
-        self._checkpoints = Checkpoints(costs.every_s, costs.save_s)
-        self._inside, self._speed = set(range(len(self._speeds))), self._total
+        super().__init__(speeds, costs, save_s=costs.save_s)
         self._entering: deque[tuple[float, int]] = deque()
-        self._now, self._paused_until = 0.0, 0.0
 
     def advance(self, to_s: float) -> None:
         while self._entering and self._entering[0][0] <= to_s:
             ready_s, machine = self._entering.popleft()
-            self._train(ready_s)
-            self._pause(self._costs.join_s if self._inside else self._costs.load_s)
-            self._inside.add(machine)
-            everybody = len(self._inside) == len(self._speeds)
-            self._speed = self._total if everybody else self._speed + self._speeds[machine]
-        self._train(to_s)
+            self._let_pass(ready_s)
+            self._pause(self._costs.join_s if self._training else self._costs.load_s)
+            self._enter(machine)
+        self._let_pass(to_s)
 
     def lost(self, machine: int) -> None:
-        if machine not in self._inside:
+        if machine not in self._training:
             self._entering = deque(entry for entry in self._entering if entry[1] != machine)
             return
-        self._inside.remove(machine)
-        self._speed -= self._speeds[machine]
-        if not self._inside:
-            self._speed = 0.0
+        self._leave(machine)
+        if not self._training:
             self.spent.undo(self._checkpoints.fall_back())
             return
         self.spent.undo(self._speeds[machine] * self._costs.step_s / 2)
@@ -320,58 +304,34 @@ class ElasticRule:
         self._entering.append((self._now + self._costs.start_s, machine))
 
     def _pause(self, seconds: float) -> None:
-        self._paused_until = max(self._now, self._paused_until) + seconds
-
-    def _train(self, to_s: float) -> None:
-        seconds = to_s - self._now
-        self.spent.away += seconds * (self._total - self._speed)
-        paused_s = min(seconds, max(0.0, self._paused_until - self._now))
-        worked_s, saved_s = self._checkpoints.run(seconds - paused_s, self._speed) if self._inside else (0.0, 0.0)
-        self.spent.stopped += paused_s * self._speed
-        self.spent.useful += worked_s * self._speed
-        self.spent.saving += saved_s * self._speed
-        self._now = to_s
+        self._still_until = max(self._now, self._still_until) + seconds
 
 
-class RestartRule:
+class RestartRule(_Fleet):
     """A restart of all processes from the last checkpoint, once all machines are there again."""
 
     name = "restart"
 
     def __init__(self, speeds: Sequence[float], costs: FailureCosts) -> None:
-        self.spent = Spent()
-        self._speeds, self._costs, self._total = list(speeds), costs, sum(speeds)
-        self._checkpoints = Checkpoints(costs.every_s, costs.write_s)
-        self._there, self._speed = set(range(len(self._speeds))), self._total
-        self._now, self._ready_s = 0.0, 0.0
+        super().__init__(speeds, costs, save_s=costs.write_s)
 
     def advance(self, to_s: float) -> None:
-        seconds = to_s - self._now
-        self.spent.away += seconds * (self._total - self._speed)
-        stopped_s = min(seconds, max(0.0, self._ready_s - self._now))
-        worked_s, saved_s = self._checkpoints.run(seconds - stopped_s, self._speed)
-        self.spent.stopped += stopped_s * self._speed
-        self.spent.useful += worked_s * self._speed
-        self.spent.saving += saved_s * self._speed
-        self._now = to_s
+        self._let_pass(to_s)
 
     def lost(self, machine: int) -> None:
-        self._there.remove(machine)
-        self._speed = self._speed - self._speeds[machine] if self._there else 0.0
+        self._leave(machine)
         self._stop()
 
     def came(self, machine: int) -> None:
-        self._there.add(machine)
-        everybody = len(self._there) == len(self._speeds)
-        self._speed = self._total if everybody else self._speed + self._speeds[machine]
+        self._enter(machine)
         self._stop()
 
     def _stop(self) -> None:
         self.spent.undo(self._checkpoints.fall_back())
-        self._ready_s = self._now + self._costs.start_s + self._costs.load_s if self._enough() else math.inf
+        self._still_until = self._now + self._costs.start_s + self._costs.load_s if self._enough() else math.inf
 
     def _enough(self) -> bool:
-        return len(self._there) == len(self._speeds)
+        return len(self._training) == len(self._speeds)
 
 
 class RestartAnySizeRule(RestartRule):
@@ -380,7 +340,7 @@ class RestartAnySizeRule(RestartRule):
     name = "restart, any size"
 
     def _enough(self) -> bool:
-        return bool(self._there)
+        return bool(self._training)
 
 
 RULES: tuple[type[ElasticRule] | type[RestartRule], ...] = (ElasticRule, RestartRule, RestartAnySizeRule)
@@ -391,7 +351,7 @@ RULES: tuple[type[ElasticRule] | type[RestartRule], ...] = (ElasticRule, Restart
 
 @dataclass(frozen=True)
 class Goodput:
-    """What a rule made of a fleet: parts of the machines' time, weighted by speed; the five parts add up to 1."""
+    """The result of a rule for a fleet: parts of the machines' time, weighted by speed; the five parts add up to 1."""
 
     rule: str
     goodput: float
@@ -408,33 +368,6 @@ def play(rule: FailureRule, changes: Iterable[Change], *, until_s: float) -> Spe
         (rule.came if change.comes else rule.lost)(change.machine)
     rule.advance(until_s)
     return rule.spent
-
-
-def seconds_for(work: float, rule: FailureRule, changes: Iterable[Change], *, limit_s: float) -> float:
-    """Return the seconds until a rule has done ``work``, in machine-seconds weighted by speed.
-
-    Raises ValueError where it takes longer than ``limit_s``.
-    """
-    now_s = 0.0
-    inside = takewhile(lambda change: change.at_s < limit_s, changes)
-    for change in chain(inside, [Change(limit_s, 0, comes=False)]):
-        before = copy.deepcopy(rule)
-        rule.advance(change.at_s)
-        if rule.spent.useful >= work:
-            return _first_s(work, before, now_s, change.at_s)
-        now_s = change.at_s
-        if now_s < limit_s:
-            (rule.came if change.comes else rule.lost)(change.machine)
-    raise ValueError(f"the work is not done after {limit_s:g} s: {rule.spent.useful / work:.0%} of it is")
-
-
-def _first_s(work: float, rule: FailureRule, low_s: float, high_s: float) -> float:
-    """Return when ``rule`` has done ``work``, between two times without a change."""
-    while high_s - low_s > 1e-3:
-        middle_s, tried = (low_s + high_s) / 2, copy.deepcopy(rule)
-        tried.advance(middle_s)
-        low_s, high_s = (low_s, middle_s) if tried.spent.useful >= work else (middle_s, high_s)
-    return high_s
 
 
 def compare_goodput(

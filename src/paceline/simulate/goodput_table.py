@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from paceline.observe.words.numbers import duration, number, percent
+from paceline.simulate.comparison_table import empty_table
 from paceline.simulate.goodput import FailureCosts, Goodput
 
 if TYPE_CHECKING:
@@ -52,12 +53,7 @@ def figures(found: Sequence[Goodput], costs: FailureCosts) -> dict[str, Any]:
 
 def table(found: Sequence[Goodput]) -> Table:
     """Return the parts as a table for a terminal. Needs rich."""
-    from rich.table import Table
-
-    drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    drawn.add_column("rule", no_wrap=True)
-    for name in ("goodput", "away", "stopped", "checkpoints", "redone"):
-        drawn.add_column(name, justify="right", no_wrap=True)
+    drawn = empty_table(["rule"], ["goodput", "away", "stopped", "checkpoints", "redone"])
     for one in found:
         parts = (one.goodput, one.away, one.stopped, one.checkpoints, one.redone)
         drawn.add_row(one.rule, *(f"{100 * part:.1f} %" for part in parts))

@@ -71,7 +71,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rule did over its scored rounds: samples, seconds and bytes."""
+    """Samples, seconds and bytes of a rule over its scored rounds."""
 
     name: str
     workers: int

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.observe.words.numbers import duration, number, percent, percent_cell
+from paceline.simulate.comparison_table import empty_table
 from paceline.simulate.network_rules import MATTERS, Enough, Network, Traffic
 
 if TYPE_CHECKING:
@@ -69,15 +70,10 @@ def figures(outcomes: Sequence[Traffic]) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Return the figures as a table for a terminal. Needs rich."""
-    from rich.table import Table
-
-    drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     each, scale = _unit(max(row["bytes_per_sample"] for row in rows))
     sent, sent_scale = _unit(max(row["sent_bytes_per_worker_s"] for row in rows))
-    drawn.add_column("rule", no_wrap=True)
     traffic = (f"{each} per\nsample", f"{sent}/s per\nworker")
-    for name in ("samples/s", "gain", "in\nrounds", "waiting", "round\nevery, s", *traffic):
-        drawn.add_column(name, justify="right", no_wrap=True)
+    drawn = empty_table(["rule"], ["samples/s", "gain", "in\nrounds", "waiting", "round\nevery, s", *traffic])
     for row in rows:
         drawn.add_row(
             row["rule"],

@@ -22,7 +22,7 @@ from paceline.records import Plan, StepRecord
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Tick = Callable[[], None]
-"""Called after every step, for a progress bar."""
+"""Function that is called after every step, for a progress bar."""
 
 SHARE = 256
 """Samples per equal share: shares are whole samples, so this is the resolution of shares."""
@@ -36,7 +36,7 @@ CALIBRATION = 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rule did over a simulation: one row of the table. All arrays have one number per step."""
+    """The result of one rule over a simulation: one row of the table. All arrays have one number per step."""
 
     name: str
     workers: int

@@ -17,8 +17,7 @@ from paceline import concurrency
 from paceline.feed.dealing import Dealing
 from paceline.gradients import Header
 from paceline.pace import Ask, Pacer
-from paceline.pace.floor import More, least_samples, more
-from paceline.pace.steering import for_all, goal, least, made_for, without_singles
+from paceline.pace.steering import More, for_all, goal, least, least_samples, made_for, more, without_singles
 from paceline.records import History, LoopSettings, Plan, StepRecord
 from paceline.step.step_state import StepState
 from paceline.transport import Transport

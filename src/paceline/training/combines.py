@@ -30,7 +30,7 @@ class Kind:
     make: Callable[[LoopContext, Any, CombineParts], Combine]
     """Maker, from what the parts of the loop share, the settings, and the combine's parts."""
     settings: Callable[[], Any] | None = None
-    """Returns the default settings; None where the name is enough."""
+    """Maker of the default settings; None where the name is enough."""
     local: bool = False
     """Whether every worker steps with a gradient of its own, and rounds have no deadline."""
     merges: bool = False

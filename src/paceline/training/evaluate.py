@@ -92,7 +92,7 @@ def called(function: Callable[..., Any], batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kinds:
-    """How the values of a name are merged: a mean over the samples, unless the call names it otherwise."""
+    """Rules for merging the values of a name: a mean over the samples, unless the call names it otherwise."""
 
     sums: tuple[str, ...] = ()
     """Names of numbers that are sums over the batch."""

@@ -32,7 +32,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 class Replica:
-    """This worker's models and everything tracked, which are equal on every worker."""
+    """The worker's models and everything tracked, which are equal on every worker."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context

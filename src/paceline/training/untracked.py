@@ -27,7 +27,7 @@ class UntrackedChecks:
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         self._last_search: tuple[Any, list[str]] = (None, [])
-        """What was tracked and the script's progress when a checkpoint was last written; and what was not tracked."""
+        """Objects tracked and the script's progress when a checkpoint was last written; and the objects not tracked."""
         self._loaded: tuple[str, int | None] | None = None
         """The last checkpoint that was loaded, and the first loop that made steps since."""
 

@@ -148,8 +148,7 @@ def launch(
     """
     import ray
 
-    from paceline.adapters.ray.cluster import Cluster, connect
-    from paceline.adapters.ray.policy import RayPolicy, own_roster
+    from paceline.adapters.ray.cluster import Cluster, RayPolicy, connect, own_roster
 
     try:
         came = connect(address, runtime_env)

@@ -13,11 +13,10 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 from paceline.adapters.launcher_variables import as_if_alone
-from paceline.adapters.transformers.arguments import PacelineArguments
+from paceline.adapters.transformers.arguments import PacelineArguments, check_dataset
 from paceline.adapters.transformers.epochs import MORE, FleetEpochs, make_epochs
 from paceline.adapters.transformers.evaluation import EvaluationBatches, flattened, losses, nested, predictions
 from paceline.adapters.transformers.label_weights import LossCheck, count_of, label_tokens
-from paceline.adapters.transformers.refusals import check_dataset
 from paceline.adapters.transformers.trainer_state import CHECKPOINT, CarriedState, FleetCallback
 from paceline.errors import FleetError, MisuseError
 from paceline.fleet import Fleet, join

@@ -50,7 +50,7 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several runs and the loss that they are compared at."""
+    """Runs, and the loss that they are compared at."""
 
     runs: tuple[ComparedRun, ...]
     target: float

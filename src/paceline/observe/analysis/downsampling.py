@@ -18,7 +18,7 @@ from paceline.observe.analysis.stretches import Floats, bounded
 from paceline.records import StepRecord
 
 CAPACITY = 800
-"""Most buckets: about as many as a picture has columns of pixels."""
+"""The most buckets: about as many as a picture has columns of pixels."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class WorkerFigures:
     seconds: float = 0.0
     """Seconds of own compute."""
     speed: float = 0.0
-    """Own samples per second, time stuck included; for a worker that did nothing here, its last speed, or 0."""
+    """Samples per second of its own, time stuck included; for a worker that did nothing here, its last speed, or 0."""
     share: float = 0.0
     """Part of all samples."""
     waiting: float = 0.0

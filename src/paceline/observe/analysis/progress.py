@@ -33,7 +33,7 @@ class WorkerRow:
     samples: int
     """Share of the newest step."""
     speed: float
-    """Own samples per second; 0 when not known."""
+    """Samples per second of its own; 0 when not known."""
     waiting: float
     mark: str
     """``late, 3 rounds behind``, ``waited for``, ``slowest``, ``sits out``, ``joined``, ``left: …`` or nothing."""

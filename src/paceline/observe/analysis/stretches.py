@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 MOST_STEPS = 8192
-"""Most steps of a stretch: a longer one is cut, so that a long run needs little memory at a time."""
+"""The most steps of a stretch: a longer one is cut, so that a long run needs little memory at a time."""
 
 
 def bounded(record: StepRecord) -> bool:

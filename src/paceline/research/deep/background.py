@@ -39,12 +39,12 @@ END_S = 5.0
 class BackgroundLearner:
     """Trains models in a process of its own, one at a time.
 
-    ``offer`` hands over the series so far and starts a training when at least ``every`` steps are new; ``poll`` gives
-    the model once it is ready. Neither waits. A trainer that fails is warned of once; then nothing more is trained and
-    the forecast stays the one that needs no training. ``close`` leaves nothing running and no files.
+    ``after`` starts a training on the forecast's own series when at least ``every`` steps are new, and hands it the
+    model once ``poll`` gives that. Neither waits. A trainer that fails is warned of once; then nothing more is trained
+    and the forecast stays the one that needs no training. ``close`` leaves nothing running and no files.
     """
 
-    def __init__(self, *, every: int = EVERY, updates: int = UPDATES, forecast: Deep | None = None) -> None:
+    def __init__(self, *, every: int = EVERY, updates: int = UPDATES, forecast: Deep) -> None:
         if every < LEAST_STEPS:
             raise ValueError(f"a model is learned from at least {LEAST_STEPS} new steps, not {every}")
         self.every, self.updates = every, updates
@@ -61,19 +61,12 @@ class BackgroundLearner:
 
     def after(self, record: StepRecord) -> None:
         """Take note of an observed step: hand a ready model to the forecast, or offer it what was seen. Quick."""
-        assert self._forecast is not None, "made by Deep.learner"
         self._steps += 1
         if (model := self.poll()) is not None:
             logger.info("step %d: a forecast was learned from this run; it speaks while it wins", record.step)
             self._forecast.adopt(model)
         elif not self.busy and self._steps - self._offered >= self.every:
             self._start(self._forecast.series())
-
-    def offer(self, seconds: Floats, late: Mask) -> None:
-        """Train on the complete series so far, when enough of it is new and nothing is being trained."""
-        self._steps = len(seconds)
-        if not self.busy and self._steps - self._offered >= self.every:
-            self._start([(seconds, late)])
 
     def poll(self) -> DeepModel | None:
         """Return the model that was being trained, once, when it is ready."""

@@ -1,14 +1,21 @@
-"""Advice for a fleet: the way to train that is simplest among the fastest, and which machines are worth their cost."""
+"""Advice for a fleet: the simplest of the fastest ways to train, which machines pay, and what failures leave.
+
+Ways to train are compared without failures; then Paceline's goodput stands beside that of restarts from a checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.observe.words.numbers import capital, number, percent
 from paceline.pace import DEFAULT
+from paceline.simulate import goodput_table
+from paceline.simulate.goodput import compare_goodput, fleet_mtbf_s, usual_costs
 from paceline.simulate.planning.choices import PERIOD_S, Choice, Player
-from paceline.simulate.planning.fleet_spec import FleetSpec, MachineKind
+from paceline.simulate.planning.fleet_spec import HOUR_S, FleetSpec, MachineKind, churn
 
 AS_GOOD = 0.02
 """Part by which a simpler way may be slower and is still preferred."""
@@ -22,7 +29,7 @@ USELESS = 0.01
 
 @dataclass(frozen=True)
 class Worth:
-    """What a kind of machines contributes to the fleet."""
+    """The contribution of a kind of machines to the fleet."""
 
     kind: MachineKind
     brings: float | None
@@ -31,7 +38,7 @@ class Worth:
     Below 0 they hold the others up. None: there are no others.
     """
     one_more: float
-    """What one more machine would add, as a part of the fleet's samples per second."""
+    """Gain from one more machine, as a part of the fleet's samples per second."""
     cheaper: float | None
     """Part by which a sample would be cheaper without these machines; None where no machine has a price."""
 
@@ -160,3 +167,52 @@ def gain_of(exact: Choice, average: Choice) -> str:
         f"{capital(average.name)}{wire} does {gain} times the samples per second: it pays unless it needs more than "
         f"{gain} times the samples for the same loss."
     )
+
+
+@dataclass(frozen=True)
+class FleetGoodput:
+    """The goodput that failures leave of a fleet, as figures and in sentences."""
+
+    figures: dict[str, Any]
+    sentences: list[str]
+
+
+def with_failures(fleet: FleetSpec, *, mtbf_h: float | None, replace_s: float | None) -> FleetSpec:
+    """Return the fleet with a mean time between failures for machines that the file says nothing of."""
+    if mtbf_h is None:
+        if replace_s is not None:
+            raise ValueError("--replace-s goes with --mtbf-h, a machine's mean hours between failures")
+        return fleet
+    if not mtbf_h > 0:
+        raise ValueError(f"--mtbf-h is {mtbf_h:g}: hours, above 0")
+    if replace_s is None or not (replace_s >= 0 and math.isfinite(replace_s)):
+        raise ValueError("--mtbf-h needs --replace-s, the seconds until a machine that failed is replaced, at least 0")
+    kinds = (
+        kind if kind.reclaimed_per_hour else replace(kind, reclaimed_per_hour=1 / mtbf_h, away_s=replace_s)
+        for kind in fleet.kinds
+    )
+    return replace(fleet, kinds=tuple(kinds))
+
+
+def fleet_goodput(
+    fleet: FleetSpec, chosen: Choice, *, seed: int = 0, known: Mapping[str, float] | None = None
+) -> FleetGoodput | None:
+    """Return the goodput of a fleet that trains as ``chosen``; None where no machine fails.
+
+    ``known`` are costs that replace the usual ones. A newcomer's state takes as long as its slowest way, at least.
+    """
+    rates = fleet.column("reclaimed_per_hour") / HOUR_S
+    if not rates.any():
+        if known:
+            raise ValueError("--costs are those of failures: give --mtbf-h, or reclaimed_per_hour in [[machines]]")
+        return None
+    mtbf_s = [1 / rate if rate else math.inf for rate in rates.tolist()]
+    somebody_s, changes = fleet_mtbf_s(fleet.workers, mtbf_s), churn(fleet)
+    step_s = fleet.training.batch / chosen.samples_per_s
+    size = {"state_bytes": fleet.training.state_bytes, "fleet_mtbf_s": somebody_s}
+    join_s = max(changes.coming_s, usual_costs(fleet.workers, **size).join_s)
+    costs = usual_costs(fleet.workers, **size, **{"step_s": step_s, "join_s": join_s, **(known or {})})
+    away_s, speeds = fleet.column("away_s").tolist(), fleet.column("speed").tolist()
+    found = compare_goodput(speeds, costs, mtbf_s=mtbf_s, replace_s=away_s, seed=seed)
+    sentences = goodput_table.verdict(found, costs, fleet_mtbf_s=somebody_s)
+    return FleetGoodput(goodput_table.figures(found, costs), sentences)

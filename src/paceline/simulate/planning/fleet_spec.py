@@ -28,7 +28,7 @@ class MachineKind:
     """Sigma of the lognormal noise from step to step."""
     stalls_per_hour: float = 0.0
     stall_s: float = 10.0
-    """How long each stall lasts."""
+    """Seconds of each stall."""
     reclaimed_per_hour: float = 0.0
     away_s: float = 300.0
     """Seconds until a reclaimed machine is replaced."""

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from paceline.observe.words.numbers import duration, number, percent, percent_cell
+from paceline.simulate.comparison_table import empty_table
 from paceline.simulate.network_table import seconds, size
 from paceline.simulate.planning import advice
 from paceline.simulate.planning.advice import Worth
@@ -55,15 +56,10 @@ def table(found: Sequence[Choice]) -> Table:
 
     It has one row per pace and average, and columns for wire format and topology.
     """
-    from rich.table import Table
-
     shapes = list(dict.fromkeys(one.topology for one in found))
-    drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    drawn.add_column("samples/s,\npart of the limit", no_wrap=True)
-    for title, _ in wire_columns():
-        for shape in shapes:
-            several = f"\n{'one ring' if shape == 'ring' else shape}" if len(shapes) > 1 else ""
-            drawn.add_column(f"{title}{several}", justify="right", no_wrap=True)
+    several = [f"\n{'one ring' if shape == 'ring' else shape}" if len(shapes) > 1 else "" for shape in shapes]
+    titles = [f"{title}{shape}" for title, _ in wire_columns() for shape in several]
+    drawn = empty_table(["samples/s,\npart of the limit"], titles)
     for name in dict.fromkeys(one.name for one in found):
         row = [one for one in found if one.name == name]
         cells = [_cell(row, wires, shape) for _, wires in wire_columns() for shape in shapes]

@@ -12,15 +12,12 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from paceline import concurrency
 from paceline.transport.engines.contract import CHECK_S, CLOSED, Check, Closer, Engine, EngineWork, Held
-
-if TYPE_CHECKING:
-    from paceline.transport.engines.memory_store import MemoryServer
 
 FORMING_S = 5.0
 """How long members may take to come to `MemoryEngine.join`."""
@@ -40,8 +37,8 @@ class MemoryNetwork:
         self.point: Callable[[], None] = point or _nothing
         self.ended: Callable[[Hashable], None] = _nothing
         self.faults: list[str] = []
-        self.servers: dict[tuple[str, int], MemoryServer] = {}
-        """Stores by address; a `MemoryServer` enters itself."""
+        self.servers: dict[tuple[str, int], Any] = {}
+        """Stores by address; each enters itself."""
         self.lock = concurrency.Condition()
         self._rooms: dict[Hashable, MemoryRoom] = {}
 
