@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 if find_spec("accelerate") is None:
     pytest.skip("needs pip install 'paceline[accelerate]'", allow_module_level=True)
@@ -149,8 +149,183 @@ def test_several_optimizers_make_one_update() -> None:
         ones.step()
         if number % 2:
             others.step()
+        ones.zero_grad()
+        others.zero_grad()
     assert accelerator.last_step is not None
     assert accelerator.last_step.index == 2
+
+
+def test_an_optimizer_whose_gradient_is_to_last_beyond_an_update_is_refused() -> None:
+    accelerator = made()
+    model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
+    ones, others = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    model, ones, others, loader = accelerator.prepare(model, ones, others, DataLoader(data(), batch_size=4))
+    batches = iter(loader)
+    accelerator.backward(loss_of(model, next(batches)))
+    ones.step()
+    ones.zero_grad()
+    loss = loss_of(model, next(batches))
+    with pytest.raises(MisuseError, match=r"optimizer 2 .*zero_grad\(\)"):
+        accelerator.backward(loss)
+
+
+@pytest.mark.parametrize("how", ["before the next backward", "the model's"])
+def test_a_gradient_that_is_cleared_without_an_update_is_the_scripts_own_wish(how: str) -> None:
+    accelerator = made()
+    model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
+    ones, others = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    model, ones, others, loader = accelerator.prepare(model, ones, others, DataLoader(data(), batch_size=4))
+    for batch in loader:
+        if how == "before the next backward":
+            ones.zero_grad()
+            others.zero_grad()
+        accelerator.backward(loss_of(model, batch))
+        ones.step()
+        if how == "the model's":
+            model.zero_grad()
+    assert accelerator.last_step is not None
+    assert accelerator.last_step.index == 2
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_optimizer_of_a_module_that_was_not_prepared_is_refused(several: bool) -> None:
+    accelerator = made()
+    model, centers = nn.Linear(1, 1).double(), nn.Linear(1, 1).double()
+    parameters = list(centers.parameters()) if several else [*model.parameters(), *centers.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(), batch_size=4))
+    if several:
+        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"not prepared.*accelerator\.prepare"):
+        next(iter(loader))
+
+
+def test_drop_last_leaves_out_what_is_no_batch_of_all_processes() -> None:
+    accelerator = made(gradient_accumulation_steps=2)
+    model = nn.Linear(1, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = DataLoader(data(44), batch_size=8, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, rows)
+    updates = seen = 0
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        updates += accelerator.sync_gradients
+        seen += len(batch[0])
+    assert (updates, seen, len(loader)) == (3, 40, 5)
+
+
+class Growing(Dataset[Any]):
+    """Rows that hold the epoch."""
+
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 12
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        row = torch.full((1,), float(self.epoch), dtype=torch.float64)
+        return row, row
+
+
+def pass_over(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, *, stop: int = 99) -> list[float]:
+    """Train until an update; return the epochs that the batches hold."""
+    held = []
+    for number, batch in enumerate(loader):
+        held += batch[0][:, 0].unique().tolist()
+        accelerator.backward(loss_of(model, batch) * 0)
+        optimizer.step()
+        if number == stop:
+            break
+    return held
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_dataset_gets_the_number_of_the_pass(processes: int, tmp_path: Path) -> None:
+    def ready() -> tuple[Any, Any, Any]:
+        loader = DataLoader(Growing(), batch_size=4, num_workers=processes)
+        model = nn.Linear(1, 1).double()
+        return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+    accelerator = made()
+    model, optimizer, loader = ready()
+    assert [pass_over(accelerator, model, optimizer, loader) for _ in range(2)] == [[0.0] * 3, [1.0] * 3]
+    assert pass_over(accelerator, model, optimizer, loader, stop=0) == [2.0]
+    accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory()
+    model, optimizer, loader = ready()
+    accelerator.load_state(tmp_path / "state")
+    assert pass_over(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 1)) == [2.0] * 2
+    assert pass_over(accelerator, model, optimizer, loader) == [3.0] * 3
+    loader.set_epoch(7)
+    assert pass_over(accelerator, model, optimizer, loader) == [7.0] * 3
+    assert pass_over(accelerator, model, optimizer, loader) == [8.0] * 3
+
+
+def test_a_scheduler_prepared_before_its_optimizer_stands_still_in_a_skipped_update() -> None:
+    accelerator = made(nonfinite="skip")
+    model = nn.Linear(1, 1).double()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(plain, 1, 0.5))
+    model, optimizer, loader = accelerator.prepare(model, plain, DataLoader(data(), batch_size=4))
+    for number, batch in enumerate(loader):
+        accelerator.backward(loss_of(model, batch) * (float("nan") if number == 1 else 1))
+        optimizer.step()
+        schedule.step()
+    assert schedule.get_last_lr() == [0.1 / 4]
+
+
+@pytest.mark.parametrize("clip", ["clip_grad_value_", "clip_grad_norm_"])
+def test_clipping_takes_one_tensor_as_torch_does(clip: str) -> None:
+    accelerator = made()
+    model, optimizer, loader = ready(accelerator)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch) * 100)
+        getattr(accelerator, clip)(model.weight, 1e-3)
+        assert abs(model.weight.grad.item()) <= 1e-3 * (1 + 1e-6)
+        optimizer.step()
+
+
+def test_a_kept_exception_holds_no_loop_under_way() -> None:
+    accelerator, kept = made(), []
+
+    def train(fails: bool) -> None:
+        model, optimizer, loader = ready(accelerator)
+        batches = iter(loader)  # held by the frame, which the exception holds
+        for number, batch in enumerate(batches):
+            if fails and number == 1:
+                raise RuntimeError("out of memory")
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+
+    for fails in (True, False):
+        try:
+            train(fails)
+        except RuntimeError as error:
+            kept.append(error)
+        accelerator.free_memory()
+    assert accelerator.last_step is not None
+    assert accelerator.last_step.index == 2
+
+
+def test_a_loop_that_is_kept_between_two_updates_is_over_when_another_begins() -> None:
+    accelerator = made()
+    model, optimizer, loader = ready(accelerator)
+    kept = iter(loader)
+    accelerator.backward(loss_of(model, next(kept)))
+    optimizer.step()
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+    with pytest.raises(MisuseError, match="another training loop"):
+        next(kept)
+    kept = iter(loader)
+    accelerator.backward(loss_of(model, next(kept)))
+    with pytest.raises(MisuseError, match="second training loop inside"):
+        next(iter(loader))
 
 
 def test_a_schedule_that_runs_past_its_end_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

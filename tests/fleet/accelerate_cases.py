@@ -176,6 +176,38 @@ def tokens(args: dict[str, Any]) -> list[float]:
     return flat(model)
 
 
+class Rows(Dataset):
+    """Rows as dictionaries."""
+
+    def __init__(self, count: int) -> None:
+        self.points = points(count)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": self.points[index][0], "more": {"labels": self.points[index][1]}}
+
+
+def popped(args: dict[str, Any]) -> dict[str, Any]:
+    """A script that takes its batches apart, and counts right answers in its training loop."""
+    accelerator = made(args, micro_batch=8)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Rows(41), batch_size=4))
+    seen: list[int] = []
+    for _ in range(2):
+        for batch in loader:
+            y = batch.pop("more").pop("labels")
+            out = model(batch["x"])
+            accelerator.backward(nn.functional.cross_entropy(out, y))
+            optimizer.step()
+            seen.append(len(accelerator.gather_for_metrics(out.detach().argmax(1))))
+            assert len(accelerator.gather_for_metrics([str(one) for one in y])) == seen[-1]
+    accelerator.end_training()
+    return {"weights": flat(model), "seen": seen}
+
+
 def evaluated(args: dict[str, Any]) -> dict[str, Any]:
     """Metrics of a test set, gathered in the loop, between the epochs of a training."""
     more = {"dataloader_config": DataLoaderConfiguration(even_batches=False)} if args.get("by_speed") else {}

@@ -61,6 +61,13 @@ def test_updates_equal_those_of_one_process(fleet: dict[str, Any], one: dict[str
     assert both[0]["norms"] == pytest.approx(other["norms"], rel=1e-12)
 
 
+@pytest.mark.parametrize("pace", ["fixed:1,0", "fixed:1,3"])
+def test_a_worker_without_a_share_gets_a_complete_batch_that_counts_in_no_metric(pace: str, tmp_path: Path) -> None:
+    first, second = workers("popped", tmp_path, pace=pace)
+    assert first == second
+    assert first["seen"] == [8, 8, 8, 8, 8, 1] * 2
+
+
 @pytest.mark.parametrize(("batch", "accumulate"), [(4, 1), (2, 2)])
 def test_losses_over_tokens_count_by_their_tokens(batch: int, accumulate: int, tmp_path: Path) -> None:
     both = workers("tokens", tmp_path, batch=batch, accumulate=accumulate)

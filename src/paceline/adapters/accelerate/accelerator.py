@@ -20,7 +20,13 @@ from paceline.adapters.accelerate import fleet_values as values
 from paceline.adapters.accelerate import free_functions
 from paceline.adapters.accelerate.joined import JoinedFleet
 from paceline.adapters.accelerate.loader import EvaluationBatch, FleetLoader
-from paceline.adapters.accelerate.refusals import NotCopied, check_settings, check_state_made_before, without_mesh
+from paceline.adapters.accelerate.refusals import (
+    NotCopied,
+    check_parameters,
+    check_settings,
+    check_state_made_before,
+    without_mesh,
+)
 from paceline.adapters.accelerate.updates import (
     FleetOptimizer,
     FleetScheduler,
@@ -165,6 +171,7 @@ class Accelerator(NotCopied, accelerate.Accelerator):
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         joined = self.joined
         if joined.context.steps is not None and not self._models:
+            self.updates.forget()
             joined.renew()
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             model.to(joined.fleet.device)
@@ -172,9 +179,16 @@ class Accelerator(NotCopied, accelerate.Accelerator):
                 joined.track("frozen", model)
         else:
             joined.fleet.model(model)
-            keep_gradients(model, lambda one: self.updates.step is None or one not in self.joined.context.models)
+            keep_gradients(model, self._may_clear)
             refuse_no_sync(model)
         return super().prepare_model(model, device_placement, evaluation_mode=True)
+
+    def _may_clear(self, model: torch.nn.Module) -> bool:
+        """Return whether ``model.zero_grad()`` acts: a prepared model's gradients are cleared by the update."""
+        prepared = model in self.joined.context.models
+        if prepared:
+            self.updates.cleared(model.parameters())
+        return self.updates.step is None or not prepared
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
@@ -197,10 +211,14 @@ class Accelerator(NotCopied, accelerate.Accelerator):
         """Return a scheduler that advances with the updates."""
         if isinstance(scheduler, FleetScheduler):
             return scheduler
-        own = [one for one in self._optimizers if scheduler.optimizer in (one, one.optimizer)]
+
+        def optimizers() -> list[FleetOptimizer]:
+            own = [one for one in self._optimizers if scheduler.optimizer in (one, one.optimizer)]
+            return own or self._optimizers
+
         prepared = FleetScheduler(
             scheduler,
-            own or self._optimizers,
+            optimizers,
             self.updates,
             with_optimizer=self.step_scheduler_with_optimizer,
             batches=lambda: 1 if self._trained is None else self._trained.processes,
@@ -212,6 +230,7 @@ class Accelerator(NotCopied, accelerate.Accelerator):
     def before_training(self, loader: FleetLoader) -> None:
         """Bring everything that was prepared to the fleet, before a training loop; the adapter's own."""
         self._trained = loader
+        check_parameters([one.optimizer for one in self._optimizers], self.joined.context.models)
         self._track()
         self.joined.take_seed(self.dataloader_config.data_seed)
         self._resumed = None
@@ -228,6 +247,7 @@ class Accelerator(NotCopied, accelerate.Accelerator):
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget what was prepared; another training may follow."""
+        self.updates.forget()
         released = super().free_memory(*objects)
         self._custom_objects.clear()
         self._trained = None
@@ -272,13 +292,13 @@ class Accelerator(NotCopied, accelerate.Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Run the round and clip the fleet's mean gradient, at the last micro-batch; return its norm, before 0."""
-        owned = list(parameters)
+        owned = _listed(parameters)
         norm = self.updates.clip(lambda: torch.nn.utils.clip_grad_norm_(owned, max_norm, norm_type=norm_type))
         return torch.zeros((), device=self.device) if norm is None else norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Run the round and clip the fleet's mean gradient, at the last micro-batch; nothing before."""
-        owned = list(parameters)
+        owned = _listed(parameters)
         self.updates.clip(lambda: torch.nn.utils.clip_grad_value_(owned, clip_value))
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
@@ -293,14 +313,17 @@ class Accelerator(NotCopied, accelerate.Accelerator):
         return values.rebuilt(tensor, [values.joined_rows("accelerator.gather()", part) for part in parts])
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return all workers' rows of an evaluation's batch, each sample once; plain values in a list."""
+        """Return all workers' rows of a batch, each sample that counts once; plain values in a list."""
         batch = self.evaluation
 
         def own(rows: Any) -> Any:
-            length = 1 if isinstance(rows, torch.Tensor) and rows.dim() == 0 else len(rows)
-            if batch is None or batch.alone or (batch.rows and length != batch.batch_size):
+            if isinstance(rows, torch.Tensor) and rows.dim() == 0:
+                rows = rows[None]
+            if not self.updates.counts:
+                return rows[:0]
+            if batch is None or batch.alone or (batch.rows and len(rows) != batch.batch_size):
                 return rows
-            return rows[: batch.rows] if not isinstance(rows, torch.Tensor) or rows.dim() else rows[None][: batch.rows]
+            return rows[: batch.rows]
 
         try:
             values.leaves_of(input_data)
@@ -308,7 +331,7 @@ class Accelerator(NotCopied, accelerate.Accelerator):
             use_gather_object = True
         if not use_gather_object:
             return self.gather(values.each_leaf(input_data, own))
-        listed = own(input_data) if isinstance(input_data, list) else input_data
+        listed = own(input_data) if isinstance(input_data, list) else input_data if self.updates.counts else []
         parts = self.all_workers.objects("accelerator.gather_for_metrics()", listed)
         return [one for part in parts for one in part]
 
@@ -446,6 +469,11 @@ class Accelerator(NotCopied, accelerate.Accelerator):
             )
         inside, self._resumed = self._resumed == "inside", None
         return inside
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    """Return parameters that may be one tensor, as torch's clipping takes them."""
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 def _numbered(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ In evaluation all workers go through equally many blocks, each of which is one b
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from paceline.feed.loader_settings import read_settings
 from paceline.feed.micro_batches import front_of
 from paceline.feed.randomness import generators_kept
 from paceline.feed.source import move
+from paceline.feed.stream import set_epoch
 from paceline.pace.shares import proportional
 from paceline.settings import must_agree
 from paceline.step.steps import StepLoop
@@ -101,7 +103,9 @@ class FleetLoader(NotCopied):
         self._even: bool | None = None
         self._settings = read_settings(loader)
         self._seen: tuple[Any, int] | None = None
-        """The last micro-batch, and its samples."""
+        """Front of this loop's last micro-batch, for a step in which this worker has none, and its samples."""
+        self._asked_epoch: int | None = None
+        """Number that the script has set for the next pass, which its dataset is given."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -179,7 +183,11 @@ class FleetLoader(NotCopied):
         raise MisuseError(f"load_state_dict of a prepared loader: {POSITION}")
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the fleet counts the passes over each dataset, and shuffles each anew."""
+        """Set the number that the dataset's own ``set_epoch`` gets before the next pass.
+
+        The fleet counts the passes over each dataset, and shuffles each anew, whatever the number is.
+        """
+        self._asked_epoch = epoch
 
     @property
     def total_batch_size(self) -> int:
@@ -264,13 +272,14 @@ class FleetLoader(NotCopied):
 
     def _train(self) -> Iterator[Any]:
         accelerator, updates = self._accelerator, self._accelerator.updates
-        if updates.step is not None:
-            raise MisuseError("a second training loop inside of one: one update has one loader's samples")
+        updates.check_left()
         if self._skip and not accelerator.goes_on(self._skip):
             return
         accelerator.before_training(self)
         steps = self._open()
+        self._begin_pass(steps.dealing.epoch)
         iterator = iter(steps)
+        updates.enter(iterator)
         with self._active():
             try:
                 for step in iterator:
@@ -279,20 +288,34 @@ class FleetLoader(NotCopied):
                     self.end_of_dataloader = step.ends_epoch
                     updates.begin(step)
                     yield from self._micro_batches(step)
-                    updates.end()
+                    updates.end(iterator)
             finally:
-                updates.leave()
-                iterator.close()  # type: ignore[attr-defined]
+                self._seen = None
+                updates.leave(iterator)
+
+    def _begin_pass(self, number: int) -> None:
+        """Give the dataset the number of this pass, as Accelerate's own loader does."""
+        if self._asked_epoch is not None:
+            number, self._asked_epoch = self._asked_epoch, self._asked_epoch + 1
+        if self._settings.length is not None:  # a stream gets it where it is drawn from
+            set_epoch(self._settings.dataset, number)
 
     def _open(self) -> StepLoop:
         accelerator, stream = self._accelerator, self._settings.length is None
-        steps = accelerator.joined.fleet.steps(
+        own = None if self._settings.batches is not None else min(self.own_batch, self.global_batch)
+        steps = accelerator.joined.fleet._loops.build(
             self.loader,
             global_batch=self.global_batch,
-            micro_batch=accelerator.micro_batch or (None if self._settings.batches is not None else self.own_batch),
+            micro_batch=accelerator.micro_batch or own,
+            epochs=1,
+            shuffle=None,
+            drop_last=None,
+            multiple_of=self.per_batch,
+            order=None,
             split=True if stream and accelerator.joined.several else None,
             fixed_micro_batch=True if accelerator.compiles else None,
-        )._loop
+            lr_scaling="none",
+        )
         steps.leave_updates_to_script()
         return steps
 
@@ -301,7 +324,7 @@ class FleetLoader(NotCopied):
         came = False
         with in_words_of_accelerate():
             for batch in step:
-                came, self._seen = True, (batch, step.rows)
+                came, self._seen = True, _front(batch, step.rows)
                 updates.give(counts=True, device=device)
                 yield batch
                 if step.committed:
@@ -313,9 +336,7 @@ class FleetLoader(NotCopied):
     def _uncounted(self) -> Any:
         """Return a batch for a worker without a share in the step."""
         if self._seen is not None:
-            batch, rows = self._seen
-            front = front_of(batch, samples=rows, keep=min(UNCOUNTED, rows))
-            return batch if front is None else front
+            return _front(*self._seen)[0]
         settings = self._settings
         if settings.length is None:
             raise MisuseError("this worker's part of the stream is empty: give a stream with samples for every worker")
@@ -389,6 +410,13 @@ class FleetLoader(NotCopied):
             source.expect(0, pieces)
         for block, (piece, indices) in zip(parts, pieces, strict=True):
             yield source.take(0, piece, indices), block[rank] > 0
+
+
+def _front(batch: Any, rows: int) -> tuple[Any, int]:
+    """Return the first samples of a batch, in containers of their own, and their number; all where it cannot be cut."""
+    keep = min(UNCOUNTED, rows)
+    front = front_of(batch, samples=rows, keep=keep)
+    return (copy.copy(batch), rows) if front is None else (front, keep)
 
 
 def block_parts(length: int, batch_size: int, speeds: Sequence[int]) -> list[list[int]]:

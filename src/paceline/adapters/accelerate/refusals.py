@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 from accelerate.utils.dataclasses import DDPCommunicationHookType
@@ -122,6 +123,17 @@ def _check_handler(handler: Any) -> None:
             f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook}) does not go with a fleet: write "
             'Accelerator(comm_dtype="bf16") or comm_dtype="fp16", which halves what rounds send'
         )
+
+
+def check_parameters(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[torch.nn.Module]) -> None:
+    """Raise ValueError for an optimizer of parameters whose gradients no round combines."""
+    ours = {id(parameter) for model in models for parameter in model.parameters()}
+    for number, optimizer in enumerate(optimizers, 1):
+        if any(id(parameter) not in ours for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"optimizer {number} ({type(optimizer).__name__}) has parameters of a module that was not prepared, so "
+                "the fleet would not combine their gradients: give the module to accelerator.prepare too"
+            )
 
 
 def check_pace(pacer: Pacer) -> None:
