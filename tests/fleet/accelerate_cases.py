@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import importlib.machinery
 import importlib.util
@@ -189,6 +190,26 @@ class Rows(Dataset):
         return {"x": self.points[index][0], "more": {"labels": self.points[index][1]}}
 
 
+def averaged(args: dict[str, Any]) -> dict[str, Any]:
+    """An average of the weights by hand, which runs once per update or once per micro-batch."""
+    accelerator = made(args)
+    model = net()
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(points(), batch_size=args["batch"]))
+    for _ in range(2):
+        for x, y, _ in loader:
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if args["how"] != "guarded" or accelerator.sync_gradients:
+                for mean, now in zip(average.parameters(), model.parameters(), strict=True):
+                    mean, now = (mean.data, now.data) if args["how"] == "data" else (mean, now.detach())
+                    mean.lerp_(now, 0.1)
+    accelerator.end_training()
+    return {"average": flat(average)}
+
+
 def popped(args: dict[str, Any]) -> dict[str, Any]:
     """A script that takes its batches apart, and counts right answers in its training loop."""
     accelerator = made(args, micro_batch=8)
@@ -293,7 +314,8 @@ def resumed(args: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             if accelerator.sync_gradients:
                 counter.updates += 1
-                if counter.updates == args.get("save_at"):
+                asked = accelerator.is_main_process or not args.get("on_main_process")
+                if counter.updates == args.get("save_at") and asked:
                     accelerator.save_state(args["state"])
             if counter.updates == args.get("end_at"):
                 break

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crew import nursery, run
+from crew import Crew, nursery, run
 from flock import Flock, sound
 
 if find_spec("accelerate") is None:
@@ -61,6 +61,17 @@ def test_updates_equal_those_of_one_process(fleet: dict[str, Any], one: dict[str
     assert both[0]["norms"] == pytest.approx(other["norms"], rel=1e-12)
 
 
+def test_an_average_by_hand_moves_once_per_update_or_is_refused(tmp_path: Path) -> None:
+    first, second = workers("averaged", tmp_path, batch=4, how="guarded")
+    assert first == second
+    assert apart(first["average"], alone("averaged", tmp_path, batch=8, how="guarded")["average"]) < 1e-12
+    for how in ("lerp", "data"):
+        args = {"pace": UNEQUAL, "batch": 4, "how": how}
+        with Crew("accelerate_cases.py:averaged", 2, tmp_path / how, args=args) as crew:
+            texts = [one.err for one in crew.wait()]
+        assert all("average was changed" in text and "sync_gradients" in text for text in texts), texts
+
+
 @pytest.mark.parametrize("pace", ["fixed:1,0", "fixed:1,3"])
 def test_a_worker_without_a_share_gets_a_complete_batch_that_counts_in_no_metric(pace: str, tmp_path: Path) -> None:
     first, second = workers("popped", tmp_path, pace=pace)
@@ -87,10 +98,12 @@ def test_an_evaluation_counts_each_sample_once_in_the_datasets_order(test: int, 
         assert 2 * first["length"] == len(first["sizes"])
 
 
-def test_a_training_goes_on_in_the_middle_of_an_epoch_with_another_number_of_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("main", [False, True])
+def test_a_training_goes_on_in_mid_epoch_with_another_number_of_workers(main: bool, tmp_path: Path) -> None:
+    """Scripts save on all workers, or on the main process alone."""
     (whole,) = workers("resumed", tmp_path / "whole", 1)
     saved = str(tmp_path / "state")
-    before = workers("resumed", tmp_path / "two", state=saved, save_at=8, end_at=8)
+    before = workers("resumed", tmp_path / "two", state=saved, save_at=8, end_at=8, on_main_process=main)
     (after,) = workers("resumed", tmp_path / "one", 1, load=saved)
     assert whole["updates"] == after["updates"] == 18
     assert apart(whole["weights"], after["weights"]) < 1e-12

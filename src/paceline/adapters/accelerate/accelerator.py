@@ -399,13 +399,14 @@ class Accelerator(NotCopied, accelerate.Accelerator):
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Write models, optimizers, schedulers, registered objects and the position in the data to a folder.
 
-        All workers call it between updates; the leader writes. A fleet of any size resumes from it.
+        The leader writes, between updates. Where workers come and go, all of them call it. A fleet of any size resumes
+        from it.
         """
         self.updates.check_everybody_comes("accelerator.save_state()")
         if self.updates.open:
             raise MisuseError("accelerator.save_state before optimizer.step() of the update: call it after")
         naming = self.project_configuration
-        folder = self._next_folder() if naming.automatic_checkpoint_naming else Path(output_dir)
+        folder = self._next_folder() if naming.automatic_checkpoint_naming else Path(output_dir).expanduser()
         if self.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
         weights = [self.get_state_dict(model, unwrap=False) for model in self._models]
@@ -414,7 +415,8 @@ class Accelerator(NotCopied, accelerate.Accelerator):
         self._track()
         steps = self.joined.context.steps
         extra = {} if steps is None else {"loop": steps.script_loop.number + steps.finished, "over": steps.finished}
-        self.fleet.save(folder / CHECKPOINT, extra=extra)
+        elastic = self.joined.context.elastic is not None
+        (self.fleet.save if elastic else self.fleet._saving.save_on_leader)(folder / CHECKPOINT, extra=extra)
         naming.iteration += 1
         return str(folder)
 
@@ -438,7 +440,7 @@ class Accelerator(NotCopied, accelerate.Accelerator):
                 raise ValueError("accelerator.load_state needs the folder, without automatic_checkpoint_naming")
             folder = (_numbered(Path(self.project_dir) / "checkpoints") or [Path(self.project_dir)])[-1]
         else:
-            folder = Path(input_dir)
+            folder = Path(input_dir).expanduser()
         for hook in self._load_model_state_pre_hook.values():
             hook(list(self._models), str(folder))
         self._track()

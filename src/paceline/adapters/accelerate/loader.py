@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import BatchSampler
 
+from paceline.adapters.accelerate.between_updates import WATCHED, ModulesBetweenUpdates
 from paceline.adapters.accelerate.refusals import NotCopied, in_words_of_accelerate
 from paceline.errors import MisuseError
 from paceline.feed import Source
@@ -104,6 +105,8 @@ class FleetLoader(NotCopied):
         self._settings = read_settings(loader)
         self._seen: tuple[Any, int] | None = None
         """Front of this loop's last micro-batch, for a step in which this worker has none, and its samples."""
+        self._steps = 0
+        """Steps of this loop so far."""
         self._asked_epoch: int | None = None
         """Number that the script has set for the next pass, which its dataset is given."""
 
@@ -282,7 +285,7 @@ class FleetLoader(NotCopied):
         updates.enter(iterator)
         with self._active():
             try:
-                for step in iterator:
+                for self._steps, step in enumerate(iterator, 1):
                     if accelerator.joined.context.elastic is not None:
                         accelerator.joined.show_members()
                     self.end_of_dataloader = step.ends_epoch
@@ -326,12 +329,18 @@ class FleetLoader(NotCopied):
             for batch in step:
                 came, self._seen = True, _front(batch, step.rows)
                 updates.give(counts=True, device=device)
+                watched = None if updates.sync or self._steps > WATCHED else self._look()
                 yield batch
                 if step.committed:
                     return
+                if watched is not None and not updates.sync:
+                    watched.check()
         if not came or not updates.sync:  # no share, or the rest of it was dealt to others
             updates.give(counts=False, device=device)
             yield self._uncounted()
+
+    def _look(self) -> ModulesBetweenUpdates:
+        return ModulesBetweenUpdates(self._accelerator.joined.context.models)
 
     def _uncounted(self) -> Any:
         """Return a batch for a worker without a share in the step."""
