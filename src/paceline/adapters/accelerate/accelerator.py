@@ -18,8 +18,9 @@ from accelerate.utils import DynamoBackend
 
 from paceline.adapters.accelerate import fleet_values as values
 from paceline.adapters.accelerate import free_functions
+from paceline.adapters.accelerate.evaluation import EvaluationBatch
 from paceline.adapters.accelerate.joined import JoinedFleet
-from paceline.adapters.accelerate.loader import EvaluationBatch, FleetLoader
+from paceline.adapters.accelerate.loader import FleetLoader
 from paceline.adapters.accelerate.refusals import (
     NotCopied,
     check_parameters,

@@ -2,35 +2,27 @@
 
 In training the loader yields this worker's micro-batches, one step of the fleet after the other. A worker that has none
 in a step gets a small batch that does not count, so that the script's own code runs in every update on every worker.
-
-In evaluation all workers go through equally many blocks, each of which is one batch per worker, so that calls such as
-``gather_for_metrics`` inside the loop meet. Every sample comes once; workers' parts, in order, are the dataset's order.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch.utils.data import BatchSampler
 
 from paceline.adapters.accelerate.between_updates import WATCHED, ModulesBetweenUpdates
+from paceline.adapters.accelerate.evaluation import BlockEvaluation
 from paceline.adapters.accelerate.refusals import NotCopied, in_words_of_accelerate
 from paceline.errors import MisuseError
-from paceline.feed import Source
 from paceline.feed.loader_settings import read_settings
 from paceline.feed.micro_batches import front_of
 from paceline.feed.randomness import generators_kept
 from paceline.feed.source import move
 from paceline.feed.stream import set_epoch
-from paceline.pace.shares import proportional
-from paceline.settings import must_agree
 from paceline.step.steps import StepLoop
-from paceline.training.evaluate import AgreedSpeeds, facts_of, length_of
 
 if TYPE_CHECKING:
     from paceline.adapters.accelerate.accelerator import Accelerator
@@ -38,17 +30,6 @@ if TYPE_CHECKING:
 UNCOUNTED = 2
 """Samples of a batch that does not count: batch norm cannot train on one."""
 POSITION = "accelerator.save_state and load_state keep the position in the data, for any number of workers"
-
-
-@dataclass(frozen=True)
-class EvaluationBatch:
-    """This worker's batch of the block that an evaluation is in."""
-
-    rows: int
-    """Samples that count; 0 where the set has fewer samples than there are workers."""
-    batch_size: int
-    alone: bool
-    """Whether every worker goes through the complete set by itself."""
 
 
 class FleetBatchSampler(BatchSampler):
@@ -353,72 +334,25 @@ class FleetLoader(NotCopied):
             samples = [settings.dataset[index] for index in range(min(UNCOUNTED, settings.length))]
             return move(settings.collate(samples), self._accelerator.joined.fleet.device)
 
-    # -- evaluating ----------------------------------------------------------------------------------------------------
-
     def _evaluate(self) -> Iterator[Any]:
-        accelerator, context = self._accelerator, self._accelerator.joined.context
+        accelerator = self._accelerator
         accelerator.updates.check_everybody_comes("a prepared loader iterated for an evaluation")
-        source = Source(self.loader, device=context.device, seed=context.seed)
+        evaluation = BlockEvaluation(
+            accelerator.joined,
+            self.loader,
+            skip=self._skip,
+            even_batches=self.even_batches,
+            split_batches=bool(accelerator.split_batches),
+        )
         try:
-            if source.length is None:
-                raise ValueError(
-                    f"{source.name} is an IterableDataset, whose samples cannot be dealt once each in an evaluation: "
-                    "give a dataset with a length"
-                )
-            alone = context.elastic is not None or context.transport.solitary
-            rank, parts = (0, self._parts(source, [1])) if alone else (context.transport.rank, self._agree(source))
+            batches = evaluation.begin()
             with self._active():
-                for number, (batch, counts) in enumerate(self._own_batches(source, parts, rank)):
-                    self.end_of_dataloader = number == len(parts) - 1
-                    if number >= self._skip:
-                        rows = parts[number][rank] if counts else 0
-                        accelerator.evaluation = EvaluationBatch(rows, source.batch_size or 1, alone)
-                        yield batch
-                        accelerator.check_no_gradients()
+                for batch, accelerator.evaluation, self.end_of_dataloader in batches:
+                    yield batch
+                    accelerator.check_no_gradients()
         finally:
             accelerator.evaluation = None
-            source.close()
-
-    def _agree(self, source: Source) -> list[list[int]]:
-        """Check the data against the other workers'; return the rows of every worker in every block."""
-        context, same = self._accelerator.joined.context, self._accelerator.joined.same_data
-        speeds = AgreedSpeeds(context)
-        facts = {
-            **facts_of(source),
-            "batch_size": source.batch_size,
-            "skipped": self._skip,
-            "even_batches": self.even_batches,
-        }
-        label = "an evaluation over a prepared loader"
-        with context.meet(label):
-            seen = same.look(source.dataset, source.length, source.look)
-            answers = must_agree(context.transport, label, facts, also=speeds.own(), each=seen)
-            same.check(label, source.name, answers, seen, source.look)
-            speeds.take(answers)
-        equal = [1] * context.transport.size
-        return self._parts(source, equal if self.even_batches else speeds.of_members())
-
-    def _parts(self, source: Source, speeds: Sequence[int]) -> list[list[int]]:
-        length, size = length_of(source), source.batch_size or 1
-        if self._accelerator.split_batches:
-            size = -(-size // len(speeds))
-        if source.drop_last:
-            length -= length % (size * len(speeds))
-        return block_parts(length, size, speeds)
-
-    def _own_batches(self, source: Source, parts: Sequence[Sequence[int]], rank: int) -> Iterator[tuple[Any, bool]]:
-        draws, pieces, start = source.once, [], 0
-        for block in parts:
-            first = start + sum(block[:rank])
-            rows = range(first, first + block[rank]) if block[rank] else range(start, start + 1)
-            indices = np.arange(rows.start, rows.stop, dtype=np.int64)
-            indices = indices if isinstance(draws, int) else draws[rows.start : rows.stop]
-            pieces.append((((rows.start, rows.stop),), indices))
-            start += sum(block)
-        if source.ahead:
-            source.expect(0, pieces)
-        for block, (piece, indices) in zip(parts, pieces, strict=True):
-            yield source.take(0, piece, indices), block[rank] > 0
+            evaluation.close()
 
 
 def _front(batch: Any, rows: int) -> tuple[Any, int]:
@@ -426,32 +360,3 @@ def _front(batch: Any, rows: int) -> tuple[Any, int]:
     keep = min(UNCOUNTED, rows)
     front = front_of(batch, samples=rows, keep=keep)
     return (copy.copy(batch), rows) if front is None else (front, keep)
-
-
-def block_parts(length: int, batch_size: int, speeds: Sequence[int]) -> list[list[int]]:
-    """Return the rows of every worker in every block: the fastest has ``batch_size``, and no row is given twice.
-
-    Every worker has a row in every block, unless there are fewer samples than workers. A last block that is too short
-    for that takes from the one before.
-
-    >>> block_parts(11, 2, [1, 1]), block_parts(9, 2, [1, 1]), block_parts(1, 4, [1, 1])
-    ([[2, 2], [2, 2], [2, 1]], [[2, 2], [2, 1], [1, 1]], [[1, 0]])
-    >>> block_parts(16, 6, [3, 1])
-    [[6, 2], [6, 2]]
-    """
-    workers = len(speeds)
-    full = [max(1, batch_size * speed // max(speeds)) for speed in speeds]
-    whole, rest = divmod(length, sum(full))
-    blocks = [sum(full)] * whole + ([rest] if rest else [])
-    if len(blocks) > 1 and blocks[-1] < workers:
-        blocks[-2] -= workers - blocks[-1]
-        blocks[-1] = workers
-    return [full if block == sum(full) else _shared(block, full, workers) for block in blocks]
-
-
-def _shared(rows: int, full: Sequence[int], workers: int) -> list[int]:
-    if rows < workers:
-        return [int(worker < rows) for worker in range(workers)]
-    least = np.ones(workers, dtype=np.int64)
-    shares: list[int] = proportional(np.asarray(full, dtype=float), rows, minimum=least).tolist()
-    return shares
