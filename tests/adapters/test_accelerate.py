@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +20,8 @@ if find_spec("accelerate") is None:
     pytest.skip("needs pip install 'paceline[accelerate]'", allow_module_level=True)
 
 import accelerate
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -28,15 +31,17 @@ from accelerate.utils import (
 )
 
 from paceline.adapters.accelerate import Accelerator
+from paceline.adapters.accelerate.fleet_values import packed, unpacked
 from paceline.adapters.accelerate.joined import JoinedFleet
 from paceline.errors import MisuseError
+from paceline.transport import MPI_SIZES
 
 INHERITED = set(
     """
     autocast clear deepspeed_plugin
     deepspeed_ulysses_dl_adapter device dispatch_batches distributed_type even_batches fp8_backend get_state_dict
-    get_tracker gradient_accumulation_steps init_trackers is_composable_parallelism_enabled is_fsdp2
-    is_last_process is_local_main_process is_main_process local_process_index log logging_dir
+    gradient_accumulation_steps is_composable_parallelism_enabled is_fsdp2
+    is_last_process is_local_main_process is_main_process local_process_index logging_dir
     maybe_context_parallel mixed_precision multi_device non_blocking num_processes on_last_process
     on_local_main_process on_local_process on_main_process on_process optimizer_step_was_skipped
     parallelism_config prepare print process_index profile project_dir
@@ -80,7 +85,8 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
 
 def test_every_public_name_of_accelerates_own_is_ours_or_known_to_be_right() -> None:
     names = {name for name in dir(accelerate.Accelerator) if not name.startswith("_")}
-    own = {name for name in vars(Accelerator) if not name.startswith("_")}
+    ours = [kind for kind in Accelerator.__mro__ if kind.__module__.startswith("paceline.")]
+    own = {name for kind in ours for name in vars(kind) if not name.startswith("_")}
     assert names - own == INHERITED
 
 
@@ -420,6 +426,7 @@ def test_a_call_for_all_in_the_middle_of_an_update_is_refused() -> None:
         ({"pace": "cutoff"}, "deadlines"),
         ({"combine": "average"}, "averages of parameters"),
         ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]}, "comm_dtype="),
+        ({"device_placement": False}, "device="),
         ({"gradient_accumulation_plugin": GradientAccumulationPlugin(2, sync_with_dataloader=False)}, "epoch"),
     ],
 )
@@ -576,3 +583,123 @@ def test_a_refusal_of_a_step_says_what_to_write_in_accelerates_loop() -> None:
     with pytest.raises(MisuseError, match=r"had no step\.backward.* In Accelerate's loop every batch"):
         list(loader)
     accelerator.end_training()
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 10
+
+
+def test_the_length_of_a_stream_is_its_own() -> None:
+    accelerator = made()
+    loader = accelerator.prepare(DataLoader(SizedStream(), batch_size=4))
+    assert len(loader) == 3
+
+
+def test_a_loaders_length_stays_in_updates_whatever_was_prepared_since() -> None:
+    accelerator = made(global_batch=8)
+    first, test = accelerator.prepare(DataLoader(data(44), batch_size=4), DataLoader(data(44), batch_size=4))
+    lengths = [len(first)]
+    model = nn.Linear(1, 1).double()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    lengths.append(len(first))
+    for batch in first:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+    model.eval()
+    lengths += [len(first), len(accelerator.skip_first_batches(first, 2))]
+    assert lengths == [6, 6, 6, 4]
+    assert len(test) == sum(1 for _ in test) == 11
+
+
+def test_a_global_batch_smaller_than_the_loaders_batch_is_one_micro_batch() -> None:
+    accelerator = made(global_batch=4)
+    model, optimizer, loader = ready(accelerator, batch=8)
+    assert len(pass_over(accelerator, model, optimizer, loader)) == 12
+
+
+@pytest.mark.parametrize(
+    "value", [np.float64(0.5), np.float32("nan"), np.arange(6).reshape(2, 3), np.array(["ab", "c"])]
+)
+def test_values_of_numpy_travel_as_they_are(value: Any) -> None:
+    found = unpacked(json.loads(json.dumps(packed([value]))))[0]
+    assert type(found) is type(value)
+    assert found.dtype == value.dtype
+    np.testing.assert_array_equal(found, value)
+    with pytest.raises(TypeError, match="ndarray"):
+        packed(np.array([object()]))
+
+
+def test_a_folder_may_begin_with_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    accelerator = made()
+    model, optimizer, loader = ready(accelerator)
+    pass_over(accelerator, model, optimizer, loader, stop=0)
+    accelerator.save_state("~/state")
+    accelerator.load_state("~/state")
+    assert (tmp_path / "state" / "paceline.pt").exists()
+
+
+def test_a_resume_with_other_updates_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    for batch in (8, 4):
+        accelerator = made()
+        monkeypatch.setattr(accelerator.joined.context, "warn", warned.append)
+        model, optimizer, loader = ready(accelerator, batch=batch)
+        if batch == 8:
+            pass_over(accelerator, model, optimizer, loader, stop=0)
+            accelerator.save_state(tmp_path / "state")
+        else:
+            accelerator.load_state(tmp_path / "state")
+        accelerator.end_training()
+    (text,) = [text for text in warned if "samples per update" in text]
+    assert "Accelerator(global_batch=8)" in text
+
+
+def test_a_second_accelerator_cannot_ask_for_another_fleet() -> None:
+    made(pace="equal")
+    made(pace="equal")
+    made()
+    with pytest.raises(MisuseError, match="pace='fixed:1'"):
+        made(pace="fixed:1")
+
+
+@pytest.mark.parametrize("text", ["yes", "on", "1", "True"])
+def test_accelerates_variable_for_the_cpu_is_read_as_accelerate_does(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", text)
+    monkeypatch.setenv("PACELINE_DEVICE", "meta")
+    assert Accelerator(quiet=True).device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", MPI_SIZES)
+def test_processes_of_mpi_without_ranks_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    made().end_training()
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(ValueError, match=f"{name} is 2.*paceline run"):
+        made()
+
+
+def test_a_worker_that_becomes_the_main_process_starts_its_own_trackers() -> None:
+    class Figures(GeneralTracker):
+        name, requires_logging_directory, tracker = "figures", False, None
+        config, rows = None, ()
+
+        def store_init_configuration(self, values: Any) -> None:
+            self.config = values
+
+        def log(self, values: Any, step: Any = None, **_: Any) -> None:
+            self.rows = (*self.rows, step)
+
+    tracker = Figures()
+    accelerator = made(log_with=tracker)
+    accelerator.state._shared_state["process_index"] = PartialState._shared_state["process_index"] = 1
+    accelerator.init_trackers("project", {"lr": 1})
+    accelerator.log({"loss": 1.0}, step=0)
+    assert (tracker.config, tracker.rows) == (None, ())
+    accelerator.joined.show_members()
+    accelerator.log({"loss": 1.0}, step=1)
+    assert accelerator.get_tracker("figures") is tracker
+    assert (tracker.config, tracker.rows) == ({"lr": 1}, (1,))

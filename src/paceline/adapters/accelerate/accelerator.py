@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import shutil
 import warnings
@@ -14,7 +13,7 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, parse_flag_from_env
 
 from paceline.adapters.accelerate import fleet_values as values
 from paceline.adapters.accelerate import free_functions
@@ -28,6 +27,7 @@ from paceline.adapters.accelerate.refusals import (
     check_state_made_before,
     without_mesh,
 )
+from paceline.adapters.accelerate.trackers import LeadersTrackers
 from paceline.adapters.accelerate.updates import (
     FleetOptimizer,
     FleetScheduler,
@@ -46,7 +46,7 @@ CHECKPOINT = "paceline.pt"
 """File of `Accelerator.save_state`, from which a fleet of any size resumes."""
 
 
-class Accelerator(NotCopied, accelerate.Accelerator):
+class Accelerator(NotCopied, LeadersTrackers):
     """Accelerate's Accelerator on a fleet of unlike machines: the script stays as it is.
 
     An update has ``batch_size`` samples times processes times ``gradient_accumulation_steps``, however they are shared:
@@ -97,7 +97,7 @@ class Accelerator(NotCopied, accelerate.Accelerator):
         check_settings(bound.arguments)
         self.global_batch = None if global_batch is None else whole_number("global_batch", global_batch)
         self.micro_batch = micro_batch
-        cpu = bound.arguments.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+        cpu = bound.arguments.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU")
         asked = {
             "pace": pace,
             "combine": combine,
@@ -110,7 +110,11 @@ class Accelerator(NotCopied, accelerate.Accelerator):
             "quiet": quiet,
         }
         current = JoinedFleet.current
-        self.joined = JoinedFleet(asked) if current is None or current.left else current
+        if current is None or current.left:
+            self.joined = JoinedFleet(asked)
+        else:
+            self.joined = current
+            current.check_asked({**asked, "device": device})
         try:
             elastic = self.joined.context.elastic is not None
             check_state_made_before(None if elastic else self.joined.fleet.world_size)
@@ -415,7 +419,11 @@ class Accelerator(NotCopied, accelerate.Accelerator):
             hook(self._models, weights, str(folder))
         self._track()
         steps = self.joined.context.steps
-        extra = {} if steps is None else {"loop": steps.script_loop.number + steps.finished, "over": steps.finished}
+        extra: dict[str, Any] = {}
+        if steps is not None:
+            extra = {"loop": steps.script_loop.number + steps.finished, "over": steps.finished}
+        if self._trained is not None and self._trained in self._dataloaders:
+            extra["batches"] = [self._dataloaders.index(self._trained), self._trained.global_batch]
         elastic = self.joined.context.elastic is not None
         (self.fleet.save if elastic else self.fleet._saving.save_on_leader)(folder / CHECKPOINT, extra=extra)
         naming.iteration += 1
@@ -424,6 +432,9 @@ class Accelerator(NotCopied, accelerate.Accelerator):
     def _next_folder(self) -> Path:
         """Return the next folder by `ProjectConfiguration`, and remove the oldest ones beyond its limit."""
         naming, folder = self.project_configuration, Path(self.project_dir) / "checkpoints"
+        old = _numbered(folder) if self.is_main_process and self.joined.context.elastic is not None else []
+        if old:  # a worker that has returned has not counted them
+            naming.iteration = max(naming.iteration, _number(old[-1]) + 1)
         new = folder / f"checkpoint_{self.save_iteration}"
         if self.is_main_process:
             if new.exists():
@@ -453,6 +464,13 @@ class Accelerator(NotCopied, accelerate.Accelerator):
                 "folders load the weights, and train anew"
             ) from None
         self._resumed = "behind" if (extra or {}).get("over") else "inside"
+        number, saved = (extra or {}).get("batches", (len(self._dataloaders), 0))
+        now = self._dataloaders[number].global_batch if number < len(self._dataloaders) else saved
+        if now != saved:
+            self.joined.context.warn(
+                f"{folder} was saved with {saved} samples per update, and now an update has {now}, so a number of "
+                f"updates, or len(loader), means other samples: write Accelerator(global_batch={saved})"
+            )
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return the loader without its first batches.
@@ -481,5 +499,9 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
 
 def _numbered(folder: Path) -> list[Path]:
     """Return the folders with a number at the end of their name, by number."""
-    found = [(re.findall(r"\d+$", one.name), one) for one in folder.glob("*")] if folder.is_dir() else []
-    return [one for numbers, one in sorted(((int(n[0]), one) for n, one in found if n))]
+    found = [one for one in folder.glob("*") if one.name[-1].isdigit()] if folder.is_dir() else []
+    return sorted(found, key=_number)
+
+
+def _number(folder: Path) -> int:
+    return int(re.findall(r"\d+$", folder.name)[0])

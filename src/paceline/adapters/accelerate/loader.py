@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import BatchSampler
 
 from paceline.adapters.accelerate.between_updates import WATCHED, ModulesBetweenUpdates
@@ -64,7 +65,8 @@ class FleetBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[Any]:
         raise MisuseError(
             "a prepared loader's batch_sampler cannot be iterated: samples are dealt to workers update by update; "
-            "iterate the loader, or the sampler from before prepare"
+            "iterate the loader, or the sampler from before prepare; in place of accelerate.skip_first_batches write "
+            "accelerator.skip_first_batches(loader, n)"
         )
 
 
@@ -86,6 +88,8 @@ class FleetLoader(NotCopied):
         self._settings = read_settings(loader)
         self._seen: tuple[Any, int] | None = None
         """Front of this loop's last micro-batch, for a step in which this worker has none, and its samples."""
+        self._trained = False
+        """Whether a training loop went over it."""
         self._steps = 0
         """Steps of this loop so far."""
         self._asked_epoch: int | None = None
@@ -99,21 +103,27 @@ class FleetLoader(NotCopied):
         return getattr(self.__dict__["loader"], name)
 
     def __len__(self) -> int:
-        return self._length(self.per_batch if self._accelerator.trains else self._block)
-
-    def _length(self, per_batch: int) -> int:
-        settings = self._settings
+        settings, per_batch = self._settings, self.per_batch if self._for_training else self._block
         drawn = settings.batches if settings.batches is not None else settings.sampler
-        if drawn is None and settings.length is None:
+        if drawn is None and not hasattr(type(settings.dataset), "__len__"):
             raise TypeError(f"{type(settings.dataset).__name__} is an IterableDataset, which has no length")
-        count = settings.length if drawn is None else len(drawn)
-        assert count is not None
-        return count // per_batch if settings.drop_last else -(-count // per_batch)
+        count = len(settings.dataset if drawn is None else drawn)
+        whole = count // per_batch if settings.drop_last else -(-count // per_batch)
+        return max(0, whole - self._skip)
+
+    @property
+    def _for_training(self) -> bool:
+        """Whether the loader's length is counted in updates: once it has trained, else unless models evaluate."""
+        accelerator, models = self._accelerator, self._accelerator.joined.context.models
+        if accelerator.global_batch is None and accelerator.joined.context.elastic is not None:
+            return False  # its training will be refused
+        evaluates = bool(models) and not any(model.training for model in models)
+        return self._trained or (torch.is_grad_enabled() and not evaluates)
 
     def skipping(self, batches: int) -> FleetLoader:
         """Return this loader without its first batches."""
         other = FleetLoader(self._accelerator, self.loader, skip=batches)
-        other._even = self._even
+        other._even, other._trained = self._even, self._trained
         return other
 
     @property
@@ -236,6 +246,9 @@ class FleetLoader(NotCopied):
 
     @property
     def _block(self) -> int:
+        """Samples of one block of an evaluation; where workers come and go, each goes through all by itself."""
+        if self._accelerator.joined.context.elastic is not None:
+            return 1 if self._settings.batches is not None else self._settings.batch_size or 1
         return self.own_batch * int(self._accelerator.num_processes)
 
     # -- iterating -----------------------------------------------------------------------------------------------------
@@ -260,6 +273,7 @@ class FleetLoader(NotCopied):
         if self._skip and not accelerator.goes_on(self._skip):
             return
         accelerator.before_training(self)
+        self._trained = True
         steps = self._open()
         self._begin_pass(steps.dealing.epoch)
         iterator = iter(steps)

@@ -90,6 +90,11 @@ def check_settings(given: Mapping[str, Any]) -> None:
     for name, advice in UNSET.items():
         if given.get(name) is not None:
             raise ValueError(f"Accelerator({name}=...) does not go with a fleet: {advice}")
+    if given.get("device_placement") is False:
+        raise ValueError(
+            "Accelerator(device_placement=False) does not go with a fleet, which puts models and batches on its "
+            'device: leave it out, or write Accelerator(device="cpu")'
+        )
     if str(given.get("mixed_precision")) == "fp8" or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":
         raise ValueError('mixed_precision="fp8" does not go with a fleet: use "bf16" or "fp16"')
     plugin = given.get("gradient_accumulation_plugin")
