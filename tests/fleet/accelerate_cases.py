@@ -617,6 +617,7 @@ def elastic(args: dict[str, Any]) -> dict[str, Any]:
             seen += accelerator.gather_for_metrics(index).tolist()
         assert seen == list(range(10))
     result = {"weights": flat(model), "updates": counter.updates, "rate": optimizer.param_groups[0]["lr"]}
+    result["counted"] = accelerator.last_step.index + 1
     accelerator.end_training()
     return result
 

@@ -58,7 +58,8 @@ class Accelerator(NotCopied, LeadersTrackers):
             sample per worker. A pace with deadlines is refused.
         combine: "gradients"; averages of parameters need a loop over ``fleet.steps``.
         device: device of this worker; by default a GPU of its own where there is one.
-        seed: seed of the shuffle and of random numbers in the loop; by default torch's, as ``set_seed`` sets it.
+        seed: seed of the shuffle and of random numbers in the loop; by default torch's, as ``set_seed`` sets it, and 0
+            where workers come and go.
         nonfinite: "stop" or "skip" the update when gradients are NaN or infinite.
         comm_dtype: number format in which gradients are sent over the network: "float32", "bf16" or "fp16".
         name: name of the run, for its folder and log.

@@ -132,9 +132,9 @@ class StepUpdates:
         if self.open and not self.sync:
             raise MisuseError(
                 f"{call} in the middle of an update: workers have unequal numbers of micro-batches, so "
-                "they would not meet; call it `if accelerator.sync_gradients:`, or after the loop. "
-                "accelerator.last_step.loss is the fleet's mean loss of the last update. A loop that only evaluates "
-                "needs eval() of every prepared model before it"
+                "they would not meet; write it under `if accelerator.sync_gradients:`, or after the loop. For the "
+                "fleet's mean loss of an update write accelerator.last_step.loss behind optimizer.step(), which needs "
+                "no gather. A loop that only evaluates needs eval() of every prepared model before it"
             )
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
