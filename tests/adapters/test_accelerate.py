@@ -640,6 +640,21 @@ def test_a_folder_may_begin_with_the_users_home(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "state" / "paceline.pt").exists()
 
 
+def test_a_checkpoint_between_two_epochs_is_gone_on_from_with_the_next(tmp_path: Path) -> None:
+    for saves in (True, False):
+        accelerator = made()
+        model, optimizer, loader = ready(accelerator)
+        if saves:
+            pass_over(accelerator, model, optimizer, loader)
+            accelerator.save_state(tmp_path / "state")
+        else:
+            accelerator.load_state(tmp_path / "state")
+            pass_over(accelerator, model, optimizer, loader)
+            assert accelerator.last_step is not None
+            assert accelerator.last_step.index == 5
+        accelerator.end_training()
+
+
 def test_a_resume_with_other_updates_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
     for batch in (8, 4):

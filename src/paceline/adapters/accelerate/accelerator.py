@@ -426,7 +426,7 @@ class Accelerator(NotCopied, LeadersTrackers):
         if self._trained is not None and self._trained in self._dataloaders:
             extra["batches"] = [self._dataloaders.index(self._trained), self._trained.global_batch]
         elastic = self.joined.context.elastic is not None
-        (self.fleet.save if elastic else self.fleet._saving.save_on_leader)(folder / CHECKPOINT, extra=extra)
+        (self.fleet.save if elastic else self.fleet._save_on_leader)(folder / CHECKPOINT, extra=extra)
         naming.iteration += 1
         return str(folder)
 
