@@ -460,6 +460,11 @@ class Fleet(FormerNames):
         if not self._loading.passes_over_save(Path(path)):
             self._saving.save(Path(path), extra)
 
+    def _save_on_leader(self, path: Path, *, extra: Any) -> None:
+        """Write a checkpoint where this worker leads, between two steps; the others need not call it."""
+        if not self._loading.passes_over_save(path):
+            self._saving.save_on_leader(path, extra)
+
     def autosave(
         self,
         folder: str | Path,

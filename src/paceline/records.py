@@ -231,3 +231,10 @@ class LoopSettings:
     epochs: int
     shuffle: bool
     drop_last: bool
+    multiple_of: int | None = None
+    """Samples of which ``drop_last`` leaves a multiple in an epoch; None: the global batch."""
+
+    @property
+    def dealt_in(self) -> int:
+        """Samples of which an epoch has a multiple."""
+        return (self.multiple_of or self.global_batch) if self.drop_last else 1

@@ -66,6 +66,7 @@ def read_settings(
     drop_last: bool | None,
     rank: int,
     size: int,
+    multiple_of: int | None = None,
 ) -> LoopSettings:
     """Return the settings that the user gave, completed by those of the DataLoader."""
     global_batch = whole_number("global_batch", global_batch)
@@ -86,6 +87,7 @@ def read_settings(
         epochs=whole_number("epochs", epochs),
         shuffle=source.shuffle is not False if shuffle is None else bool(shuffle),
         drop_last=source.drop_last if drop_last is None else bool(drop_last),
+        multiple_of=multiple_of,
     )
 
 
@@ -154,7 +156,7 @@ def check_sync_batch_norm(
     ):
         return
     divides = len(set(sizes)) == 1 and settings.global_batch % (workers * settings.micro_batch) == 0
-    no_tail = length is not None and (settings.drop_last or length % settings.global_batch == 0)
+    no_tail = length is not None and (length - length % settings.dealt_in) % settings.global_batch == 0
     if traits_of(pace).equal_shares and divides and no_tail and not settings.auto and _default_group_of(workers):
         return
     raise ValueError(

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 if find_spec("accelerate") is None:
     pytest.skip("needs pip install 'paceline[accelerate]'", allow_module_level=True)
 
 import accelerate
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -28,15 +31,17 @@ from accelerate.utils import (
 )
 
 from paceline.adapters.accelerate import Accelerator
+from paceline.adapters.accelerate.fleet_values import packed, unpacked
 from paceline.adapters.accelerate.joined import JoinedFleet
 from paceline.errors import MisuseError
+from paceline.transport import MPI_SIZES
 
 INHERITED = set(
     """
     autocast clear deepspeed_plugin
     deepspeed_ulysses_dl_adapter device dispatch_batches distributed_type even_batches fp8_backend get_state_dict
-    get_tracker gradient_accumulation_steps init_trackers is_composable_parallelism_enabled is_fsdp2
-    is_last_process is_local_main_process is_main_process local_process_index log logging_dir
+    gradient_accumulation_steps is_composable_parallelism_enabled is_fsdp2
+    is_last_process is_local_main_process is_main_process local_process_index logging_dir
     maybe_context_parallel mixed_precision multi_device non_blocking num_processes on_last_process
     on_local_main_process on_local_process on_main_process on_process optimizer_step_was_skipped
     parallelism_config prepare print process_index profile project_dir
@@ -80,7 +85,8 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
 
 def test_every_public_name_of_accelerates_own_is_ours_or_known_to_be_right() -> None:
     names = {name for name in dir(accelerate.Accelerator) if not name.startswith("_")}
-    own = {name for name in vars(Accelerator) if not name.startswith("_")}
+    ours = [kind for kind in Accelerator.__mro__ if kind.__module__.startswith("paceline.")]
+    own = {name for kind in ours for name in vars(kind) if not name.startswith("_")}
     assert names - own == INHERITED
 
 
@@ -149,8 +155,183 @@ def test_several_optimizers_make_one_update() -> None:
         ones.step()
         if number % 2:
             others.step()
+        ones.zero_grad()
+        others.zero_grad()
     assert accelerator.last_step is not None
     assert accelerator.last_step.index == 2
+
+
+def test_an_optimizer_whose_gradient_is_to_last_beyond_an_update_is_refused() -> None:
+    accelerator = made()
+    model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
+    ones, others = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    model, ones, others, loader = accelerator.prepare(model, ones, others, DataLoader(data(), batch_size=4))
+    batches = iter(loader)
+    accelerator.backward(loss_of(model, next(batches)))
+    ones.step()
+    ones.zero_grad()
+    loss = loss_of(model, next(batches))
+    with pytest.raises(MisuseError, match=r"optimizer 2 .*zero_grad\(\)"):
+        accelerator.backward(loss)
+
+
+@pytest.mark.parametrize("how", ["before the next backward", "the model's"])
+def test_a_gradient_that_is_cleared_without_an_update_is_the_scripts_own_wish(how: str) -> None:
+    accelerator = made()
+    model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
+    ones, others = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    model, ones, others, loader = accelerator.prepare(model, ones, others, DataLoader(data(), batch_size=4))
+    for batch in loader:
+        if how == "before the next backward":
+            ones.zero_grad()
+            others.zero_grad()
+        accelerator.backward(loss_of(model, batch))
+        ones.step()
+        if how == "the model's":
+            model.zero_grad()
+    assert accelerator.last_step is not None
+    assert accelerator.last_step.index == 2
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_optimizer_of_a_module_that_was_not_prepared_is_refused(several: bool) -> None:
+    accelerator = made()
+    model, centers = nn.Linear(1, 1).double(), nn.Linear(1, 1).double()
+    parameters = list(centers.parameters()) if several else [*model.parameters(), *centers.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(), batch_size=4))
+    if several:
+        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"not prepared.*accelerator\.prepare"):
+        next(iter(loader))
+
+
+def test_drop_last_leaves_out_what_is_no_batch_of_all_processes() -> None:
+    accelerator = made(gradient_accumulation_steps=2)
+    model = nn.Linear(1, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = DataLoader(data(44), batch_size=8, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, rows)
+    updates = seen = 0
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        updates += accelerator.sync_gradients
+        seen += len(batch[0])
+    assert (updates, seen, len(loader)) == (3, 40, 5)
+
+
+class Growing(Dataset[Any]):
+    """Rows that hold the epoch."""
+
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 12
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        row = torch.full((1,), float(self.epoch), dtype=torch.float64)
+        return row, row
+
+
+def pass_over(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, *, stop: int = 99) -> list[float]:
+    """Train until an update; return the epochs that the batches hold."""
+    held = []
+    for number, batch in enumerate(loader):
+        held += batch[0][:, 0].unique().tolist()
+        accelerator.backward(loss_of(model, batch) * 0)
+        optimizer.step()
+        if number == stop:
+            break
+    return held
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_dataset_gets_the_number_of_the_pass(processes: int, tmp_path: Path) -> None:
+    def ready() -> tuple[Any, Any, Any]:
+        loader = DataLoader(Growing(), batch_size=4, num_workers=processes)
+        model = nn.Linear(1, 1).double()
+        return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+    accelerator = made()
+    model, optimizer, loader = ready()
+    assert [pass_over(accelerator, model, optimizer, loader) for _ in range(2)] == [[0.0] * 3, [1.0] * 3]
+    assert pass_over(accelerator, model, optimizer, loader, stop=0) == [2.0]
+    accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory()
+    model, optimizer, loader = ready()
+    accelerator.load_state(tmp_path / "state")
+    assert pass_over(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 1)) == [2.0] * 2
+    assert pass_over(accelerator, model, optimizer, loader) == [3.0] * 3
+    loader.set_epoch(7)
+    assert pass_over(accelerator, model, optimizer, loader) == [7.0] * 3
+    assert pass_over(accelerator, model, optimizer, loader) == [8.0] * 3
+
+
+def test_a_scheduler_prepared_before_its_optimizer_stands_still_in_a_skipped_update() -> None:
+    accelerator = made(nonfinite="skip")
+    model = nn.Linear(1, 1).double()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(plain, 1, 0.5))
+    model, optimizer, loader = accelerator.prepare(model, plain, DataLoader(data(), batch_size=4))
+    for number, batch in enumerate(loader):
+        accelerator.backward(loss_of(model, batch) * (float("nan") if number == 1 else 1))
+        optimizer.step()
+        schedule.step()
+    assert schedule.get_last_lr() == [0.1 / 4]
+
+
+@pytest.mark.parametrize("clip", ["clip_grad_value_", "clip_grad_norm_"])
+def test_clipping_takes_one_tensor_as_torch_does(clip: str) -> None:
+    accelerator = made()
+    model, optimizer, loader = ready(accelerator)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch) * 100)
+        getattr(accelerator, clip)(model.weight, 1e-3)
+        assert abs(model.weight.grad.item()) <= 1e-3 * (1 + 1e-6)
+        optimizer.step()
+
+
+def test_a_kept_exception_holds_no_loop_under_way() -> None:
+    accelerator, kept = made(), []
+
+    def train(fails: bool) -> None:
+        model, optimizer, loader = ready(accelerator)
+        batches = iter(loader)  # held by the frame, which the exception holds
+        for number, batch in enumerate(batches):
+            if fails and number == 1:
+                raise RuntimeError("out of memory")
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+
+    for fails in (True, False):
+        try:
+            train(fails)
+        except RuntimeError as error:
+            kept.append(error)
+        accelerator.free_memory()
+    assert accelerator.last_step is not None
+    assert accelerator.last_step.index == 2
+
+
+def test_a_loop_that_is_kept_between_two_updates_is_over_when_another_begins() -> None:
+    accelerator = made()
+    model, optimizer, loader = ready(accelerator)
+    kept = iter(loader)
+    accelerator.backward(loss_of(model, next(kept)))
+    optimizer.step()
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+    with pytest.raises(MisuseError, match="another training loop"):
+        next(kept)
+    kept = iter(loader)
+    accelerator.backward(loss_of(model, next(kept)))
+    with pytest.raises(MisuseError, match="second training loop inside"):
+        next(iter(loader))
 
 
 def test_a_schedule_that_runs_past_its_end_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -245,6 +426,7 @@ def test_a_call_for_all_in_the_middle_of_an_update_is_refused() -> None:
         ({"pace": "cutoff"}, "deadlines"),
         ({"combine": "average"}, "averages of parameters"),
         ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]}, "comm_dtype="),
+        ({"device_placement": False}, "device="),
         ({"gradient_accumulation_plugin": GradientAccumulationPlugin(2, sync_with_dataloader=False)}, "epoch"),
     ],
 )
@@ -401,3 +583,138 @@ def test_a_refusal_of_a_step_says_what_to_write_in_accelerates_loop() -> None:
     with pytest.raises(MisuseError, match=r"had no step\.backward.* In Accelerate's loop every batch"):
         list(loader)
     accelerator.end_training()
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 10
+
+
+def test_the_length_of_a_stream_is_its_own() -> None:
+    accelerator = made()
+    loader = accelerator.prepare(DataLoader(SizedStream(), batch_size=4))
+    assert len(loader) == 3
+
+
+def test_a_loaders_length_stays_in_updates_whatever_was_prepared_since() -> None:
+    accelerator = made(global_batch=8)
+    first, test = accelerator.prepare(DataLoader(data(44), batch_size=4), DataLoader(data(44), batch_size=4))
+    lengths = [len(first)]
+    model = nn.Linear(1, 1).double()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    lengths.append(len(first))
+    for batch in first:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+    model.eval()
+    lengths += [len(first), len(accelerator.skip_first_batches(first, 2))]
+    assert lengths == [6, 6, 6, 4]
+    assert len(test) == sum(1 for _ in test) == 11
+
+
+def test_a_global_batch_smaller_than_the_loaders_batch_is_one_micro_batch() -> None:
+    accelerator = made(global_batch=4)
+    model, optimizer, loader = ready(accelerator, batch=8)
+    assert len(pass_over(accelerator, model, optimizer, loader)) == 12
+
+
+@pytest.mark.parametrize(
+    "value", [np.float64(0.5), np.float32("nan"), np.arange(6).reshape(2, 3), np.array(["ab", "c"])]
+)
+def test_values_of_numpy_travel_as_they_are(value: Any) -> None:
+    found = unpacked(json.loads(json.dumps(packed([value]))))[0]
+    assert type(found) is type(value)
+    assert found.dtype == value.dtype
+    np.testing.assert_array_equal(found, value)
+    with pytest.raises(TypeError, match="ndarray"):
+        packed(np.array([object()]))
+
+
+def test_a_folder_may_begin_with_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    accelerator = made()
+    model, optimizer, loader = ready(accelerator)
+    pass_over(accelerator, model, optimizer, loader, stop=0)
+    accelerator.save_state("~/state")
+    accelerator.load_state("~/state")
+    assert (tmp_path / "state" / "paceline.pt").exists()
+
+
+def test_a_checkpoint_between_two_epochs_is_gone_on_from_with_the_next(tmp_path: Path) -> None:
+    for saves in (True, False):
+        accelerator = made()
+        model, optimizer, loader = ready(accelerator)
+        if saves:
+            pass_over(accelerator, model, optimizer, loader)
+            accelerator.save_state(tmp_path / "state")
+        else:
+            accelerator.load_state(tmp_path / "state")
+            pass_over(accelerator, model, optimizer, loader)
+            assert accelerator.last_step is not None
+            assert accelerator.last_step.index == 5
+        accelerator.end_training()
+
+
+def test_a_resume_with_other_updates_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    for batch in (8, 4):
+        accelerator = made()
+        monkeypatch.setattr(accelerator.joined.context, "warn", warned.append)
+        model, optimizer, loader = ready(accelerator, batch=batch)
+        if batch == 8:
+            pass_over(accelerator, model, optimizer, loader, stop=0)
+            accelerator.save_state(tmp_path / "state")
+        else:
+            accelerator.load_state(tmp_path / "state")
+        accelerator.end_training()
+    (text,) = [text for text in warned if "samples per update" in text]
+    assert "Accelerator(global_batch=8)" in text
+
+
+def test_a_second_accelerator_cannot_ask_for_another_fleet() -> None:
+    made(pace="equal")
+    made(pace="equal")
+    made()
+    with pytest.raises(MisuseError, match="pace='fixed:1'"):
+        made(pace="fixed:1")
+
+
+@pytest.mark.parametrize("text", ["yes", "on", "1", "True"])
+def test_accelerates_variable_for_the_cpu_is_read_as_accelerate_does(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", text)
+    monkeypatch.setenv("PACELINE_DEVICE", "meta")
+    assert Accelerator(quiet=True).device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", MPI_SIZES)
+def test_processes_of_mpi_without_ranks_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    made().end_training()
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(ValueError, match=f"{name} is 2.*paceline run"):
+        made()
+
+
+def test_a_worker_that_becomes_the_main_process_starts_its_own_trackers() -> None:
+    class Figures(GeneralTracker):
+        name, requires_logging_directory, tracker = "figures", False, None
+        config, rows = None, ()
+
+        def store_init_configuration(self, values: Any) -> None:
+            self.config = values
+
+        def log(self, values: Any, step: Any = None, **_: Any) -> None:
+            self.rows = (*self.rows, step)
+
+    tracker = Figures()
+    accelerator = made(log_with=tracker)
+    accelerator.state._shared_state["process_index"] = PartialState._shared_state["process_index"] = 1
+    accelerator.init_trackers("project", {"lr": 1})
+    accelerator.log({"loss": 1.0}, step=0)
+    assert (tracker.config, tracker.rows) == (None, ())
+    accelerator.joined.show_members()
+    accelerator.log({"loss": 1.0}, step=1)
+    assert accelerator.get_tracker("figures") is tracker
+    assert (tracker.config, tracker.rows) == ({"lr": 1}, (1,))

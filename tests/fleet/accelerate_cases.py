@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import importlib.machinery
 import importlib.util
@@ -176,6 +177,58 @@ def tokens(args: dict[str, Any]) -> list[float]:
     return flat(model)
 
 
+class Rows(Dataset):
+    """Rows as dictionaries."""
+
+    def __init__(self, count: int) -> None:
+        self.points = points(count)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": self.points[index][0], "more": {"labels": self.points[index][1]}}
+
+
+def averaged(args: dict[str, Any]) -> dict[str, Any]:
+    """An average of the weights by hand, which runs once per update or once per micro-batch."""
+    accelerator = made(args)
+    model = net()
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(points(), batch_size=args["batch"]))
+    for _ in range(2):
+        for x, y, _ in loader:
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if args["how"] != "guarded" or accelerator.sync_gradients:
+                for mean, now in zip(average.parameters(), model.parameters(), strict=True):
+                    mean, now = (mean.data, now.data) if args["how"] == "data" else (mean, now.detach())
+                    mean.lerp_(now, 0.1)
+    accelerator.end_training()
+    return {"average": flat(average)}
+
+
+def popped(args: dict[str, Any]) -> dict[str, Any]:
+    """A script that takes its batches apart, and counts right answers in its training loop."""
+    accelerator = made(args, micro_batch=8)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Rows(41), batch_size=4))
+    seen: list[int] = []
+    for _ in range(2):
+        for batch in loader:
+            y = batch.pop("more").pop("labels")
+            out = model(batch["x"])
+            accelerator.backward(nn.functional.cross_entropy(out, y))
+            optimizer.step()
+            seen.append(len(accelerator.gather_for_metrics(out.detach().argmax(1))))
+            assert len(accelerator.gather_for_metrics([str(one) for one in y])) == seen[-1]
+    accelerator.end_training()
+    return {"weights": flat(model), "seen": seen}
+
+
 def evaluated(args: dict[str, Any]) -> dict[str, Any]:
     """Metrics of a test set, gathered in the loop, between the epochs of a training."""
     more = {"dataloader_config": DataLoaderConfiguration(even_batches=False)} if args.get("by_speed") else {}
@@ -261,7 +314,8 @@ def resumed(args: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             if accelerator.sync_gradients:
                 counter.updates += 1
-                if counter.updates == args.get("save_at"):
+                asked = accelerator.is_main_process or not args.get("on_main_process")
+                if counter.updates == args.get("save_at") and asked:
                     accelerator.save_state(args["state"])
             if counter.updates == args.get("end_at"):
                 break
@@ -563,6 +617,7 @@ def elastic(args: dict[str, Any]) -> dict[str, Any]:
             seen += accelerator.gather_for_metrics(index).tolist()
         assert seen == list(range(10))
     result = {"weights": flat(model), "updates": counter.updates, "rate": optimizer.param_groups[0]["lr"]}
+    result["counted"] = accelerator.last_step.index + 1
     accelerator.end_training()
     return result
 

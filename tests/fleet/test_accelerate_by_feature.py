@@ -121,17 +121,32 @@ def test_a_worker_that_runs_out_of_memory_alone_is_named(tmp_path: Path) -> None
     assert not any("Exception ignored" in text for text in texts)
 
 
-KILLS = [(0, 0, "before"), (1, 1, "behind"), (0, 2, "before")]
-MORE_KILLS = [(victim, at, when) for victim in (0, 1) for at in range(8) for when in ("before", "behind")]
+ACCUMULATION, TRACKING = "gradient_accumulation", "tracking"
+KILLS = [
+    (ACCUMULATION, 0, 0, "before"),
+    (ACCUMULATION, 1, 1, "behind"),
+    (ACCUMULATION, 0, 2, "before"),
+    (TRACKING, 0, 1, "behind"),
+]
+MORE_KILLS = [
+    (script, victim, at, when)
+    for script in (ACCUMULATION, TRACKING)
+    for victim in (0, 1)
+    for at in range(8)
+    for when in ("before", "behind")
+]
 
 
 @pytest.mark.parametrize(
-    ("victim", "at", "when"), [*KILLS, *(pytest.param(*kill, marks=pytest.mark.long) for kill in MORE_KILLS)]
+    ("script", "victim", "at", "when"),
+    [*KILLS, *(pytest.param(*kill, marks=pytest.mark.long) for kill in MORE_KILLS)],
 )
-def test_a_worker_killed_at_any_micro_batch_returns(victim: int, at: int, when: str, tmp_path: Path) -> None:
+def test_a_worker_killed_at_any_micro_batch_returns(
+    script: str, victim: int, at: int, when: str, tmp_path: Path
+) -> None:
     """The peer is Accelerate in one process, with the samples that each update had."""
-    given = {"batch_size": 2, "accumulate": 1, "epochs": 6}
-    args = {"script": "gradient_accumulation", "elastic": 8, "given": given, "victim": victim, "at": at, "when": when}
+    given = {"batch_size": 2, "epochs": 6, **({"accumulate": 1} if script == ACCUMULATION else {})}
+    args = {"script": script, "elastic": 8, "given": given, "victim": victim, "at": at, "when": when}
     with Flock(CASE, 2, tmp_path, args=args, env={"PACELINE_QUIET": "1"}) as flock:
         flock.wait_for("died")
         flock.wait_for_end(victim)
@@ -146,8 +161,13 @@ def test_a_worker_killed_at_any_micro_batch_returns(victim: int, at: int, when: 
         epochs[record.epoch].append([row for piece in pieces for row in piece])
     for updates in epochs:
         assert sorted(row for rows in updates for row in rows) == list(range(80)), "each sample once in each epoch"
-    replay = {"script": "gradient_accumulation", "plain": True, "batches": epochs, "given": {**given, "batch_size": 8}}
+    replay = {"script": script, "plain": True, "batches": epochs, "given": {**given, "batch_size": 8}}
     (one,) = run(CASE, 1, tmp_path / "replay", args=replay)
     for found in outcomes.values():
         equal(found.value["weights"], one["weights"])
-        assert found.value["accuracy"][-1] == one["accuracy"][-1]
+        if script == ACCUMULATION:
+            assert found.value["accuracy"][-1] == one["accuracy"][-1]
+    if script == TRACKING:
+        (rows,) = [found.value["rows"] for found in outcomes.values() if found.value["rows"]]
+        assert [step for step, _ in rows] == list(range(6)), "whoever leads has trackers, also after a leader's death"
+        assert rows[-1][1] == pytest.approx(one["rows"][-1][1], rel=1e-12)

@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crew import nursery, run
+from crew import Crew, nursery, run
 from flock import Flock, sound
+from scripts import run as run_script
+
+from ports import own_port
 
 if find_spec("accelerate") is None:
     pytest.skip("needs pip install 'paceline[accelerate]'", allow_module_level=True)
@@ -61,6 +64,24 @@ def test_updates_equal_those_of_one_process(fleet: dict[str, Any], one: dict[str
     assert both[0]["norms"] == pytest.approx(other["norms"], rel=1e-12)
 
 
+def test_an_average_by_hand_moves_once_per_update_or_is_refused(tmp_path: Path) -> None:
+    first, second = workers("averaged", tmp_path, batch=4, how="guarded")
+    assert first == second
+    assert apart(first["average"], alone("averaged", tmp_path, batch=8, how="guarded")["average"]) < 1e-12
+    for how in ("lerp", "data"):
+        args = {"pace": UNEQUAL, "batch": 4, "how": how}
+        with Crew("accelerate_cases.py:averaged", 2, tmp_path / how, args=args) as crew:
+            texts = [one.err for one in crew.wait()]
+        assert all("average was changed" in text and "sync_gradients" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("pace", ["fixed:1,0", "fixed:1,3"])
+def test_a_worker_without_a_share_gets_a_complete_batch_that_counts_in_no_metric(pace: str, tmp_path: Path) -> None:
+    first, second = workers("popped", tmp_path, pace=pace)
+    assert first == second
+    assert first["seen"] == [8, 8, 8, 8, 8, 1] * 2
+
+
 @pytest.mark.parametrize(("batch", "accumulate"), [(4, 1), (2, 2)])
 def test_losses_over_tokens_count_by_their_tokens(batch: int, accumulate: int, tmp_path: Path) -> None:
     both = workers("tokens", tmp_path, batch=batch, accumulate=accumulate)
@@ -80,10 +101,12 @@ def test_an_evaluation_counts_each_sample_once_in_the_datasets_order(test: int, 
         assert 2 * first["length"] == len(first["sizes"])
 
 
-def test_a_training_goes_on_in_the_middle_of_an_epoch_with_another_number_of_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("main", [False, True])
+def test_a_training_goes_on_in_mid_epoch_with_another_number_of_workers(main: bool, tmp_path: Path) -> None:
+    """Scripts save on all workers, or on the main process alone."""
     (whole,) = workers("resumed", tmp_path / "whole", 1)
     saved = str(tmp_path / "state")
-    before = workers("resumed", tmp_path / "two", state=saved, save_at=8, end_at=8)
+    before = workers("resumed", tmp_path / "two", state=saved, save_at=8, end_at=8, on_main_process=main)
     (after,) = workers("resumed", tmp_path / "one", 1, load=saved)
     assert whole["updates"] == after["updates"] == 18
     assert apart(whole["weights"], after["weights"]) < 1e-12
@@ -198,7 +221,17 @@ def test_a_killed_leader_comes_back_to_the_right_update(tmp_path: Path) -> None:
         outcomes = flock.hurry()
     _, values = sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=40, length=SAMPLES)
     assert values[0] == values[1] == values[2]
-    assert values[0]["updates"] >= 240
+    assert values[0]["updates"] == values[0]["counted"] >= 240, "two ways to count where workers come and go"
+
+
+def test_accelerate_launch_starts_a_fleet(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    options = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port")
+    launcher = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", *options, str(own_port()))
+    cpu = {"ACCELERATE_USE_CPU": "1", "PACELINE_DEVICE": "cpu", "HF_HOME": str(tmp_path / "settings")}
+    script = run_script("accelerate_digits.py", "--epochs", 1, folder=tmp_path, launcher=launcher, **cpu)
+    assert "2 workers" in script.err + "\n".join(script.out)
+    assert len([line for line in script.out if line.startswith("epoch 0")]) == 1
 
 
 def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

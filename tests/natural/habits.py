@@ -89,13 +89,15 @@ class Habits:
     """"commit"; "own": combine, optimizer.step(), a bare commit; "noise": combine, noise on the gradient, commit. Two
     updates: "double": combine, optimizer.step(), commit of the same optimiser; "left": optimizer.step() behind it."""
     average: str = "none"
-    """Of the weights: "none", "tracked" or "untracked"."""
+    """Of the weights: "none", "tracked" or "untracked"; in Accelerate's loop also "by hand"."""
     clip: bool = False
     early: str = "no"
     """"evaluate" each epoch; an early stop whose counter is in fleet.state ("state") or a "plain" variable."""
     weighted: bool = False
     saving: str = "no"
     """"inside" an epoch or "between" two; a second run then goes on from there."""
+    main: bool = False
+    """Whether the main process alone saves, as Accelerate's loop may have it where nobody comes and goes."""
     save_at: int = 5
     """After which step, when inside an epoch."""
     way: str = "all"
@@ -178,10 +180,11 @@ def accelerate_habits(draw: st.DrawFn) -> Habits:
         optimizer=pick("sgd", "momentum", "adam"),
         schedule=pick("none", "epoch", "step", "cycle"),
         update=pick(*5 * ("commit",), "double"),
-        average=pick("none", "none", "tracked", "untracked"),
+        average=pick("none", "none", "tracked", "untracked", "by hand", "by hand"),
         clip=pick(False, True),
         early=pick(*early),
         saving=saving,
+        main=saving != "no" and pace != "elastic" and pick(False, True),
         save_at=pick(5, 10),
         pace=pace,
         killed_at=pick(5, 26),
@@ -474,6 +477,7 @@ def _result(habits: Habits) -> str:
 # -- Accelerate's own loop -------------------------------------------------------------------------------------------
 
 ACCELERATE = """
+from copy import deepcopy
 from accelerate.utils import DataLoaderConfiguration
 from paceline.adapters.accelerate import Accelerator
 
@@ -494,7 +498,22 @@ def accelerate_script(habits: Habits) -> str:
         "subset sampler": ", sampler=SubsetRandomSampler(range(0, 48, 2))",
         "drop last": ", shuffle=True, drop_last=True",
     }
-    kept = ["counter", *(["ema"] if habits.average == "tracked" else [])]
+    kept = ["counter", *(["ema"] if habits.average in ("tracked", "by hand") else [])]
+    saves = (
+        "if accelerator.is_main_process:\n    accelerator.save_state(path)"
+        if habits.main
+        else ("accelerator.save_state(path)")
+    )
+    averages = {
+        "none": ("", ""),
+        "by hand": (
+            "ema = deepcopy(model).requires_grad_(False)",
+            "for mean, p in zip(ema.parameters(), model.parameters()):\n    mean.data.lerp_(p.data, 0.1)",
+        ),
+    }
+    made, moves = averages.get(
+        habits.average, ("ema = torch.optim.swa_utils.AveragedModel(model)", "ema.update_parameters(model)")
+    )
     schedule = SCHEDULES[habits.schedule].replace("len(steps)", f"{habits.epochs} * len(loader)")
     data = "Noisy()" if habits.data == "noisy" else "data"
     before = _lines(
@@ -508,7 +527,7 @@ def accelerate_script(habits: Habits) -> str:
         "model, ledger, optimizer, counting, loader, test = accelerator.prepare(",
         "    model, ledger, optimizer, counting, loader, DataLoader(data, 10))",
         f"scheduler = accelerator.prepare({schedule})" if schedule else "",
-        "ema = torch.optim.swa_utils.AveragedModel(model)" if habits.average != "none" else "",
+        made,
         "counter = Counter()",
         f"accelerator.register_for_checkpointing({', '.join(kept)})",
         "best, bad, first, skip = float('inf'), 0, 0, 0",
@@ -529,11 +548,9 @@ def accelerate_script(habits: Habits) -> str:
             _lines(
                 "ledger.book(epoch, accelerator.last_step)",
                 "counter.updates += 1",
-                "ema.update_parameters(model)" if habits.average != "none" else "",
+                moves,
                 f"pause(counter.updates, {habits.killed_at + 2})" if habits.elastic else "",
-                f"if counter.updates == {habits.save_at}:\n    accelerator.save_state(path)"
-                if save == "inside"
-                else "",
+                f"if counter.updates == {habits.save_at}:\n{indent(saves, '    ')}" if save == "inside" else "",
             ),
             "    ",
         ),
@@ -555,7 +572,7 @@ def accelerate_script(habits: Habits) -> str:
         indent(update, "        "),
         "    scheduler.step()" if habits.schedule == "epoch" else "",
         indent(scored, "    ") if habits.early != "no" else "",
-        indent("if epoch == 0:\n    accelerator.save_state(path)", "    ") if save == "between" else "",
+        indent(f"if epoch == 0:\n{indent(saves, '    ')}", "    ") if save == "between" else "",
         indent(stops, "    ") if habits.early == "plain" else "",
     )
     return _lines(BEFORE, ACCELERATE, before, loop, _result(habits), "accelerator.end_training()") + "\n"

@@ -182,7 +182,7 @@ def make_dealing(
         seed=seed,
         shuffle=settings.shuffle,
         order=order,
-        multiple_of=settings.global_batch if settings.drop_last else 1,
+        multiple_of=settings.dealt_in,
         epoch=epoch,
     )
     if feed.batches is not None and settings.global_batch > feed.length:

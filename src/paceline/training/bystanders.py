@@ -51,7 +51,7 @@ class Bystanders:
         held = {id(part) for thing in known for part in _inside(thing)}
         self._found = {}
         digests: Others = {}
-        for name, thing in _named_in_script():
+        for name, thing in named_in_script():
             if id(thing) in held or any(thing is other for other in self._found.values()):
                 continue
             try:
@@ -115,8 +115,8 @@ def _track(name: str) -> str:
     return f"fleet.track({name.rpartition('.')[2] if '[' not in name else 'other'}={name})"
 
 
-def _named_in_script() -> Iterator[tuple[str, Any]]:
-    """Yield modules and optimisers by the script's names for them."""
+def named_in_script() -> Iterator[tuple[str, Any]]:
+    """Yield modules and optimisers by the script's names for them, from the functions under way and their globals."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith("paceline."):

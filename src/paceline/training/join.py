@@ -30,7 +30,7 @@ from paceline.training.combines import (
     name_of,
 )
 from paceline.training.context import TrainingContext
-from paceline.transport import Alone, Elastic, FixedTransport, Transport, joins_roster, launched
+from paceline.transport import Alone, Elastic, FixedTransport, Transport, joins_roster, launched, refuse_mpi
 from paceline.transport.inside.meet import leave_group, meet, position_from_env
 from paceline.worker_exit import end_with_one_line, leave_on_sigterm
 
@@ -151,8 +151,11 @@ def _make_transport(
     def join() -> Transport:
         if joins_roster():
             return Elastic(device, emulated=emulated, cpu_engine=cpu_engine)
+        if not launched():
+            refuse_mpi()
+            return Alone()
         ranked = None if position is None else position.ranked
-        return FixedTransport(device, cpu_engine=cpu_engine, ranked=ranked) if launched() else Alone()
+        return FixedTransport(device, cpu_engine=cpu_engine, ranked=ranked)
 
     if position is None:
         return join()

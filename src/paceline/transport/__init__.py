@@ -15,15 +15,26 @@ if TYPE_CHECKING:
     from paceline.transport.alone import Alone
     from paceline.transport.base import Collective, Pending, Transport
     from paceline.transport.elastic.transport import Elastic, joins_roster
-    from paceline.transport.fixed import FixedTransport, launched
+    from paceline.transport.fixed import MPI_SIZES, FixedTransport, launched, refuse_mpi
 
-__all__ = ["Alone", "Collective", "Elastic", "FixedTransport", "Pending", "Transport", "joins_roster", "launched"]
+__all__ = [
+    "MPI_SIZES",
+    "Alone",
+    "Collective",
+    "Elastic",
+    "FixedTransport",
+    "Pending",
+    "Transport",
+    "joins_roster",
+    "launched",
+    "refuse_mpi",
+]
 
 _FILES = {
     "alone": ("Alone",),
     "base": ("Collective", "Pending", "Transport"),
     "elastic.transport": ("Elastic", "joins_roster"),
-    "fixed": ("FixedTransport", "launched"),
+    "fixed": ("MPI_SIZES", "FixedTransport", "launched", "refuse_mpi"),
 }
 
 

@@ -48,6 +48,22 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables in which MPI's launchers give the number of processes."""
+
+
+def refuse_mpi() -> None:
+    """Raise ValueError where mpirun has started several processes: each would train alone, and nobody would notice."""
+    for name in MPI_SIZES:
+        size = os.environ.get(name, "")
+        if size.isdecimal() and int(size) > 1:
+            raise ValueError(
+                f"{name} is {size}, so MPI has started {size} processes, and RANK and WORLD_SIZE are not set, so each "
+                "would train alone: start with `paceline run` or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and "
+                f"MASTER_PORT in each; unset {name} for trainings that are meant to be alone"
+            )
+
+
 class FixedTransport(Distributed):
     """The transport of a fleet whose size does not change."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import shutil
 import warnings
@@ -14,13 +13,21 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, parse_flag_from_env
 
 from paceline.adapters.accelerate import fleet_values as values
 from paceline.adapters.accelerate import free_functions
+from paceline.adapters.accelerate.evaluation import EvaluationBatch
 from paceline.adapters.accelerate.joined import JoinedFleet
-from paceline.adapters.accelerate.loader import EvaluationBatch, FleetLoader
-from paceline.adapters.accelerate.refusals import NotCopied, check_settings, check_state_made_before, without_mesh
+from paceline.adapters.accelerate.loader import FleetLoader
+from paceline.adapters.accelerate.refusals import (
+    NotCopied,
+    check_parameters,
+    check_settings,
+    check_state_made_before,
+    without_mesh,
+)
+from paceline.adapters.accelerate.trackers import LeadersTrackers
 from paceline.adapters.accelerate.updates import (
     FleetOptimizer,
     FleetScheduler,
@@ -39,7 +46,7 @@ CHECKPOINT = "paceline.pt"
 """File of `Accelerator.save_state`, from which a fleet of any size resumes."""
 
 
-class Accelerator(NotCopied, accelerate.Accelerator):
+class Accelerator(NotCopied, LeadersTrackers):
     """Accelerate's Accelerator on a fleet of unlike machines: the script stays as it is.
 
     An update has ``batch_size`` samples times processes times ``gradient_accumulation_steps``, however they are shared:
@@ -51,7 +58,8 @@ class Accelerator(NotCopied, accelerate.Accelerator):
             sample per worker. A pace with deadlines is refused.
         combine: "gradients"; averages of parameters need a loop over ``fleet.steps``.
         device: device of this worker; by default a GPU of its own where there is one.
-        seed: seed of the shuffle and of random numbers in the loop; by default torch's, as ``set_seed`` sets it.
+        seed: seed of the shuffle and of random numbers in the loop; by default torch's, as ``set_seed`` sets it, and 0
+            where workers come and go.
         nonfinite: "stop" or "skip" the update when gradients are NaN or infinite.
         comm_dtype: number format in which gradients are sent over the network: "float32", "bf16" or "fp16".
         name: name of the run, for its folder and log.
@@ -90,7 +98,7 @@ class Accelerator(NotCopied, accelerate.Accelerator):
         check_settings(bound.arguments)
         self.global_batch = None if global_batch is None else whole_number("global_batch", global_batch)
         self.micro_batch = micro_batch
-        cpu = bound.arguments.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+        cpu = bound.arguments.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU")
         asked = {
             "pace": pace,
             "combine": combine,
@@ -103,7 +111,11 @@ class Accelerator(NotCopied, accelerate.Accelerator):
             "quiet": quiet,
         }
         current = JoinedFleet.current
-        self.joined = JoinedFleet(asked) if current is None or current.left else current
+        if current is None or current.left:
+            self.joined = JoinedFleet(asked)
+        else:
+            self.joined = current
+            current.check_asked({**asked, "device": device})
         try:
             elastic = self.joined.context.elastic is not None
             check_state_made_before(None if elastic else self.joined.fleet.world_size)
@@ -165,6 +177,7 @@ class Accelerator(NotCopied, accelerate.Accelerator):
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         joined = self.joined
         if joined.context.steps is not None and not self._models:
+            self.updates.forget()
             joined.renew()
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             model.to(joined.fleet.device)
@@ -172,9 +185,16 @@ class Accelerator(NotCopied, accelerate.Accelerator):
                 joined.track("frozen", model)
         else:
             joined.fleet.model(model)
-            keep_gradients(model, lambda one: self.updates.step is None or one not in self.joined.context.models)
+            keep_gradients(model, self._may_clear)
             refuse_no_sync(model)
         return super().prepare_model(model, device_placement, evaluation_mode=True)
+
+    def _may_clear(self, model: torch.nn.Module) -> bool:
+        """Return whether ``model.zero_grad()`` acts: a prepared model's gradients are cleared by the update."""
+        prepared = model in self.joined.context.models
+        if prepared:
+            self.updates.cleared(model.parameters())
+        return self.updates.step is None or not prepared
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
@@ -197,10 +217,14 @@ class Accelerator(NotCopied, accelerate.Accelerator):
         """Return a scheduler that advances with the updates."""
         if isinstance(scheduler, FleetScheduler):
             return scheduler
-        own = [one for one in self._optimizers if scheduler.optimizer in (one, one.optimizer)]
+
+        def optimizers() -> list[FleetOptimizer]:
+            own = [one for one in self._optimizers if scheduler.optimizer in (one, one.optimizer)]
+            return own or self._optimizers
+
         prepared = FleetScheduler(
             scheduler,
-            own or self._optimizers,
+            optimizers,
             self.updates,
             with_optimizer=self.step_scheduler_with_optimizer,
             batches=lambda: 1 if self._trained is None else self._trained.processes,
@@ -212,6 +236,7 @@ class Accelerator(NotCopied, accelerate.Accelerator):
     def before_training(self, loader: FleetLoader) -> None:
         """Bring everything that was prepared to the fleet, before a training loop; the adapter's own."""
         self._trained = loader
+        check_parameters([one.optimizer for one in self._optimizers], self.joined.context.models)
         self._track()
         self.joined.take_seed(self.dataloader_config.data_seed)
         self._resumed = None
@@ -228,6 +253,7 @@ class Accelerator(NotCopied, accelerate.Accelerator):
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget what was prepared; another training may follow."""
+        self.updates.forget()
         released = super().free_memory(*objects)
         self._custom_objects.clear()
         self._trained = None
@@ -272,13 +298,13 @@ class Accelerator(NotCopied, accelerate.Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Run the round and clip the fleet's mean gradient, at the last micro-batch; return its norm, before 0."""
-        owned = list(parameters)
+        owned = _listed(parameters)
         norm = self.updates.clip(lambda: torch.nn.utils.clip_grad_norm_(owned, max_norm, norm_type=norm_type))
         return torch.zeros((), device=self.device) if norm is None else norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Run the round and clip the fleet's mean gradient, at the last micro-batch; nothing before."""
-        owned = list(parameters)
+        owned = _listed(parameters)
         self.updates.clip(lambda: torch.nn.utils.clip_grad_value_(owned, clip_value))
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
@@ -293,14 +319,17 @@ class Accelerator(NotCopied, accelerate.Accelerator):
         return values.rebuilt(tensor, [values.joined_rows("accelerator.gather()", part) for part in parts])
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return all workers' rows of an evaluation's batch, each sample once; plain values in a list."""
+        """Return all workers' rows of a batch, each sample that counts once; plain values in a list."""
         batch = self.evaluation
 
         def own(rows: Any) -> Any:
-            length = 1 if isinstance(rows, torch.Tensor) and rows.dim() == 0 else len(rows)
-            if batch is None or batch.alone or (batch.rows and length != batch.batch_size):
+            if isinstance(rows, torch.Tensor) and rows.dim() == 0:
+                rows = rows[None]
+            if not self.updates.counts:
+                return rows[:0]
+            if batch is None or batch.alone or (batch.rows and len(rows) != batch.batch_size):
                 return rows
-            return rows[: batch.rows] if not isinstance(rows, torch.Tensor) or rows.dim() else rows[None][: batch.rows]
+            return rows[: batch.rows]
 
         try:
             values.leaves_of(input_data)
@@ -308,7 +337,7 @@ class Accelerator(NotCopied, accelerate.Accelerator):
             use_gather_object = True
         if not use_gather_object:
             return self.gather(values.each_leaf(input_data, own))
-        listed = own(input_data) if isinstance(input_data, list) else input_data
+        listed = own(input_data) if isinstance(input_data, list) else input_data if self.updates.counts else []
         parts = self.all_workers.objects("accelerator.gather_for_metrics()", listed)
         return [one for part in parts for one in part]
 
@@ -376,13 +405,14 @@ class Accelerator(NotCopied, accelerate.Accelerator):
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Write models, optimizers, schedulers, registered objects and the position in the data to a folder.
 
-        All workers call it between updates; the leader writes. A fleet of any size resumes from it.
+        The leader writes, between updates. Where workers come and go, all of them call it. A fleet of any size resumes
+        from it.
         """
         self.updates.check_everybody_comes("accelerator.save_state()")
         if self.updates.open:
             raise MisuseError("accelerator.save_state before optimizer.step() of the update: call it after")
         naming = self.project_configuration
-        folder = self._next_folder() if naming.automatic_checkpoint_naming else Path(output_dir)
+        folder = self._next_folder() if naming.automatic_checkpoint_naming else Path(output_dir).expanduser()
         if self.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
         weights = [self.get_state_dict(model, unwrap=False) for model in self._models]
@@ -390,14 +420,22 @@ class Accelerator(NotCopied, accelerate.Accelerator):
             hook(self._models, weights, str(folder))
         self._track()
         steps = self.joined.context.steps
-        extra = {} if steps is None else {"loop": steps.script_loop.number + steps.finished, "over": steps.finished}
-        self.fleet.save(folder / CHECKPOINT, extra=extra)
+        extra: dict[str, Any] = {}
+        if steps is not None:
+            extra = {"loop": steps.script_loop.number + steps.finished, "over": steps.finished}
+        if self._trained is not None and self._trained in self._dataloaders:
+            extra["batches"] = [self._dataloaders.index(self._trained), self._trained.global_batch]
+        elastic = self.joined.context.elastic is not None
+        (self.fleet.save if elastic else self.fleet._save_on_leader)(folder / CHECKPOINT, extra=extra)
         naming.iteration += 1
         return str(folder)
 
     def _next_folder(self) -> Path:
         """Return the next folder by `ProjectConfiguration`, and remove the oldest ones beyond its limit."""
         naming, folder = self.project_configuration, Path(self.project_dir) / "checkpoints"
+        old = _numbered(folder) if self.is_main_process and self.joined.context.elastic is not None else []
+        if old:  # a worker that has returned has not counted them
+            naming.iteration = max(naming.iteration, _number(old[-1]) + 1)
         new = folder / f"checkpoint_{self.save_iteration}"
         if self.is_main_process:
             if new.exists():
@@ -415,7 +453,7 @@ class Accelerator(NotCopied, accelerate.Accelerator):
                 raise ValueError("accelerator.load_state needs the folder, without automatic_checkpoint_naming")
             folder = (_numbered(Path(self.project_dir) / "checkpoints") or [Path(self.project_dir)])[-1]
         else:
-            folder = Path(input_dir)
+            folder = Path(input_dir).expanduser()
         for hook in self._load_model_state_pre_hook.values():
             hook(list(self._models), str(folder))
         self._track()
@@ -427,6 +465,13 @@ class Accelerator(NotCopied, accelerate.Accelerator):
                 "folders load the weights, and train anew"
             ) from None
         self._resumed = "behind" if (extra or {}).get("over") else "inside"
+        number, saved = (extra or {}).get("batches", (len(self._dataloaders), 0))
+        now = self._dataloaders[number].global_batch if number < len(self._dataloaders) else saved
+        if now != saved:
+            self.joined.context.warn(
+                f"{folder} was saved with {saved} samples per update, and now an update has {now}, so a number of "
+                f"updates, or len(loader), means other samples: write Accelerator(global_batch={saved})"
+            )
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return the loader without its first batches.
@@ -448,7 +493,16 @@ class Accelerator(NotCopied, accelerate.Accelerator):
         return inside
 
 
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    """Return parameters that may be one tensor, as torch's clipping takes them."""
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
 def _numbered(folder: Path) -> list[Path]:
     """Return the folders with a number at the end of their name, by number."""
-    found = [(re.findall(r"\d+$", one.name), one) for one in folder.glob("*")] if folder.is_dir() else []
-    return [one for numbers, one in sorted(((int(n[0]), one) for n, one in found if n))]
+    found = [one for one in folder.glob("*") if one.name[-1].isdigit()] if folder.is_dir() else []
+    return sorted(found, key=_number)
+
+
+def _number(folder: Path) -> int:
+    return int(re.findall(r"\d+$", folder.name)[0])

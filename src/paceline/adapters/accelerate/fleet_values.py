@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from accelerate.utils.operations import recursively_apply
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from paceline.adapters.accelerate.updates import StepUpdates
 
 Leaves = list[torch.Tensor]
+NUMBERS = "biufcSU"
+"""Kinds of NumPy's types that are plain: numbers and texts."""
 ALIGNED = 8
 """Bytes of a whole number, at whose multiples tensors begin in a buffer."""
 
@@ -181,8 +184,8 @@ def objects_of_all(context: TrainingContext, label: str, own: Any) -> list[Any]:
         sent = packed(own)
     except TypeError as error:
         raise MisuseError(
-            f"{label} of a {error}: workers hand each other tensors and plain values (numbers, texts, and lists, "
-            "tuples and dictionaries of them)"
+            f"{label} of a {error}: workers hand each other tensors, NumPy's arrays and plain values (numbers, texts, "
+            "and lists, tuples and dictionaries of them)"
         ) from None
     with context.meet(label):
         return [unpacked(one) for one in context.transport.gather(label, sent)]
@@ -195,6 +198,8 @@ def packed(value: Any) -> Any:
     ['tuple', ['a', ['dict', [[1, ['float', 'nan']]]]]]
     >>> unpacked(packed({"a": [1, (2, None)]}))
     {'a': [1, (2, None)]}
+    >>> unpacked(packed([np.float32(0.5), np.arange(2)]))
+    [np.float32(0.5), array([0, 1])]
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -208,6 +213,9 @@ def packed(value: Any) -> Any:
     if kind is torch.Tensor:
         here = value.detach().to("cpu").contiguous()
         return ["tensor", [*_outline(here), _text(here), value.device.type]]
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in NUMBERS:
+        text = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        return ["array" if isinstance(value, np.ndarray) else "scalar", [value.dtype.str, list(value.shape), text]]
     if kind is dict:
         return ["dict", [[packed(key), packed(one)] for key, one in value.items()]]
     raise TypeError(kind.__name__)
@@ -223,6 +231,10 @@ def unpacked(value: Any) -> Any:
     if kind == "tensor":
         shape, dtype, text, device = content
         return _tensor(base64.b64decode(text), shape, dtype).to(device)
+    if kind in ("array", "scalar"):
+        numbers, dims, text = content
+        array = np.frombuffer(bytearray(base64.b64decode(text)), dtype=numbers).reshape(dims)
+        return array if kind == "array" else array[()]
     if kind == "dict":
         return {unpacked(key): unpacked(one) for key, one in content}
     ones = [unpacked(one) for one in content]

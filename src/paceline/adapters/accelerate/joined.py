@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from paceline.adapters.accelerate.accelerator import Accelerator
 
 LONGEST_SEED = 2**63 - 1
+ABSENT: dict[str, Any] = {
+    "pace": None,
+    "combine": "gradients",
+    "device": None,
+    "seed": None,
+    "nonfinite": "stop",
+    "comm_dtype": "float32",
+    "name": None,
+    "run_dir": None,
+    "quiet": False,
+}
+"""Arguments of `paceline.join` as an Accelerator has them that was given none."""
 
 
 class JoinedFleet:
@@ -73,6 +85,15 @@ class JoinedFleet:
         """Take the script's newest Accelerator, and show Accelerate's own objects the fleet."""
         self._accelerator = accelerator
         self.show_members()
+
+    def check_asked(self, asked: Mapping[str, Any]) -> None:
+        """Raise MisuseError where a later Accelerator asks for another fleet than this one."""
+        for name, value in asked.items():
+            if value not in (ABSENT[name], self._asked[name]):
+                raise MisuseError(
+                    f"a second Accelerator({name}={value!r}) in a script whose fleet was joined with "
+                    f"{name}={self._asked[name]!r}: give it to the first one, or call end_training() before"
+                )
 
     @staticmethod
     def current_accelerator() -> Accelerator | None:

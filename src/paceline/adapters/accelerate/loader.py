@@ -2,32 +2,28 @@
 
 In training the loader yields this worker's micro-batches, one step of the fleet after the other. A worker that has none
 in a step gets a small batch that does not count, so that the script's own code runs in every update on every worker.
-
-In evaluation all workers go through equally many blocks, each of which is one batch per worker, so that calls such as
-``gather_for_metrics`` inside the loop meet. Every sample comes once; workers' parts, in order, are the dataset's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import torch
 from torch.utils.data import BatchSampler
 
+from paceline.adapters.accelerate.between_updates import WATCHED, ModulesBetweenUpdates
+from paceline.adapters.accelerate.evaluation import BlockEvaluation
 from paceline.adapters.accelerate.refusals import NotCopied, in_words_of_accelerate
 from paceline.errors import MisuseError
-from paceline.feed import Source
 from paceline.feed.loader_settings import read_settings
 from paceline.feed.micro_batches import front_of
 from paceline.feed.randomness import generators_kept
 from paceline.feed.source import move
-from paceline.pace.shares import proportional
-from paceline.settings import must_agree
+from paceline.feed.stream import set_epoch
 from paceline.step.steps import StepLoop
-from paceline.training.evaluate import AgreedSpeeds, facts_of, length_of
 
 if TYPE_CHECKING:
     from paceline.adapters.accelerate.accelerator import Accelerator
@@ -35,17 +31,6 @@ if TYPE_CHECKING:
 UNCOUNTED = 2
 """Samples of a batch that does not count: batch norm cannot train on one."""
 POSITION = "accelerator.save_state and load_state keep the position in the data, for any number of workers"
-
-
-@dataclass(frozen=True)
-class EvaluationBatch:
-    """This worker's batch of the block that an evaluation is in."""
-
-    rows: int
-    """Samples that count; 0 where the set has fewer samples than there are workers."""
-    batch_size: int
-    alone: bool
-    """Whether every worker goes through the complete set by itself."""
 
 
 class FleetBatchSampler(BatchSampler):
@@ -80,7 +65,8 @@ class FleetBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[Any]:
         raise MisuseError(
             "a prepared loader's batch_sampler cannot be iterated: samples are dealt to workers update by update; "
-            "iterate the loader, or the sampler from before prepare"
+            "iterate the loader, or the sampler from before prepare; in place of accelerate.skip_first_batches write "
+            "accelerator.skip_first_batches(loader, n)"
         )
 
 
@@ -101,7 +87,13 @@ class FleetLoader(NotCopied):
         self._even: bool | None = None
         self._settings = read_settings(loader)
         self._seen: tuple[Any, int] | None = None
-        """The last micro-batch, and its samples."""
+        """Front of this loop's last micro-batch, for a step in which this worker has none, and its samples."""
+        self._trained = False
+        """Whether a training loop went over it."""
+        self._steps = 0
+        """Steps of this loop so far."""
+        self._asked_epoch: int | None = None
+        """Number that the script has set for the next pass, which its dataset is given."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -111,21 +103,27 @@ class FleetLoader(NotCopied):
         return getattr(self.__dict__["loader"], name)
 
     def __len__(self) -> int:
-        return self._length(self.per_batch if self._accelerator.trains else self._block)
-
-    def _length(self, per_batch: int) -> int:
-        settings = self._settings
+        settings, per_batch = self._settings, self.per_batch if self._for_training else self._block
         drawn = settings.batches if settings.batches is not None else settings.sampler
-        if drawn is None and settings.length is None:
+        if drawn is None and not hasattr(type(settings.dataset), "__len__"):
             raise TypeError(f"{type(settings.dataset).__name__} is an IterableDataset, which has no length")
-        count = settings.length if drawn is None else len(drawn)
-        assert count is not None
-        return count // per_batch if settings.drop_last else -(-count // per_batch)
+        count = len(settings.dataset if drawn is None else drawn)
+        whole = count // per_batch if settings.drop_last else -(-count // per_batch)
+        return max(0, whole - self._skip)
+
+    @property
+    def _for_training(self) -> bool:
+        """Whether the loader's length is counted in updates: once it has trained, else unless models evaluate."""
+        accelerator, models = self._accelerator, self._accelerator.joined.context.models
+        if accelerator.global_batch is None and accelerator.joined.context.elastic is not None:
+            return False  # its training will be refused
+        evaluates = bool(models) and not any(model.training for model in models)
+        return self._trained or (torch.is_grad_enabled() and not evaluates)
 
     def skipping(self, batches: int) -> FleetLoader:
         """Return this loader without its first batches."""
         other = FleetLoader(self._accelerator, self.loader, skip=batches)
-        other._even = self._even
+        other._even, other._trained = self._even, self._trained
         return other
 
     @property
@@ -179,7 +177,11 @@ class FleetLoader(NotCopied):
         raise MisuseError(f"load_state_dict of a prepared loader: {POSITION}")
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the fleet counts the passes over each dataset, and shuffles each anew."""
+        """Set the number that the dataset's own ``set_epoch`` gets before the next pass.
+
+        The fleet counts the passes over each dataset, and shuffles each anew, whatever the number is.
+        """
+        self._asked_epoch = epoch
 
     @property
     def total_batch_size(self) -> int:
@@ -244,6 +246,9 @@ class FleetLoader(NotCopied):
 
     @property
     def _block(self) -> int:
+        """Samples of one block of an evaluation; where workers come and go, each goes through all by itself."""
+        if self._accelerator.joined.context.elastic is not None:
+            return 1 if self._settings.batches is not None else self._settings.batch_size or 1
         return self.own_batch * int(self._accelerator.num_processes)
 
     # -- iterating -----------------------------------------------------------------------------------------------------
@@ -264,35 +269,51 @@ class FleetLoader(NotCopied):
 
     def _train(self) -> Iterator[Any]:
         accelerator, updates = self._accelerator, self._accelerator.updates
-        if updates.step is not None:
-            raise MisuseError("a second training loop inside of one: one update has one loader's samples")
+        updates.check_left()
         if self._skip and not accelerator.goes_on(self._skip):
             return
         accelerator.before_training(self)
+        self._trained = True
         steps = self._open()
+        self._begin_pass(steps.dealing.epoch)
         iterator = iter(steps)
+        updates.enter(iterator)
         with self._active():
             try:
-                for step in iterator:
+                for self._steps, step in enumerate(iterator, 1):
                     if accelerator.joined.context.elastic is not None:
                         accelerator.joined.show_members()
                     self.end_of_dataloader = step.ends_epoch
                     updates.begin(step)
                     yield from self._micro_batches(step)
-                    updates.end()
+                    updates.end(iterator)
             finally:
-                updates.leave()
-                iterator.close()  # type: ignore[attr-defined]
+                self._seen = None
+                updates.leave(iterator)
+
+    def _begin_pass(self, number: int) -> None:
+        """Give the dataset the number of this pass, as Accelerate's own loader does."""
+        if self._asked_epoch is not None:
+            number, self._asked_epoch = self._asked_epoch, self._asked_epoch + 1
+        if self._settings.length is not None:  # a stream gets it where it is drawn from
+            set_epoch(self._settings.dataset, number)
 
     def _open(self) -> StepLoop:
         accelerator, stream = self._accelerator, self._settings.length is None
-        steps = accelerator.joined.fleet.steps(
+        own = None if self._settings.batches is not None else min(self.own_batch, self.global_batch)
+        steps = accelerator.joined.fleet._loops.build(
             self.loader,
             global_batch=self.global_batch,
-            micro_batch=accelerator.micro_batch or (None if self._settings.batches is not None else self.own_batch),
+            micro_batch=accelerator.micro_batch or own,
+            epochs=1,
+            shuffle=None,
+            drop_last=None,
+            multiple_of=self.per_batch,
+            order=None,
             split=True if stream and accelerator.joined.several else None,
             fixed_micro_batch=True if accelerator.compiles else None,
-        )._loop
+            lr_scaling="none",
+        )
         steps.leave_updates_to_script()
         return steps
 
@@ -301,21 +322,25 @@ class FleetLoader(NotCopied):
         came = False
         with in_words_of_accelerate():
             for batch in step:
-                came, self._seen = True, (batch, step.rows)
+                came, self._seen = True, _front(batch, step.rows)
                 updates.give(counts=True, device=device)
+                watched = None if updates.sync or self._steps > WATCHED else self._look()
                 yield batch
                 if step.committed:
                     return
+                if watched is not None and not updates.sync:
+                    watched.check()
         if not came or not updates.sync:  # no share, or the rest of it was dealt to others
             updates.give(counts=False, device=device)
             yield self._uncounted()
 
+    def _look(self) -> ModulesBetweenUpdates:
+        return ModulesBetweenUpdates(self._accelerator.joined.context.models)
+
     def _uncounted(self) -> Any:
         """Return a batch for a worker without a share in the step."""
         if self._seen is not None:
-            batch, rows = self._seen
-            front = front_of(batch, samples=rows, keep=min(UNCOUNTED, rows))
-            return batch if front is None else front
+            return _front(*self._seen)[0]
         settings = self._settings
         if settings.length is None:
             raise MisuseError("this worker's part of the stream is empty: give a stream with samples for every worker")
@@ -323,98 +348,29 @@ class FleetLoader(NotCopied):
             samples = [settings.dataset[index] for index in range(min(UNCOUNTED, settings.length))]
             return move(settings.collate(samples), self._accelerator.joined.fleet.device)
 
-    # -- evaluating ----------------------------------------------------------------------------------------------------
-
     def _evaluate(self) -> Iterator[Any]:
-        accelerator, context = self._accelerator, self._accelerator.joined.context
+        accelerator = self._accelerator
         accelerator.updates.check_everybody_comes("a prepared loader iterated for an evaluation")
-        source = Source(self.loader, device=context.device, seed=context.seed)
+        evaluation = BlockEvaluation(
+            accelerator.joined,
+            self.loader,
+            skip=self._skip,
+            even_batches=self.even_batches,
+            split_batches=bool(accelerator.split_batches),
+        )
         try:
-            if source.length is None:
-                raise ValueError(
-                    f"{source.name} is an IterableDataset, whose samples cannot be dealt once each in an evaluation: "
-                    "give a dataset with a length"
-                )
-            alone = context.elastic is not None or context.transport.solitary
-            rank, parts = (0, self._parts(source, [1])) if alone else (context.transport.rank, self._agree(source))
+            batches = evaluation.begin()
             with self._active():
-                for number, (batch, counts) in enumerate(self._own_batches(source, parts, rank)):
-                    self.end_of_dataloader = number == len(parts) - 1
-                    if number >= self._skip:
-                        rows = parts[number][rank] if counts else 0
-                        accelerator.evaluation = EvaluationBatch(rows, source.batch_size or 1, alone)
-                        yield batch
-                        accelerator.check_no_gradients()
+                for batch, accelerator.evaluation, self.end_of_dataloader in batches:
+                    yield batch
+                    accelerator.check_no_gradients()
         finally:
             accelerator.evaluation = None
-            source.close()
-
-    def _agree(self, source: Source) -> list[list[int]]:
-        """Check the data against the other workers'; return the rows of every worker in every block."""
-        context, same = self._accelerator.joined.context, self._accelerator.joined.same_data
-        speeds = AgreedSpeeds(context)
-        facts = {
-            **facts_of(source),
-            "batch_size": source.batch_size,
-            "skipped": self._skip,
-            "even_batches": self.even_batches,
-        }
-        label = "an evaluation over a prepared loader"
-        with context.meet(label):
-            seen = same.look(source.dataset, source.length, source.look)
-            answers = must_agree(context.transport, label, facts, also=speeds.own(), each=seen)
-            same.check(label, source.name, answers, seen, source.look)
-            speeds.take(answers)
-        equal = [1] * context.transport.size
-        return self._parts(source, equal if self.even_batches else speeds.of_members())
-
-    def _parts(self, source: Source, speeds: Sequence[int]) -> list[list[int]]:
-        length, size = length_of(source), source.batch_size or 1
-        if self._accelerator.split_batches:
-            size = -(-size // len(speeds))
-        if source.drop_last:
-            length -= length % (size * len(speeds))
-        return block_parts(length, size, speeds)
-
-    def _own_batches(self, source: Source, parts: Sequence[Sequence[int]], rank: int) -> Iterator[tuple[Any, bool]]:
-        draws, pieces, start = source.once, [], 0
-        for block in parts:
-            first = start + sum(block[:rank])
-            rows = range(first, first + block[rank]) if block[rank] else range(start, start + 1)
-            indices = np.arange(rows.start, rows.stop, dtype=np.int64)
-            indices = indices if isinstance(draws, int) else draws[rows.start : rows.stop]
-            pieces.append((((rows.start, rows.stop),), indices))
-            start += sum(block)
-        if source.ahead:
-            source.expect(0, pieces)
-        for block, (piece, indices) in zip(parts, pieces, strict=True):
-            yield source.take(0, piece, indices), block[rank] > 0
+            evaluation.close()
 
 
-def block_parts(length: int, batch_size: int, speeds: Sequence[int]) -> list[list[int]]:
-    """Return the rows of every worker in every block: the fastest has ``batch_size``, and no row is given twice.
-
-    Every worker has a row in every block, unless there are fewer samples than workers. A last block that is too short
-    for that takes from the one before.
-
-    >>> block_parts(11, 2, [1, 1]), block_parts(9, 2, [1, 1]), block_parts(1, 4, [1, 1])
-    ([[2, 2], [2, 2], [2, 1]], [[2, 2], [2, 1], [1, 1]], [[1, 0]])
-    >>> block_parts(16, 6, [3, 1])
-    [[6, 2], [6, 2]]
-    """
-    workers = len(speeds)
-    full = [max(1, batch_size * speed // max(speeds)) for speed in speeds]
-    whole, rest = divmod(length, sum(full))
-    blocks = [sum(full)] * whole + ([rest] if rest else [])
-    if len(blocks) > 1 and blocks[-1] < workers:
-        blocks[-2] -= workers - blocks[-1]
-        blocks[-1] = workers
-    return [full if block == sum(full) else _shared(block, full, workers) for block in blocks]
-
-
-def _shared(rows: int, full: Sequence[int], workers: int) -> list[int]:
-    if rows < workers:
-        return [int(worker < rows) for worker in range(workers)]
-    least = np.ones(workers, dtype=np.int64)
-    shares: list[int] = proportional(np.asarray(full, dtype=float), rows, minimum=least).tolist()
-    return shares
+def _front(batch: Any, rows: int) -> tuple[Any, int]:
+    """Return the first samples of a batch, in containers of their own, and their number; all where it cannot be cut."""
+    keep = min(UNCOUNTED, rows)
+    front = front_of(batch, samples=rows, keep=keep)
+    return (copy.copy(batch), rows) if front is None else (front, keep)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 from accelerate.utils.dataclasses import DDPCommunicationHookType
@@ -89,6 +90,11 @@ def check_settings(given: Mapping[str, Any]) -> None:
     for name, advice in UNSET.items():
         if given.get(name) is not None:
             raise ValueError(f"Accelerator({name}=...) does not go with a fleet: {advice}")
+    if given.get("device_placement") is False:
+        raise ValueError(
+            "Accelerator(device_placement=False) does not go with a fleet, which puts models and batches on its "
+            'device: leave it out, or write Accelerator(device="cpu")'
+        )
     if str(given.get("mixed_precision")) == "fp8" or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8":
         raise ValueError('mixed_precision="fp8" does not go with a fleet: use "bf16" or "fp16"')
     plugin = given.get("gradient_accumulation_plugin")
@@ -122,6 +128,17 @@ def _check_handler(handler: Any) -> None:
             f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook}) does not go with a fleet: write "
             'Accelerator(comm_dtype="bf16") or comm_dtype="fp16", which halves what rounds send'
         )
+
+
+def check_parameters(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[torch.nn.Module]) -> None:
+    """Raise ValueError for an optimizer of parameters whose gradients no round combines."""
+    ours = {id(parameter) for model in models for parameter in model.parameters()}
+    for number, optimizer in enumerate(optimizers, 1):
+        if any(id(parameter) not in ours for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"optimizer {number} ({type(optimizer).__name__}) has parameters of a module that was not prepared, so "
+                "the fleet would not combine their gradients: give the module to accelerator.prepare too"
+            )
 
 
 def check_pace(pacer: Pacer) -> None:

@@ -6,7 +6,7 @@ At every other micro-batch these calls do nothing, as Accelerate's own while gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -28,21 +28,38 @@ class StepUpdates:
     def __init__(self, optimizers: Callable[[], Sequence[FleetOptimizer]]) -> None:
         self._optimizers = optimizers
         self._gradient_state = GradientState()
+        self._loop: Generator[Step, None, None] | None = None
+        """The steps of the training loop under way."""
         self.step: Step | None = None
         """The step of the loop that is under way; None outside of a training loop."""
         self.last: Step | None = None
         """The step that was committed last."""
         self._combined = False
         self._stepped: list[FleetOptimizer] = []
+        self._uncleared: list[FleetOptimizer] = []
+        """Optimizers that have not applied the last gradient, and that the script has not cleared it for."""
+        self._begun = False
+        """Whether this step has had a backward."""
         self._kept: TorchGenerators | None = None
         """The random numbers before a batch that does not count; None in a micro-batch."""
         self._used = False
 
     # -- the loader's side ---------------------------------------------------------------------------------------------
 
+    def check_left(self) -> None:
+        """Leave a loop that is between two updates; raise MisuseError in the middle of one."""
+        if self.open:
+            raise MisuseError("a second training loop inside of one: one update has one loader's samples")
+        self.forget_loop()
+
+    def enter(self, steps: Iterator[Step]) -> None:
+        """Begin a loop over these steps."""
+        assert isinstance(steps, Generator)
+        self._loop = steps
+
     def begin(self, step: Step) -> None:
         """Begin a step."""
-        self.step, self._combined, self._stepped, self._kept = step, False, [], None
+        self.step, self._combined, self._stepped, self._kept, self._begun = step, False, [], None, False
 
     def give(self, *, counts: bool, device: torch.device) -> None:
         """Note that the script gets a micro-batch, or a batch that does not ``count``."""
@@ -54,8 +71,12 @@ class StepUpdates:
         """Set whether this micro-batch is the step's last, where Accelerate's own code reads it."""
         self._gradient_state._set_sync_gradients(sync)
 
-    def end(self) -> None:
+    def end(self, steps: Iterator[Step]) -> None:
         """End the step when the script asks for more; raise MisuseError where it has made no update."""
+        if steps is not self._loop:
+            raise MisuseError(
+                "this training loop was left: another training loop has begun since, or free_memory() was called"
+            )
         step = self.step
         if step is None or step.committed:
             return
@@ -68,10 +89,24 @@ class StepUpdates:
             "never by counting batches. A loop that only evaluates needs model.eval() or torch.no_grad() before it"
         )
 
-    def leave(self) -> None:
-        """Leave the loop; an update that only some optimizers have made is over."""
+    def leave(self, steps: Iterator[Step]) -> None:
+        """Leave the loop over these steps if it is under way; an update that some optimizers have made is over."""
+        if steps is not self._loop:
+            return
         if self.step is not None and not self.step.committed and self._stepped:
             self._commit()
+        self.forget_loop()
+
+    def forget(self) -> None:
+        """Leave a loop that is under way, as it is, and forget the optimizers."""
+        self.forget_loop()
+        self._uncleared = []
+
+    def forget_loop(self) -> None:
+        """Leave a loop that is under way, as it is."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close()
         self.step, self._kept = None, None
         self.show(True)
 
@@ -83,6 +118,11 @@ class StepUpdates:
         return bool(self._gradient_state.sync_gradients)
 
     @property
+    def counts(self) -> bool:
+        """Whether the script's batch counts: a worker without a share has one that does not."""
+        return self._kept is None
+
+    @property
     def open(self) -> bool:
         """Whether the script is in a step whose update is not made."""
         return self.step is not None and not self.step.committed
@@ -92,9 +132,9 @@ class StepUpdates:
         if self.open and not self.sync:
             raise MisuseError(
                 f"{call} in the middle of an update: workers have unequal numbers of micro-batches, so "
-                "they would not meet; call it `if accelerator.sync_gradients:`, or after the loop. "
-                "accelerator.last_step.loss is the fleet's mean loss of the last update. A loop that only evaluates "
-                "needs eval() of every prepared model before it"
+                "they would not meet; write it under `if accelerator.sync_gradients:`, or after the loop. For the "
+                "fleet's mean loss of an update write accelerator.last_step.loss behind optimizer.step(), which needs "
+                "no gather. A loop that only evaluates needs eval() of every prepared model before it"
             )
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
@@ -107,6 +147,7 @@ class StepUpdates:
                 "accelerator.backward outside of a training loop: iterate a loader that accelerator.prepare returned, "
                 "with a prepared optimizer, the model in training mode (model.train()) and gradients enabled"
             )
+        self._check_cleared()
         if self._kept is not None:
             if self._used:
                 raise MisuseError("accelerator.backward twice for one batch: add the losses up, and call it once")
@@ -116,6 +157,24 @@ class StepUpdates:
         with in_words_of_accelerate():
             self.step.backward(loss, retain_graph=retain)
         self.show(self.step.ends_share)
+
+    def _check_cleared(self) -> None:
+        """Raise MisuseError for a gradient that was to last beyond the update before."""
+        if self._uncleared and not self._begun:
+            known = self._optimizers()
+            number = next((n for n, one in enumerate(known, 1) if one is self._uncleared[0]), 0)
+            raise MisuseError(
+                f"optimizer {number} ({type(self._uncleared[0].optimizer).__name__}) has made no update in the last "
+                "step, and its gradient was not cleared: an update clears all gradients, so this one would be lost. "
+                "Call its step() in every update, or its zero_grad() where its gradient is not wanted; a gradient of "
+                "several updates needs gradient_accumulation_steps=, for all optimizers"
+            )
+        self._begun, self._uncleared = True, list(self._optimizers())
+
+    def cleared(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that the script has cleared the gradients of these parameters."""
+        cleared = {id(parameter) for parameter in parameters}
+        self._uncleared = [one for one in self._uncleared if not cleared.issuperset(map(id, one.parameters()))]
 
     def combine(self) -> bool:
         """Run the round, unless it has run; return whether there is a gradient to apply."""
@@ -143,6 +202,7 @@ class StepUpdates:
             return
         if optimizer in self._stepped or step.committed:
             raise MisuseError(f"optimizer.step() twice in step {step.index}: an update is made once")
+        self._uncleared = [one for one in self._uncleared if one is not optimizer]
         if not several:
             self._commit(optimizer.optimizer)
         elif self.combine():
@@ -154,6 +214,7 @@ class StepUpdates:
 
     def _commit(self, *optimizers: torch.optim.Optimizer) -> None:
         assert self.step is not None
+        self._uncleared = [one for one in self._uncleared if one.has_gradient()]
         with in_words_of_accelerate():
             self.step.commit(*optimizers)
         self.last = self.step
@@ -176,15 +237,25 @@ class FleetOptimizer(NotCopied, AcceleratedOptimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing in a training loop: an update clears the gradients."""
+        self._updates.cleared(self.parameters())
         if self._updates.step is None:
             self.optimizer.zero_grad()
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters of all groups."""
+        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+
+    def has_gradient(self) -> bool:
+        """Return whether a parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self.parameters())
 
 
 class FleetScheduler(NotCopied, AcceleratedScheduler):
     """A prepared scheduler: it advances with the updates of the fleet.
 
     As Accelerate's own, it makes one step per process and update (none more with ``split_batches``), so that a schedule
-    made for ``len(loader)`` before ``prepare`` ends with the training. ``batches`` returns that number.
+    made for ``len(loader)`` before ``prepare`` ends with the training. ``batches`` returns that number, and
+    ``optimizers`` those prepared ones whose skipped update holds the scheduler back.
     """
 
     instead = "use scheduler.state_dict(), or scheduler.scheduler, for a prepared scheduler"
@@ -192,15 +263,16 @@ class FleetScheduler(NotCopied, AcceleratedScheduler):
     def __init__(
         self,
         scheduler: Any,
-        optimizers: Iterable[FleetOptimizer],
+        optimizers: Callable[[], Sequence[FleetOptimizer]],
         updates: StepUpdates,
         *,
         with_optimizer: bool,
         batches: Callable[[], int],
         warn: Callable[[str], None],
     ) -> None:
-        super().__init__(scheduler, list(optimizers), step_with_optimizer=with_optimizer)
+        super().__init__(scheduler, [], step_with_optimizer=with_optimizer)
         self._updates, self._batches, self._warn = updates, batches, warn
+        self._prepared = optimizers
         self._warned = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -209,6 +281,7 @@ class FleetScheduler(NotCopied, AcceleratedScheduler):
             self._updates.check_everybody_comes("scheduler.step() with step_scheduler_with_optimizer=False")
             self.scheduler.step(*args, **kwargs)
             return
+        self.optimizers = self._prepared()
         if not self._updates.sync or any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         for _ in range(self._batches()):
