@@ -757,6 +757,24 @@ def test_a_promise_is_void_when_members_change() -> None:
     promises.give(lambda: pytest.fail("nobody waits for it"))
 
 
+def test_a_worker_whose_peer_dies_while_its_copy_travels_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+
+    class Dying(Threads):
+        def send(self, *_: Any, **__: Any) -> None:
+            raise errors.pop()
+
+    errors = [FleetError("worker 1 was killed"), GenerationOver("generation 3 is over")]
+    promises = Promises(Dying(Meeting(2), 0))
+    for index in range(2):
+        promises.note(step_state(index, wants=(0, 1)))
+        promises.give(lambda: torch.ones(3, dtype=torch.uint8))
+        promises.join()
+    assert (failed, errors) == ([], [])
+    assert len(promises._giving) == 1, "threads that have ended are forgotten"
+
+
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 

@@ -14,8 +14,10 @@ import torch
 
 from clocks import give_clock
 from paceline.errors import Dropped, GenerationOver
+from paceline.gradients.header import Header, Layout
 from paceline.roster import Generation
 from paceline.roster.calls import BACKGROUND, CALLS
+from paceline.step.late.catch_up import Promises
 from paceline.transport.elastic import reform
 from paceline.transport.elastic import transport as elastic
 from paceline.transport.elastic.changes import MembershipChange
@@ -83,7 +85,31 @@ def test_a_sum_while_another_thread_re_forms_the_group_is_cut_short() -> None:
     with pytest.raises(GenerationOver):
         transport.sum(torch.zeros(1)).wait()
     with pytest.raises(GenerationOver):
-        transport.receive(torch.zeros(1), 1, 0)
+        transport.start_receive(torch.zeros(1), 1, 0).wait()
+
+
+@pytest.mark.parametrize("others", [(6,), (6, 8)], ids=["no such rank", "another worker's rank"])
+def test_a_copy_that_was_promised_in_an_earlier_group_goes_to_nobody_in_the_one_that_stands(
+    others: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, sent, failed = bare(), list[int](), list[Any]()
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    header = Header(Layout(3, 0, 0))
+    for rank in range(3):
+        header.write(rank, wants_state=rank == 2, behind=0)
+    asked: Any = SimpleNamespace(header=header, index=7, generation=5)
+    shown_in(transport, generation(5, 4, 6, 7))
+    promises = Promises(transport)
+    promises.note(asked)
+    hears_of(transport, generation(6, 4, *others))  # formed by the proxy, which was handed the round's result
+    engine: Any = SimpleNamespace(send=lambda tensor, to, tag: sent.append(to), takes=lambda _: False)
+    transport.group.connect(lambda rank, size: (engine, "a list"))
+    promises.give(lambda: torch.ones(3, dtype=torch.uint8))
+    promises.join()
+    assert (sent, failed) == ([], [])
+    transport.deliver_members_changed()
+    promises.note(asked)
+    promises.give(lambda: pytest.fail("it asks again"))
 
 
 def test_who_awaits_facts_in_a_generation_that_another_thread_has_left_asks_again_in_the_next() -> None:

@@ -188,6 +188,12 @@ class Elastic(Distributed):
     def release(self) -> None:
         self.hand_over.recorded.set()
 
+    def _group_of(self, generation: int) -> Group:
+        stands, group, _ = self.reform.standing()
+        if stands != generation or self.reform.is_over:
+            raise GenerationOver(f"generation {generation} is over", generation=generation)
+        return group
+
     @property
     def _round_here(self) -> Group | None:
         """The group of the round that this thread is in."""
