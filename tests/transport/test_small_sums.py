@@ -188,7 +188,7 @@ def test_a_connection_that_is_broken_already_is_a_named_error_too(call: str) -> 
         raise RuntimeError("Connection closed by peer")
 
     transport = FixedTransport.__new__(FixedTransport)
-    transport._formed, transport._noticed, transport._summed = Group(0, 2), threading.Event(), 0
+    transport._formed, transport._summed = Group(0, 2), 0
     engine: Any = SimpleNamespace(send=broken, receive=broken, sum=broken, takes=lambda _: False)
     transport.group.connect(lambda rank, size: (engine, "what is broken"))
     lost = WorkerLost("worker 1 (cpu) was killed")
