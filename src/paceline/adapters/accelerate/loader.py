@@ -366,7 +366,7 @@ class FleetLoader(NotCopied):
             same.check(label, source.name, answers, seen, source.look)
             speeds.take(answers)
         equal = [1] * context.transport.size
-        return self._parts(source, equal if self.even_batches else speeds.of_members())
+        return self._parts(source, equal if self.even_batches else speeds.of_members()[1])
 
     def _parts(self, source: Source, speeds: Sequence[int]) -> list[list[int]]:
         length, size = length_of(source), source.batch_size or 1

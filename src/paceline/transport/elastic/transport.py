@@ -125,12 +125,12 @@ class Elastic(Distributed):
         """Note whether this worker is in the fleet.
 
         Outside, some other worker leads as far as this one can see. Nothing else may change `outside`: rank, size and
-        workers go with it.
+        workers go with it, and change first, for another thread that finds this worker outside counts on them.
         """
-        self.outside = not inside
-        if self.outside:  # the others wait for it in their next round
+        if not inside:  # the others wait for it in their next round
             self.rank, self.size, self.workers = 1, 2, (-1, self.id)
-        else:
+        self.outside = not inside
+        if inside:
             self.loop.publish()
 
     def depart(self, *, agreed: bool) -> None:
