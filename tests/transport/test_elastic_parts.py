@@ -345,6 +345,61 @@ def test_a_store_that_fails_while_the_roster_answers_is_opened_anew_in_the_next_
     assert len(opened) == 2, "one connection for generation 5, and one for those after it"
 
 
+@pytest.mark.parametrize(("request_of_store", "lost"), [("was_signalled", False), ("signal", True)])
+def test_a_store_that_was_read_again_is_not_given_up_but_a_signal_that_was_lost_is(
+    request_of_store: str, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, now, broken = bare(), [100.0], [True]
+    give_clock(monkeypatch, elastic, SimpleNamespace(monotonic=lambda: now[0]))
+
+    def ask(*_: Any) -> bool:
+        if broken:
+            raise RuntimeError("timed out")
+        return False
+
+    store = SimpleNamespace(check=ask, set=ask)
+    shown_in(transport, generation(5, 4, 6), signals=store, board=store)
+    getattr(transport, request_of_store)("begun/0/3")
+    broken.clear()
+    getattr(transport, request_of_store)("begun/0/3")
+    now[0] += 2 * elastic.STORE_S
+    transport.reform.client.on_beat()
+    assert transport.reform.is_over is lost
+
+
+def test_a_group_that_comes_to_stand_while_the_last_one_is_given_up_goes_on() -> None:
+    transport = bare()
+
+    class Hopeless(Group):
+        @property
+        def hopeless(self) -> bool:
+            in_generation(transport, generation(6, 4, 7))  # by another thread, just now
+            return True
+
+    shown_in(transport, generation(5, 4, 6))
+    transport.reform.group = Hopeless(0, 2)
+    transport.reform.client.on_beat()
+    assert transport.reform.number == 6
+    assert not transport.reform.is_over
+    assert not transport.group.is_over
+
+
+def test_a_worker_that_falls_out_shows_its_place_before_it_shows_that_it_is_outside() -> None:
+    transport, seen = bare(), list[Any]()
+    shown_in(transport, generation(5, 1, 2, 3, 4))
+
+    class Looking(type(transport)):  # type: ignore[misc]
+        """Another thread looks whenever something has changed."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            seen.append((self.outside, self.rank, self.size, self.workers))
+
+    transport.__class__ = Looking
+    transport.entered(False)
+    assert {one for one in seen if one[0]} == {(True, 1, 2, (-1, 4))}
+
+
 class CutShort:
     """An engine whose broadcasts write something and then fail."""
 
