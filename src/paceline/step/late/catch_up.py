@@ -45,7 +45,8 @@ class Backlog:
             giver = peer_to_copy(step_state.header)
             if giver is not None:
                 self.wants_copy = False
-                self.copied = Copy(self._transport, giver, step_state.index, self._came)
+                before = self.copied  # it holds what the steps up to it no longer do
+                self.copied = Copy(self._transport, giver, step_state.index, self._came, before=before)
 
     def taken_over(self, step_state: StepState) -> None:
         """Forget a step that the user's loop has committed."""
@@ -61,7 +62,8 @@ class Backlog:
                 return
             copy.here = True
             if copy.declined:
-                self.copied = None
+                self.copied = copy.before
+            copy.before = None
             for step_state in [
                 step_state for step_state in self._kept if step_state.index <= copy.index and not copy.declined
             ]:
@@ -80,14 +82,14 @@ class Backlog:
                 return True
             if not self._copyable():
                 return False
-            self.wants_copy, self.copied = True, None
+            self.wants_copy = True
             return True
 
     def forget_copy(self) -> None:
         """Forget a copy that will not come, because members changed, and wake the loop that waits for it."""
         with self._lock:
             if self.copied is not None and not self.copied.here:
-                self.copied = None
+                self.copied = self.copied.before
                 self._lock.notify_all()
 
     def has_room(self) -> bool:
@@ -97,7 +99,17 @@ class Backlog:
 class Copy:
     """A peer's state after a step, being received on a thread of its own, from the giver of this generation."""
 
-    def __init__(self, transport: Transport, giver: int, index: int, came: Callable[[Copy], None]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        giver: int,
+        index: int,
+        came: Callable[[Copy], None],
+        *,
+        before: Copy | None = None,
+    ) -> None:
+        """Begin to receive the state after step ``index``. ``before``: an earlier copy, here and not taken over yet."""
+        self.before = before
         self.index, self.here = index, False
         """The step after which the state was taken, and whether it has arrived."""
         self.declined = False
