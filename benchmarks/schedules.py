@@ -30,12 +30,14 @@ from scheduled_fleets import draw, play  # noqa: E402
 
 CHUNK = 25
 """Schedules that a process plays before it says how they went."""
+NONE = {"schedules": 0, "faults": 0, "points": 0, "virtual_s": 0.0, "ended": 0, "ended_well": 0}
+"""What is counted; of the workers, those that ended, and those of them that ended with 0."""
 
 
 def play_all(seeds: range, name: str | None) -> dict[str, Any]:
     """Play these schedules, in a process of its own, and return what was wrong with which."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"wrong": {}, "faults": 0, "points": 0, "virtual_s": 0.0, "schedules": 0}
+    found: dict[str, Any] = {"wrong": {}, **NONE}
     with mutant(name):
         for seed in seeds:
             verdict = play(seed)
@@ -43,6 +45,8 @@ def play_all(seeds: range, name: str | None) -> dict[str, Any]:
             found["faults"] += len(draw(seed).faults)
             found["points"] += verdict.points
             found["virtual_s"] += verdict.virtual_s
+            found["ended"] += len(verdict.outcomes)
+            found["ended_well"] += sum(outcome.code == 0 for outcome in verdict.outcomes.values())
             if verdict.problems:
                 found["wrong"][seed] = [str(draw(seed)), *verdict.problems]
                 if name is not None:
@@ -67,7 +71,7 @@ def chunks(seeds: range, name: str | None) -> Iterator[tuple[range, str | None]]
 def run(seeds: range, *, at_once: int, name: str | None) -> dict[str, Any]:
     """Play the schedules in several processes, and print what is found as it is found."""
     began, told = time.monotonic(), 0.0
-    total: dict[str, Any] = {"schedules": 0, "faults": 0, "points": 0, "virtual_s": 0.0, "wrong": {}}
+    total: dict[str, Any] = {**NONE, "wrong": {}}
     gc.collect()
     gc.freeze()  # what was imported is no garbage, and need not be looked at again and again
     with multiprocessing.get_context("fork").Pool(at_once, maxtasksperchild=20) as pool:

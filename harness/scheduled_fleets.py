@@ -1,8 +1,9 @@
 """Random programs of elastic fleets under random schedules and faults, each the same for the same seed.
 
 `play(seed)` draws a program (a pace, a combine, an order, calls between steps), a schedule and faults, runs them on a
-`World`, and judges the run: everybody ends within a bound of virtual time, with a documented exit code; nobody's
-thread fails; every sample of every epoch counts exactly once; those who ended well hold the same weights, bit for bit.
+`World`, and judges the run: everybody ends within a bound of virtual time, with a documented exit code, and with 0
+where no fault touched it; nobody's thread fails; every sample of every epoch counts exactly once; those who ended well
+hold the same weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo  # the first optimiser imports it, for seconds: here it is imported before processes are forked
@@ -25,16 +27,23 @@ from paceline import concurrency
 from paceline.errors import FLEET_FAILED
 from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
+from paceline.step.late import catch_up
 from paceline.worker_exit import LEFT
 
-LENGTH, BATCH, MICRO = 16, 8, 2
+LENGTH, LONG, BATCH, MICRO = 16, 64, 8, 2
+"""Samples of an epoch in most programs, and in those where a loop falls far behind: near an epoch's end all wait."""
 EPOCHS, MORE_EPOCHS = 2, 4
 """Epochs of most programs, and of a quarter of them: there a dropped worker comes back before the others end."""
+FAR_BEHIND, FEW_BYTES = 0.2, 2000
+"""The part of programs in which loops fall far behind, and the bytes of the sums of three of their steps."""
 CODES = (0, KILLED, FLEET_FAILED, LEFT)
 """Exit codes that are documented, or were a fault's own."""
+TOO_LATE = "the run has ended"
+"""The error of a worker that came when all were done: it joined, or was dropped because the schedule kept it still."""
 PACES: dict[str, Callable[[], Any]] = {
     "adaptive": lambda: "adaptive",
     "equal": lambda: "equal",
+    "epoch": lambda: "epoch",
     "joint": lambda: paceline.Joint(least_gain=0.0),
     "auto": lambda: "auto",
     "cutoff": lambda: "cutoff",
@@ -115,6 +124,9 @@ class Case:
     stalls: float
     """How likely a micro-batch takes very long."""
     epochs: int = EPOCHS
+    length: int = LENGTH
+    most_bytes: int = catch_up.MOST_BYTES
+    """Bytes of sums that are kept for a late loop: with few, it takes over a copy of a peer's state."""
     faults: tuple[tuple[int, str, int, str], ...] = field(default=())
     """Point, kind, slot, and the worker's thread whose points are counted; without one, all points of the schedule."""
 
@@ -123,25 +135,28 @@ class Case:
         calls = ", ".join(f"{what} after {step}" for step, what in self.calls.items())
         return (
             f"seed {self.seed}: {self.size} workers, {self.pace}, {self.combine}{', own order' if self.order else ''}, "
-            f"{self.epochs} epochs; "
-            f"{calls or 'no calls'}; {faults or 'no faults'}"
+            f"{self.epochs} epochs of {self.length}, {self.most_bytes} bytes for late loops; {calls or 'no calls'}; "
+            f"{faults or 'no faults'}"
         )
 
 
 def draw(seed: int) -> Case:
-    """Draw a case from its seed. Half of them are about faults in rounds with deadlines and in calls beside them, where
-    a worker's threads meet."""
+    """Draw a case from its seed.
+
+    Half of them are about faults in rounds with deadlines and in calls beside them, where a worker's threads meet; in a
+    part of all, a loop falls so far behind that it takes over a copy of a peer's state.
+    """
     dice = random.Random(f"case {seed}")
     size, narrow = dice.choice((2, 3, 3, 4)), dice.random() < 0.5
     combine = "gradients" if narrow else dice.choice(("gradients",) * 4 + ("average", "period", "elastic"))
     paces = BOUNDED if narrow else list(PACES) if combine == "gradients" else ("adaptive", "equal")
     often = 0.6 if narrow else 0.25 if combine in ("gradients", "average") else 0.0  # else steps are each worker's own
     calls = {
-        step: dice.choice(("evaluate", "evaluate", "predict", "save", "any"))
+        step: dice.choice(("evaluate", "evaluate", "predict", "save", "any", "barrier"))
         for step in range(LENGTH // BATCH * EPOCHS + 1)
         if dice.random() < often
     }
-    return Case(
+    case = Case(
         seed=seed,
         size=size,
         pace=dice.choice(paces),
@@ -153,6 +168,11 @@ def draw(seed: int) -> Case:
         faults=_draw_narrow(dice, size) if narrow else _draw_wide(dice, size),
         epochs=dice.choice((EPOCHS, EPOCHS, EPOCHS, MORE_EPOCHS)),
     )
+    if dice.random() < FAR_BEHIND:
+        pace, most_bytes = dice.choice(("deadline", "count", "calm")), dice.choice((FEW_BYTES, 0, 0))
+        far: dict[str, Any] = {"pace": pace, "combine": "gradients", "stalls": 0.3, "length": LONG, "epochs": 1}
+        return replace(case, most_bytes=most_bytes, **far)
+    return case
 
 
 def _draw_wide(dice: random.Random, size: int) -> tuple[tuple[int, str, int, str], ...]:
@@ -177,7 +197,7 @@ def play(seed: int, *, case: Case | None = None) -> Verdict:
     case = case or draw(seed)
     torch.set_num_threads(1)
     scheduler = Scheduler(f"schedule {seed}")
-    with Folder() as folder:
+    with Folder() as folder, mock.patch.object(catch_up, "MOST_BYTES", case.most_bytes):
         world = World(scheduler, lambda world, slot: train(case, world, slot), size=case.size, folder=folder)
         for point, kind, slot, thread in case.faults:
             happens = partial(inject, world, kind, slot)
@@ -226,10 +246,10 @@ def inject(world: World, kind: str, slot: int) -> None:
 class Ledger(nn.Module):
     """Counts how often each sample was trained on: by a gradient of its own, so through everything gradients go."""
 
-    def __init__(self, epochs: int) -> None:
+    def __init__(self, epochs: int, length: int) -> None:
         super().__init__()
-        self.entries = nn.Parameter(torch.zeros(LENGTH, dtype=torch.float64))
-        self.register_buffer("counted", torch.zeros(epochs, LENGTH, dtype=torch.float64))
+        self.entries = nn.Parameter(torch.zeros(length, dtype=torch.float64))
+        self.register_buffer("counted", torch.zeros(epochs, length, dtype=torch.float64))
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         return self.entries[numbers].mean()
@@ -243,21 +263,21 @@ class Ledger(nn.Module):
 
 
 @cache
-def data() -> TensorDataset:
+def data(length: int) -> TensorDataset:
     """Return the samples, which nobody changes."""
-    x = torch.randn(LENGTH, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    return TensorDataset(x, x.sum(1, keepdim=True), torch.arange(LENGTH))
+    x = torch.randn(length, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return TensorDataset(x, x.sum(1, keepdim=True), torch.arange(length))
 
 
-def shuffled(epoch: int) -> list[int]:
-    """A script's own order."""
-    return [int(number) for number in torch.randperm(LENGTH, generator=torch.Generator().manual_seed(epoch))]
+def shuffled(length: int, epoch: int) -> list[int]:
+    """Return a script's own order."""
+    return [int(number) for number in torch.randperm(length, generator=torch.Generator().manual_seed(epoch))]
 
 
 def train(case: Case, world: World, slot: int) -> dict[str, Any]:
     """The script of every worker."""
     dice, gradients = random.Random(f"{case.seed}/{slot}"), case.combine == "gradients"
-    dataset = data()
+    dataset = data(case.length)
     with fleet_of(PACES[case.pace](), COMBINES[case.combine](), world.folder) as fleet:
         weights = torch.arange(1.0, 4.0, dtype=torch.float64).view(1, 3)
         net = nn.Linear(3, 1, dtype=torch.float64)
@@ -266,11 +286,11 @@ def train(case: Case, world: World, slot: int) -> dict[str, Any]:
             net.bias.zero_()
         model = fleet.model(net)
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)]
-        ledger = fleet.model(Ledger(case.epochs)) if gradients else None
+        ledger = fleet.model(Ledger(case.epochs, case.length)) if gradients else None
         if ledger is not None:
             optimizers.append(torch.optim.SGD(ledger.parameters(), lr=1.0))
         fleet.track(**{f"optimizer{number}": one for number, one in enumerate(optimizers)})
-        order = shuffled if case.order else None
+        order = partial(shuffled, case.length) if case.order else None
         for step in fleet.steps(dataset, global_batch=BATCH, micro_batch=MICRO, epochs=case.epochs, order=order):
             for x, y, numbers in step:
                 concurrency.sleep(case.slow[slot] * (20.0 if dice.random() < case.stalls else 1.0 + dice.random()))
@@ -293,17 +313,31 @@ def call(case: Case, fleet: Any, step: Any, dataset: TensorDataset, world: World
         world.scheduler.count_from_here(CALL)
     if what == "evaluate":
         found = fleet.evaluate(lambda x, y, numbers: {"seen": numbers}, dataset, sums="seen")
-        assert (found["seen"], found["count"]) == (LENGTH * (LENGTH - 1) / 2, LENGTH), f"evaluated {found}"
+        expected = case.length * (case.length - 1) / 2, case.length
+        assert (found["seen"], found["count"]) == expected, f"evaluated {found}"
     elif what == "predict":
         got = fleet.predict(lambda x, y, numbers: numbers.double(), dataset)
-        assert got.tolist() == list(range(LENGTH)), f"gathered {got}"
+        assert got.tolist() == list(range(case.length)), f"gathered {got}"
     elif what == "save":
         fleet.save(world.folder / "saved.pt")
     elif what == "any":
         fleet.any(step.index > 1)
+    elif what == "barrier":
+        fleet.barrier()
 
 
 # -- judgement ---------------------------------------------------------------------------------------------------------
+
+
+def touched(case: Case) -> set[int]:
+    """Return the slots whose workers a fault may end with another code than 0; all others end well in their last life.
+
+    A restart of the roster is everybody's; a connection that is cut is of the workers at both of its ends.
+    """
+    slots = {slot for _, _, slot, _ in case.faults}
+    slots |= {(slot + 1) % case.size for _, kind, slot, _ in case.faults if kind == "peers"}
+    everybody = any(kind == "roster restarts" for _, kind, _, _ in case.faults)
+    return slots | (set(range(case.size + 2)) if everybody else set())
 
 
 def judge(case: Case, verdict: Verdict) -> None:
@@ -311,6 +345,9 @@ def judge(case: Case, verdict: Verdict) -> None:
     for slot, outcome in verdict.outcomes.items():
         if outcome.code not in CODES:
             verdict.problems.append(f"CODE worker {slot} ended with {outcome.code}: {outcome.error}")
+        elif outcome.code != 0 and slot not in touched(case) and outcome.error != TOO_LATE:
+            text = f"CODE worker {slot}, which no fault touched, ended with {outcome.code}: {outcome.error}"
+            verdict.problems.append(text)
     values = [one.value for one in verdict.outcomes.values() if one.code == 0 and one.value is not None]
     if any(value["weights"] != values[0]["weights"] for value in values):
         verdict.problems.append("UNEQUAL replicas")

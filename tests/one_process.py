@@ -173,10 +173,10 @@ class Threads(Transport):
         everybodys = self.meeting.everybodys(key)
         return [json.loads(everybodys[rank]) for rank in range(self.size)]
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+    def send(self, tensor: torch.Tensor, to: int, tag: int, *, generation: int) -> None:
         self.meeting.bring(("to", to, self.rank, tag), self.rank, tensor.clone())
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+    def receive(self, tensor: torch.Tensor, source: int, tag: int, *, generation: int) -> None:
         tensor.copy_(self.meeting.everybodys(("to", self.rank, source, tag), 1)[source])
 
     def slot(self, name: str) -> int:

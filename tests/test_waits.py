@@ -19,7 +19,7 @@ from source_trees import tree
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "paceline"
 PAGE = ROOT / "docs" / "internals.md"
-HEADING = "## Every wait has an end"
+HEADING, STORE_HEADING = "## Every wait has an end", "## Requests to a store"
 THROUGH = "concurrency.py"
 """The one file that may use the modules below."""
 MODULES = ("threading", "queue", "_thread", "sched")
@@ -170,9 +170,9 @@ def _is_handed_on(call: ast.Call) -> bool:
     return "recv_bytes" in handed or (calls == "iter" and "get" in handed)
 
 
-def table(page: str) -> list[list[str]]:
-    """Return the rows of the page's table: file, function, what is waited for, what ends it."""
-    section = page.partition(HEADING)[2].partition("\n## ")[0]
+def table(page: str, heading: str = HEADING) -> list[list[str]]:
+    """Return the rows of a section's table: file, function, what is waited for, what ends it."""
+    section = page.partition(heading)[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return rows[2:]
 
@@ -201,6 +201,54 @@ def test_every_row_of_the_table_says_what_is_waited_for_and_what_ends_it_and_sta
     keys = [tuple(row[:2]) for row in rows]
     assert keys == sorted(set(keys)), "by file and function"
 
+
+# -- requests to a store -----------------------------------------------------------------------------------------------
+
+STORES = ("store", "root", "launcher", "signals", "board")
+"""Words in the names of what a store is held by."""
+REQUESTS = ("get", "set", "check", "add", "compare_set", "delete_key", "list_keys", "wait")
+
+
+def asks_store(module: ast.Module) -> bool:
+    """Return whether a module makes a request of a store, or a connection to one."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and (node.attr == "TCPStore" or (node.attr in REQUESTS and _holds_store(node.value)))
+        for node in ast.walk(module)
+    )
+
+
+def _holds_store(expression: ast.expr) -> bool:
+    inner = expression.func if isinstance(expression, ast.Call) else expression
+    name = inner.attr if isinstance(inner, ast.Attribute) else inner.id if isinstance(inner, ast.Name) else ""
+    return any(name.strip("_") == word or name.endswith(f"_{word}") for word in STORES)
+
+
+def test_every_file_that_asks_a_store_is_in_the_table_with_what_ends_its_requests() -> None:
+    found = sorted(str(file.relative_to(SOURCE)) for file in SOURCE.rglob("*.py") if asks_store(tree(file)))
+    rows = table(PAGE.read_text(), STORE_HEADING)
+    assert [named(row[0]) for row in rows] == found
+    assert all(len(row) == 3 and all(row) for row in rows), rows
+
+
+@pytest.mark.parametrize(
+    ("source", "asks"),
+    [
+        ("self._store.get(key)", True),
+        ("group.store.check(keys)", True),
+        ("partial(self._store().compare_set, key)", True),
+        ("dist.TCPStore(host, port)", True),
+        ("self.group.board.check([name])", True),
+        ("settings.get(name)", False),
+        ("self._restored.get(name)", False),
+        ("self.store = store", False),
+    ],
+)
+def test_a_request_to_a_store_is_found(source: str, asks: bool) -> None:
+    assert asks_store(ast.parse(source)) is asks
+
+
+# -- which waits are bounded -------------------------------------------------------------------------------------------
 
 BOUNDED = [
     "thread.join(5.0)",

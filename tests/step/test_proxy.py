@@ -712,6 +712,34 @@ def test_a_copy_that_is_declined_leaves_the_steps_to_the_loop() -> None:
         assert one.total is not None
 
 
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize("second", ["declined", "forgotten"])
+def test_a_copy_that_is_here_is_taken_over_though_a_later_one_does_not_come(second: str) -> None:
+    backlog, meeting, _ = backlog_of()
+    promises, first = Promises(Threads(meeting, 0)), step_state(5, wants=(0, 1))
+    backlog.wants_copy = True
+    backlog.keep(first)
+    promises.note(first)
+    promises.give(lambda: torch.ones(3, dtype=torch.uint8))
+    here = backlog.copied
+    assert here is not None
+    eventually(lambda: here.here, "the copy comes")
+    assert first.total is None, "the copy alone has what it gave"
+    for index in (6, 7, 8):
+        backlog.keep(step_state(index))
+    assert backlog.make_room()
+    assert backlog.wants_copy
+    asked = step_state(9, wants=(0, 1))
+    backlog.keep(asked)
+    assert backlog.copied is not here
+    if second == "declined":
+        promises.note(asked)
+        promises.decline()
+    else:
+        backlog.forget_copy()
+    eventually(lambda: backlog.copied is here, "the loop has the state that it needs")
+
+
 def test_a_copy_that_was_forgotten_does_nothing_when_it_comes() -> None:
     backlog, meeting, lock = backlog_of()
     promises, one = Promises(Threads(meeting, 0)), step_state(5, wants=(0, 1))
@@ -755,6 +783,24 @@ def test_a_promise_is_void_when_members_change() -> None:
     promises.note(step_state(5, wants=(0, 1)))
     promises.members_changed()
     promises.give(lambda: pytest.fail("nobody waits for it"))
+
+
+def test_a_worker_whose_peer_dies_while_its_copy_travels_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+
+    class Dying(Threads):
+        def send(self, *_: Any, **__: Any) -> None:
+            raise errors.pop()
+
+    errors = [FleetError("worker 1 was killed"), GenerationOver("generation 3 is over")]
+    promises = Promises(Dying(Meeting(2), 0))
+    for index in range(2):
+        promises.note(step_state(index, wants=(0, 1)))
+        promises.give(lambda: torch.ones(3, dtype=torch.uint8))
+        promises.join()
+    assert (failed, errors) == ([], [])
+    assert len(promises._giving) == 1, "threads that have ended are forgotten"
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ import torch
 
 from clocks import give_clock
 from paceline.errors import Dropped, GenerationOver
+from paceline.gradients.header import Header, Layout
 from paceline.roster import Generation
 from paceline.roster.calls import BACKGROUND, CALLS
+from paceline.step.late.catch_up import Promises
 from paceline.transport.elastic import reform
 from paceline.transport.elastic import transport as elastic
 from paceline.transport.elastic.changes import MembershipChange
@@ -83,7 +85,31 @@ def test_a_sum_while_another_thread_re_forms_the_group_is_cut_short() -> None:
     with pytest.raises(GenerationOver):
         transport.sum(torch.zeros(1)).wait()
     with pytest.raises(GenerationOver):
-        transport.receive(torch.zeros(1), 1, 0)
+        transport.start_receive(torch.zeros(1), 1, 0).wait()
+
+
+@pytest.mark.parametrize("others", [(6,), (6, 8)], ids=["no such rank", "another worker's rank"])
+def test_a_copy_that_was_promised_in_an_earlier_group_goes_to_nobody_in_the_one_that_stands(
+    others: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, sent, failed = bare(), list[int](), list[Any]()
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    header = Header(Layout(3, 0, 0))
+    for rank in range(3):
+        header.write(rank, wants_state=rank == 2, behind=0)
+    asked: Any = SimpleNamespace(header=header, index=7, generation=5)
+    shown_in(transport, generation(5, 4, 6, 7))
+    promises = Promises(transport)
+    promises.note(asked)
+    hears_of(transport, generation(6, 4, *others))  # formed by the proxy, which was handed the round's result
+    engine: Any = SimpleNamespace(send=lambda tensor, to, tag: sent.append(to), takes=lambda _: False)
+    transport.group.connect(lambda rank, size: (engine, "a list"))
+    promises.give(lambda: torch.ones(3, dtype=torch.uint8))
+    promises.join()
+    assert (sent, failed) == ([], [])
+    transport.deliver_members_changed()
+    promises.note(asked)
+    promises.give(lambda: pytest.fail("it asks again"))
 
 
 def test_who_awaits_facts_in_a_generation_that_another_thread_has_left_asks_again_in_the_next() -> None:
@@ -317,6 +343,61 @@ def test_a_store_that_fails_while_the_roster_answers_is_opened_anew_in_the_next_
     connector.open_store(generation(6, 4, 6), worker=4)
     connector.open_store(generation(7, 4, 6), worker=4)
     assert len(opened) == 2, "one connection for generation 5, and one for those after it"
+
+
+@pytest.mark.parametrize(("request_of_store", "lost"), [("was_signalled", False), ("signal", True)])
+def test_a_store_that_was_read_again_is_not_given_up_but_a_signal_that_was_lost_is(
+    request_of_store: str, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, now, broken = bare(), [100.0], [True]
+    give_clock(monkeypatch, elastic, SimpleNamespace(monotonic=lambda: now[0]))
+
+    def ask(*_: Any) -> bool:
+        if broken:
+            raise RuntimeError("timed out")
+        return False
+
+    store = SimpleNamespace(check=ask, set=ask)
+    shown_in(transport, generation(5, 4, 6), signals=store, board=store)
+    getattr(transport, request_of_store)("begun/0/3")
+    broken.clear()
+    getattr(transport, request_of_store)("begun/0/3")
+    now[0] += 2 * elastic.STORE_S
+    transport.reform.client.on_beat()
+    assert transport.reform.is_over is lost
+
+
+def test_a_group_that_comes_to_stand_while_the_last_one_is_given_up_goes_on() -> None:
+    transport = bare()
+
+    class Hopeless(Group):
+        @property
+        def hopeless(self) -> bool:
+            in_generation(transport, generation(6, 4, 7))  # by another thread, just now
+            return True
+
+    shown_in(transport, generation(5, 4, 6))
+    transport.reform.group = Hopeless(0, 2)
+    transport.reform.client.on_beat()
+    assert transport.reform.number == 6
+    assert not transport.reform.is_over
+    assert not transport.group.is_over
+
+
+def test_a_worker_that_falls_out_shows_its_place_before_it_shows_that_it_is_outside() -> None:
+    transport, seen = bare(), list[Any]()
+    shown_in(transport, generation(5, 1, 2, 3, 4))
+
+    class Looking(type(transport)):  # type: ignore[misc]
+        """Another thread looks whenever something has changed."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            seen.append((self.outside, self.rank, self.size, self.workers))
+
+    transport.__class__ = Looking
+    transport.entered(False)
+    assert {one for one in seen if one[0]} == {(True, 1, 2, (-1, 4))}
 
 
 class CutShort:

@@ -13,11 +13,15 @@ import torch.distributed as dist
 
 import paceline
 from lone import flat, linear, numbers, plain, sgd, training
+from paceline import concurrency
+from paceline.errors import FLEET_FAILED, WorkerLost
 from paceline.gradients.header import SUMS
 from paceline.observe import read_log
+from paceline.transport import group as groups
 from paceline.transport.distributed import Slots
 from paceline.transport.engines.registry import choose
-from paceline.transport.fixed import launched
+from paceline.transport.fixed import FixedTransport, launched
+from paceline.transport.group import Group
 from ports import own_port
 
 
@@ -89,6 +93,37 @@ def test_a_fleet_leaves_no_threads_behind(launcher: None, tmp_path: Path) -> Non
     with paceline.join(quiet=True, run_dir=tmp_path):
         assert any(thread.name == "paceline-heartbeat" for thread in threading.enumerate())
     assert {thread.name for thread in threading.enumerate()} <= before
+
+
+class Waiting:
+    """A heartbeat whose worker has threads that wait in these calls."""
+
+    def __init__(self, *waiting: str) -> None:
+        self.failure, self.waiting = WorkerLost("worker 2 was killed"), set(waiting)
+
+    def waits(self) -> set[str]:
+        return set(self.waiting)
+
+
+@pytest.mark.parametrize("both_leave", [False, True])
+def test_a_thread_that_stays_stuck_ends_a_worker_of_which_another_thread_has_heard_of_the_loss(
+    both_leave: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended, transport = threading.Event(), FixedTransport.__new__(FixedTransport)
+    monkeypatch.setattr(concurrency, "end_process", lambda code: ended.set() if code == FLEET_FAILED else None)
+    monkeypatch.setattr(groups, "LEAVE_S", 0.3)
+    monkeypatch.setattr(groups, "SLICE_S", 0.02)
+    transport._heartbeat = heartbeat = Waiting("the round of step 3", "fleet.evaluate()")  # type: ignore[assignment]
+    transport._formed = Group(0, 2)
+    transport._groups = [transport._formed]
+    transport._unblock()
+    assert transport.failed(RuntimeError("closed by peer")) is heartbeat.failure, "the proxy's thread"
+    heartbeat.waiting.remove("the round of step 3")
+    if both_leave:
+        heartbeat.waiting.remove("fleet.evaluate()")
+    assert ended.wait(1.0 if both_leave else 10.0) is not both_leave
+    assert transport.group.is_over
+    assert ("worker 2 was killed" in capsys.readouterr().err) is not both_leave
 
 
 class Simultaneous:

@@ -227,10 +227,13 @@ class Cut:
 
     def __init__(self) -> None:
         self._store, self.cut, self.healed = dist.HashStore(), threading.Event(), threading.Event()
+        self.asked, self.answered = threading.Event(), threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         if self.cut.is_set():
-            self.healed.wait(10)
+            self.asked.set()
+            self.healed.wait(20)
+            self.answered.set()
         return getattr(self._store, name)
 
 
@@ -253,3 +256,37 @@ def test_a_worker_that_is_cut_off_from_the_store_says_so_and_ends(
         assert "the network is cut" in str(beat.failure)
     store.healed.set()
     beat.stop()
+
+
+def test_a_broken_connection_is_named_though_another_thread_waits_for_a_store_that_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heartbeat, "SILENT_S", 0.6)
+    monkeypatch.setattr(heartbeat, "CHECK_S", 0.2)
+    store, own, failed = Cut(), CallSequences(calls.CALLS, calls.BACKGROUND, calls.GROUP), threading.Event()
+    beat = Heartbeat(store, dist.HashStore(), 1, 2, names=["a", "b"], sequences=own, on_failure=failed.set)
+    beat.enter("the round of step 3")
+    store.cut.set()
+    wait_until(store.asked.is_set)  # by the thread that beats, which holds the connection's lock
+    found = beat.diagnose(RuntimeError("[gloo/transport] Connection reset by peer"))
+    assert "where the fleet meets, has not answered" in str(found)
+    assert found is beat.failure
+    assert not store.answered.is_set(), "its request has not ended"
+    assert failed.is_set()
+    store.healed.set()
+    beat.stop()
+
+
+def test_whoever_learns_of_a_failure_first_frees_all_that_wait_and_nobody_waits_after_it(
+    eyes: Callable[[int], Eyes],
+) -> None:
+    crew = eyes(1)
+    own, failed = crew.workers[0], crew.failed[0]
+    own.enter("the round of step 3")
+    published = own.publish("lost", "worker 1 was killed")  # by another thread, whose connection broke first
+    assert failed.is_set()
+    own.leave()
+    with pytest.raises(WorkerLost) as raised:
+        own.enter("the round of step 4")
+    assert raised.value is published
+    assert not own.waits()

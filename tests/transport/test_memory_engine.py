@@ -13,6 +13,7 @@ import torch
 from memory_connector import MemoryConnector
 from memory_store import MemoryPrefix, MemoryServer, MemoryStore, open_memory_store
 
+from clocks import give_clock
 from paceline import concurrency
 from paceline.errors import FLEET_FAILED
 from paceline.roster import Generation
@@ -376,6 +377,29 @@ def test_a_group_that_is_broken_off_while_it_connects_fails_as_well() -> None:
         group.receive(torch.zeros(1), 1, 7).wait(no_look)
     with pytest.raises(RuntimeError, match="over"):
         group.check_open()
+
+
+@pytest.mark.parametrize("case", ["hopeless", "whole", "nobody waits", "just begun", "broken off"])
+def test_a_group_is_hopeless_where_a_thread_waits_for_long_though_a_connection_is_broken(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "LEAVE_S", 100.0)
+    now = [1000.0]
+    give_clock(monkeypatch, groups, SimpleNamespace(monotonic=lambda: now[0]))
+    network = MemoryNetwork()
+    group, engine = Group(0, 3), MemoryEngine(network, "group", 0, 3)
+    group.connect(lambda rank, size: (engine, "memory"))
+    work = Endless()
+    thread = waiting_in(group, work) if case != "nobody waits" else threading.Thread()
+    now[0] += 99.0 if case == "just begun" else 101.0
+    if case != "whole":
+        network.break_pair("group", 0, 2)
+    if case == "broken off":
+        group.break_off()
+    assert group.hopeless is (case == "hopeless")
+    work.freed.set()
+    if thread.ident:
+        thread.join(5)
 
 
 def test_a_wedged_engine_is_such_a_case(ended: Any) -> None:

@@ -188,14 +188,15 @@ def test_a_connection_that_is_broken_already_is_a_named_error_too(call: str) -> 
         raise RuntimeError("Connection closed by peer")
 
     transport = FixedTransport.__new__(FixedTransport)
-    transport._formed, transport._noticed, transport._summed = Group(0, 2), threading.Event(), 0
+    transport._formed, transport._summed = Group(0, 2), 0
     engine: Any = SimpleNamespace(send=broken, receive=broken, sum=broken, takes=lambda _: False)
     transport.group.connect(lambda rank, size: (engine, "what is broken"))
     lost = WorkerLost("worker 1 (cpu) was killed")
     transport._heartbeat = SimpleNamespace(failure=None, diagnose=lambda error: lost)  # type: ignore[assignment]
-    args = () if call == "sum" else (1, 7)
+    where: tuple[int, ...] = () if call == "sum" else (1, 7)
+    options = {} if call == "sum" else {"generation": 0}
     with pytest.raises(WorkerLost, match="worker 1"):
-        (getattr(transport, call)(torch.zeros(3), *args) or Over()).wait()
+        (getattr(transport, call)(torch.zeros(3), *where, **options) or Over()).wait()
 
 
 def test_a_sum_is_kept_until_another_round_of_sums_is_over_whatever_rounds_without_sums_end_meanwhile() -> None:

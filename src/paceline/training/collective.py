@@ -186,8 +186,8 @@ class CollectiveCalls:
         Each worker present takes a part of the data by its speed; one that is not in the fleet takes all of it,
         ``alone``.
         """
-        speeds = (0, 1) if alone else self._speeds.of_members()
+        rank, speeds = (1, (0, 1)) if alone else self._speeds.of_members()
         shares = proportional(np.asarray(speeds, dtype=float), evaluating.length_of(source)).tolist()
         transport = self._context.transport
         part = (transport.shard, transport.shards)
-        return evaluating.each_batch(source, shares=shares, rank=transport.rank, batch_size=size, part=part)
+        return evaluating.each_batch(source, shares=shares, rank=rank, batch_size=size, part=part)

@@ -274,8 +274,12 @@ class AgreedSpeeds:
         """Adopt the leader's speeds."""
         self._workers, self._speeds = tuple(everybody[0]["workers"]), tuple(everybody[0]["speeds"])
 
-    def of_members(self) -> tuple[int, ...]:
-        """Return the speeds of the workers present, by rank: equal ones where the leader's are of other members."""
-        transport, speeds = self._context.transport, self._speeds
-        known = self._workers == transport.workers and len(speeds) == transport.size and any(speeds)
-        return speeds if known else (1,) * transport.size
+    def of_members(self) -> tuple[int, tuple[int, ...]]:
+        """Return this worker's rank, and the speeds of the workers present, by rank.
+
+        The speeds are equal where the leader's are of other members. Members are read once: the proxy may follow a
+        change of them meanwhile.
+        """
+        workers, speeds = self._context.transport.workers, self._speeds
+        known = self._workers == workers and len(speeds) == len(workers) and any(speeds)
+        return workers.index(self._context.transport.id), speeds if known else (1,) * len(workers)

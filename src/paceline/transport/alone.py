@@ -38,10 +38,10 @@ class Alone(Transport):
     def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
         return
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+    def send(self, tensor: torch.Tensor, to: int, tag: int, *, generation: int) -> None:
         raise AssertionError("a worker alone has nobody to send to")
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+    def receive(self, tensor: torch.Tensor, source: int, tag: int, *, generation: int) -> None:
         raise AssertionError("a worker alone has nobody to receive from")
 
     def gather(self, label: str, value: Any) -> list[Any]:

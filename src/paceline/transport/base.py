@@ -212,11 +212,14 @@ class Transport(Collective, Protocol):
         ``inside``: on all processes of a worker, and not on the first alone.
         """
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        """Send a CPU tensor to one worker, which receives it under the same tag; from any thread."""
+    def send(self, tensor: torch.Tensor, to: int, tag: int, *, generation: int) -> None:
+        """Send a CPU tensor to one worker of this generation, which receives it under the same tag; from any thread.
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        """Fill a CPU tensor with what one worker sends; from any thread."""
+        Raises `GenerationOver` where the group of another generation stands: there the rank is another worker's.
+        """
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int, *, generation: int) -> None:
+        """Fill a CPU tensor with what one worker of this generation sends, as in `send`."""
 
     def slot(self, name: str) -> int:
         """Return a small number for ``name``, the same on every worker; given out on first use by anybody."""

@@ -123,11 +123,17 @@ class Distributed(Transport, ABC):
         if self._link is not None:
             concurrency.sleep(self._link.seconds(data, workers=self.group.size))
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        self.start_send(tensor, to, tag).wait()
+    def send(self, tensor: torch.Tensor, to: int, tag: int, *, generation: int) -> None:
+        start = partial(Group.send, tensor=tensor, to=to, tag=tag)
+        Watched.started(start, self.watch, group=self._group_of(generation)).wait()
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        self.start_receive(tensor, source, tag).wait()
+    def receive(self, tensor: torch.Tensor, source: int, tag: int, *, generation: int) -> None:
+        start = partial(Group.receive, tensor=tensor, source=source, tag=tag)
+        Watched.started(start, self.watch, group=self._group_of(generation)).wait()
+
+    def _group_of(self, generation: int) -> Group:
+        """Return the group of this generation; raise `GenerationOver` where another stands."""
+        return self.group
 
     def start_send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
         """Start to send a tensor, which must not change until the message was waited for."""

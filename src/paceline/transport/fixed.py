@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from paceline import concurrency
-from paceline.errors import FLEET_FAILED, FleetError, LoaderDied, PacelineError
+from paceline.errors import FleetError, LoaderDied, PacelineError
 from paceline.roster.calls import BACKGROUND, CALLS, GROUP, name_workers, without_answer
 from paceline.transport.alone import Alone
 from paceline.transport.base import Collective, Pending, RoundTensors, made
@@ -27,7 +26,7 @@ from paceline.transport.call_sequences import CallSequences
 from paceline.transport.distributed import Distributed, channels, facts_of, one_line
 from paceline.transport.engines.contract import Engine, EngineKind, Meeting
 from paceline.transport.engines.registry import ENGINES, choose
-from paceline.transport.group import Group, let_go
+from paceline.transport.group import Group, end_if_stuck, let_go
 from paceline.transport.heartbeat import Heartbeat
 from paceline.transport.network import Store, dist
 from paceline.transport.paths import find_address, own_addresses
@@ -36,7 +35,8 @@ from paceline.transport.topology import Topology
 
 logger = logging.getLogger("paceline")
 
-UNBLOCK_S = 5.0
+GOODBYE_S = 5.0
+"""How long the leader, which may hold the store, waits at the end for the others to have left."""
 PATIENT_TURNS = 4
 """How often workers try to reach each other before the run is given up, each time for some seconds."""
 HEARING_S = 3.0
@@ -96,7 +96,6 @@ class FixedTransport(Distributed):
         self._subgroups: dict[tuple[int, ...], Collective] = {}
         self._groups = [self._formed]
         """The whole fleet's group, and those of its subgroups."""
-        self._noticed = concurrency.Event()
         self._names = [f"worker {rank}" for rank in range(self.size)]
         heartbeat_root = root.clone()
         self._heartbeat = Heartbeat(
@@ -188,7 +187,6 @@ class FixedTransport(Distributed):
         assert group is self.group, "it is the same from beginning to end"
 
     def unlike_calls(self, labels: dict[int, str]) -> FleetError:
-        self._noticed.set()
         return self._heartbeat.mismatch(labels)
 
     @property
@@ -217,7 +215,6 @@ class FixedTransport(Distributed):
         """Return the named error behind an engine's error."""
         if (died := LoaderDied.told_by(error)) is not None:
             return died
-        self._noticed.set()
         return self._heartbeat.failure or self._heartbeat.diagnose(error)
 
     def close(self, *, failure: BaseException | None = None) -> None:
@@ -225,7 +222,6 @@ class FixedTransport(Distributed):
             self._say_goodbye()
         elif not isinstance(failure, FleetError):
             self._heartbeat.publish("lost", f"{self._names[self.rank]} ended with {one_line(failure)}")
-        self._noticed.set()
         if failure is not None:
             if self._holds_store:
                 self._heartbeat.await_acknowledgements(HEARING_S)
@@ -239,24 +235,23 @@ class FixedTransport(Distributed):
         if self.rank:
             self.group.store.set(f"bye/{self.rank}", "")
             return
-        until = concurrency.monotonic() + UNBLOCK_S
+        until = concurrency.monotonic() + GOODBYE_S
         others = [f"bye/{rank}" for rank in range(1, self.size)]
         while others and not self.group.store.check(others) and concurrency.monotonic() < until:
             concurrency.sleep(0.002)
 
     def _unblock(self) -> None:
-        """Free this worker's main thread from a sum that will never end; failing that, end the process."""
+        """Free this worker's threads from calls that will never end; failing that, end the process."""
         self._break_off()
-        concurrency.Thread(target=self._leave_if_stuck, name="paceline-unblock", daemon=True).start()
+        end_if_stuck(self._waits, f"paceline: {self._heartbeat.failure}")
+
+    def _waits(self) -> set[Any]:
+        """Return what this worker's threads wait in now: calls and messages of the fleet, and a script's collective."""
+        return self._heartbeat.waits().union(*(group.waits.now() for group in self._groups))
 
     def _break_off(self) -> None:
         for group in self._groups:
             group.break_off()
-
-    def _leave_if_stuck(self) -> None:
-        if not self._noticed.wait(UNBLOCK_S):
-            print(f"paceline: {self._heartbeat.failure}", file=sys.stderr, flush=True)
-            os._exit(FLEET_FAILED)
 
 
 class Subgroup(Collective):

@@ -52,7 +52,8 @@ class Watch(Protocol):
 # -- threads that wait in an engine --------------------------------------------------------------------------------
 
 # On a connection that breaks at the wrong moment Gloo may forget to wake a thread that waits for a message. Nothing in
-# the process can free that thread. The worker then ends, the roster sees that, and the worker can come back.
+# the process can free that thread. The worker then ends. In an elastic fleet the roster sees that, and the worker can
+# come back; in a fixed one all workers end.
 
 LEAVE_S = 5.0
 """How long a thread may stay in the engine after its connections were shut."""
@@ -92,19 +93,28 @@ class EngineWaits:
         now = concurrency.monotonic()
         return max((now - wait.since for wait in self._waits.copy()), default=0.0)
 
-    def end_if_stuck(self) -> None:
-        """End the process when a thread that waits now is in the same wait after `LEAVE_S`; returns at once."""
-        if stuck := self._waits.copy():
-            concurrency.Thread(target=self._watch, args=(stuck,), name="paceline-stuck", daemon=True).start()
+    def now(self) -> set[Any]:
+        """Return the waits that threads are in now."""
+        return set(self._waits.copy())
 
-    def _watch(self, stuck: set[EngineWait]) -> None:
-        for _ in range(round(LEAVE_S / SLICE_S)):
-            concurrency.sleep(SLICE_S)
-            stuck &= self._waits
-            if not stuck:
-                return
-        print(STUCK, file=sys.stderr, flush=True)
-        concurrency.end_process(FLEET_FAILED)
+
+def end_if_stuck(waits: Callable[[], set[Any]], text: str) -> None:
+    """End the process when a thread that waits now is in the same wait after `LEAVE_S`; returns at once.
+
+    ``waits`` returns the waits that threads are in; ``text`` is printed before the end.
+    """
+    if stuck := waits():
+        concurrency.Thread(target=_watch, args=(stuck, waits, text), name="paceline-stuck", daemon=True).start()
+
+
+def _watch(stuck: set[Any], waits: Callable[[], set[Any]], text: str) -> None:
+    for _ in range(round(LEAVE_S / SLICE_S)):
+        concurrency.sleep(SLICE_S)
+        stuck &= waits()
+        if not stuck:
+            return
+    print(text, file=sys.stderr, flush=True)
+    concurrency.end_process(FLEET_FAILED)
 
 
 # -- the group -----------------------------------------------------------------------------------------------------
@@ -293,7 +303,7 @@ class Group:
 
     def end_if_stuck(self) -> None:
         """End the process, some seconds from now, if a thread is still in a wait of this broken-off group."""
-        self.waits.end_if_stuck()
+        end_if_stuck(self.waits.now, STUCK)
 
     def close(self) -> list[Closer]:
         """Give up the engine; returns, once, what frees it and its last messages, for `let_go`."""

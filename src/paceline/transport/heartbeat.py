@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from paceline import concurrency
@@ -29,6 +29,8 @@ SILENT_S = 10.0
 """A worker that has not beaten for so long is lost. A live process beats from its own thread, whatever it computes."""
 SILENT_AFTER_RESET_S = 3.0
 """That limit once a connection broke: then somebody is certainly gone."""
+LOOK_S = 0.1
+"""Seconds between two looks at whether a failure is known, while its cause is looked for."""
 QUIET_S = 5.0
 """A store that has not answered for so long is warned about."""
 FOREIGN_S = 15.0
@@ -55,8 +57,8 @@ class Heartbeat:
     """This worker's heartbeat, and its eye on the others.
 
     ``launcher`` is where a launcher notes the workers it saw die, under ``died/<rank>``; ``sequences`` says where this
-    worker is. ``on_failure`` is called (on the heartbeat's thread) to unblock this worker's wait; the error is in
-    `failure`.
+    worker is. ``on_failure`` is called, on the thread that learns of a failure first, to unblock this worker's waits;
+    the error is in `failure`.
     """
 
     def __init__(
@@ -96,11 +98,19 @@ class Heartbeat:
         """Begin collective call number N; from now on this worker waits for the others."""
         call = self._sequences.enter(label, lane=lane, since=concurrency.monotonic())
         if self.failure:  # found while this worker was busy: nobody may be there to wait for
+            self.leave(lane=lane)
             raise self.failure
         return call
 
     def leave(self, *, lane: str = CALLS) -> None:
         self._sequences.leave(lane=lane)
+
+    def waits(self) -> set[Hashable]:
+        """Return what threads of this worker wait in: calls of the fleet, and a collective of the script's own."""
+        found: set[Hashable] = {at for at in self._sequences.positions.items() if at[1].since is not None}
+        if foreign := self._foreign.current()[0]:
+            found.add(foreign)
+        return found
 
     def stop(self) -> None:
         self._stop.set()
@@ -110,16 +120,28 @@ class Heartbeat:
     def publish(self, kind: str, text: str) -> FleetError:
         """Make this failure everybody's, unless another was published first; return the one that stands."""
         mine = json.dumps({"kind": kind, "text": text, "by": self._rank})
-        with self._using_store:
-            try:
-                stands = json.loads(self._store.compare_set("failure", "", mine))
-                self._store.set(f"knows/{self._rank}", "")  # the worker that holds the store may leave now
-            except (RuntimeError, ValueError) as error:
-                if not text:
-                    return _store_gone(error)
-                stands = json.loads(mine)
-            self.failure = self.failure or ERRORS.get(stands["kind"], FleetError)(stands["text"])
-        return self.failure
+        if (known := self._take_store()) is not None:
+            return known
+        try:
+            stands = json.loads(self._store.compare_set("failure", "", mine))
+            self._store.set(f"knows/{self._rank}", "")  # the worker that holds the store may leave now
+        except (RuntimeError, ValueError) as error:
+            if not text:
+                return _store_gone(error)
+            stands = json.loads(mine)
+        finally:
+            self._using_store.release()
+        return self._fail(ERRORS.get(stands["kind"], FleetError)(stands["text"]))
+
+    def _take_store(self) -> FleetError | None:
+        """Take the lock of the store, or return the failure that is known before.
+
+        Another thread's request may hold the lock for minutes, where the store's computer does not answer.
+        """
+        while not self._using_store.acquire(timeout=LOOK_S):
+            if self.failure is not None:
+                return self.failure
+        return None
 
     def await_acknowledgements(self, within_s: float) -> None:
         """Wait, not for long, until every worker that can still read the failure has done so."""
@@ -137,14 +159,17 @@ class Heartbeat:
         seen: dict[int, SeenBeat] = {}
         until = concurrency.monotonic() + SILENT_S
         while concurrency.monotonic() < until:
+            if (known := self._take_store()) is not None:
+                return known
             try:
-                with self._using_store:
-                    found = self.failure or self._find_failure(seen, SILENT_AFTER_RESET_S)
+                found = self.failure or self._find_failure(seen, SILENT_AFTER_RESET_S)
             except RuntimeError as lost:
                 return _store_gone(lost)
+            finally:
+                self._using_store.release()
             if found:
                 return found
-            concurrency.sleep(0.1)
+            concurrency.sleep(LOOK_S)
         return self.publish(
             "fleet", f"the connection between workers broke, yet all of them are alive: {_brief(error)}"
         )
@@ -199,8 +224,7 @@ class Heartbeat:
             self._seen, self._reminded = {}, 0
             self._hear()
             return
-        found = self._find_failure(self._seen, SILENT_S)
-        if found:
+        if found := self._find_failure(self._seen, SILENT_S):
             self._fail(found)
             return
         if concurrency.monotonic() - since > reminder_due_s(self._reminded):
@@ -212,17 +236,19 @@ class Heartbeat:
         """Read a failure that others found while this worker works by itself, before the store is gone."""
         if self._store.check(["failure"]):
             self.publish("fleet", "")
-            if self._sequences.longest_wait()[1] is not None or self._foreign.current()[0]:
-                self._on_failure()
 
     def _store_lost(self, error: BaseException) -> None:
         if self._stop.is_set() or self.failure or self._sequences.longest_wait()[1] is None:
             return
         self._fail(_store_gone(error))
 
-    def _fail(self, failure: FleetError) -> None:
-        self.failure = failure
-        self._on_failure()
+    def _fail(self, failure: FleetError) -> FleetError:
+        """Keep the first failure that this worker learns of, and free the threads that wait; return the one kept."""
+        if self.failure is None:
+            self.failure = failure
+            if self.waits():
+                self._on_failure()
+        return self.failure
 
     def _find_failure(self, seen: dict[int, SeenBeat], silent_s: float) -> FleetError | None:
         """Return the failure that the store shows now, if any, and bring ``seen`` up to date."""

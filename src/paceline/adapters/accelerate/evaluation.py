@@ -81,7 +81,7 @@ class BlockEvaluation:
             same.check(label, source.name, answers, seen, source.look)
             speeds.take(answers)
         equal = [1] * context.transport.size
-        return self._parts(equal if self._even else speeds.of_members())
+        return self._parts(equal if self._even else speeds.of_members()[1])
 
     def _parts(self, speeds: Sequence[int]) -> list[list[int]]:
         length, size = length_of(self._source), self._source.batch_size or 1

@@ -98,10 +98,9 @@ class EvaluationData:
 
     def _own(self, count: int) -> range:
         """Return this worker's batches: a contiguous part by its speed."""
-        context = self._context
-        speeds = np.asarray(self._speeds.of_members(), dtype=float)
-        ends = np.cumsum([0, *proportional(speeds, count)])
-        return range(int(ends[context.transport.rank]), int(ends[context.transport.rank + 1]))
+        rank, speeds = self._speeds.of_members()
+        ends = np.cumsum([0, *proportional(np.asarray(speeds, dtype=float), count)])
+        return range(int(ends[rank]), int(ends[rank + 1]))
 
     def _go_through(self, loop: Any, source: Source, batches: range, number: int) -> None:
         draws, length, size = source.once, length_of(source), source.batch_size or 1

@@ -7,12 +7,13 @@ state; the first worker that was in time promises one, and sends it between two 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import torch
 
 from paceline import concurrency
-from paceline.errors import GenerationOver
+from paceline.errors import FleetError, GenerationOver
 from paceline.gradients import Header
 from paceline.step.step_state import StepState
 from paceline.transport import Transport
@@ -44,7 +45,8 @@ class Backlog:
             giver = peer_to_copy(step_state.header)
             if giver is not None:
                 self.wants_copy = False
-                self.copied = Copy(self._transport, giver, step_state.index, self._came)
+                before = self.copied  # it holds what the steps up to it no longer do
+                self.copied = Copy(self._transport, giver, step_state.index, self._came, before=before)
 
     def taken_over(self, step_state: StepState) -> None:
         """Forget a step that the user's loop has committed."""
@@ -60,7 +62,8 @@ class Backlog:
                 return
             copy.here = True
             if copy.declined:
-                self.copied = None
+                self.copied = copy.before
+            copy.before = None
             for step_state in [
                 step_state for step_state in self._kept if step_state.index <= copy.index and not copy.declined
             ]:
@@ -79,14 +82,14 @@ class Backlog:
                 return True
             if not self._copyable():
                 return False
-            self.wants_copy, self.copied = True, None
+            self.wants_copy = True
             return True
 
     def forget_copy(self) -> None:
         """Forget a copy that will not come, because members changed, and wake the loop that waits for it."""
         with self._lock:
             if self.copied is not None and not self.copied.here:
-                self.copied = None
+                self.copied = self.copied.before
                 self._lock.notify_all()
 
     def has_room(self) -> bool:
@@ -94,9 +97,19 @@ class Backlog:
 
 
 class Copy:
-    """A peer's state after a step, being received on a thread of its own."""
+    """A peer's state after a step, being received on a thread of its own, from the giver of this generation."""
 
-    def __init__(self, transport: Transport, giver: int, index: int, came: Callable[[Copy], None]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        giver: int,
+        index: int,
+        came: Callable[[Copy], None],
+        *,
+        before: Copy | None = None,
+    ) -> None:
+        """Begin to receive the state after step ``index``. ``before``: an earlier copy, here and not taken over yet."""
+        self.before = before
         self.index, self.here = index, False
         """The step after which the state was taken, and whether it has arrived."""
         self.declined = False
@@ -108,15 +121,13 @@ class Copy:
         concurrency.Thread(target=self._receive, name="paceline-copy", daemon=True).start()
 
     def _receive(self) -> None:
-        size = torch.zeros(1, dtype=torch.int64)
+        size, generation = torch.zeros(1, dtype=torch.int64), self._generation
         try:
-            if self._transport.generation != self._generation:
-                raise GenerationOver("members changed")
-            self._transport.receive(size, self._giver, 2 * self.index)
+            self._transport.receive(size, self._giver, 2 * self.index, generation=generation)
             self.declined = int(size) == 0
             self.data = torch.empty(int(size), dtype=torch.uint8)
             if not self.declined:
-                self._transport.receive(self.data, self._giver, 2 * self.index + 1)
+                self._transport.receive(self.data, self._giver, 2 * self.index + 1, generation=generation)
         except GenerationOver:  # it goes on by itself, or asks again
             self.declined = True
         except BaseException as error:
@@ -129,16 +140,20 @@ class Promises:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._asked: dict[int, int] = {}
-        """The step after which each worker was promised its copy, by rank."""
+        self._asked: dict[int, tuple[int, int]] = {}
+        """The step after which each worker was promised its copy, and the generation, by the rank in that one."""
         self._giving: list[concurrency.Thread] = []
 
     def note(self, step_state: StepState) -> None:
-        """Note the workers that asked for a copy in this step's round, if this worker is to give it."""
-        if step_state.header is not None and peer_to_copy(step_state.header) == self._transport.rank:
-            self._asked |= dict.fromkeys(
-                np.flatnonzero(step_state.header.column("wants_state")).tolist(), step_state.index
-            )
+        """Note the workers that asked for a copy in this step's round, if this worker is to give it.
+
+        Where members have changed since, ranks are others, and those workers ask again.
+        """
+        header, generation = step_state.header, step_state.generation
+        if header is None or generation != self._transport.generation or peer_to_copy(header) != self._transport.rank:
+            return
+        asking = np.flatnonzero(header.column("wants_state")).tolist()
+        self._asked |= dict.fromkeys(asking, (step_state.index, generation))
 
     def give(self, pack: Callable[[], torch.Tensor]) -> None:
         """Send the state to those who were promised it, at the end of a step and of the user's own code after it."""
@@ -159,18 +174,23 @@ class Promises:
             thread.join(timeout=GIVING_S)
 
     def _answer(self, data: torch.Tensor) -> None:
-        for rank, index in self._asked.items():
-            args = (self._transport, data, rank, index)
+        asked, self._asked = self._asked, {}
+        self._giving = [thread for thread in self._giving if thread.is_alive()]
+        for rank, (index, generation) in asked.items():
+            args = (self._transport, data, rank, index, generation)
             self._giving.append(concurrency.Thread(target=_give, args=args, name="paceline-give", daemon=True))
             self._giving[-1].start()
-        self._asked = {}
 
 
-def _give(transport: Transport, data: torch.Tensor, to: int, index: int) -> None:
-    """Send the state to a peer's `Copy`; without data, decline it."""
-    transport.send(torch.tensor([data.numel()], dtype=torch.int64), to, 2 * index)
-    if data.numel():
-        transport.send(data, to, 2 * index + 1)
+def _give(transport: Transport, data: torch.Tensor, to: int, index: int, generation: int) -> None:
+    """Send the state to a peer's `Copy`; without data, decline it.
+
+    A peer that is lost meanwhile needs none, and the training's own calls raise what became of it.
+    """
+    with suppress(GenerationOver, FleetError):
+        transport.send(torch.tensor([data.numel()], dtype=torch.int64), to, 2 * index, generation=generation)
+        if data.numel():
+            transport.send(data, to, 2 * index + 1, generation=generation)
 
 
 def peer_to_copy(header: Header) -> int | None:

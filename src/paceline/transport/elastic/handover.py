@@ -237,9 +237,9 @@ class HandOver:
         at = chain.index(transport.group.rank)
         before = chain[at - 1] if at else giver
         count = torch.zeros(1, dtype=torch.int64)
-        transport.receive(count, before, STATE_TAGS)
+        transport.start_receive(count, before, STATE_TAGS).wait()
         sizes = torch.zeros(int(count), dtype=torch.int64)
-        transport.receive(sizes, before, STATE_TAGS + 1)
+        transport.start_receive(sizes, before, STATE_TAGS + 1).wait()
         state = [room(size) for size in sizes.tolist()]
         sending = SendingState(transport, chain[at + 1], state) if at + 1 < len(chain) else None
         coming: deque[tuple[torch.Tensor, Pending]] = deque()

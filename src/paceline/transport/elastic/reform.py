@@ -271,7 +271,8 @@ class Reform:
                 self.connector.forget_store()  # its connection may be what broke
                 raise forming.failed(error) from None
             raise
-        self.group, self.now = group, generation
+        self.now = generation
+        self.group = group  # after its number: see `break_off`
         self._forming = None  # only now: a generation that ends meanwhile finds its group in the one or the other
         try:
             self._bring_everybody_in(reports)
@@ -326,23 +327,24 @@ class Reform:
         """Free the threads that wait in a generation that is over (on the client's thread)."""
         self.over = max(self.over, number)
         forming = self._forming  # before the group that stands, which takes its place meanwhile
-        if number >= self.number:
-            self.break_off()
+        self.break_off(number)
         if forming is not None and number >= forming.generation.number:
             self.connector.break_off(forming.group)
 
-    def give_up(self) -> None:
-        """Leave the generation that stands, over new connections to the store; any thread that looks goes on."""
+    def give_up(self, number: int) -> None:
+        """Leave a generation over new connections to the store; any thread that looks goes on."""
         self.connector.forget_store()
-        self._on_over(self.number)
+        self._on_over(number)
 
-    def break_off(self) -> None:
-        """Break off what is under way in the group."""
-        self.connector.break_off(self.group)
+    def break_off(self, number: int) -> None:
+        """Break off what is under way in the group, unless it is of a later generation than ``number``."""
+        group = self.group  # before the number, which changes first: the group is never newer than that says
+        if number >= self.number:
+            self.connector.break_off(group)
 
     def close_group(self) -> None:
         """End the group: what still runs in it fails now."""
-        self.break_off()
+        self.connector.break_off(self.group)
         self._close_detached(self.group)
 
     def _close_detached(self, group: Group) -> None:

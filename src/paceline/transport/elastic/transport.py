@@ -79,8 +79,8 @@ class Elastic(Distributed):
         self.lanes = Lanes(self._sequences)
         self._here = concurrency.local()
         """The group of the round that each thread is in."""
-        self._store_failed_s: float | None = None
-        """When a request of the store first failed in this generation."""
+        self._store_failed_s: dict[str, float] = {}
+        """When writing signals ("signals") or reading them ("board") first failed in this generation."""
         self.hand_over = HandOver(self)
         facts = {**facts_of(device), "emulated": emulated}
         join = join or _join_from_env(facts)
@@ -118,19 +118,19 @@ class Elastic(Distributed):
 
     def show(self, generation: Generation) -> None:
         """Show the members of this generation to the training from now on."""
-        self.workers, self.generation, self._store_failed_s = generation.workers, generation.number, None
+        self.workers, self.generation, self._store_failed_s = generation.workers, generation.number, {}
         self.rank, self.size = self.workers.index(self.id), len(self.workers)
 
     def entered(self, inside: bool) -> None:
         """Note whether this worker is in the fleet.
 
         Outside, some other worker leads as far as this one can see. Nothing else may change `outside`: rank, size and
-        workers go with it.
+        workers go with it, and change first, for another thread that finds this worker outside counts on them.
         """
-        self.outside = not inside
-        if self.outside:  # the others wait for it in their next round
+        if not inside:  # the others wait for it in their next round
             self.rank, self.size, self.workers = 1, 2, (-1, self.id)
-        else:
+        self.outside = not inside
+        if inside:
             self.loop.publish()
 
     def depart(self, *, agreed: bool) -> None:
@@ -156,8 +156,7 @@ class Elastic(Distributed):
         renew: Renew = empty_ones,
         background: bool = False,
     ) -> Sequence[torch.Tensor] | None:
-        if over.generation == self.reform.number:
-            self.reform.break_off()
+        self.reform.break_off(over.generation)
         ended = [pending.abandon() for pending in sums]
         if not all(ended):
             tensors = renew(tensors)
@@ -187,6 +186,12 @@ class Elastic(Distributed):
 
     def release(self) -> None:
         self.hand_over.recorded.set()
+
+    def _group_of(self, generation: int) -> Group:
+        stands, group, _ = self.reform.standing()
+        if stands != generation or self.reform.is_over:
+            raise GenerationOver(f"generation {generation} is over", generation=generation)
+        return group
 
     @property
     def _round_here(self) -> Group | None:
@@ -333,21 +338,18 @@ class Elastic(Distributed):
             signalled = bool(self.group.board.check([name]))
         except RuntimeError:  # the roster is unreachable: each worker goes by its own clock and work
             self.roster_away = True
-            self._note_failure()
+            self._store_failed_s.setdefault("board", concurrency.monotonic())
             return False
         self.roster_away = False
+        self._store_failed_s.pop("board", None)  # a signal that could not be written stays lost, and this one is read
         return signalled
 
     def _write_store(self, request: Callable[[], Any]) -> Any:
         try:
             return super()._write_store(request)
         except GenerationOver:  # the threads that listen learn of that too
-            self._note_failure()
+            self._store_failed_s.setdefault("signals", concurrency.monotonic())
         return 0
-
-    def _note_failure(self) -> None:
-        if self._store_failed_s is None:
-            self._store_failed_s = concurrency.monotonic()
 
     def _on_beat(self) -> None:
         """Leave the generation when it cannot go on for this worker alone (on the client's thread).
@@ -355,14 +357,15 @@ class Elastic(Distributed):
         Nobody else can see that the roster answers and its store does not, so that this worker's signals were lost, or
         that a thread waits for a worker to which its connection is broken.
         """
-        failed_s = self._store_failed_s
+        number = self.reform.number  # before the group: another thread may form a newer one meanwhile
+        failed_s = min([*self._store_failed_s.values()], default=None)
         if self.group.hopeless:
             logger.warning("a connection to another worker is broken; the group is re-formed")
-            self.reform.give_up()
+            self.reform.give_up(number)
         if failed_s is not None and concurrency.monotonic() - failed_s > STORE_S:
-            self._store_failed_s = None
+            self._store_failed_s = {}
             logger.warning("the connection to the roster's store is broken; the group is re-formed")
-            self.reform.give_up()
+            self.reform.give_up(number)
 
     @property
     def calls(self) -> int:

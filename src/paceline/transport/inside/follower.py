@@ -146,10 +146,10 @@ class Follower(Transport):
     def slot(self, name: str) -> int:
         raise AssertionError("a follower names no figures")
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+    def send(self, tensor: torch.Tensor, to: int, tag: int, *, generation: int) -> None:
         raise AssertionError("a follower sends nothing to other workers")
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+    def receive(self, tensor: torch.Tensor, source: int, tag: int, *, generation: int) -> None:
         raise AssertionError("a follower receives nothing from other workers")
 
     def signal(self, name: str) -> None:
