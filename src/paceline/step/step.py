@@ -15,7 +15,7 @@ import torch
 
 from paceline import concurrency
 from paceline.errors import MisuseError
-from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
+from paceline.feed import OwnNumbers, seed_micro_batch, seed_update
 from paceline.feed.micro_batches import MicroBatch
 from paceline.gradients import second_order
 from paceline.records import StepRecord
@@ -105,7 +105,7 @@ class Step(FormerNames):
         self._began = began
         self._work_began = 0.0
         self._idle_s = 0.0
-        self._own_numbers: TorchGenerators | None = None
+        self._own_numbers: OwnNumbers | None = None
         self._update_seeded = False
         self._parts = Parts(self.index)
         self._part: Work | None = None
@@ -164,7 +164,7 @@ class Step(FormerNames):
     def _keep_generators(self) -> None:
         """Remember the user's random generators: they go on after the step as if it had drawn no numbers."""
         if self._own_numbers is None:
-            self._own_numbers = TorchGenerators(self._loop.device)
+            self._own_numbers = OwnNumbers(self._loop.device)
 
     def _seed_update(self) -> None:
         """Seed the random generators so that every worker draws the same numbers until the end of the commit."""
