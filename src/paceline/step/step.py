@@ -274,8 +274,11 @@ class Step(FormerNames):
 
     def _try_backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> bool:
         """Return False when memory ran out: then the micro-batch comes again, in halves."""
+        updates = self._loop.tracking.updates
+        outside = updates.gradients_outside()
         try:
             self._step_round.backward(loss, weight, micro, among=among, **graph)
+            updates.check_outside(outside)
         except OutOfMemory:
             if not self._loop.micro_batches.auto or not shrink(self._loop, micro.samples, again=True):
                 raise
