@@ -28,6 +28,8 @@ FIELDS = (
     "graph",
     "constants",
     "certain",
+    "proportion",
+    "terms",
     "loss",
     "squares",
     "wants_state",
@@ -51,6 +53,8 @@ FIELDS = (
 - ``factor``: a digest of the factors that means are multiplied by.
 - ``divisor``: a digest of tensors that means are divided by.
 - ``graph``, ``constants``, ``certain``: digests of the shape of a loss's graph and of the script's values in it.
+- ``proportion``: the ratio of a count that was read to the weight that was given.
+- ``terms``: a digest of the kinds of terms that a loss has.
 - ``loss``: the weighted sum of the losses.
 - ``squares``: the squared norm of the worker's own mean gradient times its weight, where the learning rate needs it.
 - ``wants_state``: whether it is so far behind that it asks for a copy of a peer's state.

@@ -25,7 +25,15 @@ from paceline.step.checks.hyperparameters import changed_rate, scaled_rates
 from paceline.step.checks.user_code import check_optimizers
 from paceline.step.losses.coupling import look_for_coupling, pass_by
 from paceline.step.losses.loss_constants import constants_of
-from paceline.step.losses.loss_weights import Tally, check_loss, check_weight, check_weights, read_weight, weighted
+from paceline.step.losses.loss_weights import (
+    Tally,
+    check_loss,
+    check_weight,
+    check_weights,
+    look_at_given,
+    read_weight,
+    weighted,
+)
 from paceline.step.losses.several_losses import ADVICE, Parts, check_together
 from paceline.step.micro_batch_size import OutOfMemory, shrink
 from paceline.step.step_state import StepState, Work
@@ -248,6 +256,8 @@ class Step(FormerNames):
         if weight is not None:
             weight = check_weight(weight)
             tally.given = isinstance(weight, torch.Tensor) or weight > 0
+            if tally.given and not part and is_examined(self.index):
+                self._warn_of_loss(loss, look_at_given(loss, weight, micro.rows, tally))
             return weight, tally
         mean, alone = self._gradients.mean_gradient, self._loop.transport.solitary
         like = self._step_state.work.tally
@@ -255,10 +265,14 @@ class Step(FormerNames):
         if alone and mean.unit is None and tally.raw and not isinstance(weight, torch.Tensor):  # nobody to agree with
             mean.unit = float(weight // micro.rows) if weight and weight % micro.rows == 0 else 1.0
             weight, tally.raw, tally.read = weight / mean.unit, False, [(weight / mean.unit, micro.rows)]
-        if odd:
-            self._loop.notes.warn_once(odd)
-            pass_by(self._loop, loss)
+        self._warn_of_loss(loss, odd)
         return weight, tally
+
+    def _warn_of_loss(self, loss: torch.Tensor, text: str) -> None:
+        """Log a warning about a loss, unless it is empty."""
+        if text:
+            self._loop.notes.warn_once(text)
+            pass_by(self._loop, loss)
 
     def _end_parts(self) -> None:
         """End the open micro-batch, unless it has had no backward: its losses are complete."""
