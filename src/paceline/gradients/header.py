@@ -40,6 +40,7 @@ FIELDS = (
     "settings_digest",
     "updates",
     "modes",
+    "buffers",
     "leaves",
     "changes",
 )
@@ -66,6 +67,7 @@ FIELDS = (
 - ``settings_digest``: a digest of its optimisers' rates and other settings; 0 where it has no optimiser.
 - ``updates``: one more than the number of updates it made in the step before; 0 where it has none to report.
 - ``modes``: a digest of which of its modules train, where that is compared.
+- ``buffers``: a digest of the buffers that were set between the last round and its first micro-batch; 0 where none was.
 - ``leaves``: whether it leaves after this step.
 - ``changes``: whether it asks for the group to be re-formed after this step.
 """

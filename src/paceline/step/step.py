@@ -39,6 +39,7 @@ from paceline.step.micro_batch_size import OutOfMemory, shrink
 from paceline.step.step_state import StepState, Work
 
 if TYPE_CHECKING:
+    from paceline.gradients import Header
     from paceline.gradients.buckets import Among
     from paceline.machines import Machine
     from paceline.step.combine import Combine
@@ -49,6 +50,18 @@ _MOVED_BUFFER = (
     "forward changes the buffer {} in every micro-batch, and after a round every worker has one worker's, as with DDP. "
     "Where the loss depends on it (a counter, a running mean, spectral norm), the step is not that of one process: "
     "change it behind step.commit, from step.index, step.sums or fleet.predict"
+)
+
+_LATER_BUFFER = (
+    "the buffer {} was None, or not there, when the loop began, so workers do not share it: where it is made from a "
+    "micro-batch, each has what its own samples gave. Register it with its shape before fleet.model, and set it behind "
+    "step.commit, from step.sums or fleet.predict"
+)
+
+_SET_BUFFER = (
+    "the buffer {} was set between two steps to a value that is not the same on every worker (made from what each has "
+    "seen, or set on some alone), and the losses of the step depend on it: set it alike, from step.sums or "
+    "fleet.predict"
 )
 
 _UNLIKE_MODELS = (
@@ -149,6 +162,8 @@ class Step(FormerNames):
             raise MisuseError(f"step {self.index} was iterated before: its micro-batches come once")
         self._iterated = True
         self._keep_generators()
+        if self._loop.replica.alike and self._loop.transport.shards == 1:
+            self._step_state.buffers = self._gradients.accumulation.buffers.digest_of_set()
         self._work_began = concurrency.perf_counter()
         rates: list[Any] | None = None
         while (taken := self._take()) is not None:
@@ -414,10 +429,20 @@ class Step(FormerNames):
         if header is not None:
             self._gradients.mean_gradient.agree_on_unit(header)
             check_weights(self._loop, self.index, header)
-            if moved := self._gradients.accumulation.buffers.moved_by_forward:
-                self._loop.notes.warn_once(_MOVED_BUFFER.format(moved))
+            self._check_buffers(header)
             if len(self._gradients.accumulation.trained_models) > 1:
                 self._loop.notes.warn_once(_UNLIKE_MODELS)
+
+    def _check_buffers(self, header: Header) -> None:
+        """Warn of buffers that were not the same on every worker while the losses were computed."""
+        buffers = self._gradients.accumulation.buffers
+        if buffers.moved_by_forward:
+            self._loop.notes.warn_once(_MOVED_BUFFER.format(buffers.moved_by_forward))
+        if buffers.came_later:
+            self._loop.notes.warn_once(_LATER_BUFFER.format(buffers.came_later))
+        columns = (header.column(name).tolist() for name in ("buffers", "samples"))
+        if len({digest for digest, samples in zip(*columns, strict=True) if samples}) > 1:
+            self._loop.notes.warn_once(_SET_BUFFER.format(buffers.set_between or "of the model"))
 
     def _check_finished(self) -> None:
         if self._step_round.may_be_left(self._open is not None):
