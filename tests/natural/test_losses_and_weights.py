@@ -457,3 +457,27 @@ def test_a_weight_beside_what_the_loss_shows_and_unlike_terms_are_warned_of(
     told = [one for one in ended[0].err.splitlines() if "step is not that of one process" in one or "a sum" in one]
     assert len(told) == bool(said), ended[0].err
     assert said in "".join(told)
+
+
+BY_HAND = """
+class ByHand(Net):
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        return self.head(h - h.mean(0) if MIXES else h)
+
+with paceline.join() as fleet:
+    model = fleet.model(ByHand())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in steps_of(fleet, points, stacked):
+        for a, b, _ in step:
+            step.backward(F.cross_entropy(model(a), b))
+        step.commit(optimizer)
+    result = "trained"
+"""
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_a_model_that_mixes_the_samples_of_a_batch_is_warned_of(tmp_path: Path, mixes: bool) -> None:
+    ended = outcomes(tmp_path, BY_HAND.replace("MIXES", str(mixes)), before=BEFORE, PACELINE_PACE="fixed:1,3")
+    assert [one.value for one in ended] == ["trained"] * 2, [one.err[-3000:] for one in ended]
+    assert ended[0].err.count("the model mixes the samples of a micro-batch") == mixes

@@ -23,7 +23,7 @@ from paceline.renamed import FormerNames
 from paceline.step.checks.comparison import is_examined
 from paceline.step.checks.hyperparameters import changed_rate, scaled_rates
 from paceline.step.checks.user_code import check_optimizers
-from paceline.step.losses.coupling import look_for_coupling, pass_by
+from paceline.step.losses.coupling import coupling, is_to_be_looked_at, pass_by
 from paceline.step.losses.loss_constants import constants_of
 from paceline.step.losses.loss_weights import (
     Tally,
@@ -34,6 +34,7 @@ from paceline.step.losses.loss_weights import (
     read_weight,
     weighted,
 )
+from paceline.step.losses.model_coupling import mixing
 from paceline.step.losses.several_losses import ADVICE, Parts, check_together
 from paceline.step.micro_batch_size import OutOfMemory, shrink
 from paceline.step.step_state import StepState, Work
@@ -245,8 +246,9 @@ class Step(FormerNames):
         among: Among = None
         if models is not None or self._part is not None:
             among = self._parts.choose(models, self._gradients.everything, weight, used=self._part is not None)
-        if among is None and micro.own != 0 and (found := look_for_coupling(self._loop, loss, micro.rows)) is not None:
-            tally.couplings.append(found)
+        if among is None and micro.own != 0 and is_to_be_looked_at(self._loop, loss, micro.rows):
+            tally.couplings.append(coupling(loss, micro.rows))
+            tally.mixings.append(mixing(loss, micro.rows))
         done = self._part or Work(samples=micro.samples, micro_batches=1)
         if together or isinstance(weight, torch.Tensor) or weight > 0:
             if not self._try_backward(loss, weight, micro, among=among, retain_graph=retain_graph):

@@ -24,34 +24,20 @@ from paceline.gradients.header import number_of
 from paceline.step.losses.coupling import COUPLED, LEAST
 from paceline.step.losses.loss_constants import Constants, any_apart
 from paceline.step.losses.loss_graph import LossReading, read_loss
+from paceline.step.losses.model_coupling import MIXED_INSIDE
 
 if TYPE_CHECKING:
     from paceline.gradients import Header
     from paceline.step.context import LoopContext
 
-(
-    GIVEN,
-    SAMPLES,
-    ITEMS,
-    UNREAD,
-    APART,
-    UNLIKE_ROWS,
-    ROUGH,
-    FINE,
-    UNSURE,
-    CLAMPED,
-    COUPLES,
-    VARIES,
-    UNLIKELY,
-    ASIDE,
-    MIXED,
-) = (1 << bit for bit in range(15))
+GIVEN, SAMPLES, ITEMS, UNREAD, APART, UNLIKE_ROWS, ROUGH, FINE = (1 << bit for bit in range(8))
+UNSURE, CLAMPED, COUPLES, VARIES, UNLIKELY, ASIDE, MIXED, MIXES = (1 << bit for bit in range(8, 16))
 """What a worker reports of its weights in a step: some were given; those read are samples, or counts of other items;
 some losses could not be read; counts of several means are not proportional; micro-batches of unlike sizes; losses in
 half or in double precision; some losses could be read in two ways; a sum was divided by 1, which may have been a count
 of nothing; a loss couples samples; a loss has values that are not the same in every micro-batch; a loss is divided by
 what may be no count; weights that were given are not proportional to the counts that are read; micro-batches have
-losses with unlike terms."""
+losses with unlike terms; a model mixes samples."""
 PRECISION = {torch.float64: FINE, torch.float32: 0}
 TOLERANCE = {ROUGH: 2e-2, FINE: 1e-9, 0: 1e-5}
 """Largest relative change of the ratio of two counts that rounding may cause."""
@@ -121,6 +107,8 @@ class Tally:
     """Whether a sum that is not 0 was divided by exactly 1; on CUDA a tensor."""
     couplings: list[Any] = field(default_factory=list)
     """Strength with which losses were found to couple samples."""
+    mixings: list[Any] = field(default_factory=list)
+    """Strength with which models were found to mix samples."""
     factor: Any = None
     """Fingerprint of the factors of one micro-batch's loss, besides counts."""
     factors: list[Any] = field(default_factory=list)
@@ -147,6 +135,7 @@ class Tally:
         self.unsure |= other.unsure
         self.clamped = self.clamped | other.clamped
         self.couplings += other.couplings
+        self.mixings += other.mixings
         self.factors += other.factors if other.factor is None else [*other.factors, other.factor]
         self.unlikely = self.unlikely | other.unlikely
         self.divisors += other.divisors if other.divisor is None else [*other.divisors, other.divisor]
@@ -165,6 +154,7 @@ class Tally:
             rows=set(self.rows),
             clamped=bool(self.clamped),
             couplings=_numbers(self.couplings),
+            mixings=_numbers(self.mixings),
             factors=_numbers(self.factors),
             unlikely=bool(self.unlikely),
             divisors=_numbers(self.divisors),
@@ -182,6 +172,7 @@ class Tally:
         kinds = GIVEN * self.given | UNREAD * self.unread | UNLIKE_ROWS * (len(self.rows) > 1) | self.precision
         kinds |= UNSURE * self.unsure | CLAMPED * bool(self.clamped) | UNLIKELY * bool(self.unlikely)
         kinds |= COUPLES * any(found > LEAST for found in _numbers(self.couplings))
+        kinds |= MIXES * any(found > LEAST for found in _numbers(self.mixings))
         facts = {"unit": 0.0, "ratio": 0.0}
         if factors := [factor for factor in _numbers(self.factors) if math.isfinite(factor) and factor]:
             facts["factor"] = factors[0]
@@ -377,6 +368,8 @@ def check_weights(loop: LoopContext, step: int, header: Header) -> None:
         loop.notes.warn_once(_UNLIKELY)
     if kinds & COUPLES:
         loop.notes.warn_once(COUPLED)
+    if kinds & MIXES:
+        loop.notes.warn_once(MIXED_INSIDE)
     proportions = [one for one in header.column("proportion").tolist() if one]
     if kinds & ASIDE or (len(proportions) > 1 and _is_beyond(proportions, PROPORTIONAL)):
         loop.notes.warn_once(_NOT_PROPORTIONAL)
