@@ -20,6 +20,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline import concurrency
 from paceline.checkpoint.shards import local
 from paceline.errors import MisuseError
 from paceline.step.checks.user_code import refuse_closures
@@ -53,6 +54,8 @@ class UpdateGuard:
         """Parameters that are not the fleet's, of optimisers that step in the loop, by ``id``."""
         self._loop: object | None = None
         self._phase, self._step = UpdatePhase.OUTSIDE, 0
+        self._thread: object = None
+        """The thread of the loop."""
         self._running: list[Optimizer] = []
         """Optimisers whose ``step`` is under way, the outermost first."""
         self._made: dict[int, Optimizer] = {}
@@ -112,6 +115,7 @@ class UpdateGuard:
         if loop is not self._loop:
             self._loop, self._trains, self._idle_steps, self._last = loop, False, 0, None
         self._enter(UpdatePhase.WORKING)
+        self._thread = concurrency.current_thread()
         self._step, self._applied, self._fed, self._before_update = step, False, False, None
         self._made.clear()
 
@@ -165,7 +169,8 @@ class UpdateGuard:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._phase is UpdatePhase.OUTSIDE:
             return
-        if others := self._holdings(optimizer).others:
+        others = self._holdings(optimizer).others
+        if others and concurrency.current_thread() is self._thread:  # another loop may be on another thread
             self._outside |= others
         if not self.is_ours(optimizer):
             return
