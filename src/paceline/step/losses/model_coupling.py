@@ -62,8 +62,8 @@ def mixing(loss: torch.Tensor, rows: int) -> Any:
     halves = [(part[: rows // 2], part[rows // 2 :]) for part in found if part is not None]
     if not halves:
         return 0.0
-    other = torch.stack([one.abs().amax().double() for one, _ in halves]).amax()
-    own = torch.stack([one.abs().amax().double() for _, one in halves]).amax()
+    other = torch.stack([one.abs().amax().to(loss.dtype) for one, _ in halves]).amax()
+    own = torch.stack([one.abs().amax().to(loss.dtype) for _, one in halves]).amax()
     return other / (own + torch.finfo(own.dtype).tiny)
 
 
@@ -81,7 +81,7 @@ def _graph_of(last: list[Edge]) -> dict[Edge, list[Edge]] | None:
         if edge in children:
             continue
         children[edge] = []
-        if node.__class__.__name__ == "AccumulateGrad":
+        if _is_leaf(node):
             continue
         stem = stem_of(node.__class__)
         if not stem or "BatchNorm" in stem or len(children) > MOST_NODES:
@@ -93,7 +93,7 @@ def _graph_of(last: list[Edge]) -> dict[Edge, list[Edge]] | None:
 
 def _first_by_sample(children: dict[Edge, list[Edge]], rows: int) -> list[Edge]:
     """Return the tensors with a row per sample that are made of no other such."""
-    found = [edge for edge in children if _is_by_sample(shape_of(*edge), rows) and not _is_parameter(edge[0])]
+    found = [edge for edge in children if _is_by_sample(shape_of(*edge), rows) and not _is_leaf(edge[0])]
     parents: dict[Edge, list[Edge]] = {}
     for edge, below in children.items():
         for child in below:
@@ -104,11 +104,11 @@ def _first_by_sample(children: dict[Edge, list[Edge]], rows: int) -> list[Edge]:
         new = set(parents.get(todo.pop(), ())) - above
         above |= new
         todo += new
-    return [edge for edge in found if edge not in above][:MOST_FIRST]
+    return [edge for edge in found if edge not in above and not is_constant(edge[0])][:MOST_FIRST]
 
 
-def _is_parameter(node: Node) -> bool:
-    return node.__class__.__name__ == "AccumulateGrad" or is_constant(node)
+def _is_leaf(node: Node) -> bool:
+    return node.__class__.__name__ == "AccumulateGrad"
 
 
 def _is_along_samples(edge: Edge, rows: int) -> bool:
