@@ -108,7 +108,7 @@ def _first_by_sample(children: dict[Edge, list[Edge]], rows: int) -> list[Edge]:
 
 
 def _is_leaf(node: Node) -> bool:
-    return node.__class__.__name__ == "AccumulateGrad"
+    return bool(node.__class__.__name__ == "AccumulateGrad")
 
 
 def _is_along_samples(edge: Edge, rows: int) -> bool:
