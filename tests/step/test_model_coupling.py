@@ -51,12 +51,20 @@ TOKENS = torch.randint(0, 20, (ROWS, 6))
     ("net", "x"),
     [
         (Net(nn.Linear(5, 8), by_hand), torch.randn(ROWS, 5)),
+        (Net(nn.Linear(ROWS, 8), by_hand), torch.randn(ROWS, ROWS)),
         (Net(nn.Linear(5, 8), lambda h: h + h.max(0).values), torch.randn(ROWS, 5)),
         (Net(nn.LSTM(5, 8), last), torch.randn(ROWS, 6, 5)),
         (Net(recurrent(False), last), TOKENS),
         (Net(layer(False), lambda h: h.mean(1)), torch.randn(ROWS, 7, 5)),
     ],
-    ids=["standardised by hand", "the largest", "an LSTM along the samples", "of tokens", "a Transformer"],
+    ids=[
+        "standardised by hand",
+        "as many features as samples",
+        "the largest",
+        "an LSTM along the samples",
+        "of tokens",
+        "a Transformer",
+    ],
 )
 def test_a_model_that_mixes_samples_is_found_and_its_gradients_stay_as_they_are(net: Net, x: torch.Tensor) -> None:
     state = torch.get_rng_state()

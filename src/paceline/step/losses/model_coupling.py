@@ -93,7 +93,8 @@ def _graph_of(last: list[Edge]) -> dict[Edge, list[Edge]] | None:
 
 def _first_by_sample(children: dict[Edge, list[Edge]], rows: int) -> list[Edge]:
     """Return the tensors with a row per sample that are made of no other such."""
-    found = [edge for edge in children if _is_by_sample(shape_of(*edge), rows) and not _is_leaf(edge[0])]
+    by_sample = (edge for edge in children if _is_by_sample(shape_of(*edge), rows))
+    found = [edge for edge in by_sample if not _is_leaf(edge[0]) and not is_constant(edge[0])]
     parents: dict[Edge, list[Edge]] = {}
     for edge, below in children.items():
         for child in below:
@@ -104,7 +105,7 @@ def _first_by_sample(children: dict[Edge, list[Edge]], rows: int) -> list[Edge]:
         new = set(parents.get(todo.pop(), ())) - above
         above |= new
         todo += new
-    return [edge for edge in found if edge not in above and not is_constant(edge[0])][:MOST_FIRST]
+    return [edge for edge in found if edge not in above][:MOST_FIRST]
 
 
 def _is_leaf(node: Node) -> bool:
