@@ -104,3 +104,15 @@ def test_a_workers_variables_are_the_policys_before_the_orders_before_the_launch
     for _, environment in pool.started:
         assert "RANK" not in environment
         assert (environment["OMP_NUM_THREADS"], environment["PACELINE_PACE"]) == ("3", "mine")
+
+
+@pytest.mark.parametrize(("set_to", "expected"), [(None, "0"), ("5", "5")])
+def test_workers_hash_names_alike_so_that_a_set_has_one_order(
+    monkeypatch: pytest.MonkeyPatch, set_to: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", set_to)
+    pool = Pool()
+    run(pool)
+    assert {environment["PYTHONHASHSEED"] for _, environment in pool.started} == {expected}

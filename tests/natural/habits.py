@@ -56,7 +56,7 @@ def pause(index, slow):
 
 LOOPS = ("one", "own", "phases", "unlike phases", *(("accelerate",) if find_spec("accelerate") else ()))
 """The last is Accelerate's own loop, which has a program of its own."""
-DATA = ("dataset", "loader", "in order", "noisy", "fresh", "weighted sampler", "subset sampler", "drop last")
+DATA = ("dataset", "loader", "in order", "noisy", "fresh", "weighted sampler", "subset sampler", "drop last", "split")
 OPTIMIZERS = {
     "sgd": "torch.optim.SGD(model.parameters(), lr=0.1)",
     "momentum": "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
@@ -94,6 +94,13 @@ class Habits:
     early: str = "no"
     """"evaluate" each epoch; an early stop whose counter is in fleet.state ("state") or a "plain" variable."""
     weighted: bool = False
+    """By a weight that the script gives."""
+    reads: str = "none"
+    """What the loss is a mean over without saying so: "weights" of the samples, or of their "classes"."""
+    unlike: str = "no"
+    """What only one worker has: another "split" of the data, or the model in evaluation "mode"."""
+    buffer: bool = False
+    """Of the model, that follows the steps' losses and enters the next ones."""
     saving: str = "no"
     """"inside" an epoch or "between" two; a second run then goes on from there."""
     main: bool = False
@@ -155,7 +162,10 @@ def habits(draw: st.DrawFn) -> Habits:
         average="none" if layer else pick("none", "none", "none", "tracked", "tracked", "untracked"),
         clip=pick(False, True),
         early=pick("no", "evaluate", "state", "plain"),
-        weighted=pick(False, True),
+        weighted=(weighted := pick(False, True)),
+        reads="none" if weighted else pick("none", "weights", "classes"),
+        unlike=pick(*8 * ("no",), "split", "no" if pace == "elastic" else "mode"),
+        buffer=pick(False, False, True),
         saving=pick("no", "inside", "between"),
         save_at=pick(5, 10),
         way=pick("all", "rest", "unsaid all", "unsaid rest"),
@@ -171,14 +181,16 @@ def accelerate_habits(draw: st.DrawFn) -> Habits:
     pick = lambda *choices: draw(st.sampled_from(choices))  # noqa: E731
     pace = pick("equal", "fixed:1,3", "fixed:1,3", "adaptive", "joint", "elastic")
     saving = pick("no", "inside", "between")
+    # A run that goes on from an epoch's last update would leave out the schedule's step behind it.
+    schedule = pick("none", "step", "cycle", *(("epoch",) if saving != "inside" else ()))
     early = ("no", "evaluate") if saving != "no" or pace == "elastic" else ("no", "evaluate", "plain")
     return Habits(
         loop="accelerate",
-        data=pick(*(kind for kind in DATA if kind != "fresh")),
+        data=pick(*(kind for kind in DATA if kind not in ("fresh", "split"))),
         global_batch=pick(12, 12, 10),
         micro_batch=pick(3, 3, 4, 5),
         optimizer=pick("sgd", "momentum", "adam"),
-        schedule=pick("none", "epoch", "step", "cycle"),
+        schedule=schedule,
         update=pick(*5 * ("commit",), "double"),
         average=pick("none", "none", "tracked", "untracked", "by hand", "by hand"),
         clip=pick(False, True),
@@ -204,6 +216,8 @@ def must_refuse(habits: Habits, *, loads: bool) -> str:
     """Why this program must end with an error; empty when it must not. ``loads``: it went on from a checkpoint."""
     if habits.loop == "accelerate" and habits.pace == "joint":
         return "Accelerate's loop has no deadlines"
+    if habits.unlike != "no":
+        return "workers do not hold the same"
     if habits.schedule == "inside":
         return "the schedule is stepped once a micro-batch"
     if habits.update in ("double", "left"):
@@ -257,7 +271,10 @@ def _before_the_loop(habits: Habits) -> str:
         named.append("ema=ema")
     schedule = SCHEDULES[habits.schedule] if habits.schedule != "cycle" else ""
     return _lines(
-        "model = fleet.model(network())",
+        "net = network()" if habits.buffer else "",
+        'net.register_buffer("seen", torch.zeros((), dtype=torch.float64))' if habits.buffer else "",
+        f"model = fleet.model({'net' if habits.buffer else 'network()'})",
+        "if fleet.is_leader:\n    model.eval()" if habits.unlike == "mode" else "",
         f"ledger = fleet.model(Ledger({habits.epochs}))",
         f"optimizer = {OPTIMIZERS[habits.optimizer]}",
         "counting = torch.optim.SGD(ledger.parameters(), lr=1.0)",
@@ -288,7 +305,10 @@ def _data(habits: Habits) -> str:
         "weighted sampler": f"DataLoader(data, {size}, sampler=WeightedRandomSampler(1.0 + number % 4, 48))",
         "subset sampler": f"DataLoader(data, {size}, sampler=SubsetRandomSampler(range(0, 48, 2)))",
         "drop last": f"DataLoader(data, {size}, shuffle=True, drop_last=True)",
+        "split": "torch.utils.data.random_split(data, [40, 8], generator=torch.Generator().manual_seed(1))[0]",
     }[habits.data]
+    if habits.unlike == "split":
+        made = "torch.utils.data.random_split(data, [40, 8], generator=torch.Generator().manual_seed(os.getpid()))[0]"
     return f"training_set = {made}" if made != "data" else ""
 
 
@@ -385,14 +405,21 @@ def _new_layer(habits: Habits) -> str:
 def _step(habits: Habits, epoch: str) -> str:
     """One step: micro-batches, the update, and what follows it."""
     clip = ", clip_norm=1.5" if habits.clip else ""
-    if habits.weighted:
+    out = "model(a) * (1 + 0.01 * model.seen)" if habits.buffer else "model(a)"
+    if habits.weighted or habits.reads == "weights":
         loss = _lines(
-            "    w = 1.0 + i % 3",
-            "    loss = (nn.functional.cross_entropy(model(a), b, reduction='none') * w).sum() / w.sum()",
-            "    step.backward(loss + ledger(i, w.sum()), weight=w.sum())",
+            "    w = 1.0 + i % 3" if habits.weighted else "    w = 1.0 + 0.37 * (i % 3)",
+            f"    loss = (nn.functional.cross_entropy({out}, b, reduction='none') * w).sum() / w.sum()",
+            f"    step.backward(loss + ledger(i, w.sum()){', weight=w.sum()' if habits.weighted else ''})",
+        )
+    elif habits.reads == "classes":
+        loss = _lines(
+            "    rarity = torch.tensor([0.5, 1.3, 2.1], dtype=torch.float64)",
+            f"    loss = nn.functional.cross_entropy({out}, b, weight=rarity)",
+            "    step.backward(loss + ledger(i, rarity[b].sum()))",
         )
     else:
-        loss = "    step.backward(nn.functional.cross_entropy(model(a), b) + ledger(i, len(i)))"
+        loss = f"    step.backward(nn.functional.cross_entropy({out}, b) + ledger(i, len(i)))"
     update = {
         "commit": f"step.commit(optimizer, counting{clip})",
         "own": _lines(
@@ -419,6 +446,7 @@ def _step(habits: Habits, epoch: str) -> str:
         "    scheduler.step()" if habits.schedule == "inside" else "",
         update,
         f"ledger.book({epoch}, step)",
+        "model.seen.mul_(0.9).add_(step.loss if step.applied else 0.0)" if habits.buffer else "",
         "scheduler.step()" if habits.schedule in ("step", "cycle") else "",
         "ema.update_parameters(model)" if habits.average != "none" else "",
         f"pause(step.index, {habits.killed_at + 2})" if habits.elastic else "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from programs import back_after_a_kill, refusals, results
+from programs import back_after_a_kill, outcomes, refusals, results
 
 pytestmark = pytest.mark.fleet
 
@@ -118,3 +118,51 @@ def test_one_that_changes_its_shape_is_refused(tmp_path: Path) -> None:
     said = refusals(tmp_path, text)
     assert "the buffer bank changed from [16, 3] torch.float64 to [" in said
     assert 'fleet.model(..., buffers="own")' in said
+
+
+SET = """
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.seen = network(), []
+        self.register_buffer("centre", FIRST)
+        self.register_buffer("cache", None, persistent=False)
+    def forward(self, a):
+        out = self.net(a)
+        self.cache = a
+        INSIDE
+        return out - (0.0 if self.centre is None else self.centre)
+
+with paceline.join() as fleet:
+    model = fleet.model(Centred())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in fleet.steps(data, global_batch=12, micro_batch=3, epochs=2):
+        for a, b in step:
+            step.backward(loss_fn(model(a), b))
+        step.commit(optimizer)
+        if step.ends_epoch:
+            BEHIND
+    result = "trained"
+"""
+KEPT, ZEROS = "self.seen.append(out.detach())", "torch.zeros(3, dtype=torch.float64)"
+
+
+@pytest.mark.parametrize(
+    ("first", "inside", "behind", "said"),
+    [
+        ("None", "if self.centre is None: self.centre = out.detach().mean(0)", "pass", "the buffer centre was None"),
+        (ZEROS, KEPT, "model.centre = torch.cat(model.seen).mean(0)", "the buffer centre was set between two steps"),
+        (ZEROS, KEPT, "model.centre = torch.full((3,), step.loss).double()", ""),
+        (ZEROS, KEPT, "fleet.evaluate(lambda a, b: model(a).mean(1), data)", ""),
+    ],
+    ids=["None at first", "from what each has seen", "from the step's loss", "not at all"],
+)
+def test_a_buffer_that_workers_set_each_for_itself_is_warned_of(
+    tmp_path: Path, first: str, inside: str, behind: str, said: str
+) -> None:
+    script = SET.replace("FIRST", first).replace("INSIDE", inside).replace("BEHIND", behind)
+    ended = outcomes(tmp_path, script)
+    assert [one.value for one in ended] == ["trained"] * 2, [one.err[-2000:] for one in ended]
+    told = [line for line in ended[0].err.splitlines() if "the buffer" in line]
+    assert len(told) == bool(said), ended[0].err
+    assert said in "".join(told)

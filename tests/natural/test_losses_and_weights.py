@@ -403,3 +403,81 @@ def test_losses_without_one_weight_are_refused_with_what_to_write(tmp_path: Path
         assert "means over unlike things" in said["two means"]
         assert "others were given a weight" in said["some given"]
         assert "others were given a weight" in said["given by rank"]
+
+
+WARNED = """
+def given(step, m, b, number):
+    step.backward(F.mse_loss(m(b[0]), b[2], reduction="sum"), weight=len(b[0]))
+
+def by_samples(step, m, b, number):
+    step.backward(text_loss(m(b[0]), b[1]), weight=len(b[0]))
+
+def two_kinds(step, m, b, number):
+    out, labelled = m(b[0]), (b[1] > 1).all()
+    step.backward(F.cross_entropy(out, b[1]) if labelled else F.mse_loss(out, b[2]) / 5)
+
+def own_pace(step, m, b, number):
+    count = (b[1] != -100).sum()
+    loss = text_loss(m(b[0]), b[1], reduction="sum")
+    step.backward(loss / (count + 1e-6), weight=count)
+
+def scaled(step, m, b, number):
+    step.backward(F.mse_loss(m(b[0]), b[2]), weight=len(b[0]))
+
+with paceline.join() as fleet:
+    model = fleet.model(MAKE())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in steps_of(fleet, ROWS, COLLATE):
+        for number, batch in enumerate(step):
+            LOSS(step, model, batch, number)
+        step.commit(optimizer)
+    result = "trained"
+"""
+OF_POINTS, OF_TEXTS = ("Net", "points", "stacked"), ("GPT", "texts", "padded")
+
+
+@pytest.mark.parametrize(
+    ("loss", "of", "said"),
+    [
+        ("given", OF_POINTS, "makes no mean of a sum"),
+        ("by_samples", OF_TEXTS, "is not proportional to what the loss is divided by"),
+        ("two_kinds", OF_POINTS, "micro-batches have unlike terms"),
+        ("own_pace", OF_TEXTS, ""),
+        ("scaled", OF_POINTS, ""),
+    ],
+)
+def test_a_weight_beside_what_the_loss_shows_and_unlike_terms_are_warned_of(
+    tmp_path: Path, loss: str, of: tuple[str, str, str], said: str
+) -> None:
+    script = WARNED
+    for name, value in zip(("MAKE", "ROWS", "COLLATE", "LOSS"), (*of, loss), strict=True):
+        script = script.replace(name, value)
+    ended = outcomes(tmp_path, script, before=BEFORE, PACELINE_PACE="fixed:1,3")
+    assert [one.value for one in ended] == ["trained"] * 2, [one.err[-3000:] for one in ended]
+    told = [one for one in ended[0].err.splitlines() if "step is not that of one process" in one or "a sum" in one]
+    assert len(told) == bool(said), ended[0].err
+    assert said in "".join(told)
+
+
+BY_HAND = """
+class ByHand(Net):
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        return self.head(h - h.mean(0) if MIXES else h)
+
+with paceline.join() as fleet:
+    model = fleet.model(ByHand())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in steps_of(fleet, points, stacked):
+        for a, b, _ in step:
+            step.backward(F.cross_entropy(model(a), b))
+        step.commit(optimizer)
+    result = "trained"
+"""
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_a_model_that_mixes_the_samples_of_a_batch_is_warned_of(tmp_path: Path, mixes: bool) -> None:
+    ended = outcomes(tmp_path, BY_HAND.replace("MIXES", str(mixes)), before=BEFORE, PACELINE_PACE="fixed:1,3")
+    assert [one.value for one in ended] == ["trained"] * 2, [one.err[-3000:] for one in ended]
+    assert ended[0].err.count("the model mixes the samples of a micro-batch") == mixes

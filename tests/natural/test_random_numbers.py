@@ -72,3 +72,32 @@ def test_steps_draw_unlike_noise(tmp_path: Path) -> None:
     two = results(tmp_path, script)
     assert two[0] == two[1]
     assert len(set(two[0])) == 8
+
+
+def test_numpys_and_pythons_numbers_in_the_inner_loop_belong_to_the_micro_batch_as_torchs_do(tmp_path: Path) -> None:
+    script = """
+    import random
+    import numpy as np
+    random.seed(7), np.random.seed(7)
+    drawn, own = [], []
+    with paceline.join() as fleet:
+        model = fleet.model(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in fleet.steps(data, global_batch=12, micro_batch=3, epochs=2, shuffle=False):
+            own.append([random.random(), np.random.rand()])
+            for a, b in step:
+                drawn.append([random.random(), np.random.rand()])
+                noise = torch.from_numpy(np.random.normal(0, 0.1, a.shape)) * random.random()
+                step.backward(loss_fn(model(a + noise), b))
+            step.commit(optimizer)
+    random.seed(7), np.random.seed(7)
+    assert own == [[random.random(), np.random.rand()] for _ in own], "the script's own numbers do not go on"
+    result = {"weights": flat(model), "drawn": drawn}
+    """
+    two, alone = results(tmp_path / "two", script), results(tmp_path / "one", script, workers=1)[0]
+    drawn = [tuple(pair) for one in two for pair in one["drawn"]]
+    assert len(set(drawn)) == 32
+    assert {value for value, _ in drawn}.isdisjoint(value for _, value in drawn)
+    assert set(drawn) == {tuple(pair) for pair in alone["drawn"]}
+    assert two[0]["weights"] == two[1]["weights"]
+    assert apart(two[0]["weights"], alone["weights"]) < 1e-12

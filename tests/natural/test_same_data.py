@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from programs import BEFORE, elastic, results
+from programs import BEFORE, elastic, outcomes, results
 
 pytestmark = pytest.mark.fleet
 
@@ -162,3 +162,46 @@ def test_a_newcomer_with_other_data_than_the_fleets_is_refused(tmp_path: Path) -
     assert ended[1].code != 0
     assert "this worker's data are not the fleet's: sample " in ended[1].err
     assert "of TensorDataset is another here than in the fleet" in ended[1].err
+
+
+OWN_NUMBERS = """
+import logging
+import numpy as np
+
+class Drawn(Dataset):
+    def __init__(self): self.own = np.random.default_rng(0)
+    def __len__(self): return 48
+    def __getitem__(self, index): return x[index] + self.own.normal(0, 0.5), y[index]
+
+order = torch.arange(4) if int(os.environ["RANK"]) == 0 else torch.arange(3, -1, -1)  # as a set of names has it
+
+def coded(rows):
+    return torch.stack([row[0][order] for row in rows]), torch.stack([row[1] for row in rows])
+
+with paceline.join() as fleet:
+    model = fleet.model(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for step in fleet.steps(DATA, global_batch=12, micro_batch=3):
+            for a, b in step:
+                step.backward(loss_fn(model(a), b))
+            step.commit(optimizer)
+        result = "trained"
+    except ValueError as error:
+        result = str(error)
+"""
+
+
+def test_a_dataset_with_a_generator_of_its_own_is_warned_of(tmp_path: Path) -> None:
+    for made, warned in (("Drawn()", 1), ("[(x[i], y[i]) for i in range(48)]", 0)):
+        ended = outcomes(tmp_path / str(warned), OWN_NUMBERS.replace("DATA", made))
+        assert [one.value for one in ended] == ["trained"] * 2, [one.err[-2000:] for one in ended]
+        assert ended[0].err.count("Drawn gives another sample each time the same one is read") == warned
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_what_collate_fn_makes_is_compared_too(tmp_path: Path, processes: int) -> None:
+    loader = f"DataLoader([(x[i], y[i]) for i in range(48)], 3, collate_fn=coded, num_workers={processes})"
+    for said in results(tmp_path, OWN_NUMBERS.replace("DATA", loader)):
+        assert "the workers' data differ: sample " in said
+        assert "a vocabulary in collate_fn" in said

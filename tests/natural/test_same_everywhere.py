@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from programs import outcomes, results
+from programs import outcomes, refusals, results
 
 pytestmark = pytest.mark.fleet
 
@@ -231,3 +231,16 @@ def test_a_teacher_of_unlike_weights_is_refused_by_its_name_when_a_step_uses_it(
     (said,) = one["said"]
     assert "step 0 uses holder.teacher (Sequential), which holds other weights" in said
     assert "fleet.track(teacher=holder.teacher)" in said
+
+
+def test_layers_in_another_order_are_refused_by_the_first_that_has_another_place(tmp_path: Path) -> None:
+    script = """
+    tasks = ["age", "price", "rooms"]
+    if int(os.environ["RANK"]) == 1:  # as a set of names has them in another process
+        tasks = ["age", "rooms", "price"]
+    with paceline.join() as fleet:
+        model = fleet.model(nn.ModuleDict({task: nn.Linear(4, 3) for task in tasks}))
+    """
+    said = refusals(tmp_path, script)
+    assert "another order on worker 1, where rooms.weight stands in the place of worker 0's price.weight" in said
+    assert "sorted(...)" in said

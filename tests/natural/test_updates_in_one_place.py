@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import BEFORE, apart, results
+from programs import BEFORE, apart, refusals, results
 
 pytestmark = pytest.mark.fleet
 
@@ -152,3 +152,50 @@ def test_every_other_update_is_refused_in_its_step(tmp_path: Path) -> None:
         for told in (first[name], second[name]):
             assert isinstance(told[0], str), f"{name} was not refused"
         assert any(said in told[1] for told in (first[name], second[name])), (name, first[name], second[name])
+
+
+CENTRES = """
+class Centres(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.centres = nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
+    def forward(self, out, labels):
+        return (out - self.centres[labels]).square().sum(1).mean()
+
+with paceline.join() as fleet:
+    model, criterion = fleet.model(network()), Centres()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = torch.optim.Adam(criterion.parameters(), lr=0.1)
+    for step in fleet.steps(data, global_batch=12, micro_batch=3):
+        for a, b in step:
+            out = model(a)
+            step.backward(loss_fn(out, b) + 0.1 * CENTRE_LOSS)
+        UPDATE
+    result = {"weights": flat(model)}
+"""
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        "step.commit(optimizer); own.step(); own.zero_grad()",
+        "step.reduce(); optimizer.step(); own.step(); step.commit(); own.zero_grad(set_to_none=False)",
+    ],
+    ids=["behind the commit", "before it"],
+)
+def test_an_optimizer_of_parameters_that_the_fleet_was_not_given_is_refused_where_the_loss_reaches_them(
+    tmp_path: Path, update: str
+) -> None:
+    script = CENTRES.replace("CENTRE_LOSS", "criterion(out, b)").replace("UPDATE", update)
+    assert "Adam steps in the loop and holds a parameter of shape [3, 3] that the loss reaches" in refusals(
+        tmp_path, script
+    )
+
+
+def test_an_optimizer_of_other_parameters_may_step_in_the_loop_where_no_loss_of_the_fleet_reaches_them(
+    tmp_path: Path,
+) -> None:
+    update = "step.commit(optimizer); criterion(out.detach(), b).backward(); own.step(); own.zero_grad()"
+    script = CENTRES.replace("CENTRE_LOSS", "out.square().mean()").replace("UPDATE", update)
+    first, second = results(tmp_path, script)
+    assert first == second

@@ -25,6 +25,7 @@ from paceline.step.losses.loss_weights import (
     UNLIKE_ROWS,
     UNREAD,
     Tally,
+    _terms_number,
     read_weight,
 )
 
@@ -197,12 +198,13 @@ def test_the_first_round_is_told_of_items_per_sample() -> None:
     out = net()(X[:6])
     weight, tally, _ = weighed(out.square().mean(), 6)
     assert weight == 24.0
-    assert tally.facts(weight) == {"kinds": ITEMS | FINE, "unit": 4.0, "ratio": 0.0}
+    terms = {"terms": _terms_number(frozenset({"Mean"}), 1)}
+    assert tally.facts(weight) == {"kinds": ITEMS | FINE, "unit": 4.0, "ratio": 0.0, **terms}
     tally.add(weighed(out[:, :3].square().mean(), 6)[1])
     assert tally.facts(42.0)["unit"] == -1.0
     weight, tally, _ = weighed(out.square().mean(), 6, unit=4.0)
     assert weight == 6.0
-    assert tally.facts(weight) == {"kinds": SAMPLES | FINE, "unit": 0.0, "ratio": 0.0}
+    assert tally.facts(weight) == {"kinds": SAMPLES | FINE, "unit": 0.0, "ratio": 0.0, **terms}
 
 
 def test_the_ratio_of_two_counts_is_compared_within_rounding() -> None:

@@ -123,6 +123,29 @@ def test_right_schedules_are_let_be(name: str) -> None:
     assert watched(RIGHT[name]) == []
 
 
+PASSES: dict[str, Make] = {
+    "step_size 60, which is len(loader)": lambda o: lr_scheduler.StepLR(o, BATCHES // EPOCHS),
+    "step_size 180, which is 3 * len(loader)": lambda o: lr_scheduler.StepLR(o, 3 * BATCHES // EPOCHS),
+    "step_size 30, which is len(loader), with a part of": lambda o: lr_scheduler.StepLR(o, BATCHES // EPOCHS // 2),
+    "step_size_up 60, which": lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0, BATCHES // EPOCHS),
+    "T_0 60, which": lambda o: CosineAnnealingWarmRestarts(o, BATCHES // EPOCHS),
+    "total_iters 60, which": lambda o: LinearLR(o, 0.1, 1.0, BATCHES // EPOCHS),
+    "milestones 60, which": lambda o: MultiStepLR(o, [60]),
+}
+
+
+@pytest.mark.parametrize("found", PASSES)
+def test_a_schedule_that_changes_every_pass_of_the_loader_is_warned_of(found: str) -> None:
+    (said,) = watched(PASSES[found])
+    assert f"(scheduler) has {found}" in said
+    assert "that counts micro-batches. It is stepped behind every update, of which an epoch has 15" in said
+
+
+@pytest.mark.parametrize("size", [15, 45, 7])
+def test_one_that_changes_every_epoch_of_steps_is_let_be(size: int) -> None:
+    assert watched(lambda o: lr_scheduler.StepLR(o, size)) == []
+
+
 def test_a_number_of_epochs_is_right_where_the_schedule_is_stepped_once_per_epoch() -> None:
     assert watched(lambda o: CosineAnnealingLR(o, EPOCHS), every="epoch") == []
     assert watched(lambda o: MultiStepLR(o, [2, 3]), every="epoch") == []

@@ -3,7 +3,7 @@
 from paceline.feed.custom_orders import Batches, batch_count_note
 from paceline.feed.feed import Feed, Order
 from paceline.feed.permutation import KeyedPermutation
-from paceline.feed.randomness import Generators, TorchGenerators, key, keys, seed_micro_batch, seed_update
+from paceline.feed.randomness import Generators, OwnNumbers, TorchGenerators, key, keys, seed_micro_batch, seed_update
 from paceline.feed.ranges import Ranges, positions, split, total
 from paceline.feed.source import Source
 
@@ -13,6 +13,7 @@ __all__ = [
     "Generators",
     "KeyedPermutation",
     "Order",
+    "OwnNumbers",
     "Ranges",
     "Source",
     "TorchGenerators",

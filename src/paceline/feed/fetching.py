@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import StackDataset, Subset, TensorDataset, default_collate
 
 from paceline import concurrency
-from paceline.feed.fingerprints import MOST_SECONDS, NoFingerprint, fingerprint
+from paceline.feed.fingerprints import MOST_SECONDS, Fingerprint, NoFingerprint, alike, fingerprint
 from paceline.feed.randomness import keys, seed_generators
 from paceline.feed.ranges import positions
 from paceline.records import Range
@@ -46,21 +47,23 @@ class Glance:
     def read(self, fetch: Fetcher | TensorFetcher) -> dict[str, Any]:
         """Return fingerprints of the first of these samples, the seconds spent, and ``why`` if there are none.
 
-        Reading stops after `MOST_SECONDS`.
+        Reading stops after `MOST_SECONDS`. ``stable`` is whether the first, read twice, was the same.
         """
         began, found = concurrency.perf_counter(), list[Any]()
-        spent = 0.0
+        spent, stable = 0.0, True
         try:
             for index in self.indices:
-                found.append(fingerprint(fetch.sample(index)))
+                found.append(fetch.fingerprint(index))
                 spent = concurrency.perf_counter() - began
                 if spent > MOST_SECONDS:
                     break
+            else:
+                stable = not found or alike(fetch.fingerprint(self.indices[0]), found[0])
         except NoFingerprint as none:
             return {"found": [], "seconds": spent, "why": f"a sample holds {none}, which has no stable bytes"}
         except Exception as error:  # the loop will raise it when it loads the sample
             return {"found": [], "seconds": spent, "why": f"sample {index} raised {type(error).__name__}"}
-        return {"found": found, "seconds": spent, "why": None}
+        return {"found": found, "seconds": spent, "why": None, "stable": stable}
 
 
 def _never() -> bool:
@@ -105,6 +108,17 @@ class Fetcher:
         seed_generators(sample_key)
         return self._dataset.__getitems__([chosen])[0] if self._many else self._dataset[chosen]
 
+    def fingerprint(self, index: int) -> Fingerprint:
+        """Return the fingerprint of one sample, and of what the script's ``collate_fn`` makes of it alone."""
+        sample = self.sample(index)
+        alone = fingerprint(sample)
+        if self._collate is default_collate:
+            return alone
+        try:
+            return fingerprint([sample, self._collate([deepcopy(sample)])])
+        except Exception:  # what it makes has no stable bytes, or it needs several samples
+            return alone
+
 
 class TensorFetcher:
     """Loader of pieces of a TensorDataset by one indexing per tensor: equal to fetch and collate, many times faster."""
@@ -119,6 +133,10 @@ class TensorFetcher:
         """Return one sample, as a list of its tensors."""
         chosen = int(choose(self._chosen, np.array([index]))[0])
         return [tensor[chosen] for tensor in self._tensors]
+
+    def fingerprint(self, index: int) -> Fingerprint:
+        """Return the fingerprint of one sample."""
+        return fingerprint(self.sample(index))
 
     def __call__(self, piece: EpochPiece) -> list[torch.Tensor]:
         where = torch.from_numpy(choose(self._chosen, piece.indices))

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.errors import MisuseError
 from paceline.gradients.bit_sums import sums_of
+from paceline.gradients.header import number_of
 
 _MERGED_BY_COUNT = ("running_mean", "running_var", "num_batches_tracked")
 _ALIGNED = 16
@@ -55,7 +56,8 @@ class ModuleBuffers:
     """The buffers of some models, except batch norm's statistics."""
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
-        self._known = [known for model in models for known in _buffers_of(model)]
+        self._models = list(models)
+        self._known = [known for model in self._models for known in _buffers_of(model)]
         self._homes, self._keys = [known.home for known in self._known], [known.key for known in self._known]
         self._ever: set[int] = set()
         """The numbers of the buffers that have changed since the beginning, on this worker or on another."""
@@ -65,6 +67,10 @@ class ModuleBuffers:
         """Sums of the buffers' bits at the beginning of a step whose round looks at contents."""
         self.moved_by_forward = ""
         """The name of a saved buffer that was seen to change between a step's beginning and its round."""
+        self.came_later = ""
+        """The name of a saved buffer that was None, or not there, at the beginning, so that workers do not share it."""
+        self.set_between = ""
+        """The name of a saved buffer that was seen to change between a round and the next step's micro-batches."""
         self._nothing = [0.0] * len(self._known)
         self.rebase()
 
@@ -81,13 +87,28 @@ class ModuleBuffers:
 
     def note_contents(self) -> None:
         """Let the next round look at contents as well as at version counters."""
+        known = {(id(one.home), one.key) for one in self._known}
+        later = (one for model in self._models for one in _buffers_of(model) if (id(one.home), one.key) not in known)
+        self.came_later = self.came_later or next((one.name for one in later if one.persistent), "")
         if self._known:
             self._contents = self._contents_now()
 
+    def digest_of_set(self) -> float:
+        """Return a digest of the saved buffers that have changed since the last round; 0 where none has.
+
+        It is asked for before a step's first micro-batch; only where some have changed, a device is waited for.
+        """
+        now = list(map(dict.get, self._homes, self._keys))
+        if all(map(is_, now, self._tensors)) and list(map(self._version, now)) == self._versions:
+            return 0.0
+        moved = [n for n, one in enumerate(now) if self._known[n].persistent and not self._is_unmoved(n, one)]
+        if not moved:
+            return 0.0
+        self.set_between = self._known[moved[0]].name
+        return 1.0 + number_of(repr(list(zip(moved, _sums_of(now[n] for n in moved), strict=True))).encode())
+
     def _contents_now(self) -> list[int]:
-        empty = torch.zeros(0)
-        live = (home.get(key) for home, key in zip(self._homes, self._keys, strict=True))
-        return sums_of([empty if tensor is None or tensor.layout is not torch.strided else tensor for tensor in live])
+        return _sums_of(home.get(key) for home, key in zip(self._homes, self._keys, strict=True))
 
     # -- what this worker brings -------------------------------------------------------------------------------------
 
@@ -222,6 +243,11 @@ class ModuleBuffers:
         for number, tensor in unsaved.items():
             self._ever.add(int(number))
             self._live(int(number)).detach().copy_(tensor)
+
+
+def _sums_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
+    empty = torch.zeros(0)
+    return sums_of([empty if tensor is None or tensor.layout is not torch.strided else tensor for tensor in tensors])
 
 
 def _version(tensor: torch.Tensor | None) -> int:

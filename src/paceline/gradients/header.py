@@ -28,6 +28,8 @@ FIELDS = (
     "graph",
     "constants",
     "certain",
+    "proportion",
+    "terms",
     "loss",
     "squares",
     "wants_state",
@@ -38,6 +40,7 @@ FIELDS = (
     "settings_digest",
     "updates",
     "modes",
+    "buffers",
     "leaves",
     "changes",
 )
@@ -51,6 +54,8 @@ FIELDS = (
 - ``factor``: a digest of the factors that means are multiplied by.
 - ``divisor``: a digest of tensors that means are divided by.
 - ``graph``, ``constants``, ``certain``: digests of the shape of a loss's graph and of the script's values in it.
+- ``proportion``: the ratio of a count that was read to the weight that was given.
+- ``terms``: a digest of the kinds of terms that a loss has.
 - ``loss``: the weighted sum of the losses.
 - ``squares``: the squared norm of the worker's own mean gradient times its weight, where the learning rate needs it.
 - ``wants_state``: whether it is so far behind that it asks for a copy of a peer's state.
@@ -62,6 +67,7 @@ FIELDS = (
 - ``settings_digest``: a digest of its optimisers' rates and other settings; 0 where it has no optimiser.
 - ``updates``: one more than the number of updates it made in the step before; 0 where it has none to report.
 - ``modes``: a digest of which of its modules train, where that is compared.
+- ``buffers``: a digest of the buffers that were set between the last round and its first micro-batch; 0 where none was.
 - ``leaves``: whether it leaves after this step.
 - ``changes``: whether it asks for the group to be re-formed after this step.
 """

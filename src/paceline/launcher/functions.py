@@ -17,8 +17,8 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -178,7 +178,8 @@ class FunctionPool:
             name=f"paceline worker {len(self._processes)}",
         )
         self._readers.append(reader)
-        with warnings.catch_warnings():  # Python 3.12 warns of copying a process with threads: see the docstring above
+        with warnings.catch_warnings(), _one_hash_seed():
+            # Python 3.12 warns of copying a process with threads: see the docstring above
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         self._processes.append(process)
@@ -310,6 +311,18 @@ class FunctionReport:
     """The exception that the function raised, with its traceback."""
     of_the_fleet: bool = False
     """Whether the exception was a `FleetError`: another worker's failure, as seen by this one."""
+
+
+@contextmanager
+def _one_hash_seed() -> Iterator[None]:
+    """Let new interpreters hash strings alike, so that a set of names has one order on every worker."""
+    given = "PYTHONHASHSEED" in os.environ
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ["PYTHONHASHSEED"]
 
 
 def work(

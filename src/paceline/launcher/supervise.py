@@ -127,6 +127,7 @@ class Supervisor:
         foreign = (*self._policy.foreign, *GROUP_VARIABLES)
         environment = {
             "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",  # a set of names has one order on every worker
             **({"GLOO_SOCKET_IFNAME": here} if here else {}),
             **{name: value for name, value in os.environ.items() if name not in foreign},
             **self.order.settings,

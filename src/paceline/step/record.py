@@ -47,6 +47,7 @@ def write_header(
         settings_digest=step_state.settings_digest,
         updates=step_state.updates,
         modes=gradients.accumulation.modes,
+        buffers=step_state.buffers,
         **loop.micro_batches.sizes,
         **more,
     )

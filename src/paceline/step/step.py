@@ -15,7 +15,7 @@ import torch
 
 from paceline import concurrency
 from paceline.errors import MisuseError
-from paceline.feed import TorchGenerators, seed_micro_batch, seed_update
+from paceline.feed import OwnNumbers, seed_micro_batch, seed_update
 from paceline.feed.micro_batches import MicroBatch
 from paceline.gradients import second_order
 from paceline.records import StepRecord
@@ -23,14 +23,24 @@ from paceline.renamed import FormerNames
 from paceline.step.checks.comparison import is_examined
 from paceline.step.checks.hyperparameters import changed_rate, scaled_rates
 from paceline.step.checks.user_code import check_optimizers
-from paceline.step.losses.coupling import look_for_coupling, pass_by
+from paceline.step.losses.coupling import coupling, is_to_be_looked_at, pass_by
 from paceline.step.losses.loss_constants import constants_of
-from paceline.step.losses.loss_weights import Tally, check_loss, check_weight, check_weights, read_weight, weighted
+from paceline.step.losses.loss_weights import (
+    Tally,
+    check_loss,
+    check_weight,
+    check_weights,
+    look_at_given,
+    read_weight,
+    weighted,
+)
+from paceline.step.losses.model_coupling import mixing
 from paceline.step.losses.several_losses import ADVICE, Parts, check_together
 from paceline.step.micro_batch_size import OutOfMemory, shrink
 from paceline.step.step_state import StepState, Work
 
 if TYPE_CHECKING:
+    from paceline.gradients import Header
     from paceline.gradients.buckets import Among
     from paceline.machines import Machine
     from paceline.step.combine import Combine
@@ -41,6 +51,18 @@ _MOVED_BUFFER = (
     "forward changes the buffer {} in every micro-batch, and after a round every worker has one worker's, as with DDP. "
     "Where the loss depends on it (a counter, a running mean, spectral norm), the step is not that of one process: "
     "change it behind step.commit, from step.index, step.sums or fleet.predict"
+)
+
+_LATER_BUFFER = (
+    "the buffer {} was None, or not there, when the loop began, so workers do not share it: where it is made from a "
+    "micro-batch, each has what its own samples gave. Register it with its shape before fleet.model, and set it behind "
+    "step.commit, from step.sums or fleet.predict"
+)
+
+_SET_BUFFER = (
+    "the buffer {} was set between two steps to a value that is not the same on every worker (made from what each has "
+    "seen, or set on some alone), and the losses of the step depend on it: set it alike, from step.sums or "
+    "fleet.predict"
 )
 
 _UNLIKE_MODELS = (
@@ -105,7 +127,7 @@ class Step(FormerNames):
         self._began = began
         self._work_began = 0.0
         self._idle_s = 0.0
-        self._own_numbers: TorchGenerators | None = None
+        self._own_numbers: OwnNumbers | None = None
         self._update_seeded = False
         self._parts = Parts(self.index)
         self._part: Work | None = None
@@ -141,6 +163,8 @@ class Step(FormerNames):
             raise MisuseError(f"step {self.index} was iterated before: its micro-batches come once")
         self._iterated = True
         self._keep_generators()
+        if self._loop.replica.alike and self._loop.transport.shards == 1:
+            self._step_state.buffers = self._gradients.accumulation.buffers.digest_of_set()
         self._work_began = concurrency.perf_counter()
         rates: list[Any] | None = None
         while (taken := self._take()) is not None:
@@ -164,7 +188,7 @@ class Step(FormerNames):
     def _keep_generators(self) -> None:
         """Remember the user's random generators: they go on after the step as if it had drawn no numbers."""
         if self._own_numbers is None:
-            self._own_numbers = TorchGenerators(self._loop.device)
+            self._own_numbers = OwnNumbers(self._loop.device)
 
     def _seed_update(self) -> None:
         """Seed the random generators so that every worker draws the same numbers until the end of the commit."""
@@ -222,8 +246,9 @@ class Step(FormerNames):
         among: Among = None
         if models is not None or self._part is not None:
             among = self._parts.choose(models, self._gradients.everything, weight, used=self._part is not None)
-        if among is None and micro.own != 0 and (found := look_for_coupling(self._loop, loss, micro.rows)) is not None:
-            tally.couplings.append(found)
+        if among is None and micro.own != 0 and is_to_be_looked_at(self._loop, loss, micro.rows):
+            tally.couplings.append(coupling(loss, micro.rows))
+            tally.mixings.append(mixing(loss, micro.rows))
         done = self._part or Work(samples=micro.samples, micro_batches=1)
         if together or isinstance(weight, torch.Tensor) or weight > 0:
             if not self._try_backward(loss, weight, micro, among=among, retain_graph=retain_graph):
@@ -248,6 +273,8 @@ class Step(FormerNames):
         if weight is not None:
             weight = check_weight(weight)
             tally.given = isinstance(weight, torch.Tensor) or weight > 0
+            if tally.given and not part and is_examined(self.index):
+                self._warn_of_loss(loss, look_at_given(loss, weight, micro.rows, tally))
             return weight, tally
         mean, alone = self._gradients.mean_gradient, self._loop.transport.solitary
         like = self._step_state.work.tally
@@ -255,10 +282,14 @@ class Step(FormerNames):
         if alone and mean.unit is None and tally.raw and not isinstance(weight, torch.Tensor):  # nobody to agree with
             mean.unit = float(weight // micro.rows) if weight and weight % micro.rows == 0 else 1.0
             weight, tally.raw, tally.read = weight / mean.unit, False, [(weight / mean.unit, micro.rows)]
-        if odd:
-            self._loop.notes.warn_once(odd)
-            pass_by(self._loop, loss)
+        self._warn_of_loss(loss, odd)
         return weight, tally
+
+    def _warn_of_loss(self, loss: torch.Tensor, text: str) -> None:
+        """Log a warning about a loss, unless it is empty."""
+        if text:
+            self._loop.notes.warn_once(text)
+            pass_by(self._loop, loss)
 
     def _end_parts(self) -> None:
         """End the open micro-batch, unless it has had no backward: its losses are complete."""
@@ -274,8 +305,11 @@ class Step(FormerNames):
 
     def _try_backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> bool:
         """Return False when memory ran out: then the micro-batch comes again, in halves."""
+        updates = self._loop.tracking.updates
+        outside = updates.gradients_outside()
         try:
             self._step_round.backward(loss, weight, micro, among=among, **graph)
+            updates.check_outside(outside)
         except OutOfMemory:
             if not self._loop.micro_batches.auto or not shrink(self._loop, micro.samples, again=True):
                 raise
@@ -397,10 +431,20 @@ class Step(FormerNames):
         if header is not None:
             self._gradients.mean_gradient.agree_on_unit(header)
             check_weights(self._loop, self.index, header)
-            if moved := self._gradients.accumulation.buffers.moved_by_forward:
-                self._loop.notes.warn_once(_MOVED_BUFFER.format(moved))
+            self._check_buffers(header)
             if len(self._gradients.accumulation.trained_models) > 1:
                 self._loop.notes.warn_once(_UNLIKE_MODELS)
+
+    def _check_buffers(self, header: Header) -> None:
+        """Warn of buffers that were not the same on every worker while the losses were computed."""
+        buffers = self._gradients.accumulation.buffers
+        if buffers.moved_by_forward:
+            self._loop.notes.warn_once(_MOVED_BUFFER.format(buffers.moved_by_forward))
+        if buffers.came_later:
+            self._loop.notes.warn_once(_LATER_BUFFER.format(buffers.came_later))
+        columns = (header.column(name).tolist() for name in ("buffers", "samples"))
+        if len({digest for digest, samples in zip(*columns, strict=True) if samples}) > 1:
+            self._loop.notes.warn_once(_SET_BUFFER.format(buffers.set_between or "of the model"))
 
     def _check_finished(self) -> None:
         if self._step_round.may_be_left(self._open is not None):

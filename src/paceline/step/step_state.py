@@ -130,6 +130,8 @@ class StepState:
     """The fingerprint of this worker's parameters, where they are compared."""
     settings_digest: float = 0.0
     """A digest of this worker's optimiser settings as the step began."""
+    buffers: float = 0.0
+    """A digest of the buffers that this worker's script has set since the last round."""
     updates: float = 0.0
     """This worker's report of its updates in the step before (`UpdateGuard.reported`)."""
     busy_since: float | None = None

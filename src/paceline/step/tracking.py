@@ -70,7 +70,7 @@ class Tracked:
         self._averaged: dict[int, int] = {}
         """The number of updates of each averaged copy when `note_averages` was called, by ``id``."""
         self._digest = Digest()
-        self.updates = UpdateGuard(self.is_ours, self._note_step)
+        self.updates = UpdateGuard(parameters, self._note_step)
 
     def close(self) -> None:
         self.updates.close()

@@ -22,7 +22,13 @@ SLOW_S = 0.1
 CAUSES = (
     "Make the same dataset on every worker. It usually differs because of random_split without "
     "generator=torch.Generator().manual_seed(0), random.shuffle(files) without random.seed(0) before it, or "
-    "os.listdir and glob, whose order differs between machines: sort what they give"
+    "os.listdir and glob, whose order differs between machines, or a set, whose order differs between processes (a "
+    "vocabulary in collate_fn): sort what they give"
+)
+OWN_NUMBERS = (
+    "{} gives another sample each time the same one is read: it draws from a generator of its own, and every worker "
+    "has one, so that samples share random numbers and depend on who fetches them. Draw from torch's, NumPy's or "
+    "Python's global generator, which are seeded by each sample's position"
 )
 
 Looker = Callable[[Sequence[int]], dict[str, Any]]
@@ -63,6 +69,8 @@ class SameData:
         ``answers`` is what `must_agree` returned, with the findings of every process.
         """
         everybody = [one[EACH] for one in answers]
+        if not all(seen.get("stable", True) for parts in everybody for seen in parts):
+            self._warn(OWN_NUMBERS.format(name))
         differing = unlike(everybody)
         if differing is None:
             return
@@ -105,6 +113,11 @@ class SameData:
         if text not in self._noted:
             self._noted.add(text)
             self._context.inform(text)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            self._context.warn(text)
 
 
 def unlike(everybody: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[int, list[tuple[int, int]]] | None:

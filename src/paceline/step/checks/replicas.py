@@ -46,14 +46,30 @@ def shape_of(model: torch.nn.Module) -> list[list[Any]]:
 
 
 def check_same_shape(transport: Transport, model: torch.nn.Module) -> None:
-    """Raise ValueError on every worker, naming the first parameter that differs, when models are not alike."""
+    """Raise ValueError on every worker, naming the first parameter that differs, when models are not alike.
+
+    They are alike when they have the same parameters and buffers in the same order, by which tensors are summed.
+    """
     shape = shape_of(model)
     digest = blake2b(repr(shape).encode(), digest_size=16).hexdigest()
     if len(set(transport.gather("fleet.model()", digest))) == 1:
         return
     described = {name: f"{size} {dtype}" for name, size, dtype in shape}
-    names = sorted({name for theirs in transport.gather("fleet.model() names", list(described)) for name in theirs})
+    orders = transport.gather("fleet.model() names", list(described))
+    names = sorted({name for theirs in orders for name in theirs})
     must_agree(transport, "fleet.model()", {name: described.get(name, "missing") for name in names})
+    raise ValueError(_another_order(orders))
+
+
+def _another_order(orders: Sequence[Sequence[str]]) -> str:
+    """Return which parameter is the first that has another place on some worker, given everybody's names in order."""
+    worker, theirs = next((worker, theirs) for worker, theirs in enumerate(orders) if theirs != orders[0])
+    expected, found = next(pair for pair in zip(orders[0], theirs, strict=True) if pair[0] != pair[1])
+    return (
+        f"workers disagree in fleet.model(): the layers have another order on worker {worker}, where {found} stands in "
+        f"the place of worker 0's {expected}. Layers named from a set, or from a folder's listing, have an order of "
+        "their own in every process: build them from sorted(...)"
+    )
 
 
 @torch.no_grad()

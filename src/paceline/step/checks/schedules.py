@@ -141,6 +141,32 @@ def _is_count(value: Any) -> bool:
     return whole and not isinstance(value, bool) and value > 1
 
 
+def periods(schedule: LRScheduler) -> Iterator[tuple[int, str]]:
+    """Yield the stretches after which a schedule changes on its way, each with its name; milestones all together.
+
+    >>> import torch
+    >>> sgd = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    >>> list(periods(lr_scheduler.StepLR(sgd, step_size=30)))
+    [(30, 'step_size')]
+    >>> list(periods(lr_scheduler.MultiStepLR(sgd, [60, 20])))
+    [(20, 'milestones')]
+    """
+    for part in parts_of(schedule):
+        found: Any = part
+        if isinstance(part, lr_scheduler.StepLR):
+            yield found.step_size, "step_size"
+        elif isinstance(part, lr_scheduler.CyclicLR):
+            yield round(found.total_size * found.step_ratio), "step_size_up"
+        elif isinstance(part, lr_scheduler.CosineAnnealingWarmRestarts):
+            yield found.T_0, "T_0"
+        elif isinstance(part, (lr_scheduler.LinearLR, lr_scheduler.ConstantLR)):
+            yield found.total_iters, "total_iters"
+        elif isinstance(part, lr_scheduler.MultiStepLR):
+            yield math.gcd(*found.milestones), "milestones"
+        elif isinstance(part, lr_scheduler.SequentialLR):
+            yield math.gcd(*found._milestones), "milestones"
+
+
 def _unique(found: Iterable[Horizon]) -> list[Horizon]:
     return list(dict.fromkeys(found))
 
@@ -301,6 +327,19 @@ class ScheduleWatch:
             self._refuse(_counts_batches(one, *counted, end))
         elif length.epochs > 1 and (long := [horizon for horizon in away if horizon.steps >= TOO_LONG * end]):
             self._warn(_too_long(one, long[0], end))
+        else:
+            self._check_periods(one, length.steps / length.epochs)
+
+    def _check_periods(self, one: _Watched, per_epoch: float) -> None:
+        """Warn of a schedule that changes every few passes of the loader, as it counts them."""
+        epochs = self._length.epochs
+        lengths = sorted(self._length.loader_lengths.items(), reverse=True)
+        passes = [(number // epochs, how) for number, how in lengths]
+        for period, name in periods(one.schedule):
+            for size, how in passes:
+                if size > per_epoch + 1 and period and period % size == 0 and period // size < epochs:
+                    self._warn(_counts_passes(one, period, name, how.removeprefix("epochs * "), size, per_epoch))
+                    return
 
     def _refuse(self, text: str) -> None:
         """Raise ValueError; warn where this loop may be one epoch of several that the script makes itself."""
@@ -369,6 +408,15 @@ def _counts_batches(one: _Watched, found: Horizon, how: str, end: int) -> str:
     return (
         f"{one.kind} decays over {found.own} steps ({found.name}), which is {how}: that counts micro-batches. It is "
         f"stepped behind every update, and the loop has {end} of them; {ADVICE}"
+    )
+
+
+def _counts_passes(one: _Watched, period: int, name: str, how: str, size: int, per_epoch: float) -> str:
+    times = f"{period // size} * " if period > size else ""
+    return (
+        f"{one.kind} has {name} {period}, which is {times}{how}: that counts micro-batches. It is stepped behind "
+        f"every update, of which an epoch has {math.ceil(per_epoch)}. If epochs are meant, use len(steps) // epochs of "
+        "steps = fleet.steps(...)"
     )
 
 

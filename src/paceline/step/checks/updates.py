@@ -2,21 +2,25 @@
 
 torch calls hooks before and after every ``optimizer.step()`` in the process. `UpdateGuard` looks at those whose
 optimiser holds parameters of the fleet's models, while a loop over the fleet's steps is under way, and refuses what a
-step does not allow before it changes a parameter. Steps of other optimisers, and those outside of a loop, are none of
-its concern. An optimiser that calls another one's ``step`` in its own (Lookahead, SAM) makes one update.
+step does not allow before it changes a parameter. Steps outside of a loop are none of its concern. An optimiser that
+calls another one's ``step`` in its own (Lookahead, SAM) makes one update.
+
+Other parameters that an optimiser updates in a loop are each worker's own: they must get no gradient from the losses of
+``step.backward``, which shows in their ``p.grad``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline import concurrency
 from paceline.checkpoint.shards import local
 from paceline.errors import MisuseError
 from paceline.step.checks.user_code import refuse_closures
@@ -40,15 +44,18 @@ class UpdatePhase(Enum):
 class UpdateGuard:
     """Follows the updates of one fleet's parameters.
 
-    ``ours`` returns whether an optimiser holds some of them; ``stepped`` is called after each step of one that does.
+    ``ours`` returns the fleet's parameters; ``stepped`` is called after each step of an optimiser that holds some.
     """
 
-    def __init__(self, ours: Callable[[Optimizer], bool], stepped: Callable[[Optimizer], None]) -> None:
-        self._find_out, self._stepped = ours, stepped
-        self._known: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
-        """Whether an optimiser holds parameters of the fleet, found with that number of parameter groups."""
+    def __init__(self, ours: Callable[[], Iterable[torch.Tensor]], stepped: Callable[[Optimizer], None]) -> None:
+        self._ours, self._stepped = ours, stepped
+        self._known: WeakKeyDictionary[Optimizer, _Holdings] = WeakKeyDictionary()
+        self._outside: dict[int, _Outside] = {}
+        """Parameters that are not the fleet's, of optimisers that step in the loop, by ``id``."""
         self._loop: object | None = None
         self._phase, self._step = UpdatePhase.OUTSIDE, 0
+        self._thread: object = None
+        """The thread of the loop."""
         self._running: list[Optimizer] = []
         """Optimisers whose ``step`` is under way, the outermost first."""
         self._made: dict[int, Optimizer] = {}
@@ -79,10 +86,27 @@ class UpdateGuard:
 
     def is_ours(self, optimizer: Optimizer) -> bool:
         """Return whether this optimiser holds parameters of the fleet's models."""
+        return self._holdings(optimizer).ours
+
+    def _holdings(self, optimizer: Optimizer) -> _Holdings:
         groups, found = len(optimizer.param_groups), self._known.get(optimizer)
-        if found is None or found[0] != groups:
-            found = self._known[optimizer] = groups, self._find_out(optimizer)
-        return found[1]
+        if found is None or found.groups != groups:
+            ours, held, name = {id(one) for one in self._ours()}, list(_parameters(optimizer)), type(optimizer).__name__
+            others = {id(one): _Outside(ref(one), name) for one in held if id(one) not in ours}
+            found = self._known[optimizer] = _Holdings(groups, any(id(one) in ours for one in held), others)
+        return found
+
+    # -- parameters outside of the fleet -----------------------------------------------------------------------------
+
+    def gradients_outside(self) -> list[tuple[_Outside, tuple[int, int]]]:
+        """Return the parameters that optimisers of the loop update beside the fleet's, and their gradients' states."""
+        return [(one, one.state()) for one in self._outside.values()] if self._outside else []
+
+    def check_outside(self, before: Sequence[tuple[_Outside, tuple[int, int]]]) -> None:
+        """Raise MisuseError when a backward since has given some of these parameters a gradient."""
+        for one, state in before:
+            if one.state() != state:
+                raise MisuseError(self._reached(one))
 
     # -- how far the loop is -----------------------------------------------------------------------------------------
 
@@ -91,6 +115,7 @@ class UpdateGuard:
         if loop is not self._loop:
             self._loop, self._trains, self._idle_steps, self._last = loop, False, 0, None
         self._enter(UpdatePhase.WORKING)
+        self._thread = concurrency.current_thread()
         self._step, self._applied, self._fed, self._before_update = step, False, False, None
         self._made.clear()
 
@@ -142,7 +167,12 @@ class UpdateGuard:
     # -- torch's hooks -----------------------------------------------------------------------------------------------
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._phase is UpdatePhase.OUTSIDE or not self.is_ours(optimizer):
+        if self._phase is UpdatePhase.OUTSIDE:
+            return
+        others = self._holdings(optimizer).others
+        if others and concurrency.current_thread() is self._thread:  # another loop may be on another thread
+            self._outside |= others
+        if not self.is_ours(optimizer):
             return
         if id(optimizer) in self._made:
             raise MisuseError(self._twice(optimizer))
@@ -216,6 +246,39 @@ class UpdateGuard:
             "between. "
             "Where no update is wanted, commit an optimizer with lr=0"
         )
+
+    def _reached(self, one: _Outside) -> str:
+        parameter = one.parameter()
+        shape = "" if parameter is None else f" of shape {list(parameter.shape)}"
+        return (
+            f"{one.optimizer} steps in the loop and holds a parameter{shape} that the loss reaches and the fleet was "
+            "not given, so every worker would train its own from its own samples: give its module to the fleet before "
+            "the first step, criterion = fleet.model(criterion), and its optimizer to step.commit; or detach() it in "
+            "the loss"
+        )
+
+
+class _Outside(NamedTuple):
+    """A parameter that is not the fleet's, and the kind of the optimiser that holds it."""
+
+    parameter: ref[torch.Tensor]
+    optimizer: str
+
+    def state(self) -> tuple[int, int]:
+        """Return what changes when a backward adds to the parameter's gradient."""
+        parameter = self.parameter()
+        grad = None if parameter is None else parameter.grad
+        return (0, 0) if grad is None else (id(grad), grad._version)
+
+
+class _Holdings(NamedTuple):
+    """The parameters that an optimiser holds, found with that number of parameter groups."""
+
+    groups: int
+    ours: bool
+    """Whether some are the fleet's."""
+    others: dict[int, _Outside]
+    """The others, by ``id``."""
 
 
 class _Probe:

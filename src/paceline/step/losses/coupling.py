@@ -55,16 +55,14 @@ COUPLED = (
 )
 
 
-def look_for_coupling(loop: LoopContext, loss: torch.Tensor, rows: int) -> Any:
-    """Return by how much a loss couples samples, where its graph has a new shape; else None. On CUDA a tensor."""
+def is_to_be_looked_at(loop: LoopContext, loss: torch.Tensor, rows: int) -> bool:
+    """Return whether a loss's graph has a new shape, which is looked at once."""
     script = loop.script
     if rows < 2 or loop.transport.shards > 1 or loss.grad_fn is None or len(script.looked_at) >= MOST_LOOKS:
-        return None
-    kinds = number_of_kinds(loss.grad_fn)
-    if kinds in script.looked_at:
-        return None
-    script.looked_at.add(kinds)
-    return coupling(loss, rows)
+        return False
+    known = len(script.looked_at)
+    script.looked_at.add(number_of_kinds(loss.grad_fn))
+    return len(script.looked_at) > known
 
 
 def pass_by(loop: LoopContext, loss: torch.Tensor) -> None:
@@ -79,7 +77,7 @@ def coupling(loss: torch.Tensor, rows: int) -> Any:
     It is 0 where they are not, where the graph does not show it, or where the search would take too long. On CUDA it is
     a tensor, without synchronising.
     """
-    found = _outputs(loss.grad_fn, rows) if rows > 1 and loss.grad_fn is not None else None
+    found = outputs_of(loss.grad_fn, rows) if rows > 1 and loss.grad_fn is not None else None
     if found is None:
         return 0.0
     edges, certain = found
@@ -103,7 +101,7 @@ def _between_halves(loss: torch.Tensor, edges: list[Edge], rows: int, *, turns: 
     for part in first:
         if part is not None:
             own, _ = _halves(part, rows, turns=turns)
-            probes.append((own * _signs(own)).sum())
+            probes.append((own * signs(own)).sum())
     probe = torch.stack([one.to(loss.dtype) for one in probes]).sum()
     nothing = torch.zeros((), dtype=loss.dtype, device=loss.device)
     if not probe.requires_grad:
@@ -126,13 +124,13 @@ def _halves(rows_of: torch.Tensor, rows: int, *, turns: bool) -> tuple[torch.Ten
     return split[: rows // 2], split[rows // 2 :]
 
 
-def _signs(like: torch.Tensor) -> torch.Tensor:
+def signs(like: torch.Tensor) -> torch.Tensor:
     """Plus and minus one by turns of unequal length, so that nothing cancels; drawn from no generator of the user's."""
     steps = torch.arange(like.numel(), device=like.device).reshape(like.shape)
     return (steps * steps % 7 < 3).to(like.dtype) * 2 - 1
 
 
-def _outputs(root: Node, rows: int) -> tuple[list[Edge], bool] | None:
+def outputs_of(root: Node, rows: int) -> tuple[list[Edge], bool] | None:
     """Return what the layers nearest to the loss give, and whether its graph's shape shows a coupling.
 
     None: it is too large, or a function of the user's own, which may not be gone through twice.

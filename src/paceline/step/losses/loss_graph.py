@@ -59,6 +59,8 @@ class LossReading:
 
     counts: list[Any] = field(default_factory=list)
     """d of each mean: a number, or a tensor of a device."""
+    kinds: set[str] = field(default_factory=set)
+    """The operations that give these means and sums."""
     by_tensor: bool = False
     """Whether a sum was divided by a tensor, which the script made: a count of what a mask leaves."""
     sum_over: str | None = None
@@ -214,6 +216,7 @@ class _Reader:
 
     def _is_new(self, last: _Reduction, tensors: Iterable[_Factor]) -> bool:
         """Note a path to a reduction; return False where another one, divided by the same, was noted before."""
+        self.found.kinds.add(stem_of(last.node.__class__))
         key = (last.node, *map(id, tensors))
         known = len(self._noted)
         self._noted.add(key)

@@ -13,31 +13,36 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from paceline.errors import MisuseError
+from paceline.gradients.header import number_of
 from paceline.step.losses.coupling import COUPLED, LEAST
 from paceline.step.losses.loss_constants import Constants, any_apart
 from paceline.step.losses.loss_graph import LossReading, read_loss
+from paceline.step.losses.model_coupling import MIXED_INSIDE
 
 if TYPE_CHECKING:
     from paceline.gradients import Header
     from paceline.step.context import LoopContext
 
-GIVEN, SAMPLES, ITEMS, UNREAD, APART, UNLIKE_ROWS, ROUGH, FINE, UNSURE, CLAMPED, COUPLES, VARIES, UNLIKELY = (
-    1 << bit for bit in range(13)
-)
+GIVEN, SAMPLES, ITEMS, UNREAD, APART, UNLIKE_ROWS, ROUGH, FINE = (1 << bit for bit in range(8))
+UNSURE, CLAMPED, COUPLES, VARIES, UNLIKELY, ASIDE, MIXED, MIXES = (1 << bit for bit in range(8, 16))
 """What a worker reports of its weights in a step: some were given; those read are samples, or counts of other items;
 some losses could not be read; counts of several means are not proportional; micro-batches of unlike sizes; losses in
 half or in double precision; some losses could be read in two ways; a sum was divided by 1, which may have been a count
 of nothing; a loss couples samples; a loss has values that are not the same in every micro-batch; a loss is divided by
-what may be no count."""
+what may be no count; weights that were given are not proportional to the counts that are read; micro-batches have
+losses with unlike terms; a model mixes samples."""
 PRECISION = {torch.float64: FINE, torch.float32: 0}
 TOLERANCE = {ROUGH: 2e-2, FINE: 1e-9, 0: 1e-5}
 """Largest relative change of the ratio of two counts that rounding may cause."""
+PROPORTIONAL = 1e-3
+"""Largest relative change of the ratio of a count to the weight that was given: ``mask.sum() + 1e-6`` is one count."""
 
 
 def check_weight(weight: Any) -> Any:
@@ -102,6 +107,8 @@ class Tally:
     """Whether a sum that is not 0 was divided by exactly 1; on CUDA a tensor."""
     couplings: list[Any] = field(default_factory=list)
     """Strength with which losses were found to couple samples."""
+    mixings: list[Any] = field(default_factory=list)
+    """Strength with which models were found to mix samples."""
     factor: Any = None
     """Fingerprint of the factors of one micro-batch's loss, besides counts."""
     factors: list[Any] = field(default_factory=list)
@@ -112,6 +119,10 @@ class Tally:
     divisors: list[Any] = field(default_factory=list)
     constants: list[Constants] = field(default_factory=list)
     """The script's values in the losses' graphs."""
+    proportions: list[Any] = field(default_factory=list)
+    """Ratios of counts that were read to the weights that were given; on CUDA tensors."""
+    terms: set[float] = field(default_factory=set)
+    """Digests of the kinds of terms that losses have."""
 
     def add(self, other: Tally) -> None:
         self.given |= other.given
@@ -124,10 +135,13 @@ class Tally:
         self.unsure |= other.unsure
         self.clamped = self.clamped | other.clamped
         self.couplings += other.couplings
+        self.mixings += other.mixings
         self.factors += other.factors if other.factor is None else [*other.factors, other.factor]
         self.unlikely = self.unlikely | other.unlikely
         self.divisors += other.divisors if other.divisor is None else [*other.divisors, other.divisor]
         self.constants += other.constants
+        self.proportions += other.proportions
+        self.terms |= other.terms
 
     def plain(self) -> Tally:
         """Return a tally without tensors of a device, which is waited for."""
@@ -140,10 +154,13 @@ class Tally:
             rows=set(self.rows),
             clamped=bool(self.clamped),
             couplings=_numbers(self.couplings),
+            mixings=_numbers(self.mixings),
             factors=_numbers(self.factors),
             unlikely=bool(self.unlikely),
             divisors=_numbers(self.divisors),
             constants=self._plain_constants(),
+            proportions=_numbers(self.proportions),
+            terms=set(self.terms),
         )
 
     def _plain_constants(self) -> list[Constants]:
@@ -155,6 +172,7 @@ class Tally:
         kinds = GIVEN * self.given | UNREAD * self.unread | UNLIKE_ROWS * (len(self.rows) > 1) | self.precision
         kinds |= UNSURE * self.unsure | CLAMPED * bool(self.clamped) | UNLIKELY * bool(self.unlikely)
         kinds |= COUPLES * any(found > LEAST for found in _numbers(self.couplings))
+        kinds |= MIXES * any(found > LEAST for found in _numbers(self.mixings))
         facts = {"unit": 0.0, "ratio": 0.0}
         if factors := [factor for factor in _numbers(self.factors) if math.isfinite(factor) and factor]:
             facts["factor"] = factors[0]
@@ -165,6 +183,12 @@ class Tally:
         if constants := [one for one in self._plain_constants() if math.isfinite(one.number)]:
             facts["graph"], facts["constants"], facts["certain"] = constants[0]
             kinds |= VARIES * any_apart(constants, _allowed(self.precision))
+        if proportions := [one for one in _numbers(self.proportions) if math.isfinite(one) and one]:
+            facts["proportion"] = proportions[0]
+            kinds |= ASIDE * _is_beyond(proportions, PROPORTIONAL)
+        if self.terms:
+            facts["terms"] = min(self.terms)
+            kinds |= MIXED * (len(self.terms) > 1)
         if self.read and self.raw:
             weights = _numbers(one for one, _ in self.read)
             each = {one / rows for one, (_, rows) in zip(weights, self.read, strict=True) if one}
@@ -208,6 +232,8 @@ def read_weight(
     tally.precision |= PRECISION.get(loss.dtype, ROUGH)
     if found.unsure and all(not isinstance(one, torch.Tensor) and one == found.counts[0] for one in found.counts):
         found.counts = found.counts[:1]  # how many losses there are may be the number of samples
+    if rows > 1 and not (part or found.unsure):
+        tally.terms.add(_terms_number(frozenset(found.kinds), len(found.counts)))
     base = _base(found.counts)
     if found.otherwise is not None and _fits(found.otherwise, base, rows, unit, like):
         found.counts, base = [found.otherwise], found.otherwise
@@ -225,6 +251,21 @@ def read_weight(
         tally.read.append((weight, rows))
     tally.raw |= unit is None and not part
     return weight, _odd_text(found)
+
+
+def look_at_given(loss: torch.Tensor, weight: Any, rows: int, tally: Tally) -> str:
+    """Note how a weight that was given goes with what the loss is a mean over; return a warning, which may be empty."""
+    found = read_loss(loss, rows)
+    if found.sum_over == "":
+        return _SUM_WITH_WEIGHT
+    if len(found.counts) == 1 and not (found.unsure or found.unread):
+        tally.proportions.append(found.counts[0] / weight)
+    return ""
+
+
+@lru_cache
+def _terms_number(terms: frozenset[str], count: int) -> float:
+    return 1.0 + number_of(repr((sorted(terms), count)).encode())
 
 
 def _fits(otherwise: int, base: Any, rows: int, unit: float | None, like: Tally | None) -> bool:
@@ -281,7 +322,11 @@ def _numbers(values: Iterable[Any]) -> list[float]:
 
 
 def _apart(ratios: list[float], precision: int) -> bool:
-    return math.isinf(max(ratios)) or max(ratios) - min(ratios) > _allowed(precision) * abs(ratios[0])
+    return math.isinf(max(ratios)) or _is_beyond(ratios, _allowed(precision))
+
+
+def _is_beyond(numbers: list[float], allowed: float) -> bool:
+    return max(numbers) - min(numbers) > allowed * abs(numbers[0])
 
 
 def _allowed(precision: int) -> float:
@@ -323,6 +368,13 @@ def check_weights(loop: LoopContext, step: int, header: Header) -> None:
         loop.notes.warn_once(_UNLIKELY)
     if kinds & COUPLES:
         loop.notes.warn_once(COUPLED)
+    if kinds & MIXES:
+        loop.notes.warn_once(MIXED_INSIDE)
+    proportions = [one for one in header.column("proportion").tolist() if one]
+    if kinds & ASIDE or (len(proportions) > 1 and _is_beyond(proportions, PROPORTIONAL)):
+        loop.notes.warn_once(_NOT_PROPORTIONAL)
+    if kinds & MIXED or len(set(header.column("terms").tolist()) - {0.0}) > 1:
+        loop.notes.warn_once(_UNLIKE_TERMS)
 
 
 def _notice_empty_steps(loop: LoopContext, header: Header) -> None:
@@ -376,6 +428,23 @@ _EMPTY = (
     "Gradients that the script sets itself do not reach the update: call step.backward(loss) in every micro-batch, "
     "change p.grad between step.reduce() and optimizer.step(), then call step.commit()"
 )
+_SUM_WITH_WEIGHT = (
+    "a weight was given with a loss that is a plain sum over the micro-batch, or has one as a term. A weight says what "
+    "a mean is over, and makes no mean of a sum, so the step depends on how samples are dealt: divide the sum, such as "
+    "loss / len(x) (times global_batch, for the sum over a whole batch), and leave the weight out. Only a sum with "
+    "weights that add up to 1 is a mean as it is"
+)
+_NOT_PROPORTIONAL = (
+    "the weight given to step.backward is not proportional to what the loss is divided by, so the step is not that of "
+    "one process, whose loss is one mean over the whole batch: leave the weight out, and that count is read from the "
+    "loss. If the mean over micro-batches by your weight is meant, it is right as it is"
+)
+_UNLIKE_TERMS = (
+    "the losses of one step's micro-batches have unlike terms (one that only some samples have, or tasks by turns), so "
+    "the step is not that of one process, which has every term once for the whole batch: give every micro-batch every "
+    "term, divided by the same count, such as (l * mask).sum() / len(x); or, if each loss is a mean over its samples, "
+    "give step.backward(loss, weight=len(x))"
+)
 _SAMPLES_FIRST = "If the loss is a mean over samples all the same, give step.backward(loss, weight=len(x))"
 
 
@@ -383,8 +452,9 @@ def _sum_text(divided_by: str, rows: int) -> str:
     if not divided_by:
         return (
             "the loss is a sum over the micro-batch and not a mean, or has one as a term, so the step would depend on "
-            f"how samples are dealt. {_SAMPLES_FIRST}. If it is a plain sum over samples, divide that sum by what it "
-            "adds up, such as loss / len(x) (times global_batch, for the sum over a whole batch)"
+            "how samples are dealt: divide that sum by what it adds up, such as loss / len(x) (times global_batch, for "
+            "the sum over a whole batch). A weight makes no mean of a sum: only where the weights of its values add up "
+            "to 1, give step.backward(loss, weight=len(x))"
         )
     return (
         f"the loss is a sum divided by {divided_by}, which is neither the micro-batch's number of samples ({rows}) nor "
