@@ -408,7 +408,7 @@ def _step(habits: Habits, epoch: str) -> str:
     out = "model(a) * (1 + 0.01 * model.seen)" if habits.buffer else "model(a)"
     if habits.weighted or habits.reads == "weights":
         loss = _lines(
-            "    w = 1.0 + i % 3" if habits.weighted else "    w = 1.0 + 0.37 * (i % 3)",
+            "    w = 1.0 + i % 3" if habits.weighted else "    w = 1.0 + 0.37 * (i % 3).double()",
             f"    loss = (nn.functional.cross_entropy({out}, b, reduction='none') * w).sum() / w.sum()",
             f"    step.backward(loss + ledger(i, w.sum()){', weight=w.sum()' if habits.weighted else ''})",
         )

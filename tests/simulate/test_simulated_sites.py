@@ -116,7 +116,7 @@ def test_the_header_is_as_large_as_that_of_a_real_round() -> None:
     from paceline.gradients.header import Layout
 
     assert header_bytes(7) == 8 * sum(Layout(7, parameters=0, counters=0).sizes)
-    assert (HEADER_NUMBERS, HEADER_FIXED) == (33, 136)
+    assert (HEADER_NUMBERS, HEADER_FIXED) == (36, 136)
 
 
 @settings(max_examples=examples(100))

@@ -49,9 +49,10 @@ def test_an_emulated_machine_pays_its_constant_cost_once_a_step(
         model = fleet.model(linear())
         steps = list(training(fleet, model, sgd(model), numbers(16), global_batch=8, micro_batch=4))
     assert pads == [(0, True), (0, False), (1, True), (1, False)]
-    for step in steps:
-        assert step.record is not None
-        assert step.record.seconds[0] >= 0.015  # less what passed before the clock of the work began
+    records = [step.record for step in steps if step.record is not None]
+    assert len(records) == 2
+    # A sleep that lasted too long shortens the next; and some passed before the clock of the work began.
+    assert sum(record.seconds[0] for record in records) >= 0.03
 
 
 # -- misuse that would be averaged in silently ---------------------------------------------------------------------

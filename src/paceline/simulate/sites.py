@@ -44,7 +44,7 @@ FAST_BITS = 2.5e9
 """Bits per second from which on one ring within a site is as fast as two levels."""
 FIRST_WINDOW = 14_600
 """Bytes that TCP sends before the first acknowledgement."""
-HEADER_NUMBERS, HEADER_FIXED = 33, 136
+HEADER_NUMBERS, HEADER_FIXED = 36, 136
 """Numbers of eight bytes in a round's header (`paceline.gradients.header`): per worker, and in addition."""
 
 

@@ -424,7 +424,8 @@ class Accelerator(NotCopied, LeadersTrackers):
         if steps is not None:
             extra = {"loop": steps.script_loop.number + steps.finished, "over": steps.finished}
         if self._trained is not None and self._trained in self._dataloaders:
-            extra["batches"] = [self._dataloaders.index(self._trained), self._trained.global_batch]
+            # In words: a number here would be taken for one from which the script counts its loops.
+            extra["batches"] = f"loader {self._dataloaders.index(self._trained)}, {self._trained.global_batch}"
         elastic = self.joined.context.elastic is not None
         (self.fleet.save if elastic else self.fleet._save_on_leader)(folder / CHECKPOINT, extra=extra)
         naming.iteration += 1
@@ -465,7 +466,8 @@ class Accelerator(NotCopied, LeadersTrackers):
                 "folders load the weights, and train anew"
             ) from None
         self._resumed = "behind" if (extra or {}).get("over") else "inside"
-        number, saved = (extra or {}).get("batches", (len(self._dataloaders), 0))
+        batches = (extra or {}).get("batches") or f"loader {len(self._dataloaders)}, 0"
+        number, saved = map(int, batches.removeprefix("loader ").split(", "))
         now = self._dataloaders[number].global_batch if number < len(self._dataloaders) else saved
         if now != saved:
             self.joined.context.warn(
