@@ -152,7 +152,7 @@ def habits(draw: st.DrawFn) -> Habits:
         schedule = "step"
     return Habits(
         loop=loop,
-        data=pick(*DATA),
+        data=(data := pick(*DATA)),
         global_batch=pick(12, 12, 10),
         micro_batch=pick(3, 3, 4, 5),
         optimizer=pick(*OPTIMIZERS),
@@ -164,7 +164,7 @@ def habits(draw: st.DrawFn) -> Habits:
         early=pick("no", "evaluate", "state", "plain"),
         weighted=(weighted := pick(False, True)),
         reads="none" if weighted else pick("none", "weights", "classes"),
-        unlike=pick(*8 * ("no",), "split", "no" if pace == "elastic" else "mode"),
+        unlike=pick(*8 * ("no",), "no" if data == "fresh" else "split", "no" if pace == "elastic" else "mode"),
         buffer=pick(False, False, True),
         saving=pick("no", "inside", "between"),
         save_at=pick(5, 10),
