@@ -23,6 +23,7 @@ from paceline.observe import read_log
 from paceline.transport import Elastic
 from paceline.transport.elastic import handover
 from paceline.transport.elastic.handover import STATE_TAGS, SendingState
+from paceline.transport.engines import small_sums
 
 LENGTH, BATCH, EPOCHS, RATE = 160, 16, 4, 0.05
 
@@ -81,6 +82,8 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
     if args.get("many_cores"):
         many_cores()
+    if args.get("no_small_sums"):
+        small_sums.MOST_BYTES = 0
     ghost, steps_seen = Ghost(args), []
     with paceline.join(args.get("pace", "adaptive"), combine=args.get("combine", "gradients")) as fleet:
         model = fleet.model(network(), shard=bool(args.get("shard")))
@@ -97,6 +100,10 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
                 pause(args.get("pause_s", 0.01))
                 ghost.at("in work", step.index)
                 step.backward(nn.functional.cross_entropy(model(x), y))
+            if args.get("asks"):  # when the sums that began in backward are over
+                time.sleep(0.05)
+                ghost.at("before asking", step.index)
+                fleet.any(False)
             ghost.at("before round", step.index)
             step.commit(optimizer)
             ghost.at("after commit", step.index)

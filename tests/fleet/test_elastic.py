@@ -67,6 +67,17 @@ def test_a_worker_may_die_at_any_point_of_a_step(tmp_path: Path, point: str, lea
     must_be_sound(tmp_path, outcomes, ended={1, 2} if leader else {0, 1})
 
 
+@pytest.mark.parametrize("leader", [False, True])
+def test_a_death_that_a_call_between_backward_and_commit_meets_leaves_nothing_of_the_dead_in_the_sums(
+    tmp_path: Path, leader: bool
+) -> None:
+    die = {"0" if leader else "2": [["before asking", 7]]}
+    args = {"die": die, "asks": True, "no_small_sums": True, "epochs": 2}
+    with Flock(CASE, 3, tmp_path, args=args) as flock:
+        outcomes = flock.wait()
+    must_be_sound(tmp_path, outcomes, ended={1, 2} if leader else {0, 1}, epochs=2)
+
+
 def test_a_death_in_the_very_last_step_makes_one_more_and_a_schedule_that_has_ended_stays_there(
     tmp_path: Path,
 ) -> None:

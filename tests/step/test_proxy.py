@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ from torch import nn
 
 from lone import linear, numbers
 from one_process import PATIENCE_S, Bounded, Meeting, Threads, Worker, eventually, together
-from paceline.errors import Dropped, FleetError, GenerationOver
+from paceline.errors import Dropped, FleetError, GenerationOver, MisuseError
 from paceline.gradients.exchange import Sum
 from paceline.gradients.header import Header, Layout
 from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
 from paceline.step.late import catch_up
 from paceline.step.late.catch_up import Backlog, Copy, Promises, peer_to_copy
+from paceline.step.late.proxy import Proxy
 from paceline.step.round import DeadlineRound
 from paceline.step.step import Step
 from paceline.step.step_state import LoopPhase, RoundPhase, StepState
@@ -511,6 +513,36 @@ def test_a_worker_that_comes_back_takes_over_what_another_leaves_in_a_later_lap(
     assert (prompt.taken, late.taken) == ([(0, 12)], [(0, 12)]), "each was cut off in one micro-batch"
     assert positions(record) == list(range(16))
     assert torch.equal(prompt.parameters(), late.parameters())
+
+
+def test_a_step_of_which_a_lap_has_counted_is_not_begun_anew(hire: Hire) -> None:
+    prompt, late = workers = hire(length=16)
+    late.stuck_at = {(0, 0): lambda: late.proxy._step_round.step_state.loop_phase is LoopPhase.CUT_OFF}
+
+    def leave_and_come_back() -> None:
+        for step in prompt.steps:
+            prompt.work(step, commit=False)
+            break
+        prompt.combine.begin()
+
+    with pytest.raises(MisuseError, match=r"a part of it has counted already: leave the loop behind step\.commit"):
+        run(workers, leave_and_come_back, late.train)
+
+
+def test_the_clock_runs_where_members_changed_for_a_signal_to_the_old_ones_is_lost() -> None:
+    lock = threading.Condition(threading.RLock())
+    transport: Any = SimpleNamespace(rank=1, calls=0, was_signalled=lambda name: False)
+    loop: Any = SimpleNamespace(transport=transport, training=SimpleNamespace(lock=lock), gradients=None)
+    proxy, state = Proxy(loop, SimpleNamespace(copyable=None)), step_state(3)  # type: ignore[arg-type]
+    state.plan = replace(state.plan, deadline_s=60.0)
+    waiting = threading.Thread(target=proxy._await_begin, args=(state,), daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive(), "nobody has begun the step"
+    assert state.until is None
+    state.hurried = True
+    waiting.join(PATIENCE_S)
+    assert state.until is not None
 
 
 def done_in_last_step(worker: Late) -> StepState:

@@ -46,7 +46,10 @@ def bare() -> Any:
 
 def in_generation(transport: Any, members: Generation, **group: Any) -> None:
     """The group of these members stands, of whom this worker is number 0."""
-    transport.reform.now, transport.reform.group = members, Group(0, len(members.workers), **group)
+    transport.reform.now, transport.reform.group = (
+        members,
+        Group(0, len(members.workers), generation=members.number, **group),
+    )
 
 
 def shown_in(transport: Any, members: Generation, **group: Any) -> None:

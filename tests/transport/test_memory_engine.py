@@ -194,7 +194,9 @@ def generation(number: int) -> Generation:
 
 
 def patient(group: Group) -> Any:
-    return SimpleNamespace(check=no_look, check_group=lambda group: None, group=group, failed=lambda error: error)
+    return SimpleNamespace(
+        check=no_look, check_group=lambda group: None, group=group, failed=lambda error, group: error
+    )
 
 
 def connectors(network: MemoryNetwork) -> dict[int, MemoryConnector]:

@@ -57,13 +57,17 @@ def test_who_waits_in_a_sum_that_can_never_come_is_freed(monkeypatch: pytest.Mon
     def over() -> None:
         raise GenerationOver("generation 3 is over", generation=3)
 
-    watch: Any = SimpleNamespace(check=over, failed=lambda error: error, group=None)
+    watch: Any = SimpleNamespace(check=over, check_group=lambda group: None, failed=lambda error, group: error)
     with pytest.raises(GenerationOver):
         Watched(under_way(Kernel(after=1_000_000), monkeypatch), watch, group=Group(0, 2)).wait()
 
 
 def test_an_engines_error_comes_out_as_the_transports(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch: Any = SimpleNamespace(check=lambda: None, failed=lambda error: GenerationOver(str(error), generation=3))
+    watch: Any = SimpleNamespace(
+        check=lambda: None,
+        check_group=lambda group: None,
+        failed=lambda error, group: GenerationOver(str(error), generation=3),
+    )
     with pytest.raises(GenerationOver, match="remote process exited"):
         Watched(under_way(Kernel(error="remote process exited"), monkeypatch), watch, group=Group(0, 2)).wait()
 

@@ -176,7 +176,7 @@ def test_what_waits_for_several_sums_sends_the_small_ones_in_one_message_and_wai
                 one.exchange = SimpleNamespace(finish=lambda check: said.append("small"))
 
     group, sums = Group(0, 2), Sums()
-    watch: Any = SimpleNamespace(check=lambda: None, group=group)
+    watch: Any = SimpleNamespace(check=lambda: None, check_group=lambda group: None, group=group)
     works = [SmallSum(sums, torch.tensor(1.0)), Large(), SmallSum(sums, torch.tensor(2.0))]  # type: ignore[arg-type]
     wait_for_all([Watched(work, watch, group=group) for work in works])
     assert said == [[1.0, 2.0], "small", "small", "large"]

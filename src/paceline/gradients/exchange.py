@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline.errors import GenerationOver
 from paceline.gradients.accumulation import Accumulation
 from paceline.gradients.buffers import BufferSnapshot, ModuleBuffers
 from paceline.gradients.fleet_sums import Tensors, sum_until_done, try_sums
@@ -20,7 +21,7 @@ from paceline.gradients.header import Header
 from paceline.gradients.wire_sums import start_sum
 from paceline.transport import Collective, Pending
 from paceline.transport.formats import Format
-from paceline.transport.pending import wait_for_all
+from paceline.transport.pending import Never, wait_for_all
 
 Buffers = tuple[list[int], torch.Tensor]
 """The numbers of the buffers that a round gives to all workers, and their bytes."""
@@ -72,6 +73,8 @@ class GradientExchange:
     def release(self) -> None:
         """Forget the sums: a finished one keeps the transport's group alive."""
         self._sums: list[Pending] = []
+        self._summing = 0
+        """The generation in which these sums have begun."""
 
     # -- what this worker brings -----------------------------------------------------------------------------------
 
@@ -82,7 +85,15 @@ class GradientExchange:
         self._extremes += _extremes([flat])
         if squares:
             self._note_squares([flat])
+        self._transport.deliver_members_changed()
+        if self._sums and self._transport.generation != self._summing:
+            self._sums.append(Never(self._members_changed()))  # the others of this step are sums of other members
+            return
+        self._summing = self._transport.generation
         self._sums.append(start_sum(self._transport, flat, self._wire_format))
+
+    def _members_changed(self) -> GenerationOver:
+        return GenerationOver("members changed while sums of this step were under way", generation=self._summing)
 
     def start_finite_check(self) -> None:
         """Have the device find out whether this worker's own gradients are finite; `finite` returns it."""
@@ -119,8 +130,10 @@ class GradientExchange:
         buffers: list[Buffers] = []
 
         def bring() -> Tensors:
+            if self._sums and self._transport.generation != self._summing:  # a call of the script met the change
+                raise self._members_changed()
             header = write()
-            headers.append(header)
+            headers[:], parts[:] = [header], []
             header.used[:] = accumulation.buckets.used()
             if accumulation.counters:
                 accumulation.statistics.note()

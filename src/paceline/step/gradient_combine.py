@@ -90,6 +90,11 @@ class GradientCombine:
             if step_state.dealt >= loop.settings.global_batch and step_state.generation == loop.transport.generation:
                 loop.position.full_shares = step_state.plan.samples
             missed = step_state.closed
+            if not missed and step_state.began is not None and step_state.ranges:
+                raise MisuseError(
+                    f"step {step_state.index} was left before its commit, and a part of it has counted already: leave "
+                    "the loop behind step.commit"
+                )
             share = 0 if missed else step_state.shares[loop.transport.rank]
             loop.size_micro_batches(share)
             loop.dealing.take_up(share)
@@ -167,12 +172,12 @@ class GradientCombine:
             return False
         header = step_state.header
         assert header is not None
+        apply = may_apply(self, step, header) and here
+        if apply:  # before any further call, in which a worker that missed the round's end may be handed the mean
+            self.loop.gradients.mean(header, clip_norm, own=own)
         self._compare_settings(step_state, header)
         self._compare_updates(step_state, header)
         step._step_round.refuse(header)
-        apply = may_apply(self, step, header) and here
-        if apply:
-            self.loop.gradients.mean(header, clip_norm, own=own)
         step.record = step._step_round.record(apply)
         return apply
 

@@ -73,6 +73,8 @@ class Collective(Protocol):
     make the same calls, receive from it what they gave."""
     rank: int
     size: int
+    generation: int = 0
+    """Number of the members' generation."""
 
     def once(self, label: str, call: Callable[[], T]) -> T:
         """Return, or raise, on all processes of a worker what ``call`` gives on the first."""
@@ -183,7 +185,6 @@ class Transport(Collective, Protocol):
     """This worker is at no step: it may leave at once."""
     roster_away: bool = False
     """Signals do not come through: the roster, which keeps the store, is away."""
-    generation: int
     workers: tuple[int, ...]
     """Stable identities in rank order."""
     calls: int

@@ -211,7 +211,7 @@ class FixedTransport(Distributed):
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def failed(self, error: BaseException) -> PacelineError:
+    def failed(self, error: BaseException, group: Group | None = None) -> PacelineError:
         """Return the named error behind an engine's error."""
         if (died := LoaderDied.told_by(error)) is not None:
             return died

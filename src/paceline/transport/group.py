@@ -42,8 +42,8 @@ class Watch(Protocol):
     def check_group(self, group: Group) -> None:
         """Raise when what is awaited in this group is asked for in another by now."""
 
-    def failed(self, error: BaseException) -> Exception:
-        """Return what to raise for an engine's error."""
+    def failed(self, error: BaseException, group: Group | None = None) -> Exception:
+        """Return what to raise for an engine's error, in this ``group`` or in the one that stands."""
 
     def unlike_calls(self, labels: dict[int, str]) -> Exception:
         """Return what to raise when workers met in unlike calls."""
@@ -136,14 +136,21 @@ class Group:
     """Workers that one engine connects, with a store beside it."""
 
     def __init__(
-        self, rank: int, size: int, *, store: Store = None, signals: Store = None, board: Store = None
+        self,
+        rank: int,
+        size: int,
+        *,
+        generation: int = 0,
+        store: Store = None,
+        signals: Store = None,
+        board: Store = None,
     ) -> None:
         """Begin without an engine.
 
         ``store`` holds this group's facts, ``signals`` what its workers signal; ``board`` holds the same signals, over
-        a connection of its own for another thread.
+        a connection of its own for another thread. ``generation``: of the members, where workers come and go.
         """
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.generation = rank, size, generation
         self.store, self.signals, self.board = store, signals, board
         self._engine: Engine | None = None
         self._over = False

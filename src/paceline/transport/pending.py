@@ -23,7 +23,7 @@ class Watched(Pending):
             with group.waits.inside():
                 return cls(start(group), watch, group=group)
         except RuntimeError as error:  # on a connection that broke, even the start fails
-            raise watch.failed(error) from None
+            raise watch.failed(error, group) from None
 
     def __init__(self, work: EngineWork, watch: Watch, *, group: Group) -> None:
         self._held, self._watch, self._group = [work], watch, group
@@ -31,11 +31,12 @@ class Watched(Pending):
     def wait(self) -> None:
         try:
             with self._group.waits.inside():
+                self._watch.check_group(self._group)  # a sum that is done counts for its own group's members alone
                 if self._group.is_over and not self._held[0].done:  # else whoever breaks it off sees this wait
                     self._group.check_open()
                 self._held[0].wait(self._check)
         except RuntimeError as error:  # whose traceback would hold the work, and by it the engine
-            raise self._watch.failed(error.with_traceback(None)) from None
+            raise self._watch.failed(error.with_traceback(None), self._group) from None
 
     def unsent(self) -> EngineWork | None:
         work = self._held[0] if self._held else None
@@ -48,14 +49,13 @@ class Watched(Pending):
             self._check()
             carrier.exchange(works)
         except RuntimeError as error:
-            raise self._watch.failed(error) from None
+            raise self._watch.failed(error, self._group) from None
 
     def _check(self) -> None:
         """Raise when the work can no longer end: another thread may have re-formed the group, unseen by this one."""
+        self._watch.check_group(self._group)
         self._watch.check()
         self._group.check_open()
-        if self._watch.group is not self._group:
-            raise RuntimeError("the group was re-formed")
 
     def abandon(self) -> bool:
         """Give the work up. False: it has not ended, and may still write into its tensor."""

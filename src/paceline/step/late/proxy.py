@@ -135,7 +135,7 @@ class Proxy:
     def _take_extra(self, step_state: StepState) -> bool:
         if self.error is not None:
             raise self.error
-        if step_state.over or not step_state.extra:
+        if step_state.closed or not step_state.extra:
             return False
         counted = step_state.counted[self._transport.rank]
         self._training.dealing.take_up(step_state.extra, done=step_state.work.samples - counted)
@@ -203,10 +203,14 @@ class Proxy:
             return self._step_round if due() and not self._training.finished else None
 
     def _await_begin(self, step_state: StepState) -> None:
-        """Wait until somebody's loop has begun the step, here or elsewhere."""
-        while not self._wait_for_signal(self._name("begun", step_state), lambda: step_state.began is not None):
-            if step_state.began is not None:  # the signal went to the old members
-                self.begun(step_state)
+        """Wait until somebody's loop has begun the step, here or elsewhere.
+
+        Where members changed in the step the clock runs at once: a signal that went to the old members is lost.
+        """
+        while not self._wait_for_signal(
+            self._name("begun", step_state), lambda: step_state.began is not None or step_state.hurried
+        ):
+            pass
         with self._training.lock:
             step_state.start_clock(concurrency.perf_counter())
         if self._transport.rank == 0:

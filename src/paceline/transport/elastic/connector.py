@@ -56,7 +56,7 @@ class Connector:
         prefix = f"{PREFIX}{generation.number}"
         store, board = self._under(prefix, self.root), self._under(prefix, self.signals_root)
         rank, size = generation.workers.index(worker), len(generation.workers)
-        return Group(rank, size, store=store, signals=store, board=board)
+        return Group(rank, size, generation=generation.number, store=store, signals=store, board=board)
 
     def forget_store(self) -> None:
         """Open new connections to the store with the next generation, for the present ones are broken."""
@@ -129,5 +129,5 @@ class Connector:
 def _make(make: Callable[[], Any], made: list[Any]) -> None:
     try:
         made.append(make())
-    except RuntimeError as error:
+    except Exception as error:  # of any kind: the thread that waits raises it
         made.append(error)

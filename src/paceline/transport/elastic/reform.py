@@ -68,7 +68,7 @@ class Forming:
         """Return: nothing can take the place of this group, which one thread forms."""
         return
 
-    def failed(self, error: BaseException) -> Exception:
+    def failed(self, error: BaseException, group: Group | None = None) -> Exception:
         """Return the error of the transport behind an engine's, a store's or a peer's."""
         if isinstance(error, PacelineError):
             return error
@@ -159,7 +159,7 @@ class Reform:
     def check_group(self, group: Group) -> None:
         """Raise when another thread has re-formed the group before this one saw that its generation was over."""
         if group is not self.group:
-            raise GenerationOver("the group was re-formed", generation=self.number - 1)
+            raise GenerationOver("the group was re-formed", generation=group.generation)
 
     @property
     def is_over(self) -> bool:
@@ -168,12 +168,18 @@ class Reform:
     def why_over(self) -> GenerationOver:
         return GenerationOver(f"generation {self.number} is over", generation=self.number)
 
-    def failed(self, error: BaseException) -> Exception:
+    def failed(self, error: BaseException, group: Group | None = None) -> Exception:
+        """Return the error behind an engine's or a store's.
+
+        ``group`` is the one in which the call was made: another thread may have formed the next one since, which this
+        error must not end.
+        """
         if isinstance(error, GenerationOver):
             return error
         if (died := LoaderDied.told_by(error)) is not None:
             return died
-        return self.client.failure or GenerationOver(one_line(error), generation=self.number)
+        number = self.number if group is None else group.generation
+        return self.client.failure or GenerationOver(one_line(error), generation=number)
 
     def _network(self) -> str:
         """Return, in words, whom this worker's packets do not reach."""

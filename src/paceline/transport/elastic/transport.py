@@ -163,10 +163,11 @@ class Elastic(Distributed):
         self.reform.re_form(over.generation, orderly=False)
         return tensors if self.take_result(tensors, background=background) else None
 
-    def _re_form_in(self, label: str, error: Exception) -> None:
+    def _re_form_in(self, label: str, error: Exception, group: Group | None = None) -> None:
+        """Form the next group after an error in a call, in this ``group`` or in the one that stands."""
         if isinstance(error, PacelineError) and not isinstance(error, GenerationOver):
             raise error
-        over = self.reform.failed(error)  # the store's errors too: the roster may be gone, and come back
+        over = self.reform.failed(error, group)  # the store's errors too: the roster may be gone, and come back
         if not isinstance(over, GenerationOver):
             raise over
         try:
@@ -286,6 +287,7 @@ class Elastic(Distributed):
         """Gather until it succeeds; None: the fleet has gone on without this worker."""
         lane = self.lanes[CALLS]
         while not self.outside:
+            group = None
             try:
                 began, group = self._standing()
                 mine = value() if callable(value) else value  # for the members of this group, whoever comes meanwhile
@@ -293,7 +295,7 @@ class Elastic(Distributed):
                 if self.reform.finish(CALLS, began, facts=values, tensors=()):
                     return values
             except RuntimeError as error:
-                self._re_form_in(label, error)
+                self._re_form_in(label, error, group)
             if lane.given and not self.outside:
                 lane.finish(facts=lane.facts, tensors=())
                 return list(lane.facts or [])
