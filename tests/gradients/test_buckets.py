@@ -93,7 +93,7 @@ def test_gradients_add_up_over_micro_batches_in_their_places(monkeypatch: pytest
         for number, part in enumerate(X.split(2)):
             buckets.backward(model(part).sum(), last=number == 2)
             expected(part).sum().backward()
-        buckets.finish()
+        buckets.start_rest()
         buckets.expose(buckets.used())
         for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
@@ -113,7 +113,7 @@ def test_every_worker_starts_the_same_sums_in_the_same_order_whatever_its_share(
             wire.sent.clear()
             for number in range(share):
                 buckets.backward(model(X).sum(), last=number == share - 1)
-            buckets.finish()
+            buckets.start_rest()
             shapes.append([flat.shape for flat in wire.sent])
             if not share:
                 assert all(not flat.any() for flat in wire.sent), "a worker with no micro-batch sends zeros"
@@ -134,7 +134,7 @@ def test_sums_start_while_the_last_backward_is_under_way_once_a_step_has_shown_i
         assert wire.sent == []
         buckets.backward(model(X).sum(), last=True)
         started.append(len(wire.sent))
-        buckets.finish()
+        buckets.start_rest()
         buckets.clear()
     assert started[0] == 0
     assert started[1] == started[2] == len(buckets.buckets) > 1
@@ -148,7 +148,7 @@ def test_a_gradient_left_over_from_the_last_step_is_not_sent_for_an_unused_param
     for use_all in (True, False):
         wire.sent.clear()
         buckets.backward((model(X) if use_all else model[:2](X)).sum(), last=True)
-        buckets.finish()
+        buckets.start_rest()
         used = buckets.used()
         buckets.expose(used)
         assert used == [True, True, use_all, use_all]
@@ -204,7 +204,7 @@ def test_a_gradient_that_comes_in_parts_is_whole_or_a_clear_error(
         if refusal:
             assert "overlap=False" in refusal[0]
             return
-        buckets.finish()
+        buckets.start_rest()
         assert wire.final(), "a gradient came after its bucket had been sent"
         buckets.expose(buckets.used())
         for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
@@ -286,7 +286,7 @@ def test_autograd_calls_for_every_parameter_only_where_sums_start(wire: Wire | N
             before = buckets.called
             buckets.backward(model(X).sum(), last=last)
             calls.append(buckets.called - before)
-        buckets.finish()
+        buckets.start_rest()
         buckets.clear()
     assert calls[:3] == [each] * 3, "the first step shows how gradients come"
     assert calls[3:] == [1, 1, 1 if wire is None else each] * 2
@@ -312,7 +312,7 @@ def test_a_gradient_that_is_not_the_steps_is_noticed_though_one_parameter_alone_
     for _ in range(2):
         for last in (False, False, True):
             buckets.backward(model(X).sum(), last=last)
-        buckets.finish()
+        buckets.start_rest()
         buckets.clear()
     buckets.backward(model(X).sum(), last=False)
 
@@ -329,7 +329,7 @@ def test_a_backward_of_the_users_own_before_a_step_is_refused_though_one_paramet
     buckets = Buckets(list(model.parameters()))
     for _ in range(2):
         buckets.backward(model(X).sum(), last=True)
-        buckets.finish()
+        buckets.start_rest()
         buckets.clear()
     with pytest.raises(MisuseError, match="plain"):
         model(X).sum().backward()
@@ -354,7 +354,7 @@ def test_a_parameter_that_is_reached_by_a_later_micro_batch_alone_counts(copies_
             buckets.backward((model(X) if whole else model[:2](X)).sum(), last=number == 2)
             (expected(X) if whole else expected[:2](X)).sum().backward()
         buckets.check_untouched()
-        buckets.finish()
+        buckets.start_rest()
         assert wire.final()
         buckets.expose(buckets.used())
         for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):

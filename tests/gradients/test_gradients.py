@@ -43,7 +43,7 @@ def whole_batch(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def committed(gradients: Gradients, samples: int, clip_norm: float | None = None) -> None:
-    gradients.finish()
+    gradients.start_rest()
     assert gradients.finite()
     header = Header(gradients.layout)
     header.write(0, samples=samples, weight=samples)
@@ -117,7 +117,7 @@ def test_parameters_frozen_between_steps_leave_the_round_and_in_the_middle_of_on
     gradients.backward(loss(net, X[:4]), 4, last=False)
     net.bias.requires_grad_(False)
     with pytest.raises(MisuseError, match="in the middle of a step"):
-        gradients.finish()
+        gradients.start_rest()
     net.bias.requires_grad_(True)
     gradients.clear(overflow=False)
     net.bias.requires_grad_(False)
@@ -133,5 +133,5 @@ def test_a_gradient_that_is_not_finite_is_seen_before_the_round() -> None:
         gradients = Gradients(transport, [net])
         gradients.begin(8)
         gradients.backward(loss(net, X) * math.inf, 8, last=True)
-        gradients.finish()
+        gradients.start_rest()
         assert not gradients.finite()

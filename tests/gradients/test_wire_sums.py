@@ -160,7 +160,7 @@ def one_step(gradients: Gradients, model: torch.nn.Module, x: torch.Tensor, clip
     gradients.begin(len(x))
     shares = x.split([len(x) - 3 * (size - 1), *[3] * (size - 1)])
     gradients.backward(model(shares[rank]).square().mean(), len(shares[rank]), last=True)
-    gradients.finish()
+    gradients.start_rest()
     header = Header(gradients.layout)
     header.write(rank, samples=len(shares[rank]), weight=len(shares[rank]), nonfinite=not gradients.finite())
     assert gradients.exchange.run(lambda: header, len(shares[rank]), "a round") is header

@@ -104,7 +104,7 @@ class AveragingCombine:
             if periods.outside:  # it has entered in a later loop of the script
                 return None
         if periods.open is None and periods.under_way is None:  # right after a round: everything done is counted
-            loop.at_boundary()
+            loop.save_if_due()
         # The step's number is not reported: a worker that waits for the others' round has not been passed by them.
         loop.transport.doing(f"local step {loop.position.next}")
         period, epoch = periods.ready()
@@ -138,7 +138,7 @@ class AveragingCombine:
         """Compute a local step's gradient: this worker's own, or its group's mean."""
         loop, step_state = self.loop, step._step_state
         assert isinstance(step._step_round, SynchronousRound)
-        finite = step._step_round.finish()
+        finite = step._step_round.start_rest_and_wait()
         header = self.periods.exchange.persistently(partial(self._write_step, step_state, finite))
         entered = concurrency.perf_counter()
         loop.gradients.exchange.run(lambda: header, step_state.work.samples, f"local step {step_state.index}")
@@ -191,7 +191,7 @@ class AveragingCombine:
             grad_norm=self.loop.gradients.mean_gradient.known_norm,
         )
 
-    def commit(self, step: Step, updated: float) -> None:
+    def commit(self, step: Step, update_began: float) -> None:
         loop, step_state, period, work = self.loop, step._step_state, self.periods.open, step._step_state.work
         assert step_state.header is not None
         contraction = self._contraction() if step.applied else 0.0

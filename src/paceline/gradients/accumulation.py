@@ -209,14 +209,14 @@ class Accumulation:
             self._last_factor = kind, torch.full_like(loss, factor, requires_grad=False)
         return self._last_factor[1]
 
-    def finish(self) -> None:
+    def start_rest(self) -> None:
         """Start the sums that are left, when this worker has done its share."""
         self._notice_freezing()
         self.buckets.check_untouched()
         self._check_unchanged()
         if self._begun and not any(self.buckets.used()):
             raise MisuseError(_REACHED_NOTHING)
-        self.buckets.finish()
+        self.buckets.start_rest()
 
     def _check_unchanged(self) -> None:
         if self._begun and (now := self._versions_now()) != self._versions:

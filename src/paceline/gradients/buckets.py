@@ -449,7 +449,7 @@ class Buckets:
             bucket.fill()
         self._start(bucket.flat)
 
-    def finish(self) -> None:
+    def start_rest(self) -> None:
         """Zero what no gradient came for, and start the sums that are still to start."""
         if not self._copies_late:
             self._complete(self.buckets[self._started :])
@@ -464,7 +464,7 @@ class Buckets:
         """Start all sums once more, from this worker's own gradients."""
         assert self._copies_late
         self._started = 0
-        self.finish()
+        self.start_rest()
 
     def _complete(self, buckets: Sequence[Bucket]) -> None:
         """Fill these flat tensors: with this worker's gradients, and zeros for the parameters that have none."""

@@ -5,7 +5,7 @@ step: the leader, mostly, as in DDP. Each worker's header reports which of its b
 round, by their version counters, so that nobody waits for a device; only these are sent, in a sum to which all others
 add zeros. A change through ``buffer.data`` moves no version counter: in steps in which replicas are compared the
 contents are compared too, and a buffer that has changed in this way is sent in every round from then on. Batch norm's
-statistics are merged by count instead (statistics.py).
+statistics are merged by count instead (running_statistics.py).
 """
 
 from __future__ import annotations

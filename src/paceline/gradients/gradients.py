@@ -115,9 +115,9 @@ class Gradients:
     def _start_sum(self, flat: torch.Tensor) -> None:
         self.exchange.start_sum(flat, squares=self._learns_norms)
 
-    def finish(self) -> None:
+    def start_rest(self) -> None:
         """Start the sums that are left, when this worker has done its share."""
-        self.accumulation.finish()
+        self.accumulation.start_rest()
         if self._transport.solitary:
             self.mean_gradient.measure_alone()
         else:

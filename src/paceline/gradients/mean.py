@@ -19,7 +19,7 @@ class MeanGradient:
     """The mean of what the round summed, and its norm."""
 
     def __init__(self, transport: Collective, accumulation: Accumulation, exchange: GradientExchange) -> None:
-        self._alone, self._elastic, self._inside = transport.solitary, transport.elastic, transport
+        self._alone, self._elastic, self._transport = transport.solitary, transport.elastic, transport
         self._accumulation, self._exchange = accumulation, exchange
         self.weight_per_sample = 1.0
         """The weight per sample of the last round, which turns a planned count into a planned weight."""
@@ -67,7 +67,9 @@ class MeanGradient:
         total = header.total("weight")
         learner = varying if varying is not None and varying.wants_norms else None
         measure = self._norm_wanted or learner is not None
-        self.known_norm = self._inside.once("the mean gradient", lambda: self._mean(total, clip_norm, measure=measure))
+        self.known_norm = self._transport.once(
+            "the mean gradient", lambda: self._mean(total, clip_norm, measure=measure)
+        )
         if learner is not None and self.known_norm is not None:
             _learn(learner, header, total, self.known_norm)
         self._note(header, total)

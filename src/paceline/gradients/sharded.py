@@ -150,7 +150,7 @@ class ShardedBuckets(Buckets):
             bucket.fill_part()
         self._worker.collect("gradients", None)
 
-    def finish(self) -> None:
+    def start_rest(self) -> None:
         if any(map(bool, self._changes)):
             raise MisuseError(
                 "gradients were changed in the middle of a step (clipping?): step.commit clips; for code of your own "

@@ -1,7 +1,7 @@
 """The protocol of a combine: how the workers' work merges.
 
-A combine gives out steps, exchanges what was done in one, and commits it. `StepLoop` (step/steps.py) calls these
-methods and nothing else; training/combines.py lists the combines.
+A combine gives out steps, exchanges what was done in one, and commits it. `StepLoop`, `Step`, `Membership` and
+training/ call these methods, and nothing else of a combine; training/combines.py lists the combines.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Combine(Protocol):
         ``own``: code of the user's own comes before the update.
         """
 
-    def commit(self, step: Step, updated: float) -> None:
-        """End the step on this worker; ``updated`` is the time when its update began."""
+    def commit(self, step: Step, update_began: float) -> None:
+        """End the step on this worker; ``update_began`` is a time (perf_counter)."""
 
     # -- between steps -------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoopPosition:
-    """The position of this worker's loop in the training. The user's thread alone changes it."""
+    """The position of this worker's loop in the training.
+
+    The user's thread alone changes it, except ``full_shares``: the thread that delivers a change of members changes
+    that too, under the lock of the training's state.
+    """
 
     first: int = 0
     """The loop's first step."""
@@ -190,7 +194,7 @@ class LoopContext:
     script: ScriptHabits = field(default_factory=ScriptHabits)
     membership: Membership | None = None
     """The loop's part in an elastic fleet; None where the workers stay the same."""
-    at_boundary: Callable[[], None] = lambda: None
+    save_if_due: Callable[[], None] = lambda: None
     """Function that is called between two steps, and after the last."""
 
     @property

@@ -48,8 +48,8 @@ class GradientCombine:
     def _make_deadlines(self) -> Deadlines | None:
         """Return what rounds with a deadline need, or None where no round can have one.
 
-        Where the pace can do without deadlines, `Allowed` is asked before every plan whether it may have one. To the
-        script its steps then look as without deadlines, except that a late worker's work may not count.
+        Where the pace can do without deadlines, `Allowed` is asked before every plan whether it may have one. The
+        script sees the same steps as without deadlines; only a late worker's work may not count.
         """
         loop = self.loop
         if deadlines_needed(loop.training.pacer):
@@ -80,7 +80,7 @@ class GradientCombine:
                 return None
         if self._deadlines is not None and (copied := self._deadlines.between_steps()) is not None:
             self._forget_up_to(copied, self._deadlines)
-        loop.at_boundary()
+        loop.save_if_due()
         began = concurrency.perf_counter()
         loop.transport.doing(f"step {loop.position.next}", begun=loop.position.next + 1)
         step_round = self._rounds.get(loop.position.next) or self._open_here()
@@ -205,7 +205,7 @@ class GradientCombine:
 
     # -- its commit ----------------------------------------------------------------------------------------------------
 
-    def commit(self, step: Step, updated: float) -> None:
+    def commit(self, step: Step, update_began: float) -> None:
         loop, step_state, header = self.loop, step._step_state, step._step_state.header
         if step_state.round_phase is RoundPhase.VOID:
             loop.gradients.clear(overflow=False)
@@ -219,7 +219,7 @@ class GradientCombine:
         step.record, step.ends_epoch = step_state.record, step_state.ends_epoch  # a stream's end shows only now
         loop.position.finished, loop.position.progress = step_state.finishes, step_state.progress
         if self._deadlines is not None:
-            self._deadlines.commit_s = concurrency.perf_counter() - updated
+            self._deadlines.commit_s = concurrency.perf_counter() - update_began
         step._step_round.compare(header)
         loop.transport.doing(f"its own code after step {step.index}")
 

@@ -334,14 +334,14 @@ def newcomer_state(loop: LoopContext) -> dict[str, Any]:
     """Return all that a newcomer needs, whatever the combine, to be where this worker is at a step boundary."""
     with loop.training.lock:
         order, training = loop.dealing.order_digest(), loop.training.newcomer_state()
-    return {**loop_state(loop), "books": training, "order": order, "seed": loop.seed}
+    return {**loop_state(loop), "training": training, "order": order, "seed": loop.seed}
 
 
 def take_newcomer_state(loop: LoopContext, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
     """Take over a peer's `newcomer_state`. ``ahead``: samples that each worker's loader likes to hold."""
     take_loop_state(loop, state)
     with loop.training.lock:
-        loop.training.take_over(state["books"], ahead=ahead)
+        loop.training.take_over(state["training"], ahead=ahead)
         if loop.dealing.order_digest() != state["order"]:
             raise ValueError(f"this worker's order({loop.dealing.epoch}) is not the fleet's. {CAUSE}")
         loop.seed = state["seed"]

@@ -183,12 +183,12 @@ class SynchronousRound(StepRound):
         if self.step_state.work.micro_batches:
             self._clock.end()
 
-    def finish(self) -> bool:
+    def start_rest_and_wait(self) -> bool:
         """Start the sums that are left and wait for the device; return whether this worker's gradients are finite.
 
         The round reports the device's true seconds, so it is waited for once per step.
         """
-        self._gradients.finish()
+        self._gradients.start_rest()
         wait_for(mark(self._loop.device), self._loop, self.step_state.index)
         if (seconds := self._clock.seconds()) is not None:
             self.step_state.work.seconds = seconds
@@ -198,7 +198,7 @@ class SynchronousRound(StepRound):
         step_state, transport = self.step_state, self._loop.transport
         if self._loop.membership is not None:
             self._loop.membership.keep_up()
-        finite = self.finish()
+        finite = self.start_rest_and_wait()
         entered = concurrency.perf_counter()
         header = self._exchange_as_group() if transport.grouped else self._exchange(finite)
         waited = concurrency.perf_counter() - entered

@@ -396,7 +396,7 @@ class Step(FormerNames):
         if not combined_before:
             self._parts.check_commit(optimizers)
             self._combine(clip_norm=clip_norm, own=False)
-        updated, updates = concurrency.perf_counter(), self._loop.tracking.updates
+        update_began, updates = concurrency.perf_counter(), self._loop.tracking.updates
         updates.committing(self.applied)
         if self.applied:
             if combined_before and clip_norm is not None:
@@ -408,7 +408,7 @@ class Step(FormerNames):
                     second_order.step(optimizer) if second_order.needs_graph(optimizer) else optimizer.step()
         updates.updated()
         self._committed = True
-        self._combine_with.commit(self, updated)
+        self._combine_with.commit(self, update_began)
         updates.committed(self._loop.position.finished)
         if self._own_numbers is not None:
             self._own_numbers.restore()

@@ -35,7 +35,7 @@ class RoundPhase(Enum):
 
     OPEN = "work can still join"
     CLOSED = "nothing can join any more"
-    OVER = "everybody has the result"
+    OVER = "its result is in this worker's training state"
     VOID = "the fleet went on without this worker: nothing of the step counts"
 
 

@@ -134,7 +134,7 @@ class StepLoop:
                     raise MisuseError(f"step {step.index} was not committed: call step.commit(optimizer) in every step")
             if self._steps_prepared == 1:  # there was one step
                 self._call_before_step()
-            loop.at_boundary()
+            loop.save_if_due()
         finally:
             self.left = True
             loop.tracking.updates.end(loop)

@@ -226,9 +226,10 @@ class TrainingState:
     # -- close -----------------------------------------------------------------------------------------------------
 
     def lap(self, step_state: StepState, done: tuple[int, ...], shares: tuple[int, ...]) -> None:
-        """Begin another lap of the epoch's last step: ``done`` more samples count, and the rest is dealt again.
+        """Begin another lap: count ``done`` more samples of each worker, and deal ``shares``.
 
-        In a thin step only what is missing is dealt again, and nobody keeps anything else.
+        In the epoch's last step ``step_state.shares`` keeps all that was dealt before; in a step below its floor, only
+        what was counted.
         """
         step_state.ranges = joined(step_state.ranges, self.dealing.commit(done, False))
         dealt, kept = self.dealing.deal(shares), step_state.shares if step_state.last else step_state.counted
@@ -296,7 +297,7 @@ class TrainingState:
         self._for_all_next = by_deadline and (differ(header) or differ(header, "modes") or changes(header))
         step_state.ends_epoch = self.dealing.remaining == 0
         if step_state.ends_epoch:
-            self._open_epoch(self.dealing.epoch + 1)
+            self.next_epoch()
         step_state.progress, step_state.finishes, step_state.record = self.progress, self.finished, shown
         return shown
 

@@ -208,7 +208,7 @@ class Loading:
             checkpoint.must_match(resume.path, resume.content, known, context.models)
             self._replica.restore(resume.path, resume.content)
             if context.steps is not None:
-                context.steps.gradients.statistics_were_set()
+                context.steps.combine.models_were_set()
         context.passes.load_state_dict(resume.passes)
 
     def unreached(self) -> MisuseError | None:

@@ -83,7 +83,7 @@ class Saving:
         self.close()
         self._autosaver = autosaver
 
-    def at_boundary(self, steps: StepLoop) -> None:
+    def save_if_due(self, steps: StepLoop) -> None:
         """Save if it is due, between two steps, after the user's own code that follows a commit."""
         if self._autosaver is not None and steps is self._context.steps:
             self._autosaver.boundary(steps.index, last=steps.finished)

@@ -1,10 +1,11 @@
 """Liveness of the workers: a heartbeat through the store, and a watch that turns endless waits into named errors.
 
-Each worker beats twice a second with what it is doing and the number of the collective call it is in: one number for
-the calls of the user's own thread, another for rounds with a deadline, which a thread of their own runs. A worker that
-waits reads the others' beats: it knows a dead one (the launcher says so, or it went silent), one that left with an
-error, and one that waits in *another* call under the same number, which can never end. A live worker that is merely
-slow is waited for, and named. The first to find a failure publishes it, so that all raise the same error.
+Each worker beats twice a second with what it is doing and the number of the collective call it is in: one number per
+lane, which are the calls of the user's thread, background rounds (with a deadline, or beside local steps) and the sums
+of a group of `Averaging`. A worker that waits reads the others' beats. There it finds a dead worker (the launcher
+reported it, or it went silent), one that left with an error, and one that waits in *another* call under the same
+number, which can never end. A live worker that is merely slow is waited for, and named. The first to find a failure
+publishes it, so that all raise the same error.
 """
 
 from __future__ import annotations

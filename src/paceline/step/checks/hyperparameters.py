@@ -122,7 +122,7 @@ def changed_rate(groups: Sequence[str], before: Sequence[Any], after: Sequence[A
 @contextmanager
 def scaled_rates(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> Iterator[None]:
     """Learning rates times ``factor`` for one update, and as they were afterwards."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1.0 else []
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     before = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else group["lr"] for group in groups]
     for group, rate in zip(groups, before, strict=True):
         if isinstance(group["lr"], torch.Tensor):

@@ -276,9 +276,9 @@ class Proxy:
     def _recount(self, step_state: StepState) -> None:
         """Decide, on the leader, with how many complete shares the open step closes, from every record there is.
 
-        The plan's number was decided a step earlier. The others go on comparing arrivals with the plan's number: what
-        it is too large by is added to the arrivals, so that one number in the store decides. Where as many have arrived
-        already the round closes with them.
+        The plan's number was decided a step earlier. The others go on comparing arrivals with the plan's number, so the
+        leader adds ``planned - count`` to the arrivals: negative where more shares are wanted. Where as many have
+        arrived already the round closes with them.
         """
         planned, count = step_state.plan.wait_for, self._training.recount(step_state)
         if planned is None or count is None:

@@ -35,13 +35,13 @@ def is_count(divisor: Any, shape: tuple[int, ...], weights: Sequence[torch.Tenso
     known = is_whole(divisor, most=2 * values)
     if known is True:
         return True
-    total = weight_of(shape, weights, nodes)
+    total = weight_of(weights, nodes)
     return known if total is None else known | is_multiple(divisor, total)
 
 
 def is_mean_weight(divisor: Any, shape: tuple[int, ...], weights: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Any:
     """Return whether a mean's divisor is the mean of the weights of its values; on CUDA a tensor."""
-    total = weight_of(shape, weights, nodes)
+    total = weight_of(weights, nodes)
     return False if total is None else is_multiple(divisor * prod(shape), total)
 
 
@@ -74,7 +74,7 @@ _ADDED = 1e-4
 """Part of a divisor that may have been added (``mask.sum() + 1e-6``), or lost in rounding."""
 
 
-def weight_of(shape: tuple[int, ...], weights: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Any:
+def weight_of(weights: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Any:
     """Return the sum of the weights of some values, as far as the graph has them; None where it has none."""
     found = [*weights, *(weight for node in nodes if (weight := _own_weight(node)) is not None)]
     if not found:

@@ -200,7 +200,7 @@ class _Reader:
         factors = [part for part in path if isinstance(part, _Factor)]
         if last.count is None:
             inner = [part for part in path[path.index(last) :] if isinstance(part, _Factor)]
-            self._sum(last, [part for part in factors if part not in inner], inner, _weights(path, last, node), node)
+            self._sum(last, [part for part in factors if part not in inner], inner, _weights(path, last, node))
             return
         outer = [part.count for part in reductions[: reductions.index(last)] if part.count is not None]
         divisors = [_number(part.value.abs()) for part in _tensors(factors) if part.divides]
@@ -222,7 +222,7 @@ class _Reader:
         self._noted.add(key)
         return len(self._noted) > known
 
-    def _sum(self, last: _Reduction, outer: list[_Factor], inner: list[_Factor], weights: Weights, node: Node) -> None:
+    def _sum(self, last: _Reduction, outer: list[_Factor], inner: list[_Factor], weights: Weights) -> None:
         """Read a sum, and what it or its terms are divided by: a count of the terms, or a number that is none."""
         plain = [part for part in (*outer, *inner) if is_plain(part.value)]
         if any(not part.divides and float(part.value) == 0 for part in plain):
@@ -231,13 +231,13 @@ class _Reader:
         outer, inner = _tensors(outer), [part for part in _tensors(inner) if part.divides]
         divisors, matching = [_divisor(part) for part in plain], self._matching(last.shape, plain)
         if any(part.divides for part in outer):
-            self._divided_by_tensors(last, outer, node, weights)
+            self._divided_by_tensors(last, outer, weights)
         elif matching:
             count = next(part for part in plain if abs(_divisor(part) - matching) <= 1e-9 * matching)
             self._note_factor([*outer, *(part for part in plain if part is not count)])
             self.found.counts += [matching] if self._is_new(last, ()) else []
         elif outer or inner:
-            self._divided_by_tensors(last, outer or inner, node, weights)
+            self._divided_by_tensors(last, outer or inner, weights)
         elif self.found.sum_over is None and not is_constant(last.node):
             self.found.sum_over = f"{prod(divisors):g}" if divisors else ""
 
@@ -257,14 +257,14 @@ class _Reader:
         pairs = ((count, _divisor(part)) for part in plain for count in counts)
         return next((count for count, divisor in pairs if abs(divisor - count) <= 1e-9 * count), 0)
 
-    def _divided_by_tensors(self, last: _Reduction, tensors: list[_Factor], node: Node, weights: Weights) -> None:
+    def _divided_by_tensors(self, last: _Reduction, tensors: list[_Factor], weights: Weights) -> None:
         if not self._is_new(last, tensors):
             return
         factors = [part.value if part.divides else part.value.reciprocal() for part in tensors]
         count = _number(reduce(mul, factors))
         self.found.counts.append(count)
         self.found.by_tensor = True
-        self._look_for_clamp(last, node, count)
+        self._look_for_clamp(last, count)
         if last.shape is not None:
             counted = is_count(count, last.shape, *weights)
             self.found.unlikely = self.found.unlikely | (~counted if isinstance(counted, torch.Tensor) else not counted)
@@ -278,9 +278,9 @@ class _Reader:
             return
         self.found.divisor = self.found.divisor + math.sqrt(2 * self._terms + 1) * divisor
 
-    def _look_for_clamp(self, last: _Reduction, node: Node, count: Any) -> None:
+    def _look_for_clamp(self, last: _Reduction, count: Any) -> None:
         """Note a sum of several values that was divided by exactly 1."""
-        values = _number(_values_summed(last, node))
+        values = _number(_values_summed(last))
         if isinstance(count, torch.Tensor) or isinstance(values, torch.Tensor):
             device = (count if isinstance(count, torch.Tensor) else values).device
             is_one = torch.as_tensor(count, device=device).abs() == 1
@@ -571,7 +571,7 @@ def _handler(kind: Any) -> Handler:
     return _leaf if kind.__name__ == "AccumulateGrad" else _KINDS.get(stem_of(kind), _unread)
 
 
-def _values_summed(last: _Reduction, node: Node) -> Any:
+def _values_summed(last: _Reduction) -> Any:
     """Return how many values of a sum are not masked: a number, or a tensor."""
     several = prod(last.shape) if last.shape else 2
     child = next((child for child, _ in last.node.next_functions if child is not None), None)

@@ -124,8 +124,9 @@ class Elastic(Distributed):
     def entered(self, inside: bool) -> None:
         """Note whether this worker is in the fleet.
 
-        Outside, some other worker leads as far as this one can see. Nothing else may change `outside`: rank, size and
-        workers go with it, and change first, for another thread that finds this worker outside counts on them.
+        Outside, some other worker leads as far as this one can see. After the constructor nothing else may change
+        `outside`: rank, size and workers go with it, and change first, for another thread that finds this worker
+        outside counts on them.
         """
         if not inside:  # the others wait for it in their next round
             self.rank, self.size, self.workers = 1, 2, (-1, self.id)

@@ -28,7 +28,8 @@ from paceline.transport.engines.contract import (
 from paceline.transport.engines.gloo import Gloo
 from paceline.transport.network import ENGINE_TIMEOUT, Store, dist
 
-CLOSE_S = 5.0
+FREE_S = 5.0
+"""Seconds that the end of a group waits for the thread that aborts its sums."""
 ABANDON_S = 0.05
 """How long the kernel of an aborted sum may take to end."""
 cuda: Any = torch.cuda
@@ -73,7 +74,7 @@ class NcclGroup:
         """Abort the group, and wait until NCCL has freed what it holds."""
         self.abort()
         assert self._aborting is not None
-        self._aborting.join(CLOSE_S)
+        self._aborting.join(FREE_S)
 
 
 class NcclEngine(EngineAround):
