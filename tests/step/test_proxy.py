@@ -358,7 +358,7 @@ def test_a_late_loop_that_saves_is_where_its_parameters_are(hire: Hire) -> None:
     _, late = workers = hire(length=16 * 6)
     late.stuck_at = {(1, 0): lambda: late.index >= 4}
     saved: list[tuple[int, int]] = []
-    late.loop.at_boundary = lambda: saved.append((late.steps.index, late.steps.state_dict()["step"]))
+    late.loop.save_if_due = lambda: saved.append((late.steps.index, late.steps.state_dict()["step"]))
     run(workers)
     assert saved == [(number, number) for number in range(7)]
 
@@ -520,9 +520,11 @@ def test_a_step_of_which_a_lap_has_counted_is_not_begun_anew(hire: Hire) -> None
     late.stuck_at = {(0, 0): lambda: late.proxy._step_round.step_state.loop_phase is LoopPhase.CUT_OFF}
 
     def leave_and_come_back() -> None:
-        for step in prompt.steps:
-            prompt.work(step, commit=False)
-            break
+        step = next(iter(prompt.steps))
+        for number, (x, y) in enumerate(step):
+            if number == 2:  # the first micro-batch of the lap
+                break
+            step.backward(nn.functional.mse_loss(prompt.model(x), y))
         prompt.combine.begin()
 
     with pytest.raises(MisuseError, match=r"a part of it has counted already: leave the loop behind step\.commit"):
@@ -720,7 +722,8 @@ def test_a_copy_replaces_the_steps_up_to_it_and_no_others() -> None:
     assert (copy.index, backlog.wants_copy) == (5, False)
     promises = Promises(giver)
     promises.note(second)
-    promises.give(lambda: torch.arange(7, dtype=torch.uint8))
+    promises.give(lambda: pytest.fail("the loop is not there yet"), after=4)
+    promises.give(lambda: torch.arange(7, dtype=torch.uint8), after=5)
     promises.join()
     eventually(lambda: copy.here, "the copy comes")
     with lock:
@@ -752,7 +755,7 @@ def test_a_copy_that_is_here_is_taken_over_though_a_later_one_does_not_come(seco
     backlog.wants_copy = True
     backlog.keep(first)
     promises.note(first)
-    promises.give(lambda: torch.ones(3, dtype=torch.uint8))
+    promises.give(lambda: torch.ones(3, dtype=torch.uint8), after=5)
     here = backlog.copied
     assert here is not None
     eventually(lambda: here.here, "the copy comes")
@@ -780,7 +783,7 @@ def test_a_copy_that_was_forgotten_does_nothing_when_it_comes() -> None:
     copy = backlog.copied
     backlog.forget_copy()
     promises.note(one)
-    promises.give(lambda: torch.ones(3, dtype=torch.uint8))
+    promises.give(lambda: torch.ones(3, dtype=torch.uint8), after=5)
     assert copy is not None
     eventually(lambda: copy.data.numel() == 3 and bool(copy.data.all()), "the copy comes")
     with lock:
@@ -810,11 +813,41 @@ def test_the_first_worker_that_was_in_time_gives_its_state(
     assert peer_to_copy(step_state(0, wants=wants, behind=behind).header) == giver
 
 
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_worker_that_waits_in_a_call_declines_what_it_promised_before_and_meanwhile(when: str) -> None:
+    backlog, meeting, _ = backlog_of()
+    promises, one = Promises(Threads(meeting, 0)), step_state(5, wants=(0, 1))
+    backlog.wants_copy = True
+    backlog.keep(one)
+    if when == "before":
+        promises.note(one)
+    with promises.declined(), promises.declined():
+        if when == "meanwhile":
+            promises.note(one)
+        eventually(lambda: backlog.copied is None, "the copy is declined, so that its worker comes to the call")
+    promises.give(lambda: pytest.fail("it was answered"), after=5)
+    promises.note(step_state(6, wants=(0, 1)))
+    assert list(promises._asked.values()) == [(6, 0)], "after the call copies are promised again"
+
+
+def test_a_loop_that_has_caught_up_by_itself_no_longer_wants_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catch_up, "MOST_BYTES", 0)
+    backlog, _, _ = backlog_of()
+    one = step_state(5)
+    backlog.keep(one)
+    assert backlog.make_room()
+    assert backlog.wants_copy
+    backlog.taken_over(one)
+    assert backlog.make_room()
+    assert not backlog.wants_copy
+
+
 def test_a_promise_is_void_when_members_change() -> None:
     promises = Promises(Threads(Meeting(2), 0))
     promises.note(step_state(5, wants=(0, 1)))
     promises.members_changed()
-    promises.give(lambda: pytest.fail("nobody waits for it"))
+    promises.give(lambda: pytest.fail("nobody waits for it"), after=5)
 
 
 def test_a_worker_whose_peer_dies_while_its_copy_travels_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -829,7 +862,7 @@ def test_a_worker_whose_peer_dies_while_its_copy_travels_goes_on(monkeypatch: py
     promises = Promises(Dying(Meeting(2), 0))
     for index in range(2):
         promises.note(step_state(index, wants=(0, 1)))
-        promises.give(lambda: torch.ones(3, dtype=torch.uint8))
+        promises.give(lambda: torch.ones(3, dtype=torch.uint8), after=index)
         promises.join()
     assert (failed, errors) == ([], [])
     assert len(promises._giving) == 1, "threads that have ended are forgotten"

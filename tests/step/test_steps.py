@@ -84,7 +84,7 @@ def test_the_script_is_looked_at_before_its_first_step_and_after_it(hire: Hire, 
 def test_the_state_is_whole_before_every_step_and_after_the_last(hire: Hire) -> None:
     worker = hire()
     at: list[int] = []
-    worker.loop.at_boundary = lambda: at.append(worker.steps.index)
+    worker.loop.save_if_due = lambda: at.append(worker.steps.index)
     worker.train()
     assert at == [0, 1, 2, 3, 4, 5]
 

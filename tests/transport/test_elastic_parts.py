@@ -107,12 +107,12 @@ def test_a_copy_that_was_promised_in_an_earlier_group_goes_to_nobody_in_the_one_
     hears_of(transport, generation(6, 4, *others))  # formed by the proxy, which was handed the round's result
     engine: Any = SimpleNamespace(send=lambda tensor, to, tag: sent.append(to), takes=lambda _: False)
     transport.group.connect(lambda rank, size: (engine, "a list"))
-    promises.give(lambda: torch.ones(3, dtype=torch.uint8))
+    promises.give(lambda: torch.ones(3, dtype=torch.uint8), after=7)
     promises.join()
     assert (sent, failed) == ([], [])
     transport.deliver_members_changed()
     promises.note(asked)
-    promises.give(lambda: pytest.fail("it asks again"))
+    promises.give(lambda: pytest.fail("it asks again"), after=7)
 
 
 def test_who_awaits_facts_in_a_generation_that_another_thread_has_left_asks_again_in_the_next() -> None:

@@ -127,7 +127,7 @@ class GradientCombine:
         """Forget the rounds up to step ``index``: a peer's state after that step was taken over."""
         with self.loop.training.lock:
             for old in [number for number in self._rounds if number <= index]:
-                deadlines.promises.note(self._rounds.pop(old).step_state)
+                del self._rounds[old]
         deadlines.promises.decline()
 
     def _open_here(self) -> StepRound:
@@ -226,10 +226,8 @@ class GradientCombine:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def meet(self, label: str) -> AbstractContextManager[Any]:
-        """Return a context that changes nothing: a step's commit has left equal parameters on all workers."""
-        if self._deadlines is not None:
-            self._deadlines.promises.decline()  # a worker that waits for a copy must come to this call by itself
-        return nullcontext()
+        """Return a context for the call: a step's commit has left equal parameters on all workers."""
+        return nullcontext() if self._deadlines is None else self._deadlines.promises.declined()
 
     def shown(self) -> AbstractContextManager[Any]:
         return nullcontext()

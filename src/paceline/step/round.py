@@ -419,7 +419,6 @@ class DeadlineRound(StepRound):
         assert step_state.header is not None
         self._gradients.buckets.show()
         deadlines.side_stream.rejoin()
-        deadlines.promises.note(step_state)
         total = step_state.total
         if total is None:
             deadlines.promises.decline()

@@ -6,8 +6,8 @@ state; the first worker that was in time promises one, and sends it between two 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -78,7 +78,10 @@ class Backlog:
         wait for this worker's loop.
         """
         with self._lock:
-            if self.has_room() or (self.copied is not None and not self.copied.here):
+            if self.has_room():
+                self.wants_copy = False  # its loop has caught up by itself
+                return True
+            if self.copied is not None and not self.copied.here:
                 return True
             if not self._copyable():
                 return False
@@ -136,50 +139,84 @@ class Copy:
 
 
 class Promises:
-    """The workers that were promised a copy of this worker's state, and the copies on their way."""
+    """The workers that were promised a copy of this worker's state, and the copies on their way.
+
+    The thread that records a round notes the promises that its header makes; the user's thread answers each of them,
+    once: with its state between the promised step and the next, or by declining. While the user's thread waits for all
+    workers in a call, which a worker that waits for a copy would never reach, every promise is declined at once.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self._lock = concurrency.Lock()
         self._asked: dict[int, tuple[int, int]] = {}
         """The step after which each worker was promised its copy, and the generation, by the rank in that one."""
+        self._declines = 0
+        """The number of calls, and ends of the loop, during which no copy is given."""
         self._giving: list[concurrency.Thread] = []
 
     def note(self, step_state: StepState) -> None:
-        """Note the workers that asked for a copy in this step's round, if this worker is to give it.
-
-        Where members have changed since, ranks are others, and those workers ask again.
-        """
+        """Note the workers that asked for a copy in this step's round, if this worker is to give it."""
         header, generation = step_state.header, step_state.generation
         if header is None or generation != self._transport.generation or peer_to_copy(header) != self._transport.rank:
-            return
+            return  # where members have changed since, ranks are others, and those workers ask again
         asking = np.flatnonzero(header.column("wants_state")).tolist()
-        self._asked |= dict.fromkeys(asking, (step_state.index, generation))
+        with self._lock:
+            self._asked |= dict.fromkeys(asking, (step_state.index, generation))
+            if self._declines:
+                self._answer(_DECLINED)
 
-    def give(self, pack: Callable[[], torch.Tensor]) -> None:
-        """Send the state to those who were promised it, at the end of a step and of the user's own code after it."""
-        if self._asked:
-            self._answer(pack())
+    def give(self, pack: Callable[[], torch.Tensor], *, after: int) -> None:
+        """Send the state after step ``after`` to those who were promised it, once the user's own code has run."""
+        with self._lock:
+            promised = {rank for rank, (index, _) in self._asked.items() if index == after}
+        if promised:
+            data = pack()
+            with self._lock:
+                self._answer(data, promised)
 
     def decline(self) -> None:
         """Decline the copies that were promised, for which this worker has no state; those workers may ask again."""
-        self._answer(torch.empty(0, dtype=torch.uint8))
+        with self._lock:
+            self._answer(_DECLINED)
+
+    @contextmanager
+    def declined(self) -> Iterator[None]:
+        """Decline all promises until the context ends."""
+        self.close()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._declines -= 1
+
+    def close(self) -> None:
+        """Decline all promises from now on."""
+        with self._lock:
+            self._declines += 1
+            self._answer(_DECLINED)
 
     def members_changed(self) -> None:
         """Forget the promises: the workers that wait for a copy follow the change too, and ask again."""
-        self._asked = {}
+        with self._lock:
+            self._asked = {}
 
     def join(self) -> None:
         """Wait until the copies on their way have been sent, `GIVING_S` for each at most."""
         for thread in self._giving:
             thread.join(timeout=GIVING_S)
 
-    def _answer(self, data: torch.Tensor) -> None:
-        asked, self._asked = self._asked, {}
+    def _answer(self, data: torch.Tensor, promised: Collection[int] | None = None) -> None:
+        """Send ``data`` to these workers, or to all that were promised a copy. The caller holds the lock."""
+        ranks = [rank for rank in self._asked if promised is None or rank in promised]
         self._giving = [thread for thread in self._giving if thread.is_alive()]
-        for rank, (index, generation) in asked.items():
-            args = (self._transport, data, rank, index, generation)
+        for rank in ranks:
+            args = (self._transport, data, rank, *self._asked.pop(rank))
             self._giving.append(concurrency.Thread(target=_give, args=args, name="paceline-give", daemon=True))
             self._giving[-1].start()
+
+
+_DECLINED = torch.empty(0, dtype=torch.uint8)
 
 
 def _give(transport: Transport, data: torch.Tensor, to: int, index: int, generation: int) -> None:

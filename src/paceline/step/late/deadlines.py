@@ -57,7 +57,7 @@ class Deadlines:
 
     def between_steps(self) -> int | None:
         """Send the copies that were promised, and take over one that has come; return the step that it follows."""
-        self.promises.give(self._packed)
+        self._give()
         return self._take_copy()
 
     def begin(self) -> None:
@@ -67,7 +67,10 @@ class Deadlines:
 
     def end(self) -> None:
         """Send the copies that were promised: the loop has come to its end."""
-        self.promises.give(self._packed)
+        self._give()
+
+    def _give(self) -> None:
+        self.promises.give(self._packed, after=self._loop.position.next - 1)
 
     def _packed(self) -> torch.Tensor:
         return checkpoint.pack(loop_state(self._loop))
@@ -104,7 +107,8 @@ class Deadlines:
 
     def close(self, *, orderly: bool) -> None:
         if orderly:
-            self.promises.give(self._packed)
+            self._give()
+            self.promises.close()
             self.promises.join()
         self.proxy.stop_together() if orderly and not self._loop.position.finished else self.proxy.stop()
         if orderly:

@@ -253,6 +253,7 @@ class Proxy:
         with self._training.lock:
             self._deadlines.round_over()
             step_state.header, step_state.total = header, total
+            self._deadlines.promises.note(step_state)
             self.backlog.keep(step_state)
             self._training.note(self._training.close(step_state, header, record, by_deadline=True))
         if step_state.ends_epoch and not self._training.finished:
