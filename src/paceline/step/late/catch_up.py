@@ -168,6 +168,8 @@ class Promises:
 
     def give(self, pack: Callable[[], torch.Tensor], *, after: int) -> None:
         """Send the state after step ``after`` to those who were promised it, once the user's own code has run."""
+        if not self._asked:  # a promise of a step is noted before its round is over
+            return
         with self._lock:
             promised = {rank for rank, (index, _) in self._asked.items() if index == after}
         if promised:
