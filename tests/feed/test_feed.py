@@ -54,12 +54,13 @@ class DealingToAFleet(RuleBasedStateMachine):
         before, (_, queues_before) = self.feed.remaining, self.places()
         self.dealt = self.both(lambda feed: feed.deal(shares, ahead=ahead))
         pool, queues = self.places()
+        steps = 1 + -(-ahead * workers // max(1, sum(self.dealt)))
         assert sum(self.dealt) == min(sum(shares), before)
         for asked, share, queue, had in zip(shares, self.dealt, queues, queues_before):
             assert share <= asked
             assert len(queue) >= share
-            assert len(queue) <= max(share + ahead, len(had))
-            assert len(queue) >= share + ahead or not pool
+            assert len(queue) <= max(share * steps, len(had))
+            assert len(queue) >= share * steps or not pool
             assert queue[: min(len(queue), len(had))] == had[: len(queue)]  # the head of a queue never changes
 
     @rule(data=st.data())
@@ -150,7 +151,7 @@ def test_workers_finish_together_when_claims_were_far_ahead_and_speeds_changed()
 
 def test_the_slack_comes_from_the_tail_of_the_longest_queue() -> None:
     feed = Feed(100, workers=3, shuffle=False)
-    feed.deal([0, 0, 0], ahead=[10, 30, 60])
+    feed.deal([10, 30, 60])
     feed.deal([15, 5, 5])
     assert feed.queue(0) == ((0, 10), (95, 100))
     assert feed.queue(1) == ((10, 40),)
@@ -161,7 +162,7 @@ def test_the_slack_comes_from_the_tail_of_the_longest_queue() -> None:
 def test_levelling_serves_every_share_and_takes_only_what_is_missing(data: st.DataObject, claimed: list[int]) -> None:
     length = max(1, sum(claimed))
     feed = Feed(length, workers=len(claimed))
-    feed.deal([0] * len(claimed), ahead=claimed)
+    feed.deal(claimed)
     shares = [data.draw(st.integers(0, 30)) for _ in claimed]
     dealt = feed.deal(shares)
     held = [total(feed.queue(worker)) for worker in range(len(claimed))]
@@ -178,6 +179,22 @@ def test_what_a_cut_off_left_undone_comes_first_next_time() -> None:
     feed.consume([3, 10])
     feed.deal([10, 10])
     assert feed.queue(0) == ((3, 10), (20, 23))
+
+
+@given(
+    shares=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any),
+    ahead=st.lists(st.integers(0, 40), min_size=4, max_size=4),
+    length=st.integers(1, 200),
+)
+def test_with_steady_shares_every_step_has_the_next_samples_however_far_ahead_they_are_loaded(
+    shares: list[int], ahead: list[int], length: int
+) -> None:
+    feed, first = Feed(length, workers=len(shares), shuffle=False), 0
+    while feed.remaining:
+        done = feed.consume(feed.deal(shares, ahead=ahead[: len(shares)]))
+        stop = min(length, first + sum(shares))
+        assert sorted(place for ranges in done for place in listed(ranges)) == list(range(first, stop))
+        first = stop
 
 
 def test_steady_shares_give_few_long_ranges() -> None:

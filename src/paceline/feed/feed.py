@@ -125,16 +125,23 @@ class Feed:
     def deal(self, shares: Sequence[int], *, ahead: Sequence[int] | int = 0) -> tuple[int, ...]:
         """Fill worker i's queue with ``shares[i]`` positions; return the shares that were dealt.
 
-        They are smaller than asked for, in proportion, when the epoch has less left. Beyond its share each queue is
-        filled up to ``shares[i] + ahead[i]`` while the pool lasts, so that loading can run ahead along the queue.
+        They are smaller than asked for, in proportion, when the epoch has less left. Beyond its share each queue gets
+        the shares of further steps while the pool lasts, so that loading can run ahead along the queue: as many steps
+        as all workers together need to hold ``ahead`` samples each. These are claimed step by step, so that with steady
+        shares a step has the same samples however far ahead they are loaded.
+
+        >>> feed = Feed(100, workers=2, shuffle=False)
+        >>> feed.deal([6, 2], ahead=8), feed.queue(0), feed.queue(1)
+        ((6, 2), ((0, 6), (8, 14), (16, 22)), ((6, 8), (14, 16), (22, 24)))
         """
         dealt = _fit(self._per_worker(shares, "shares"), self.remaining)
         extra = self._per_worker([ahead] * self.workers if isinstance(ahead, int) else ahead, "ahead")
         for queue, share in zip(self._queues, dealt):
             self._claim(queue, share - queue.total)
         self._level(dealt)
-        for queue, share, more in zip(self._queues, dealt, extra):
-            self._claim(queue, share + more - queue.total)
+        for steps in range(2, 2 + -(-sum(extra) // max(1, sum(dealt)))):
+            for queue, share in zip(self._queues, dealt):
+                self._claim(queue, min(share, steps * share - queue.total))
         return tuple(dealt)
 
     def queue(self, worker: int) -> tuple[Range, ...]:
