@@ -28,10 +28,6 @@ with paceline.join() as fleet:
         UPDATE
         own.append(torch.rand(1).item())
     result = {"weights": flat(model), "own": own}
-
-torch.manual_seed(1000 + rank)
-expected = [torch.rand(1).item() for _ in own]
-assert own == expected, "the script's own random numbers do not go on"
 """
 )
 
@@ -48,10 +44,11 @@ NOISY_GRADIENT = """step.reduce()
 )
 def test_noise_of_the_update_is_the_same_on_every_worker(tmp_path: Path, optimizer: str, update: str) -> None:
     script = NOISE.replace("OPTIMIZER", optimizer).replace("UPDATE", update)
-    two = [one["weights"] for one in results(tmp_path / "two", script)]
-    alone = results(tmp_path / "one", script, workers=1)[0]["weights"]
+    two, alone = results(tmp_path / "two", script), results(tmp_path / "one", script, workers=1)[0]
     assert two[0] == two[1]
-    assert apart(two[0], alone) < 1e-12
+    assert two[0]["own"] == alone["own"]
+    assert len(set(alone["own"])) == 16, "numbers that the script draws once per step"
+    assert apart(two[0]["weights"], alone["weights"]) < 1e-12
 
 
 def test_steps_draw_unlike_noise(tmp_path: Path) -> None:
@@ -78,7 +75,6 @@ def test_numpys_and_pythons_numbers_in_the_inner_loop_belong_to_the_micro_batch_
     script = """
     import random
     import numpy as np
-    random.seed(7), np.random.seed(7)
     drawn, own = [], []
     with paceline.join() as fleet:
         model = fleet.model(network())
@@ -90,14 +86,73 @@ def test_numpys_and_pythons_numbers_in_the_inner_loop_belong_to_the_micro_batch_
                 noise = torch.from_numpy(np.random.normal(0, 0.1, a.shape)) * random.random()
                 step.backward(loss_fn(model(a + noise), b))
             step.commit(optimizer)
-    random.seed(7), np.random.seed(7)
-    assert own == [[random.random(), np.random.rand()] for _ in own], "the script's own numbers do not go on"
-    result = {"weights": flat(model), "drawn": drawn}
+    result = {"weights": flat(model), "drawn": drawn, "own": own}
     """
     two, alone = results(tmp_path / "two", script), results(tmp_path / "one", script, workers=1)[0]
     drawn = [tuple(pair) for one in two for pair in one["drawn"]]
     assert len(set(drawn)) == 32
     assert {value for value, _ in drawn}.isdisjoint(value for _, value in drawn)
     assert set(drawn) == {tuple(pair) for pair in alone["drawn"]}
+    assert two[0]["own"] == two[1]["own"] == alone["own"], "though the script has no seed"
+    assert len({value for pair in alone["own"] for value in pair}) == 16
     assert two[0]["weights"] == two[1]["weights"]
     assert apart(two[0]["weights"], alone["weights"]) < 1e-12
+
+
+UNLIKE_DRAWS = """
+import random
+import numpy as np
+
+scales = []
+with paceline.join() as fleet:
+    model = fleet.model(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fleet.track(optimizer=optimizer)
+    for epoch in range(2):
+        for step in fleet.steps(data, global_batch=12, micro_batch=3, epochs=1, shuffle=False):
+            scale = 0.5 + DRAW
+            if fleet.is_leader:
+                print("a sample", DRAW)  # one number more on the leader alone
+            for a, b in step:
+                step.backward(loss_fn(scale * model(a), b))
+            step.commit(optimizer)
+            scales.append(scale)
+            fleet.evaluate(lambda a, b: {"loss": nn.functional.dropout(a).sum(1)}, data)
+        scales.append(DRAW)
+result = {"weights": flat(model), "scales": scales}
+"""
+
+
+@pytest.mark.parametrize("draw", ["random.random()", "np.random.rand()", "torch.rand(()).item()"])
+def test_a_number_drawn_once_per_step_without_a_seed_is_the_same_on_every_worker(tmp_path: Path, draw: str) -> None:
+    script = UNLIKE_DRAWS.replace("DRAW", draw).replace("if fleet.is_leader:", "if fleet.rank == 1:")
+    two, alone = results(tmp_path / "two", script), results(tmp_path / "one", script, workers=1)[0]
+    steps = [number for number in range(10) if number not in (4, 9)]
+    for one in two:
+        assert [one["scales"][number] for number in steps] == [alone["scales"][number] for number in steps]
+        assert apart(one["weights"], alone["weights"]) < 1e-12
+
+
+def test_noise_in_an_evaluation_belongs_to_the_batch_and_differs_from_call_to_call(tmp_path: Path) -> None:
+    script = """
+    found = []
+    noisy = nn.Dropout(0.5).train()
+    with paceline.join() as fleet:
+        model = fleet.model(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in fleet.steps(data, global_batch=12, micro_batch=3, shuffle=False):
+            for a, b in step:
+                step.backward(loss_fn(model(a), b))
+            step.commit(optimizer)
+            for _ in range(2):
+                score = lambda a, b: {"kept": nn.functional.dropout(a).sum(1)}
+                found.append(fleet.evaluate(score, data, batch_size=12)["kept"])
+                rows = fleet.predict(lambda a, b: nn.functional.dropout(a).sum(1), data, batch_size=12)
+                found.append(rows.sum().item())
+            found.append(torch.rand(()).item())
+    result = found
+    """
+    two, alone = results(tmp_path / "two", script), results(tmp_path / "one", script, workers=1)[0]
+    assert two[0] == two[1]
+    assert apart(two[0], alone) < 1e-12
+    assert len(set(alone)) == len(alone)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
 from lone import deep, join, linear, numbers, sgd, training
-from paceline.feed import Source
+from paceline.feed import EvaluationNumbers, Source
 from paceline.training import evaluate as evaluating
 
 CPU = torch.device("cpu")
@@ -45,7 +45,9 @@ def test_means_sums_and_tables_are_exact_for_any_shares(
     kinds, parts = evaluating.Kinds.read(["sum", "squares", "rows"], "table"), []
     for rank in range(workers):
         source = Source(TensorDataset(numbers), device=CPU, seed=0)
-        batches = evaluating.each_batch(source, shares=shares, rank=rank, batch_size=batch_size)
+        batches = evaluating.each_batch(
+            source, shares=shares, rank=rank, batch_size=batch_size, numbers=EvaluationNumbers(5, CPU)
+        )
         own = evaluating.own_sums(score, batches, kinds)
         parts.append(json.loads(json.dumps(own)))  # as it travels
     result = evaluating.final_figures(parts, kinds)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from lone import join, linear, numbers
-from paceline.feed import Source
+from paceline.feed import EvaluationNumbers, Source
 from paceline.training import predict as predicting
 from paceline.training.evaluate import each_batch
 
@@ -55,7 +55,7 @@ def test_every_row_is_in_its_place_bit_for_bit_for_any_shares(
     parts = []
     for rank in range(workers):
         source = Source(TensorDataset(torch.arange(length)), device=CPU, seed=0)
-        batches = each_batch(source, shares=shares, rank=rank, batch_size=batch_size)
+        batches = each_batch(source, shares=shares, rank=rank, batch_size=batch_size, numbers=EvaluationNumbers(5, CPU))
         parts.append(predicting.own_part(odd_types, batches))
     layout = predicting.agreed_layout(json.loads(json.dumps([part.to_json() for part in parts])))
     buffers = [predicting.packed(layout, part, length) for part in parts]

@@ -3,12 +3,23 @@
 from paceline.feed.custom_orders import Batches, batch_count_note
 from paceline.feed.feed import Feed, Order
 from paceline.feed.permutation import KeyedPermutation
-from paceline.feed.randomness import Generators, OwnNumbers, TorchGenerators, key, keys, seed_micro_batch, seed_update
+from paceline.feed.randomness import (
+    EvaluationNumbers,
+    Generators,
+    OwnNumbers,
+    TorchGenerators,
+    key,
+    keys,
+    seed_micro_batch,
+    seed_step,
+    seed_update,
+)
 from paceline.feed.ranges import Ranges, positions, split, total
 from paceline.feed.source import Source
 
 __all__ = [
     "Batches",
+    "EvaluationNumbers",
     "Feed",
     "Generators",
     "KeyedPermutation",
@@ -22,6 +33,7 @@ __all__ = [
     "keys",
     "positions",
     "seed_micro_batch",
+    "seed_step",
     "seed_update",
     "split",
     "total",

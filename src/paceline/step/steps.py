@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import Dropped, DroppedInCall, MisuseError
+from paceline.feed import seed_step
 from paceline.gradients import Gradients
 from paceline.step.checks.schedules import ScheduleWatch, held_at_their_end
 from paceline.step.context import LoopContext
@@ -128,6 +129,7 @@ class StepLoop:
                     return
                 loop.position.step = step
                 loop.tracking.updates.begin(loop, step.index)
+                seed_step(loop.seed, step.index, loop.device)
                 with held_at_their_end(loop.tracking.things.values()) if self._beyond_promise else nullcontext():
                     yield step
                 if not step.committed:

@@ -12,7 +12,7 @@ import torch
 from paceline.checkpoint.content import plain
 from paceline.checkpoint.shards import reshard
 from paceline.errors import MisuseError
-from paceline.feed import Source
+from paceline.feed import EvaluationNumbers, Source
 from paceline.pace.shares import proportional
 from paceline.settings import must_agree, whole_number
 from paceline.step.checks.sameness import parameters_of, unlike_text
@@ -107,13 +107,13 @@ class CollectiveCalls:
         self, score: Callable[..., Any], data: Any, batch_size: int | None, kinds: evaluating.Kinds
     ) -> dict[str, Any]:
         context, transport = self._context, self._context.transport
-        with self._dataset(data, batch_size, "fleet.evaluate", **kinds.facts()) as (source, size):
+        with self._dataset(data, batch_size, "fleet.evaluate", **kinds.facts()) as (source, size, noise):
 
             def mine() -> dict[str, Any]:
                 """Return this worker's part among those present, or all of it; called again when some are lost."""
                 alone = context.outside
                 with self._evaluation_mode():
-                    own = evaluating.own_sums(score, self._own_batches(source, size, alone=alone), kinds)
+                    own = evaluating.own_sums(score, self._own_batches(source, size, noise, alone=alone), kinds)
                 sums = evaluating.sum_of_processes(transport.collect("the sums of fleet.evaluate()", own))
                 return {"alone": alone, "sums": sums}
 
@@ -126,19 +126,23 @@ class CollectiveCalls:
 
     def _predict(self, predict: Callable[..., Any], data: Any, batch_size: int | None, to: str) -> Any:
         context, transport = self._context, self._context.transport
-        with self._dataset(data, batch_size, "fleet.predict", to=to) as (source, size):
+        with self._dataset(data, batch_size, "fleet.predict", to=to) as (source, size, noise):
 
             def mine() -> predicting.Part:
                 with self._evaluation_mode():
-                    return predicting.own_part(predict, self._own_batches(source, size, alone=context.outside))
+                    batches = self._own_batches(source, size, noise, alone=context.outside)
+                    return predicting.own_part(predict, batches)
 
             length = evaluating.length_of(source)
             rows = predicting.gathered(transport, mine, length, outside=context.outside)
         return rows if to == "all" or context.is_leader else None
 
     @contextmanager
-    def _dataset(self, data: Any, batch_size: int | None, call: str, **facts: Any) -> Iterator[tuple[Source, int]]:
-        """Yield a dataset that all workers go through once, and the samples per batch; check ``facts`` on all."""
+    def _dataset(self, data: Any, batch_size: int | None, call: str, **facts: Any) -> Iterator[tuple[Source, int, int]]:
+        """Yield a dataset that all workers go through once, the samples per batch and the number of its noise.
+
+        Raises ValueError unless all workers have these ``facts``.
+        """
         context = self._context
         source = Source(data, device=context.device, seed=context.seed)
         try:
@@ -146,14 +150,15 @@ class CollectiveCalls:
                 raise ValueError(f"{call} needs a dataset with a length, so that every sample counts once")
             facts = {**evaluating.facts_of(source), **facts}
             seen = self._same_data.look(source.dataset, source.length, source.look)
-            also = {**self._speeds.own(), **self._weights()}
+            also = {**self._speeds.own(), **self._weights(), "noise": EvaluationNumbers.draw()}
             answers = must_agree(context.transport, f"{call}()", facts, also=also, each=seen)
             if len({one.get("weights") for one in answers}) > 1:
                 self._refuse_unlike_weights(call)
             self._same_data.check(f"{call}()", source.name, answers, seen, source.look)
             self._speeds.take(answers)
             own = context.steps.dealing.at_once if context.steps is not None else USUAL_BATCH
-            yield source, whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
+            size = whole_number("batch_size", (source.batch_size or own) if batch_size is None else batch_size)
+            yield source, size, answers[0]["noise"]
         finally:
             source.close()
 
@@ -180,7 +185,7 @@ class CollectiveCalls:
             yield
         reshard(self._context.models)
 
-    def _own_batches(self, source: Source, size: int, *, alone: bool) -> evaluating.PlacedBatches:
+    def _own_batches(self, source: Source, size: int, noise: int, *, alone: bool) -> evaluating.PlacedBatches:
         """Return this worker's batches.
 
         Each worker present takes a part of the data by its speed; one that is not in the fleet takes all of it,
@@ -190,4 +195,5 @@ class CollectiveCalls:
         shares = proportional(np.asarray(speeds, dtype=float), evaluating.length_of(source)).tolist()
         transport = self._context.transport
         part = (transport.shard, transport.shards)
-        return evaluating.each_batch(source, shares=shares, rank=rank, batch_size=size, part=part)
+        numbers = EvaluationNumbers(noise, self._context.device)
+        return evaluating.each_batch(source, shares=shares, rank=rank, batch_size=size, numbers=numbers, part=part)

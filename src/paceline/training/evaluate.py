@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from paceline.feed import Feed, Order, Source, split
+from paceline.feed import EvaluationNumbers, Feed, Order, Source, split
 from paceline.feed import total as total_of
 from paceline.feed.ranges import Ranges
 from paceline.records import Range
@@ -30,9 +30,15 @@ PlacedBatches = Iterable[tuple[tuple[Range, ...], Any]]
 
 
 def each_batch(
-    source: Source, *, shares: Sequence[int], rank: int, batch_size: int, part: tuple[int, int] = (0, 1)
+    source: Source,
+    *,
+    shares: Sequence[int],
+    rank: int,
+    batch_size: int,
+    numbers: EvaluationNumbers,
+    part: tuple[int, int] = (0, 1),
 ) -> PlacedBatches:
-    """Yield this worker's part of the data, which is contiguous.
+    """Yield this worker's part of the data, which is contiguous; each batch has random numbers of its own.
 
     ``part`` is (index, count) of this process among those of its worker. Where it has no row of a batch, it goes
     through the model with one at no position.
@@ -46,8 +52,11 @@ def each_batch(
     pieces = [(piece, feed.indices(piece)) for piece in own]
     if source.ahead:
         source.expect(0, pieces)
-    for number, (piece, indices) in enumerate(pieces):
-        yield piece if number < counted else (), source.take(0, piece, indices)
+    with numbers:
+        for number, (piece, indices) in enumerate(pieces):
+            batch = source.take(0, piece, indices)
+            numbers.seed(piece[0][0])
+            yield piece if number < counted else (), batch
 
 
 def _own_pieces(
