@@ -337,7 +337,8 @@ def all_reduce_ms(timeout_s: float = 30.0) -> tuple[float | None, str]:
         if code := worker.process.returncode:
             lines = error.decode(errors="replace").strip().splitlines() or [describe_exit(code)]
             return None, lines[-1]
-    return float(outputs[0][0]), ""
+    *_, last = outputs[0][0].splitlines()  # the Gloo of torch 2.9 and 2.10 prints a line of its own before it
+    return float(last), ""
 
 
 def devices() -> list[str]:
