@@ -88,8 +88,9 @@ def test_where_there_is_no_file_to_import_as_in_a_notebook_it_works_too(tmp_path
     done = subprocess.run(
         [sys.executable, "-"], input=NOTEBOOK, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
-    assert done.stdout == "[(2, 1), (2, 1)] [7]\n", done.stderr[-3000:]
-    assert done.returncode == 0
+    assert done.returncode == 0, done.stderr[-3000:]
+    *_, last = done.stdout.splitlines()  # the Gloo of torch 2.9 and 2.10 prints lines of its own before it
+    assert last == "[(2, 1), (2, 1)] [7]"
 
 
 def test_the_environment_and_the_options_reach_the_workers(tmp_path: Path) -> None:

@@ -452,7 +452,8 @@ def test_a_function_of_a_notebook_is_launched_as_a_fleet(tmp_path: Path) -> None
         timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    check("launch", json.loads(done.stdout))
+    *_, last = done.stdout.splitlines()  # the Gloo of torch 2.9 and 2.10 prints lines of its own before it
+    check("launch", json.loads(last))
 
 
 # -- the page's tables of what is refused ----------------------------------------------------------------------------

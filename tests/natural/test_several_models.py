@@ -177,7 +177,9 @@ def test_the_example_learns(tmp_path: Path, how: list[str]) -> None:
     with Crew(str(script), 2, tmp_path, args=["--epochs", "8", *how], env=env) as crew:
         ended = crew.wait()
     assert [outcome.code for outcome in ended] == [0, 0], ended[0].err[-2000:]
-    distances = [float(line.split()[-1]) for line in ended[0].out.splitlines() if line.startswith("epoch")]
+    # The Gloo of torch 2.9 and 2.10 prints lines of its own.
+    told, of_the_other = ([one for one in outcome.out.splitlines() if one[:6] != "[Gloo]"] for outcome in ended)
+    distances = [float(line.split()[-1]) for line in told if line.startswith("epoch")]
     assert len(distances) == 8
     assert distances[-1] < 0.75 * distances[0]
-    assert not ended[1].out, "the leader tells"
+    assert not of_the_other, "the leader tells"
