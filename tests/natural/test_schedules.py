@@ -113,6 +113,7 @@ FITS = {
 def test_schedules_that_decay_over_the_loaders_batches_are_refused_and_others_end_where_they_should(
     tmp_path: Path,
 ) -> None:
+    pytest.importorskip("transformers", reason="needs pip install 'paceline[transformers]'")
     ways = {**COUNTS_BATCHES, **FITS}
     first, second = results(tmp_path, SCHEDULED.replace("WAYS", repr(ways)))
     assert first == second
