@@ -66,7 +66,8 @@ def test_workers_meet_through_the_launchers_store_and_reduce(shell: Shell) -> No
         "dist.all_reduce(t)\nsys.stdout.write(f'{t.item()}\\n')\ndist.destroy_process_group()"
     )
     done = shell.run("run", "-n", "2", "train.py")
-    assert sorted(done.stdout.splitlines()) == ["3.0", "[1] 3.0"]
+    own = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # torch 2.9 and 2.10 print such lines
+    assert sorted(own) == ["3.0", "[1] 3.0"]
     assert done.returncode == 0
 
 
