@@ -369,6 +369,7 @@ def test_the_calls_that_its_tables_name_are_in_blocks_that_are_run() -> None:
 
 
 def test_the_class_that_an_import_brings_is_a_subclass_of_the_one_that_it_replaces() -> None:
+    pytest.importorskip("accelerate", reason="needs pip install 'paceline[accelerate]'")
     here: dict[str, Any] = {}
     there: dict[str, Any] = {}
     exec(NAMED["accelerate-import"].side("+"), here)
