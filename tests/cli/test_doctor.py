@@ -13,7 +13,14 @@ from paceline.cli.doctor import check_network, check_python, check_runs, check_t
 
 @pytest.mark.parametrize(
     ("version", "state"),
-    [("2.10.1+cpu", "failed"), ("2.11.0", "ok"), ("2.14.1+cu130", "ok"), ("2.15.0a0", "note"), ("3.0.0", "note")],
+    [
+        ("2.8.1+cpu", "failed"),
+        ("2.9.0", "ok"),
+        ("2.10.0", "ok"),
+        ("2.14.1+cu130", "ok"),
+        ("2.15.0a0", "note"),
+        ("3.0.0", "note"),
+    ],
 )
 def test_torch_is_judged_by_its_range(version: str, state: str) -> None:
     check = judge_torch(version)
