@@ -18,7 +18,8 @@ from paceline.cli.doctor import check_network, check_python, check_runs, check_t
         ("2.9.0", "ok"),
         ("2.10.0", "ok"),
         ("2.14.1+cu130", "ok"),
-        ("2.15.0a0", "note"),
+        ("2.15.0+cpu", "ok"),
+        ("2.16.0a0", "note"),
         ("3.0.0", "note"),
     ],
 )

@@ -26,7 +26,7 @@ from paceline.cli.terminal import refuse
 from paceline.roster.door import address_outwards
 from paceline.transport.link_speed import PORT, Answering
 
-OLDEST_TORCH, NEWEST_TESTED = (2, 9), (2, 14)
+OLDEST_TORCH, NEWEST_TESTED = (2, 9), (2, 15)
 MARKS = {"ok": "ok   ", "note": "note ", "failed": "FAIL "}
 ALL_REDUCE = """
 import time, torch, torch.distributed as dist
