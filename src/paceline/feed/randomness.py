@@ -125,12 +125,11 @@ class EvaluationNumbers:
         self._number, self._device = number, device
 
     def __enter__(self) -> EvaluationNumbers:
-        self._before, self._devices = Generators(), TorchGenerators(self._device)
+        self._before = Generators(self._device)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._before.restore()
-        self._devices.restore()
 
     def seed(self, position: int) -> None:
         _seed_all(key(self._number, position, _SCORE), self._device)
@@ -203,17 +202,20 @@ _numbers_of_steps = lru_cache(maxsize=1)(np.random.MT19937)
 
 
 class Generators:
-    """States of the three global generators at one moment."""
+    """States of the three global generators at one moment, and of that of ``device`` if it is a GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self._random = random.getstate()
         self._numpy: Any = np.random.get_state()
         self._torch = torch.default_generator.get_state()
+        self._device = None if device is None else TorchGenerators(device)
 
     def restore(self) -> None:
         random.setstate(self._random)
         np.random.set_state(self._numpy)
         torch.default_generator.set_state(self._torch)
+        if self._device is not None:
+            self._device.restore()
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
@@ -229,9 +231,9 @@ def _listed(state: Any) -> list[Any]:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restore this process's global generators afterwards, whatever is seeded inside."""
-    before = Generators()
+def generators_kept(device: torch.device | None = None) -> Iterator[None]:
+    """Restore this process's global generators, and that of ``device``, afterwards, whatever is seeded inside."""
+    before = Generators(device)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from paceline.feed.custom_orders import Batches, BatchOrder, SamplerOrder, once_
 from paceline.feed.fetching import EpochPiece, Fetcher, Glance, make_fetcher
 from paceline.feed.loader_processes import Pipeline
 from paceline.feed.loader_settings import read_settings
-from paceline.feed.randomness import TorchGenerators, generators_kept
+from paceline.feed.randomness import generators_kept
 from paceline.feed.stream import Stream
 from paceline.records import Range
 
@@ -95,11 +95,8 @@ class Source:
             return {"found": [], "seconds": 0.0, "why": "it is an IterableDataset"}
         asked = Glance(tuple(indices))
         if self._pipeline is None:
-            with generators_kept():
-                devices = TorchGenerators(self._device)
-                found = asked.read(self._fetch)
-                devices.restore()
-            return found
+            with generators_kept(self._device):
+                return asked.read(self._fetch)
         try:
             return dict(self._pipeline.take(asked))
         except Exception as error:  # from the user's init or a dead process; the loop will raise it

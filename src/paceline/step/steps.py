@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import Dropped, DroppedInCall, MisuseError
-from paceline.feed import seed_step
+from paceline.feed import Generators, seed_step
 from paceline.gradients import Gradients
 from paceline.step.checks.schedules import ScheduleWatch, held_at_their_end
 from paceline.step.context import LoopContext
@@ -121,6 +121,7 @@ class StepLoop:
     def __iter__(self) -> Iterator[Step]:
         self.left = False
         loop = self.loop
+        own_numbers = Generators(loop.device)
         try:
             while not loop.position.finished:
                 step = None if self._passed_by else self._begin()
@@ -138,6 +139,7 @@ class StepLoop:
                 self._call_before_step()
             loop.save_if_due()
         finally:
+            own_numbers.restore()
             self.left = True
             loop.tracking.updates.end(loop)
             self.combine.ended()
