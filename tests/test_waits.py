@@ -1,7 +1,7 @@
 """Every wait has an end or an owner: blocking waits are found in the source, and those without a bound are in a table.
 
 The library takes threads, locks, waits and clocks from `paceline.concurrency`, so that a test can own all of them. A
-wait that has neither a timeout nor a watch is allowed only when docs/internals.md says what ends it.
+wait that has neither a timeout nor a watch is allowed only when tests/waits.md says what ends it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from source_trees import tree
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "paceline"
-PAGE = ROOT / "docs" / "internals.md"
+PAGE = ROOT / "tests" / "waits.md"
 HEADING, STORE_HEADING = "## Every wait has an end", "## Requests to a store"
 THROUGH = "concurrency.py"
 """The one file that may use the modules below."""
