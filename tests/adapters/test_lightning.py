@@ -178,7 +178,7 @@ def test_several_validation_loaders_are_each_gone_through_once(strategy: Strateg
         return {name: float(value) for name, value in one.callback_metrics.items()}
 
     plain = run("auto")
-    assert run(strategy()) == plain
+    assert run(strategy()) == approximately(plain), "Lightning adds up means of batches in float32"
     assert plain["n/dataloader_idx_1"] == 9
 
 

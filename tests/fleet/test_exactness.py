@@ -53,16 +53,16 @@ def test_random_shares_do_contain_zeros_and_tails(tmp_path: Path) -> None:
     assert {sum(step) for step in shares} == {20, 7}
 
 
-def test_in_float32_the_fleet_is_within_twice_the_spread_of_two_summation_orders(tmp_path: Path) -> None:
+def test_in_float32_the_fleet_is_within_twice_the_spread_of_summation_orders(tmp_path: Path) -> None:
     cases = random_cases(8, "float32", seed=11)
     told = run("exact_cases.py:train_all", 3, tmp_path, args=cases)[0]
     errors, spreads = [], []
     for case, ours in zip(cases, told, strict=True):
         batches = list(exact_cases.batches_of(case, ours["batches"]))
         whole, _ = exact_cases.one_machine(case, batches)
-        pieces, _ = exact_cases.one_machine(case, batches, pieces=5)
+        pieces = [exact_cases.one_machine(case, batches, pieces=number)[0] for number in (2, 3, 5, 6, 8)]
         errors.append(float((torch.tensor(ours["parameters"], dtype=torch.float64) - whole).abs().max()))
-        spreads.append(float((pieces - whole).abs().max()))
+        spreads.append(max(float((order - whole).abs().max()) for order in pieces))  # one order may be near by luck
     assert max(errors) <= max(2 * max(spreads), 1e-6), (errors, spreads)
 
 

@@ -13,7 +13,7 @@ LOOP = {
     "NOT_BEGUN": "WORKING WAITING CUT_OFF",
     "WORKING": "DONE WAITING CUT_OFF",
     "DONE": "DONE WORKING WAITING",
-    "WAITING": "WAITING DONE",
+    "WAITING": "WAITING DONE WORKING",
     "CUT_OFF": "CUT_OFF DONE WAITING",
 }
 ROUND = {"OPEN": "CLOSED VOID", "CLOSED": "CLOSED OVER VOID", "OVER": "VOID", "VOID": ""}
@@ -74,7 +74,7 @@ def test_a_loop_begins_a_step_once_and_may_begin_it_anew(loop: LoopPhase) -> Non
     step_state = state(loop)
     step_state.work.samples = 3
     step_state.start(5.0)
-    assert step_state.loop_phase is (LoopPhase.WORKING if loop is LoopPhase.NOT_BEGUN else loop)
+    assert step_state.loop_phase is (loop if loop is LoopPhase.CUT_OFF else LoopPhase.WORKING), "it is not idle"
     assert step_state.began == 5.0
     assert step_state.work.samples == 0, "what a loop that was left had done is done again"
 

@@ -81,6 +81,25 @@ def test_the_script_is_looked_at_before_its_first_step_and_after_it(hire: Hire, 
     assert looks == [("before", 0), ("after", 1)]
 
 
+def test_a_worker_that_enters_anew_at_its_first_step_is_looked_at_once_before_it(hire: Hire) -> None:
+    worker = hire()
+    looks: list[str] = []
+    worker.steps.before_first = lambda steps: looks.append("before")
+    worker.steps.after_first = lambda steps: looks.append("after")
+    begin, dropped = worker.steps.combine.begin, [Dropped("it fell silent")]
+
+    def begin_late() -> Any:
+        if dropped:
+            raise dropped.pop()
+        return begin()
+
+    worker.steps.combine.begin = begin_late  # type: ignore[method-assign]
+    for step in worker.steps:
+        assert looks == (["before"] if step.index == 0 else ["before", "after"])
+        worker.work(step)
+    assert looks == ["before", "after"]
+
+
 def test_the_state_is_whole_before_every_step_and_after_the_last(hire: Hire) -> None:
     worker = hire()
     at: list[int] = []

@@ -117,8 +117,8 @@ class GradientCombine:
         """
         deadlines, index = self._deadlines, step_state.index
         if deadlines is None or not step_state.plan.bounded:
-            late = {} if deadlines is None else {"late_s": deadlines.in_flight.late_s}
-            self._rounds[index] = SynchronousRound(self.loop, step_state, self._replicas, **late)
+            in_flight = None if deadlines is None else deadlines.in_flight
+            self._rounds[index] = SynchronousRound(self.loop, step_state, self._replicas, in_flight=in_flight)
             return None
         self._rounds[index] = step_round = DeadlineRound(self.loop, step_state, deadlines)
         return step_round

@@ -9,7 +9,7 @@ takes over the result when it comes there. Which of the two a step has is decide
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from paceline.step.step_state import LoopPhase, RoundPhase, StepState, Work
 
 if TYPE_CHECKING:
     from paceline.step.late.deadlines import Deadlines
+    from paceline.step.late.in_flight import WorkInFlight
 
 
 class StepRound(ABC):
@@ -139,11 +140,12 @@ class SynchronousRound(StepRound):
         step_state: StepState,
         replicas: ReplicaComparison | None = None,
         *,
-        late_s: Callable[[], float] = lambda: 0.0,
+        in_flight: WorkInFlight | None = None,
     ) -> None:
-        """Make the round; ``late_s`` returns the seconds by which an earlier step's work missed its deadline."""
+        """Make the round; ``in_flight``: work that may have missed the deadline of an earlier step."""
         super().__init__(loop, step_state)
-        self._replicas, self._late_s = replicas, late_s
+        self._replicas, self._in_flight = replicas, in_flight
+        self._late_s = 0.0
         self._round_s = 0.0
         self._clock = DeviceClock(loop.device)
 
@@ -210,7 +212,8 @@ class SynchronousRound(StepRound):
         """Sum with the others."""
 
         def write() -> Header:
-            return self._write_header(finite=finite, late_s=self._late_s())
+            self._late_s = self._in_flight.late_s if self._in_flight is not None else 0.0
+            return self._write_header(finite=finite, late_s=self._late_s)
 
         return self._gradients.exchange.run(write, self.step_state.work.samples, self._label)
 
@@ -249,6 +252,8 @@ class SynchronousRound(StepRound):
                 step_state.header, workers=step_state.workers, generation=step_state.generation
             )
         with loop.training.lock:
+            if self._in_flight is not None:
+                self._in_flight.reported(self._late_s)
             wall_s = concurrency.perf_counter() - began
             record = loop.training.close(step_state, step_state.header, step_state.record, wall_s=wall_s)
             step_state.enter(RoundPhase.CLOSED)
@@ -278,6 +283,7 @@ class DeadlineRound(StepRound):
         self._lock = loop.training.lock
         self._finished: Work | None = None
         """The micro-batch that the loop is done with, until it comes back for more."""
+        self._late_s = 0.0
 
     # -- micro-batches: the user's thread ------------------------------------------------------------------------------
 
@@ -370,6 +376,8 @@ class DeadlineRound(StepRound):
         """Close the round with what is finished and run it; return its header, its sums and its record."""
         entered = concurrency.perf_counter()
         header, total = self._gradients.exchange.run_in_background(self._seal, self._label)
+        with self._lock:
+            self._deadlines.in_flight.reported(self._late_s)
         return header, total, self._record_at(header, entered)
 
     def _seal(self) -> tuple[Header, Sum]:
@@ -382,13 +390,14 @@ class DeadlineRound(StepRound):
                 step_state.plan.wait_for is None or step_state.idle or step_state.last
             )
             mine = self._gradients.close(step_state.work.samples) if counts else self._gradients.exchange.nothing()
+            self._late_s = deadlines.in_flight.late_s
             busy = 0.0 if step_state.idle else concurrency.perf_counter() - (step_state.busy_since or step_state.opened)
             header = self._write_header(
                 finite=mine.finite,
                 counts=counts,
                 unfinished_s=busy,
                 behind=max(0, step_state.index - self._loop.position.next),
-                late_s=deadlines.in_flight.late_s(),
+                late_s=self._late_s,
                 wants_state=deadlines.proxy.backlog.wants_copy,
             )
             return header, mine

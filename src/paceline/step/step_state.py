@@ -44,7 +44,7 @@ TRANSITIONS: dict[LoopPhase | RoundPhase, tuple[LoopPhase | RoundPhase, ...]] = 
     _L.NOT_BEGUN: (_L.WORKING, _L.WAITING, _L.CUT_OFF),
     _L.WORKING: (_L.DONE, _L.WAITING, _L.CUT_OFF),
     _L.DONE: (_L.DONE, _L.WORKING, _L.WAITING),
-    _L.WAITING: (_L.WAITING, _L.DONE),
+    _L.WAITING: (_L.WAITING, _L.DONE, _L.WORKING),
     _L.CUT_OFF: (_L.CUT_OFF, _L.DONE, _L.WAITING),
     _R.OPEN: (_R.CLOSED, _R.VOID),
     _R.CLOSED: (_R.CLOSED, _R.OVER, _R.VOID),
@@ -177,7 +177,7 @@ class StepState:
 
     def start(self, began: float) -> None:
         """Begin the step in this worker's loop, perhaps anew after it was left half done."""
-        if self.loop_phase is LoopPhase.NOT_BEGUN:
+        if self.loop_phase not in (LoopPhase.WORKING, LoopPhase.CUT_OFF):
             self.enter(LoopPhase.WORKING)
         self.began, self.work = began, Work()
         self.start_clock(began)

@@ -66,9 +66,10 @@ class StepLoop:
         self.script_loop = loop.script_loop
         loop.tracking.forget_steps()
         self.before_first: Callable[[StepLoop], None] = lambda steps: None
+        """Called before the first step, when the script has made everything."""
         self.after_first = self.before_first
-        """Called before the first step, when the script has made everything, and before the second."""
-        self._steps_prepared = 0
+        """Called before the second step, or at the loop's end where there is one step."""
+        self._calls_due = ["before_first", "after_first"]
         self.dataset_length: int | None = None
         self.micro_batches: int | None = None
         """The number of micro-batches in all epochs: what a DataLoader would count as steps."""
@@ -135,7 +136,7 @@ class StepLoop:
                     yield step
                 if not step.committed:
                     raise MisuseError(f"step {step.index} was not committed: call step.commit(optimizer) in every step")
-            if self._steps_prepared == 1:  # there was one step
+            if self.begun:  # perhaps one step alone
                 self._call_before_step()
             loop.save_if_due()
         finally:
@@ -169,10 +170,10 @@ class StepLoop:
             self.schedule_watch = None if watch.over else watch
 
     def _call_before_step(self) -> None:
-        """Call ``before_first`` or ``after_first``, before the first step and before the second."""
-        if self._steps_prepared < 2:
-            (self.after_first if self._steps_prepared else self.before_first)(self)
-            self._steps_prepared += 1
+        """Call ``before_first`` or ``after_first``, once each: a worker that enters anew may come here more often."""
+        if self._calls_due and self.begun == (self._calls_due[0] == "after_first"):
+            getattr(self, self._calls_due[0])(self)
+            del self._calls_due[0]
 
     # -- how far it is ---------------------------------------------------------------------------------------------
 

@@ -35,16 +35,17 @@ class WorkInFlight:
         self._waiting: deque[MicroBatchInFlight] = deque()
         self._landed = 0.0
         """The time when the last micro-batch was seen to be done."""
-        self._late_s = 0.0
+        self.late_s = 0.0
+        """The most seconds by which a micro-batch came too late since a round has reported it."""
 
     def clear(self) -> None:
         """Forget all micro-batches: another step begins."""
         self._waiting.clear()
 
-    def late_s(self) -> float:
-        """Return the most seconds by which a micro-batch came too late since the last call."""
-        late, self._late_s = self._late_s, 0.0
-        return late
+    def reported(self, late_s: float) -> None:
+        """Note that a round is over which has reported ``late_s``; the lock is held."""
+        if self.late_s <= late_s:  # else one came too late meanwhile, and is reported next
+            self.late_s = 0.0
 
     def start(self, step_state: StepState, done: Work, gradient: MicroBatchGradient, began: float) -> None:
         """Add a micro-batch that the loop took at ``began`` and is done with.
@@ -71,7 +72,7 @@ class WorkInFlight:
                     self._count_first()
 
     def count_landed(self) -> None:
-        """Count what the device has done, on the proxy, which closes the step; the rest never counts."""
+        """Count what the device has done, on the proxy's thread."""
         while self._waiting and self._waiting[0].mark.passed():
             self._count_first()
 
@@ -93,7 +94,7 @@ class WorkInFlight:
         elif step_state.busy_since is None or step_state.busy_since <= began:  # else the loop is in the next one
             step_state.busy_since = now
         if not step_state.open:
-            self._late_s = max(self._late_s, now - (step_state.until or step_state.opened))
+            self.late_s = max(self.late_s, now - (step_state.until or step_state.opened))
             return
         with self._side_stream.work():
             self._gradients.accumulation.join(gradient)
