@@ -61,7 +61,7 @@ test-torch:
 	$(PYTHON) harness/other_torch.py $(TORCH) $(if $(EXTRA_INDEX),--extra-index-url $(EXTRA_INDEX)) -- $(ARGS)
 
 check: lint
-	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m "not fleet and not browser and not slow" -n 2
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m "not fleet and not browser and not slow and not long" -n 2
 
 # The pages are tested in a real browser: Debian's, installed here when this runs as root and it is missing.
 browser:

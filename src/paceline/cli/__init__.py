@@ -7,7 +7,6 @@ it runs.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from paceline import __version__, renamed
 
 COMMANDS = ("run", "demo", "simulate", "plan", "learn", "report", "watch", "host", "doctor", "examples")
-"""Subcommands in the order of the help; one whose file does not exist is left out."""
+"""Subcommands in the order of the help."""
 
 
 class Subcommands(TyperGroup):
@@ -69,12 +68,11 @@ def options(
 
 
 def _add(name: str) -> None:
-    module = f"paceline.cli.{name}"
-    if importlib.util.find_spec(module) is None:
-        return
     # What follows the script on `paceline run` belongs to the script, options included.
     settings = {"allow_interspersed_args": False} if name == "run" else {}
-    app.command(name, cls=Subcommand, context_settings=settings)(getattr(importlib.import_module(module), name))
+    app.command(name, cls=Subcommand, context_settings=settings)(
+        getattr(importlib.import_module(f"paceline.cli.{name}"), name)
+    )
 
 
 for _name in COMMANDS:

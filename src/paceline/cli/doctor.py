@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from subprocess import TimeoutExpired
@@ -22,6 +21,7 @@ import typer
 
 from paceline import concurrency
 from paceline.cli import reach
+from paceline.cli.reach import Finding as Check
 from paceline.cli.terminal import refuse
 from paceline.roster.door import address_outwards
 from paceline.transport.link_speed import PORT, Answering
@@ -42,22 +42,6 @@ dist.destroy_process_group()
 """
 BATCH = 64
 """Batch size of the small ConvNet with which devices are measured."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the checklist. Only ``failed`` makes the doctor's exit code 1."""
-
-    name: str
-    state: str
-    """The result: ``ok``, ``note`` (works, but worth knowing) or ``failed`` (something a fleet needs)."""
-    text: str
-    advice: str = ""
-    value: float | None = None
-    """The number in the text, if there is one, in its plain unit: seconds, samples/s, a count.
-
-    For the all-reduce it is milliseconds.
-    """
 
 
 def doctor(
@@ -81,7 +65,7 @@ def doctor(
             _print(check)
     failed = [check for check in checks if check.state == "failed"]
     if as_json:
-        typer.echo(json.dumps({"ok": not failed, "checks": [asdict(check) for check in checks]}, indent=2))
+        typer.echo(json.dumps({"ok": not failed, "checks": [check._asdict() for check in checks]}, indent=2))
     else:
         well = "Everything a fleet needs is here." if to is None else f"{to} is reached."
         verdict = f"{len(failed)} of {len(checks)} checks failed." if failed else well
@@ -117,7 +101,7 @@ def examine_way(to: str) -> Iterator[Check]:
         target = reach.parse(to)
     except ValueError as error:
         refuse(f"doctor: --to: {error}")
-    yield from (Check(*found) for found in reach.examine(target))
+    yield from reach.examine(target)
 
 
 def answer_others(port: int, *, also: str | None) -> NoReturn:
@@ -164,7 +148,7 @@ def judge_torch(version: str) -> Check:
 
 
 def check_cpus() -> Check:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0))
     threads = os.environ.get("OMP_NUM_THREADS")
     given = f"OMP_NUM_THREADS={threads}" if threads else "1 each under `paceline run` unless OMP_NUM_THREADS says more"
     return Check("cpus", "ok", f"{usable} usable, threads per worker: {given}", value=float(usable))

@@ -20,7 +20,7 @@ from paceline.cli.options import (
 )
 from paceline.cli.ray_options import Labels, PerWorker, Ray, RuntimeEnv, check_ray_script, ray_count, read_ray
 from paceline.cli.terminal import about, leave_with, refuse
-from paceline.launcher.tokens import own_token
+from paceline.launcher.tokens import check_host, invitation, own_token, printable, their_token
 from paceline.observe import new_run_dir
 from paceline.transport.formats import choice_text
 
@@ -210,7 +210,6 @@ def run(
         code = launch_fixed(order)
     else:
         from paceline.launcher.elastic_fleet import launch_elastic
-        from paceline.launcher.tokens import invitation, printable
 
         shown = printable(roster.token, file=token_file)
         invites = "" if join else invitation(roster.address, shown, called, loopback=roster.loopback)
@@ -225,7 +224,6 @@ def _roster(
 ) -> Roster | None:
     """Return the roster of an elastic fleet, its own or that of the fleet to join; None for a fixed fleet."""
     from paceline.launcher.roster import OwnRoster, remote_roster
-    from paceline.launcher.tokens import check_host, their_token
     from paceline.roster.persistence import beside
 
     if join is not None:

@@ -80,8 +80,6 @@ def _source(
     run: Path | None, connect: str | None
 ) -> tuple[Path, Callable[[concurrency.Event], Iterator[Event]] | None]:
     """Return where the events come from: a path on this computer, or a page on another one."""
-    from paceline.cli.watch import address, check, remote_events
-
     if connect is not None:
         if run is not None:
             raise ValueError("give a RUN on this machine or --connect HOST:PORT, not both")

@@ -456,8 +456,8 @@ class Buckets:
         while self._started < len(self.buckets):
             self._start_next()
 
-    def start(self) -> None:
-        """Start the sums of a worker of several processes, which all have brought their parts."""
+    def start_together(self) -> None:
+        """Start the sums of a worker of several processes, all of which have brought their parts."""
         return
 
     def restart(self) -> None:

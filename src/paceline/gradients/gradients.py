@@ -27,8 +27,6 @@ from paceline.transport.formats import Format
 class Gradients:
     """The gradients of a fleet's models, from backward to update."""
 
-    name = "gradients"
-
     def __init__(
         self,
         transport: Collective,
@@ -124,7 +122,7 @@ class Gradients:
             self.exchange.start_finite_check()
 
     def finite(self) -> bool:
-        """Wait for the device, after `finish`, and return whether this worker's gradients are finite."""
+        """Wait for the device, after `start_rest`, and return whether this worker's gradients are finite."""
         return self.mean_gradient.finite_alone() if self._transport.solitary else self.exchange.finite()
 
     def start(self) -> bool:
@@ -132,7 +130,7 @@ class Gradients:
 
         The first of a worker's processes calls this, when all of them have done their share.
         """
-        self.buckets.start()
+        self.buckets.start_together()
         self.exchange.start_finite_check()
         return self.exchange.finite()
 

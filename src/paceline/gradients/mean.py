@@ -118,7 +118,7 @@ class MeanGradient:
         return untouched
 
     def norm(self) -> float:
-        """Return the norm of the step's mean gradient before clipping. Once asked for, it is measured in every step."""
+        """Return the norm of the step's mean gradient before clipping; the next step's is measured in time."""
         self._norm_wanted = True
         if self.known_norm is None:
             if self._versions_now() != self._versions:

@@ -151,6 +151,7 @@ class ShardedBuckets(Buckets):
         self._worker.collect("gradients", None)
 
     def start_rest(self) -> None:
+        """Write this process's parts; `start_together` starts the sums."""
         if any(map(bool, self._changes)):
             raise MisuseError(
                 "gradients were changed in the middle of a step (clipping?): step.commit clips; for code of your own "
@@ -161,7 +162,7 @@ class ShardedBuckets(Buckets):
     def _start_ready(self) -> None:
         return  # parts of the other processes may be missing
 
-    def start(self) -> None:
+    def start_together(self) -> None:
         while self._started < len(self.buckets):
             self._start_next()
 
@@ -169,7 +170,7 @@ class ShardedBuckets(Buckets):
         self._started = 0
         self._worker.relay("fill")
         self._fill()
-        self.start()
+        self.start_together()
 
     def expose(self, used: Sequence[float], *, copies: bool = False) -> None:
         return  # the mean is not made yet: `take_mean`

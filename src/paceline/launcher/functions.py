@@ -150,10 +150,6 @@ def _check_fork() -> None:
             "this process uses CUDA, so it cannot be copied into workers: restart the notebook and call "
             "paceline.launch before anything touches the GPU, or put the function into a file and import it from there"
         )
-    if not hasattr(os, "fork"):
-        raise ValueError(
-            "the function cannot be imported by a new process: put it into a file, and import it from there"
-        )
 
 
 class FunctionPool:

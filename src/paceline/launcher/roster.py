@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -182,7 +181,7 @@ class WorkerNumbers:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._held: dict[int, socket.socket | None] = {}
+        self._held: dict[int, socket.socket] = {}
 
     def acquire(self, lowest: int = 0) -> int:
         """Return the lowest free number from ``lowest`` on, and hold it until `close`."""
@@ -190,14 +189,10 @@ class WorkerNumbers:
 
     def close(self) -> None:
         for held in self._held.values():
-            if held is not None:
-                held.close()
+            held.close()
         self._held.clear()
 
     def _bind(self, number: int) -> bool:
-        if not sys.platform.startswith("linux"):
-            self._held[number] = None
-            return True
         name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             name.bind(f"\0paceline-{os.getuid()}-{self._port}-{number}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.launcher.output import OutputStream
 
 PR_SET_PDEATHSIG = 1
-LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+LIBC = ctypes.CDLL(None)
 """The C library, loaded in advance: a process that was only just forked should load nothing."""
 
 WATCHDOG = """
@@ -239,8 +239,7 @@ def _prepared(watchdog: Watchdog | None) -> Callable[[], None]:
 
 def end_with_parent(parent: int) -> None:
     """Ask Linux to kill this process when its parent dies, for whatever reason."""
-    if LIBC is not None:
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the request
         os._exit(1)
 

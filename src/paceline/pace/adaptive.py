@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.pace.cost import Belief, Floats, Mask
+from paceline.pace.cost import Belief, Floats, put
 from paceline.pace.forecasting import Forecasting, by_identity, caps, floors, made_to_hold
 from paceline.pace.ledger import Ledger
 from paceline.pace.pacer import Ask, Traits
@@ -241,15 +241,15 @@ class Probes:
         tried = worked & (book["turn"] == step)
         regular = worked & ~tried
         self._last_try = record.step if tried.any() else self._last_try
-        _set(book["wait"], tried, 2 * np.maximum(book["wait"], step - book["seen"]))
-        _set(book["turn"], tried, step + book["wait"])
-        _set(book["tenure"], tried, 0.0)
-        _set(book["turn"], ~worked & (book["turn"] >= 0) & (book["turn"] <= step), step + RETRY)
-        _set(book["turn"], ~worked & (book["turn"] < 0), step + book["wait"])
-        _set(book["turn"], regular, -1.0)
-        _set(book["wait"], regular, FIRST_WAIT)
-        _set(book["tenure"], regular, book["tenure"] + 1)
-        _set(book["seen"], worked | (book["seen"] < 0), step)
+        put(book["wait"], tried, 2 * np.maximum(book["wait"], step - book["seen"]))
+        put(book["turn"], tried, step + book["wait"])
+        put(book["tenure"], tried, 0.0)
+        put(book["turn"], ~worked & (book["turn"] >= 0) & (book["turn"] <= step), step + RETRY)
+        put(book["turn"], ~worked & (book["turn"] < 0), step + book["wait"])
+        put(book["turn"], regular, -1.0)
+        put(book["wait"], regular, FIRST_WAIT)
+        put(book["tenure"], regular, book["tenure"] + 1)
+        put(book["seen"], worked | (book["seen"] < 0), step)
 
     def due(self, workers: tuple[int, ...], step: int, added_s: Floats, step_s: float) -> NDArray[np.intp]:
         """Return the indices of those whose turn comes in this step, the longest unseen first.
@@ -268,7 +268,3 @@ class Probes:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._ledger.load_state_dict(state)
         self._last_try = int(state["last_try"])
-
-
-def _set(column: Floats, who: Mask, values: Floats | float) -> None:
-    np.copyto(column, values, where=who)

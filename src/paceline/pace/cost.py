@@ -105,7 +105,7 @@ def resized(sizes: tuple[int, ...], measured: Mask, last: Floats) -> Mask:
         return np.zeros(len(measured), dtype=np.bool_)
     now = np.fromiter(sizes, dtype=np.float64, count=len(measured))
     changed: Mask = measured & ((now == 0) | (now != last))
-    _put(last, measured, now)
+    put(last, measured, now)
     return changed
 
 
@@ -142,8 +142,8 @@ class Costs:
             self._begin(first, n, t)
         jumped = self._follow(measured & ~first, n, t)
         book["measured"][:] += measured
-        _put(book["share"], measured, n)
-        _put(book["part"], measured, n / max(1, sum(record.samples)))
+        put(book["share"], measured, n)
+        put(book["part"], measured, n / max(1, sum(record.samples)))
         young: Mask = measured & (book["measured"] <= YOUNG)
         return young | jumped
 
@@ -191,10 +191,10 @@ class Costs:
         book, (a, b) = self._ledger, self._prior()
         fixed = a / (a + b * n) if (book["measured"] > 0).any() else np.full_like(t, PRIOR_FIXED)
         fixed = np.clip(fixed, 0.0, MOST_FIXED)
-        _put(book["a"], first, fixed * t)
-        _put(book["b"], first, (1 - fixed) * t / n)
+        put(book["a"], first, fixed * t)
+        put(book["b"], first, (1 - fixed) * t / n)
         for name in ("aa", "ab", "bb"):
-            _put(book[name], first, 0.0 * t)
+            put(book[name], first, 0.0 * t)
         self._loosen(first, n, t, speed=PRIOR_NOISE**2, ratio=PRIOR_SPREAD**2)
 
     def _forget(self, who: Mask) -> None:
@@ -207,9 +207,9 @@ class Costs:
     def _loosen(self, who: Mask, n: Floats, t: Floats, *, speed: Floats | float, ratio: Floats | float) -> None:
         """Add relative variance ``speed`` along (a, b) and ``ratio`` along (t, -t/n), which leaves a + b*n as it is."""
         a, b = self._ledger["a"], self._ledger["b"]
-        _put(self._ledger["aa"], who, self._ledger["aa"] + speed * a * a + ratio * t * t)
-        _put(self._ledger["ab"], who, self._ledger["ab"] + speed * a * b - ratio * t * t / n)
-        _put(self._ledger["bb"], who, self._ledger["bb"] + speed * b * b + ratio * (t / n) ** 2)
+        put(self._ledger["aa"], who, self._ledger["aa"] + speed * a * a + ratio * t * t)
+        put(self._ledger["ab"], who, self._ledger["ab"] + speed * a * b - ratio * t * t / n)
+        put(self._ledger["bb"], who, self._ledger["bb"] + speed * b * b + ratio * (t / n) ** 2)
 
     def _follow(self, who: Mask, n: Floats, t: Floats) -> Mask:
         """Make one step of the filter for workers measured before, or a jump where the time cannot be noise."""
@@ -227,8 +227,8 @@ class Costs:
         # The first step may have been slowed by anything: the second time says how fast, not what part was fixed cost.
         second = book["measured"] == 1
         jump: Mask = who & (second | (beyond & unexplained))
-        _put(book["last"], who, np.where(jump, 0.0, surprise))
-        _put(book["jumped"], who, np.where(jump & beyond, np.sign(surprise), 0.0))
+        put(book["last"], who, np.where(jump, 0.0, surprise))
+        put(book["jumped"], who, np.where(jump & beyond, np.sign(surprise), 0.0))
         scatter = noise * expected**2
         telling: Mask = np.abs(np.log(n / book["share"])) > TELLING_MOVE
         self._correct(who & ~jump & telling, n, t, t - expected, ga, gb, doubt + scatter)
@@ -237,7 +237,7 @@ class Costs:
         # Surprise that the belief's own doubt explains is not the worker's noise; a jump counts as far as the limit.
         seen = np.minimum(np.abs(surprise), limit) ** 2 * scatter / (doubt + scatter)
         rate = np.maximum(NOISE_RATE, 1 / (book["measured"] + 2))
-        _put(noise, who & ~second, np.maximum(noise + rate * (seen - noise), LEAST_NOISE**2))
+        put(noise, who & ~second, np.maximum(noise + rate * (seen - noise), LEAST_NOISE**2))
         return jump
 
     def _again(self, surprise: Floats) -> Mask:
@@ -252,31 +252,37 @@ class Costs:
         a, b = book["a"] + ga / spread * error, book["b"] + gb / spread * error
         expected = np.maximum(a + b * n, np.minimum(t, t - error) / 2)
         a = np.clip(a, 0.0, np.where(book["noise"] > NOISY**2, NOISY_FIXED, MOST_FIXED) * expected)
-        _put(book["a"], who, a)
-        _put(book["b"], who, (expected - a) / n)
+        put(book["a"], who, a)
+        put(book["b"], who, (expected - a) / n)
         aa, bb = (np.maximum(book[x + x] - g * g / spread, 0.0) for x, g in (("a", ga), ("b", gb)))
-        _put(book["aa"], who, aa)
-        _put(book["bb"], who, bb)
-        _put(book["ab"], who, np.clip(book["ab"] - ga * gb / spread, -np.sqrt(aa * bb), np.sqrt(aa * bb)))
+        put(book["aa"], who, aa)
+        put(book["bb"], who, bb)
+        put(book["ab"], who, np.clip(book["ab"] - ga * gb / spread, -np.sqrt(aa * bb), np.sqrt(aa * bb)))
 
     def _scale(self, who: Mask, by: Floats, ga: Floats, gb: Floats, spread: Floats) -> None:
         """Correct the speed alone: a and b grow by the same part."""
         book = self._ledger
         for name, gain, other in (("aa", ga, ga), ("ab", ga, gb), ("bb", gb, gb)):
-            _put(book[name], who, book[name] - gain * other / spread)
+            put(book[name], who, book[name] - gain * other / spread)
         for name in ("a", "b"):
-            _put(book[name], who, book[name] * (1 + by))
+            put(book[name], who, book[name] * (1 + by))
 
     def _rescale(self, who: Mask, n: Floats, t: Floats, ratio: Floats) -> None:
         """Follow a change of speed: scale a and b alike; the ratio keeps what was learned about it."""
         if not who.any():
             return
         for name in ("a", "b"):
-            _put(self._ledger[name], who, self._ledger[name] * ratio)
+            put(self._ledger[name], who, self._ledger[name] * ratio)
         for name in ("aa", "ab", "bb"):
-            _put(self._ledger[name], who, self._ledger[name] * ratio**2)
+            put(self._ledger[name], who, self._ledger[name] * ratio**2)
         self._loosen(who, n, t, speed=self._ledger["noise"], ratio=0.0)
 
 
-def _put(column: Floats, who: Mask, values: Floats) -> None:
+def put(column: Floats, who: Mask, values: Floats | float) -> None:
     np.copyto(column, values, where=who)
+
+
+def filled(values: Floats) -> Floats:
+    """Return the values, the median of the others in gaps (0); 1 where there are no others."""
+    known = values > 0
+    return np.where(known, values, np.median(values[known]) if known.any() else 1.0)

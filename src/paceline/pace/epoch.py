@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.pace.cost import Floats, Mask, measurements, resized
+from paceline.pace.cost import Floats, Mask, filled, measurements, resized
 from paceline.pace.forecasting import Forecasting, caps, floors
 from paceline.pace.ledger import Ledger
 from paceline.pace.pacer import Ask, Traits
@@ -47,7 +47,7 @@ class Epoch(Forecasting):
             speed[:] = _speed(samples, seconds, speed)
             samples[:] = seconds[:] = 0.0
         measured, done, seconds = measurements(record)
-        samples = _before_rounding(_weights(book["speed"]), measured, done)
+        samples = _before_rounding(filled(book["speed"]), measured, done)
         cold = measured & (book["steps"] == 1) | resized(record.micro_size, measured, book["size"])
         for name, values in (("samples", samples), ("seconds", seconds)):
             np.copyto(book[name], 0.0, where=cold)
@@ -56,7 +56,7 @@ class Epoch(Forecasting):
 
     def plan(self, ask: Ask) -> Plan:
         """Return shares in proportion to the speeds of the epoch before."""
-        weights = _weights(self._speeds(ask))
+        weights = filled(self._speeds(ask))
         shares = proportional(weights, ask.total, unit=ask.unit, minimum=floors(ask), maximum=caps(ask))
         return self._answer(ask, shares)
 
@@ -75,12 +75,6 @@ class Epoch(Forecasting):
 
     def __repr__(self) -> str:
         return "Epoch()"
-
-
-def _weights(speed: Floats) -> Floats:
-    """Return ``p_i`` up to a factor: the speeds, and the median where nothing is known."""
-    known = speed > 0
-    return np.where(known, speed, np.median(speed[known]) if known.any() else 1.0)
 
 
 def _before_rounding(weights: Floats, measured: Mask, done: Floats) -> Floats:

@@ -129,10 +129,6 @@ class Forecast(MinimalForecast, Protocol):
         return None
 
 
-OPTIONAL = ("tells_apart", "from_text", "look_ahead", "learner")
-"""Members of `Forecast` that a class may leave out."""
-
-
 def same_workers(known: Floats | None, seen: Seen) -> None:
     """Raise ValueError for a step of another fleet: these forecasts know workers by their column."""
     if known is not None and known.shape[-1] != len(seen.seconds):
@@ -272,7 +268,7 @@ Kind = TypeVar("Kind", bound=Callable[..., MinimalForecast])
 
 def register(name: str, kind: Kind) -> Kind:
     """Let the name stand for ``kind()``, or for ``kind.from_text("name:settings")`` where the class has that method."""
-    complete(kind, Forecast, OPTIONAL)
+    complete(kind, Forecast)
     known: Any = kind
     _FORECASTS.add(name, known)
     return kind
@@ -281,7 +277,7 @@ def register(name: str, kind: Kind) -> Kind:
 def make(forecast: str | MinimalForecast) -> Forecast:
     """Return a forecast from its name or from itself."""
     if isinstance(forecast, MinimalForecast) and not isinstance(forecast, type):
-        complete(type(forecast), Forecast, OPTIONAL)
+        complete(type(forecast), Forecast)
         own: Any = forecast
         return own  # type: ignore[no-any-return]
     if not isinstance(forecast, str):

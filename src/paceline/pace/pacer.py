@@ -155,21 +155,6 @@ class Pacer(MinimalPacer, Protocol):
         return None
 
 
-OPTIONAL = (
-    "deadlines",
-    "does_without",
-    "traits",
-    "change",
-    "keep_batch",
-    "overhead_s",
-    "from_text",
-    "simulated",
-    "recount",
-    "learner",
-)
-"""Members of `Pacer` that a class may leave out."""
-
-
 class UnknownSettings(ValueError):
     """A name with settings after a colon, for a class that takes none."""
 
@@ -188,7 +173,7 @@ class Simulated:
 
 def completed(kind: type[Any]) -> type[Pacer]:
     """Return the class, with the defaults of `Pacer` for everything it leaves out."""
-    complete(kind, Pacer, OPTIONAL)
+    complete(kind, Pacer)
     return kind
 
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -73,8 +72,8 @@ class Registry(Generic[Thing]):
         return [self._usages.get(name, name) for name in self._entries]
 
 
-def complete(kind: Any, protocol: type[Any], optional: Sequence[str]) -> None:
-    """Give a class that follows only the required part of ``protocol`` the defaults of the ``optional`` part."""
-    for name in optional:
-        if not hasattr(kind, name):
-            setattr(kind, name, vars(protocol)[name])
+def complete(kind: Any, protocol: type[Any]) -> None:
+    """Give a class that follows only the required part of ``protocol`` the defaults of the rest."""
+    for name, default in vars(protocol).items():
+        if not name.startswith("_") and not hasattr(kind, name):
+            setattr(kind, name, default)

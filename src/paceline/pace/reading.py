@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.pace.cost import SECONDS_RANGE, resized
+from paceline.pace.cost import SECONDS_RANGE, filled, resized
 from paceline.pace.forecast import Floats, Forecast, Mask, Seen
 from paceline.pace.ledger import Ledger
 
@@ -68,7 +68,7 @@ class Followed:
             settling[:] = 0.0  # they all begin together, so nobody looks slow beside the others
         np.copyto(settling, 1.0, where=resized(sizes, measured, self._ledger["size"]) & (settling == 0))
         anew = measured & (settling > 0)
-        believed = _filled(np.where((typical > 0) & ~anew, typical, np.where(measured, seconds, 0.0)))
+        believed = filled(np.where((typical > 0) & ~anew, typical, np.where(measured, seconds, 0.0)))
         self._regroup(workers, believed, anew)
         # One never measured stands at the others' median, so that no forecast starts from a bound that says nothing.
         low = np.where(typical > 0, NO_BOUND * believed, believed)
@@ -129,14 +129,8 @@ class Followed:
         except (KeyError, TypeError):
             self.forecast.load_state_dict(self._blank)
             if self.workers:
-                self.forecast.observe(Seen.whole(_filled(self.typical(self.workers))))
+                self.forecast.observe(Seen.whole(filled(self.typical(self.workers))))
 
 
 def _new_ledger() -> Ledger:
     return Ledger(typical=0.0, settling=float(SETTLING), size=0.0)
-
-
-def _filled(values: Floats) -> Floats:
-    """Return the values, the median of the others in gaps (0); 1 where there are no others."""
-    known = values > 0
-    return np.where(known, values, np.median(values[known]) if known.any() else 1.0)

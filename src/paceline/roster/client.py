@@ -18,7 +18,7 @@ from paceline import concurrency
 from paceline.errors import Dropped, FleetError
 from paceline.roster import wire
 from paceline.roster.calls import ERRORS, reminder_due_s
-from paceline.roster.handshake import ClientConnection, ShakeHands, shake_hands
+from paceline.roster.handshake import RosterConnection, shake_hands
 from paceline.roster.liveness import BEAT_S, computer
 from paceline.roster.state import FINISHED, Generation, RunOver
 
@@ -60,7 +60,7 @@ class RosterClient:
         name: str,
         facts: Mapping[str, Any],
         on_over: Callable[[int], None],
-        shake_hands: ShakeHands = shake_hands,
+        shake_hands: Callable[..., RosterConnection] = shake_hands,
     ) -> None:
         self._address, self._token = wire.parse_address(address), token
         self._fingerprint = wire.parse_fingerprint(address)
@@ -94,7 +94,7 @@ class RosterClient:
         self._bye = concurrency.Event()
         """The roster has heard that this worker leaves, or does not want to."""
         self.id = -1
-        self._connection: ClientConnection | None = self._find_roster()
+        self._connection: RosterConnection | None = self._find_roster()
         self.id = self._connection.id
         self.running = self._connection.running
         self._thread = concurrency.Thread(target=self._run, name="paceline-roster-client", daemon=True)
@@ -215,7 +215,7 @@ class RosterClient:
         if self._connection is not None:
             self._connection.close()
 
-    def _attend(self, connection: ClientConnection) -> None:
+    def _attend(self, connection: RosterConnection) -> None:
         """Beat and listen until the connection breaks or the worker leaves."""
         count, beat_at, warned = 0, concurrency.monotonic(), False
         self._answered_at = beat_at
@@ -316,7 +316,7 @@ class RosterClient:
 
     # -- finding the roster ----------------------------------------------------------------------------------------
 
-    def _find_roster(self) -> ClientConnection:
+    def _find_roster(self) -> RosterConnection:
         """Find the roster for the first time: try for a minute; a refusal is final."""
         began, attempt = concurrency.monotonic(), 0
         while True:
@@ -361,7 +361,7 @@ class RosterClient:
             if not self._closing:
                 self._lock.wait(timeout=seconds)
 
-    def _resume(self, connection: ClientConnection) -> None:
+    def _resume(self, connection: RosterConnection) -> None:
         if self._closing:
             connection.close()
             return
@@ -381,7 +381,7 @@ class RosterClient:
         elif not self.failure and (refused.kind == "failed" or (refused.kind == "busy" and refused_s > BUSY_S)):
             self._fail(FleetError(f"this worker was given up by the roster: {refused}"))
 
-    def _shake_hands(self) -> ClientConnection:
+    def _shake_hands(self) -> RosterConnection:
         was = self.generation
         hello = {
             "name": self._name,

@@ -6,7 +6,6 @@ import logging
 import selectors
 import socket
 from contextlib import suppress
-from typing import Protocol
 
 from paceline import concurrency
 from paceline.roster import persistence, wire
@@ -17,35 +16,6 @@ logger = logging.getLogger("paceline")
 
 DoorEvent = tuple[WorkerConnection | None, bool]
 """A connection to read, and whether it has room to write; None in its place is a newcomer, to be accepted."""
-
-
-class RosterDoor(Protocol):
-    """A way for workers to reach the roster, as `RosterServer` uses it."""
-
-    host: str
-    port: int
-    fingerprint: str
-
-    def wait(self, seconds: float) -> list[DoorEvent]:
-        """Return what has happened, waiting up to ``seconds`` for it; an event comes again until it is attended to."""
-
-    def accept(self) -> WorkerConnection | None:
-        """Let the next newcomer in and watch its connection from now on; None when nobody could be let in."""
-
-    def arm(self, connection: WorkerConnection) -> None:
-        """Watch for room to write exactly if the connection has something to send."""
-
-    def forget(self, connection: WorkerConnection) -> None:
-        """Watch a connection no more; it is closed next."""
-
-    def wake(self) -> None:
-        """End the present `wait`, or the next; from any thread."""
-
-    def release(self) -> None:
-        """Give up what `wait` needs: the thread that waits calls it last."""
-
-    def close(self) -> None:
-        """Let nobody in any more."""
 
 
 class SocketDoor:

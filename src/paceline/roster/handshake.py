@@ -7,7 +7,7 @@ import selectors
 import socket
 import weakref
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from paceline import concurrency
 from paceline.roster import wire
@@ -17,39 +17,6 @@ ANSWER_S = 5.0
 """How long the roster may take for each answer of the handshake."""
 
 _OPEN: weakref.WeakSet[RosterConnection] = weakref.WeakSet()
-
-
-class ClientConnection(Protocol):
-    """A connection to the roster, as `RosterClient` uses it."""
-
-    id: int
-    running: bool
-    store_port: int
-    clock_ahead_s: float
-
-    def send(self, message: wire.Message) -> None:
-        """Send a message, from any thread; raises OSError when the connection is broken."""
-
-    def wait(self, seconds: float) -> bool:
-        """Return whether messages have come, or the connection has ended, waiting up to ``seconds``."""
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the messages that have come; raises OSError or EOFError when the connection has ended."""
-
-    def break_off(self) -> None:
-        """End the connection, from any thread: the thread that reads it wakes, and closes it."""
-
-    def close(self) -> None:
-        """Close the connection."""
-
-
-class ShakeHands(Protocol):
-    """A way to the roster, with the signature of `shake_hands`."""
-
-    def __call__(
-        self, address: tuple[str, int], *, token: str, hello: wire.Message, fingerprint: str | None = None
-    ) -> ClientConnection:
-        """Return a connection over which the roster has let this worker in; raises what `shake_hands` raises."""
 
 
 class RosterConnection:
@@ -172,7 +139,7 @@ def shake_hands(
         raise
 
 
-def take_welcome(connection: ClientConnection, welcome: wire.Message) -> None:
+def take_welcome(connection: RosterConnection, welcome: wire.Message) -> None:
     """Note what the roster says to a worker that it lets in."""
     connection.id, connection.running = int(welcome["welcome"]), bool(welcome["running"])
     connection.store_port = int(welcome["store"])

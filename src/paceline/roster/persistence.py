@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from paceline import concurrency
 
@@ -53,18 +53,6 @@ def beside(path: Path) -> Path:
     'roster.json.pem'
     """
     return path.with_name(f"{path.name}.pem")
-
-
-class HostedStore(Protocol):
-    """A store beside the roster, as the roster uses it."""
-
-    port: int
-
-    def start(self) -> None:
-        """Make the store; returns at once."""
-
-    def close(self) -> None:
-        """Give the store up."""
 
 
 class StoreHost:

@@ -18,7 +18,7 @@ from paceline import concurrency
 from paceline.roster import persistence, wire
 from paceline.roster.calls import Beat
 from paceline.roster.connection import MAX_UNSENT, Closed, WorkerConnection
-from paceline.roster.door import RosterDoor, SocketDoor
+from paceline.roster.door import SocketDoor
 from paceline.roster.membership_rules import CLOSED, Happened, MembershipRules
 from paceline.roster.state import Generation, Hello, Ready, RosterState
 from paceline.roster.timeouts import TICK_S, Timeouts
@@ -57,8 +57,8 @@ class RosterServer:
         certificate: Path | None = None,
         expect: int = 0,
         on_event: Callable[[str, dict[str, Any]], None] | None = None,
-        door: RosterDoor | None = None,
-        store: persistence.HostedStore | None = None,
+        door: SocketDoor | None = None,
+        store: persistence.StoreHost | None = None,
     ) -> None:
         if not 1 <= minimum <= maximum:
             raise ValueError(f"a fleet of {minimum} to {maximum} workers cannot be: write 1 <= minimum <= maximum")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.observe.words.numbers import duration, number, percent, percent_cell
-from paceline.simulate.comparison_table import empty_table
+from paceline.simulate.comparison_table import document, empty_table, plotly
 from paceline.simulate.network_rules import MATTERS, Enough, Network, Traffic
 
 if TYPE_CHECKING:
@@ -138,15 +138,11 @@ def _best(outcomes: Sequence[Traffic]) -> tuple[str, float]:
 
 def page(title: str, outcomes: Sequence[Traffic], sentences: Sequence[str]) -> str:
     """Return one self-contained page of HTML: the sentences, where the time goes, and bytes per sample."""
-    from paceline.simulate.comparison_table import document
-
     return document(title, [_times(outcomes), _bytes(outcomes)], words=sentences)
 
 
 def _times(outcomes: Sequence[Traffic]) -> Any:
     """Draw the fleet's milliseconds per sample: working, waiting and in rounds."""
-    from paceline.simulate.comparison_table import plotly
-
     names, each = [o.name for o in outcomes], [1000 / o.samples_per_s for o in outcomes]
     parts = {
         "working": [ms * (1 - o.in_rounds - o.waiting) for ms, o in zip(each, outcomes)],
@@ -160,8 +156,6 @@ def _times(outcomes: Sequence[Traffic]) -> Any:
 
 
 def _bytes(outcomes: Sequence[Traffic]) -> Any:
-    from paceline.simulate.comparison_table import plotly
-
     sending = [o for o in outcomes if o.sent_bytes]
     bars = {"x": [o.bytes_per_sample for o in sending], "y": [o.name for o in sending]}
     figure = plotly("plotly.graph_objects").Figure().add_bar(**bars, orientation="h")

@@ -495,5 +495,5 @@ class Step(FormerNames):
 
     def _after(self) -> StepRecord:
         if self.record is None:
-            raise MisuseError(f"step {self.index} has no result yet: call step.commit first")
+            raise MisuseError(f"step {self.index} has no result yet: it has one after step.commit")
         return self.record

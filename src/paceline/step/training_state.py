@@ -133,8 +133,8 @@ class TrainingState:
         """Follow a change of members: ``old_ranks`` has the old rank, or None, of each new rank.
 
         What those who are gone had claimed is dealt again; a plan for the old members is void. ``open_step`` goes on
-        with the shares of those who live. What others had done in its earlier laps was counted, and its gradients are
-        gone with them, so it is dealt again too.
+        with the shares of those who live. What the lost workers had done in its earlier laps was counted, and the
+        gradients of it are lost with them, so it is dealt again too.
         """
         self.dealing.members_changed(old_ranks, rank=self._transport.rank, ahead=ahead)
         self.plan = None

@@ -55,20 +55,11 @@ class Alone(Transport):
     def slot_name(self, slot: int) -> str:
         return self._slots[slot]
 
-    def doing(self, what: str, *, begun: int | None = None) -> None:
-        return
-
-    def signal(self, name: str) -> None:
-        return
-
     def tally(self, name: str, by: int = 1) -> int:
         return 1
 
     def was_signalled(self, name: str) -> bool:
         return True
-
-    def forget(self, name: str) -> None:
-        return
 
     def close(self, *, failure: BaseException | None = None) -> None:
         return

@@ -230,9 +230,11 @@ class Transport(Collective, Protocol):
 
     def doing(self, what: str, *, begun: int | None = None) -> None:
         """Note what this worker does now, for others to read when they wait for it; ``begun``: steps begun so far."""
+        return
 
     def signal(self, name: str) -> None:
         """Signal ``name`` to the workers that wait for it."""
+        return
 
     def tally(self, name: str, by: int = 1) -> int:
         """Add ``by`` to the number of workers that have come to ``name``, and return that number."""
@@ -242,6 +244,7 @@ class Transport(Collective, Protocol):
 
     def forget(self, name: str) -> None:
         """Forget ``name``, for which nobody will wait any more. From the thread of the rounds."""
+        return
 
     def release(self) -> None:
         """Let the training receive news of members: what a background round gave is in its state."""

@@ -132,7 +132,7 @@ class Distributed(Transport, ABC):
         Watched.started(start, self.watch, group=self._group_of(generation)).wait()
 
     def _group_of(self, generation: int) -> Group:
-        """Return the group of this generation; raise `GenerationOver` where another stands."""
+        """Return the group of this generation; an elastic fleet's raises `GenerationOver` where another stands."""
         return self.group
 
     def start_send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
@@ -170,7 +170,7 @@ class Distributed(Transport, ABC):
         return bool(self._ask_store(lambda: self.group.board.check([name])))
 
     def _write_store(self, request: Callable[[], Any]) -> Any:
-        """Make a request whose answer nobody waits for."""
+        """Make a request that changes the store; an elastic fleet's may be lost, and then gives 0."""
         return self._ask_store(request)
 
     def _ask_store(self, request: Callable[[], Any]) -> Any:
@@ -214,7 +214,7 @@ class Slots:
 
 def facts_of(device: torch.device) -> dict[str, Any]:
     """Return the facts that a worker publishes of itself."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     here = {"host": socket.gethostname(), "place": place(), "pid": os.getpid()}
     return {**here, "device": str(device), "cores": cores, **place_facts()}
 

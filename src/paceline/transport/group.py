@@ -230,14 +230,14 @@ class Group:
             self._engine = TreeSums(self.engine, seated, seats[self.rank])
 
     def round_is_over(self) -> None:
-        """Note that everybody has come to this round."""
+        """Note that the sums of a round are done, so that everybody has entered it and has what was sent before."""
         if self._engine is not None:
             self._engine.round_is_over()
 
     # -- small facts -----------------------------------------------------------------------------------------------
 
     def gather(self, key: str, label: str, value: Any, *, watch: Watch) -> list[Any]:
-        """Return all values: workers put theirs, the leader puts the list; two store operations per worker."""
+        """Return all values: workers put theirs, the leader puts the list."""
         store = self.store
         if self.rank:
             store.set(f"{key}/{self.rank}", json.dumps([label, value]))

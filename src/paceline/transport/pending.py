@@ -69,7 +69,7 @@ class Watched(Pending):
 def wait_for_all(pendings: Sequence[Pending]) -> None:
     """Wait for the sums of one round, the same on every worker.
 
-    Small sums go in one message, and first, for the others need nobody to go on.
+    Small sums go in one message and are waited for before large ones, which go on by themselves.
     """
     for one in pendings:
         one.forward()

@@ -38,7 +38,6 @@ class Measured:
     reclaimed_per_hour: float
     """Mean number of reclaims per worker and hour."""
     round_s: float
-    samples_per_s: float
     model_bytes: int | None = None
     """Bytes of the parameters that the run's rounds summed; None where the log does not have them."""
 
@@ -78,7 +77,6 @@ def measure(log: RunLog) -> Measured:
         stall_s=tuple((extra / np.maximum(hits, 1)).tolist()),
         reclaimed_per_hour=_reclaims_per_hour(log) / len(records[0].workers),
         round_s=median(record.round_s for record in records),
-        samples_per_s=speed(records),
         model_bytes=_model_bytes(log),
     )
 

@@ -1,4 +1,4 @@
-"""Replicas: the same parameters on every worker, checked when they start and now and then while they train."""
+"""Fingerprints of replicas, and the leader's state for those that differ; `comparison.py` says in which steps."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Proxy:
     """The thread that closes the steps that have a deadline. The user's thread closes the others itself."""
 
     def __init__(self, loop: LoopContext, deadlines: Deadlines) -> None:
-        self._transport, self._training, self._gradients = loop.transport, loop.training, loop.gradients
+        self._transport, self._training = loop.transport, loop.training
         self._deadlines = deadlines
         self.error: BaseException | None = None
         self.backlog = Backlog(loop.transport, loop.training.lock, deadlines.copyable)

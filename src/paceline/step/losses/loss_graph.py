@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from math import prod
 from operator import mul
 from typing import Any
@@ -425,15 +425,16 @@ def _product(reader: _Reader, node: Node, children: list[Any], path: Path, *, di
         reader.found.bends = reader.found.bends or str(node.name())
 
 
-def _bends(reader: _Reader, node: Node, output: int, path: Path) -> None:
-    """Read a function that is no multiple: of samples, below a reduction; else of a mean."""
+def _bends(reader: _Reader, node: Node, output: int, path: Path, *, chooses: bool = False) -> None:
+    """Read a function that is no multiple, or that chooses one: of samples, below a reduction; else of a mean."""
     if _is_reduced(path):
         reader.end(node, path)
     elif reader.is_one_value(node):
         reader.one_value(path)
     elif not is_constant(node):
         reader.found.bends = reader.found.bends or str(node.name())
-        reader.below(node, path)
+        if not chooses:
+            reader.below(node, path)
 
 
 def _power(reader: _Reader, node: Node, output: int, path: Path) -> None:
@@ -452,30 +453,12 @@ def _saved_number(node: Node, name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _chooses(reader: _Reader, node: Node, output: int, path: Path) -> None:
-    """Read the largest, or another one, of samples or means."""
-    if _is_reduced(path):
-        reader.end(node, path)
-    elif reader.is_one_value(node):
-        reader.one_value(path)
-    elif not is_constant(node):
-        reader.found.bends = reader.found.bends or str(node.name())
-
-
 def _joined(reader: _Reader, node: Node, output: int, path: Path) -> None:
     if not reader.single_losses(node, node.next_functions, path):
         reader.below(node, path)
 
 
-def _mean(reader: _Reader, node: Node, output: int, path: Path) -> None:
-    _reduction(reader, node, path, mean=True)
-
-
-def _sum(reader: _Reader, node: Node, output: int, path: Path) -> None:
-    _reduction(reader, node, path, mean=False)
-
-
-def _reduction(reader: _Reader, node: Node, path: Path, *, mean: bool) -> None:
+def _reduction(reader: _Reader, node: Node, output: int, path: Path, *, mean: bool) -> None:
     shape = tuple(node._saved_self_sym_sizes)
     if not shape:
         reader.below(node, path)
@@ -550,12 +533,12 @@ _KINDS: dict[str, Handler] = {
     **dict.fromkeys((LINEAR + " " + _PICKING).split(), _linear),
     **dict.fromkeys(BENDING.split(), _bends),
     "Pow": _power,
-    **dict.fromkeys(_CHOOSING.split(), _chooses),
+    **dict.fromkeys(_CHOOSING.split(), partial(_bends, chooses=True)),
     "Add": _add,
     "Mul": _times,
     "Div": _over,
-    "Mean": _mean,
-    "Sum": _sum,
+    "Mean": partial(_reduction, mean=True),
+    "Sum": partial(_reduction, mean=False),
     **dict.fromkeys(("Stack", "Cat"), _joined),
     **dict.fromkeys(("Dot", "Bmm", "Mm", "Mv"), _matrix_product),
     "Nansum": _some_sum,

@@ -358,7 +358,7 @@ def room(size: int) -> torch.Tensor:
 
     A system that hands it out in pages of 4 KB takes longer for that than the bytes take to arrive.
     """
-    if size < LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size < LARGE_PAGE:
         return torch.empty(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size)
     with suppress(OSError):  # a kernel without them

@@ -108,7 +108,7 @@ class Reform:
         self.now: Generation | None = None
         """The generation whose group stands."""
         self.over = 0
-        """The last generation that the roster has reports to be over."""
+        """The last generation known here to be over: by the roster, or because this worker gave it up."""
         self._lock = concurrency.RLock()
         self._undelivered: MembershipChange | None = None
         """The change that the training has yet to follow."""
@@ -373,7 +373,7 @@ class Reform:
     # -- settling --------------------------------------------------------------------------------------------------
 
     def _settle(self, forming: Forming, *, fresh: bool) -> list[dict[str, Any]]:
-        """Agree on how far each is, and hand results over to those who lack them; returns what all reports."""
+        """Agree on how far each is, and hand results over to those who lack them; return all reports."""
         transport, listener = self._transport, self._transport.listener
         mine = {
             "fresh": fresh,
@@ -466,7 +466,7 @@ class Reform:
 
 
 def _tidy(store: Store, number: int) -> None:
-    """Forget what generations before the last one reports, by a connection of its own."""
+    """Delete the store's keys of generations before the previous one, by a connection of its own."""
     with suppress(RuntimeError, AttributeError):  # the roster is away, or this store cannot list its keys
         for key in store.list_keys():
             generation = key.removeprefix("/").removeprefix(PREFIX).partition("/")[0]

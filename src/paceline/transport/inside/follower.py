@@ -152,20 +152,11 @@ class Follower(Transport):
     def receive(self, tensor: torch.Tensor, source: int, tag: int, *, generation: int) -> None:
         raise AssertionError("a follower receives nothing from other workers")
 
-    def signal(self, name: str) -> None:
-        return
-
     def tally(self, name: str, by: int = 1) -> int:
         return 0
 
     def was_signalled(self, name: str) -> bool:
         return False
-
-    def forget(self, name: str) -> None:
-        return
-
-    def doing(self, what: str, *, begun: int | None = None) -> None:
-        return
 
     def close(self, *, failure: BaseException | None = None) -> None:
         try:

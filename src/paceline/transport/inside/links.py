@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -113,19 +112,14 @@ class SharedTensor:
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         length = max(1, size) * dtype.itemsize
-        if hasattr(os, "memfd_create"):
-            self._file, self.path = os.memfd_create("paceline"), ""
-            self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        else:
-            self._file, self.path = tempfile.mkstemp(prefix="paceline-")
+        self._file = os.memfd_create("paceline")
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         os.truncate(self._file, length)
         self.tensor = opened(self.path, size, dtype)
 
     def all_have_it(self) -> None:
         """Remove the name, once everybody has opened the tensor: it lives as long as somebody uses it."""
         os.close(self._file)
-        if not self.path.startswith("/proc/"):
-            os.unlink(self.path)
 
 
 def opened(path: str, size: int, dtype: torch.dtype) -> torch.Tensor:
