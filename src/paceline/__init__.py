@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline import research as research
-    from paceline.averaging.average import Averaging, Outer
+    from paceline.averaging.weighted_average import Averaging, Outer
     from paceline.errors import (
         CallMismatch,
         FleetError,
@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "averaging.average": ("Averaging", "Outer"),
+    "averaging.weighted_average": ("Averaging", "Outer"),
     "errors": (
         "CallMismatch",
         "FleetError",

@@ -27,8 +27,8 @@ from torch import nn
 
 import paceline
 from lone import join, mse
-from paceline.averaging.average import Averaging
 from paceline.averaging.combine import check_fits
+from paceline.averaging.weighted_average import Averaging
 from paceline.averaging.weights import LocalWork
 from paceline.errors import MisuseError
 from paceline.machines.failures import parse_failures

@@ -16,10 +16,10 @@ from torch import nn
 
 import paceline
 from lone import flat, join, mse, numbers
-from paceline.averaging.average import WeightedAverage
 from paceline.averaging.parameter_round import ParameterRound, RoundExchange
 from paceline.averaging.period import Period, PeriodDealer
 from paceline.averaging.periods import EmulatedOutages
+from paceline.averaging.weighted_average import WeightedAverage
 from paceline.checkpoint import content
 from paceline.errors import Dropped, FleetError, GenerationOver, MisuseError
 from paceline.gradients.gradients import Gradients

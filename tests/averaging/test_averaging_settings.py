@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline.averaging.average import Averaging, Outer
+from paceline.averaging.weighted_average import Averaging, Outer
 from paceline.averaging.weights import LocalWork
 from paceline.pace import make
 from paceline.research.elastic_average import ElasticAverage

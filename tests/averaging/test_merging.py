@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.averaging.average import Averaging, Outer, WeightedAverage
+from paceline.averaging.weighted_average import Averaging, Outer, WeightedAverage
 from paceline.research.elastic_average import ElasticAverage, Springs
 from paceline.transport import Alone
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.averaging.average import Outer, OuterSGD
+from paceline.averaging.weighted_average import Outer, OuterSGD
 
 
 def rounds(count: int) -> list[list[torch.Tensor]]:

@@ -63,7 +63,7 @@ def test_with_a_floor_an_epoch_has_no_thin_step_but_its_last(length: int, over: 
         offered = (max(1, round(over * expects / 2)),) * 2
         step_state = books.open(Plan(0, books.epoch_step, offered, deadline_s=1.0, expects=expects, least_count=0.7))
         dealt = sum(step_state.shares)
-        counts.append(dealt if step_state.last else max(step_state.least, round(done[books.epoch_step] * dealt)))
+        counts.append(dealt if step_state.last else max(step_state.floor, round(done[books.epoch_step] * dealt)))
         dealing.remaining -= counts[-1]
         books.epoch_step += 1
     assert min(counts[:-1], default=BATCH) >= 0.7 * BATCH

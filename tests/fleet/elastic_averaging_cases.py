@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.averaging.average import Outer
+from paceline.averaging.weighted_average import Outer
 from paceline.transport.engines.small_sums import SmallExchange
 
 RATE = 0.05

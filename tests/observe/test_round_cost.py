@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.averaging.average import Averaging
+from paceline.averaging.weighted_average import Averaging
 from paceline.gradients.wire_sums import bytes_on_wire
 from paceline.observe import RunLog, verdict
 from paceline.observe.analysis import round_cost as analysis

@@ -14,22 +14,22 @@ from paceline.step.late.proxy import lap_seconds, lap_shares
 from paceline.step.step_state import StepState
 
 
-def state(samples: tuple[int, ...], *, last: bool, least: int = 0) -> StepState:
+def state(samples: tuple[int, ...], *, last: bool, floor: int = 0) -> StepState:
     plan = Plan(generation=0, step=3, samples=samples, deadline_s=2.0)
     numbers = {"dealt": sum(samples), "expected": sum(samples), "opened": 0.0}
-    return StepState(plan=plan, shares=samples, epoch=0, last=last, compare=False, least=least, **numbers)  # type: ignore[arg-type]
+    return StepState(plan=plan, shares=samples, epoch=0, last=last, compare=False, floor=floor, **numbers)  # type: ignore[arg-type]
 
 
 def test_the_last_step_deals_all_that_is_left_and_a_thin_one_what_it_lacks() -> None:
     idle = np.array([True, True, False])
     assert lap_shares(state((10, 20, 30), last=True), 9, 40, idle, smallest=1).tolist() == [3, 6, 0]
-    assert lap_shares(state((10, 20, 30), last=False, least=46), 9, 40, idle, smallest=1).tolist() == [2, 4, 0]
+    assert lap_shares(state((10, 20, 30), last=False, floor=46), 9, 40, idle, smallest=1).tolist() == [2, 4, 0]
     assert not lap_shares(state((10, 20, 30), last=True), 9, 40, ~idle & False, smallest=1).any(), "nobody is idle"
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.lists(st.booleans(), min_size=3, max_size=3))
 def test_nobody_gets_a_single_sample_where_none_can_be_trained_on(undone: int, counted: int, idle: list[bool]) -> None:
-    step_state = state((10, 20, 30), last=False, least=30)
+    step_state = state((10, 20, 30), last=False, floor=30)
     shares = lap_shares(step_state, undone, counted, np.array(idle), smallest=2)
     assert shares.sum() <= undone
     assert undone == 1 or 1 not in shares

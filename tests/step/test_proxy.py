@@ -466,7 +466,7 @@ def test_a_round_closes_below_its_floor_when_all_have_left_their_micro_batches(h
 def test_an_epochs_last_step_has_laps_instead_of_a_floor(hire: Hire) -> None:
     workers = hire(length=32, pacer=Bounded(least_count=0.7))
     steps: list[list[Step]] = run(workers)
-    assert [step._step_state.least for step in steps[0]] == [12, 0]
+    assert [step._step_state.floor for step in steps[0]] == [12, 0]
 
 
 # -- laps: an epoch's last step ----------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_what_the_phases_mean(loop: LoopPhase, round_: RoundPhase) -> None:
     assert step_state.idle == (loop.name in ("DONE", "WAITING"))
     assert step_state.closed == (round_.name != "OPEN")
     assert step_state.over == (round_.name == "OVER")
-    assert step_state.open == (round_.name == "OPEN" and loop.name != "CUT_OFF"), "work that was cut off never joins"
+    assert step_state.takes_work == (round_.name == "OPEN" and loop.name != "CUT_OFF"), "cut-off work never joins"
 
 
 @pytest.mark.parametrize("loop", LoopPhase, ids=lambda phase: phase.name)

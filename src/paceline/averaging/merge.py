@@ -214,5 +214,5 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} is {value!r}: choose one of {', '.join(choices)}")
 
 
-MERGES.plug_in("average", "paceline.averaging.average")
+MERGES.plug_in("average", "paceline.averaging.weighted_average")
 MERGES.plug_in("elastic-average", "paceline.research.elastic_average")

@@ -177,7 +177,7 @@ class GradientCombine:
             self.loop.gradients.mean(header, clip_norm, own=own)
         self._compare_settings(step_state, header)
         self._compare_updates(step_state, header)
-        step._step_round.refuse(header)
+        step._step_round.refuse_unlike(header)
         step.record = step._step_round.record(apply)
         return apply
 
@@ -220,7 +220,7 @@ class GradientCombine:
         loop.position.finished, loop.position.progress = step_state.finishes, step_state.progress
         if self._deadlines is not None:
             self._deadlines.commit_s = concurrency.perf_counter() - update_began
-        step._step_round.compare(header)
+        step._step_round.repair_replicas(header)
         loop.transport.doing(f"its own code after step {step.index}")
 
     # -- between steps -------------------------------------------------------------------------------------------------

@@ -78,11 +78,11 @@ class StepRound(ABC):
         """Note that the open micro-batch has had all its losses."""
 
     @abstractmethod
-    def done(self, work: Work) -> None:
-        """Note that the open micro-batch is used."""
+    def end_micro_batch(self, work: Work) -> None:
+        """Note that the open micro-batch is computed."""
 
     @abstractmethod
-    def next(self, figures: dict[str, Any], opened: float) -> None:
+    def count_micro_batch(self, figures: dict[str, Any], opened: float) -> None:
         """Count the micro-batch taken at ``opened``, with the ``figures`` added meanwhile: the loop wants another."""
 
     @abstractmethod
@@ -107,11 +107,11 @@ class StepRound(ABC):
     def commit(self, began: float) -> None:
         """End the step on this worker, which began it at ``began`` and has made its update."""
 
-    def refuse(self, header: Header) -> None:
+    def refuse_unlike(self, header: Header) -> None:
         """Raise MisuseError, before the update, where a comparison in this round found unlike workers."""
         return
 
-    def compare(self, header: Header) -> None:
+    def repair_replicas(self, header: Header) -> None:
         """Make replicas equal, after the commit, that unlike devices have rounded apart."""
         return
 
@@ -169,12 +169,12 @@ class SynchronousRound(StepRound):
             self._gradients.accumulation.join_and_show(self._apart)
             self._apart = None
 
-    def done(self, work: Work) -> None:
+    def end_micro_batch(self, work: Work) -> None:
         self._loop.micro_batches.paces.append(work.slowest_s / work.samples)
         self.step_state.work.add(work)
         self._loop.micro_batches.timed(work)
 
-    def next(self, figures: dict[str, Any], opened: float) -> None:
+    def count_micro_batch(self, figures: dict[str, Any], opened: float) -> None:
         if figures:
             self.step_state.work.add(Work(added=figures))
 
@@ -261,13 +261,13 @@ class SynchronousRound(StepRound):
             loop.training.lock.notify_all()
         loop.training.note(record)
 
-    def refuse(self, header: Header) -> None:
+    def refuse_unlike(self, header: Header) -> None:
         if self._replicas is not None:
             self._replicas.refuse(self.step_state.index, header)
 
-    def compare(self, header: Header) -> None:
+    def repair_replicas(self, header: Header) -> None:
         if self._replicas is not None:
-            self._replicas.compare(self.step_state.index, header)
+            self._replicas.repair(self.step_state.index, header)
 
 
 class DeadlineRound(StepRound):
@@ -304,7 +304,7 @@ class DeadlineRound(StepRound):
     def _still_open(self, now: float) -> bool:
         """Return whether the round is open for the micro-batch that the loop asks for ``now``."""
         with self._lock:
-            self.step_state.busy_since = now if self.step_state.open else None
+            self.step_state.busy_since = now if self.step_state.takes_work else None
             return not self.step_state.closed
 
     def _room(self) -> int | None:
@@ -322,7 +322,7 @@ class DeadlineRound(StepRound):
     def _another_lap(self, until: float | None) -> bool:
         """Return whether another lap, or an extension, deals more: the share is done, or nothing fits ``until``."""
         step_state = self.step_state
-        if step_state.closed or not (step_state.last or step_state.least):
+        if step_state.closed or not (step_state.last or step_state.floor):
             return False
         self._deadlines.in_flight.land()  # else what is dealt again might still come in
         try:
@@ -337,20 +337,20 @@ class DeadlineRound(StepRound):
     def _check(self) -> bool:
         """Check the script's parameters and gradients; return False when the round is closed to its work."""
         with self._lock:
-            if self.step_state.open:
+            if self.step_state.takes_work:
                 self._gradients.accumulation.check_apart()
-            return self.step_state.open
+            return self.step_state.takes_work
 
     def end_backward(self) -> None:
-        """Do nothing: the micro-batch joins the sum when the loop comes back for more (`next`)."""
+        """Do nothing: the micro-batch joins the sum when the loop comes back for more (`count_micro_batch`)."""
 
-    def done(self, work: Work) -> None:
+    def end_micro_batch(self, work: Work) -> None:
         if self._loop.device.type != "cuda":
             self._loop.micro_batches.paces.append(work.slowest_s / work.samples)
         self._finished = work
         self._loop.micro_batches.timed(work)
 
-    def next(self, figures: dict[str, Any], opened: float) -> None:
+    def count_micro_batch(self, figures: dict[str, Any], opened: float) -> None:
         finished, apart = self._finished, self._apart
         self._finished = self._apart = None
         if finished is None:
@@ -365,7 +365,7 @@ class DeadlineRound(StepRound):
             self._gradients.buckets.show()
 
     def may_be_left(self, busy: bool) -> bool:
-        return not busy or not self.step_state.open  # what is left stays in this worker's queue
+        return not busy or not self.step_state.takes_work  # what is left stays in this worker's queue
 
     def end_work(self) -> None:
         """Do nothing: the proxy ends the work, and may have sealed the round long since."""
@@ -417,7 +417,7 @@ class DeadlineRound(StepRound):
         """Wait until the proxy has run the round, and take its result over; it may be over long since."""
         step_state, deadlines, proxy = self.step_state, self._deadlines, self._deadlines.proxy
         deadlines.in_flight.land()
-        if step_state.open and step_state.began is not None:
+        if step_state.takes_work and step_state.began is not None:
             self._check()
         if not step_state.over:
             proxy.wait_for_more(step_state, gone=True)

@@ -215,7 +215,7 @@ class Step(FormerNames):
                 f"a micro-batch of step {self.index} had no step.backward(loss): its samples would be counted without "
                 "a gradient; call step.skip() to leave it out on purpose"
             )
-        self._step_round.next({} if self._void else self._pending, self._opened)
+        self._step_round.count_micro_batch({} if self._void else self._pending, self._opened)
         if self._pending or self._void:
             self._pending, self._void = {}, False
 
@@ -348,7 +348,7 @@ class Step(FormerNames):
         now = concurrency.perf_counter()
         done.slowest_s = now - self._opened
         done.seconds = now - self._work_began - self._idle_s - self._step_state.work.seconds
-        self._step_round.done(done)
+        self._step_round.end_micro_batch(done)
 
     def _pad(self, machine: Machine, samples: int) -> float:
         """Take as long as the emulated machine would; return the seconds by which the host was too slow."""

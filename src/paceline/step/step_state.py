@@ -116,8 +116,8 @@ class StepState:
     """The members' generation; ``workers`` are fewer than at the step's beginning when some were lost."""
     until: float | None = None
     """The time when this lap ends: the deadline, once the clock runs."""
-    least: int = 0
-    """The floor: with fewer samples counted the round does not close at its deadline, and free workers go on."""
+    floor: int = 0
+    """With fewer samples counted the round does not close at its deadline, and free workers go on."""
     work: Work = field(default_factory=Work)
     next_plan: Plan | None = None
     ranges: tuple[tuple[Range, ...], ...] = ()
@@ -215,6 +215,6 @@ class StepState:
         return self.round_phase is RoundPhase.OVER
 
     @property
-    def open(self) -> bool:
+    def takes_work(self) -> bool:
         """Whether this worker's work can still join."""
         return not self.closed and self.loop_phase is not LoopPhase.CUT_OFF

@@ -101,7 +101,7 @@ class TrainingState:
         )
         if plan.deadline_s is not None and not step_state.last:
             batch = self.settings.global_batch
-            step_state.least = least_samples(plan.least_count, batch if left is None else min(batch, left))
+            step_state.floor = least_samples(plan.least_count, batch if left is None else min(batch, left))
         self.plan_ahead(step_state)
         return step_state
 
@@ -253,7 +253,7 @@ class TrainingState:
             step_state.shares,
             free=free,
             busy=busy,
-            least=step_state.least,
+            least=step_state.floor,
             so_far_s=plan.deadline_s,
             room=max(0, min(self._most(plan), (self.dealing.remaining or 0) - kept) - dealt),
             unit=self._unit,

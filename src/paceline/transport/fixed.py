@@ -20,6 +20,7 @@ import torch
 from paceline import concurrency
 from paceline.errors import FleetError, LoaderDied, PacelineError
 from paceline.roster.calls import BACKGROUND, CALLS, GROUP, name_workers, without_answer
+from paceline.transport.addresses import find_address, own_addresses
 from paceline.transport.alone import Alone
 from paceline.transport.base import Collective, Pending, RoundTensors, made
 from paceline.transport.call_sequences import CallSequences
@@ -29,7 +30,6 @@ from paceline.transport.engines.registry import ENGINES, choose
 from paceline.transport.group import Group, end_if_stuck, let_go
 from paceline.transport.heartbeat import Heartbeat
 from paceline.transport.network import Store, dist
-from paceline.transport.paths import find_address, own_addresses
 from paceline.transport.survey import Survey
 from paceline.transport.topology import Topology
 

@@ -48,7 +48,7 @@ class ReplicaComparison:
     def refuse(self, step: int, header: Header) -> None:
         """Raise MisuseError, before an update that all have waited for, where workers do not hold the same.
 
-        Compared are the contents of workers with like devices (unlike ones round differently, see `compare`) and which
+        Compared are the contents of workers with like devices (unlike ones round differently, see `repair`) and which
         modules are in evaluation mode.
         """
         loop = self._loop
@@ -64,7 +64,7 @@ class ReplicaComparison:
             if text := unlike_modes(everybody, step=step):
                 raise MisuseError(text)
 
-    def compare(self, step: int, header: Header) -> None:
+    def repair(self, step: int, header: Header) -> None:
         """Make replicas equal, after a round that all have waited for, that unlike devices have rounded apart."""
         if not differ(header):
             return

@@ -93,7 +93,7 @@ class WorkInFlight:
             step_state.busy_since = self._waiting[0].began
         elif step_state.busy_since is None or step_state.busy_since <= began:  # else the loop is in the next one
             step_state.busy_since = now
-        if not step_state.open:
+        if not step_state.takes_work:
             self.late_s = max(self.late_s, now - (step_state.until or step_state.opened))
             return
         with self._side_stream.work():

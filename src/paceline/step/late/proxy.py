@@ -44,7 +44,7 @@ def lap_shares(step_state: StepState, undone: int, counted: int, idle: Mask, *, 
     In the last step all of them are dealt; else what the step lacks, which has ``counted`` samples. Nobody gets fewer
     than ``smallest`` samples, and no rest of fewer stays.
     """
-    lacks = undone if step_state.last else min(undone, max(0, step_state.least - counted))
+    lacks = undone if step_state.last else min(undone, max(0, step_state.floor - counted))
     if not lacks or not idle.any():
         return np.zeros(len(idle), dtype=np.int64)
     speeds = np.where(idle, np.maximum(step_state.plan.samples, 1.0), 0.0)
@@ -115,7 +115,7 @@ class Proxy:
             step_state.busy_since = None
             if gone:
                 step_state.extra = 0  # what it was offered stays in its queue
-            elif step_state.least and step_state.until != until:
+            elif step_state.floor and step_state.until != until:
                 self._offer_rest(step_state)  # it was extended just now
             if step_state.extra:
                 return self._take_extra(step_state)
@@ -240,7 +240,7 @@ class Proxy:
             self._await_count(step_state)
         else:
             self._await_idle(step_state)
-        while step_state.least and self._extend(step_state):
+        while step_state.floor and self._extend(step_state):
             pass
         while step_state.last and self._lap(step_state):
             pass
@@ -406,7 +406,7 @@ class Proxy:
             before = np.array(step_state.counted)
             dealing, counted = self._training.dealing, int(done.sum())
             undone = (dealing.remaining or 0) - int((done - before).sum())
-            enough = undone == 0 or (not step_state.last and counted >= step_state.least)
+            enough = undone == 0 or (not step_state.last and counted >= step_state.floor)
             if enough or bool(reports[2].all()):
                 self._transport.release()
                 return False

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from paceline.step.losses.count_checks import is_count, is_mean_weight
 from paceline.step.losses.graph_nodes import (
     BENDING,
     LINEAR,
@@ -47,7 +48,6 @@ from paceline.step.losses.graph_nodes import (
     statistic_below,
     stem_of,
 )
-from paceline.step.losses.loss_divisors import is_count, is_mean_weight
 
 LARGEST_LOSS = 2048
 """Nodes between a loss and its reductions that are looked at."""

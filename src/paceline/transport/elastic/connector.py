@@ -11,12 +11,12 @@ import torch
 
 from paceline import concurrency
 from paceline.roster import Generation
+from paceline.transport.addresses import find_address, own_addresses
 from paceline.transport.distributed import channels
 from paceline.transport.engines.contract import Engine, EngineKind, Facts, Meeting
 from paceline.transport.engines.registry import ENGINES, choose
 from paceline.transport.group import Group, Watch
 from paceline.transport.network import Store, dist
-from paceline.transport.paths import find_address, own_addresses
 from paceline.transport.survey import Survey
 
 logger = logging.getLogger("paceline")

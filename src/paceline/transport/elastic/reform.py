@@ -120,7 +120,7 @@ class Reform:
         """The generation that one of this worker's threads is forming."""
         self._tried = 0
         """The last generation that this worker was in, or that did not come about."""
-        self._closing: concurrency.Thread | None = None
+        self._closing: list[concurrency.Thread] = []
         self._in_vain = 0
         """Generations in turn for which all were there, and which did not come about."""
         self.connector = connector(device, check=self._check_forming, cpu_engine=cpu_engine)
@@ -360,15 +360,17 @@ class Reform:
             return
         held.insert(0, Held(*self._hand_over.sent))
         self._hand_over.sent = []
-        self._closing = concurrency.Thread(target=let_go, args=(held,), name="paceline-close-group", daemon=True)
-        self._closing.start()
+        closing = concurrency.Thread(target=let_go, args=(held,), name="paceline-close-group", daemon=True)
+        self._closing.append(closing)
+        closing.start()
 
     def close(self) -> None:
-        """Close for good: the interpreter must not end while a group is closed on a thread."""
+        """Close for good: the interpreter must not end while groups are closed on threads."""
         self.client.close()
         self.close_group()
-        if self._closing is not None:
-            self._closing.join(timeout=CLOSE_S)
+        until = concurrency.monotonic() + CLOSE_S
+        for closing in self._closing:
+            closing.join(timeout=max(0.0, until - concurrency.monotonic()))
 
     # -- settling --------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import switch as switches
 import torch.distributed as dist
 from switch import Switch
 
-from paceline.transport import paths
+from paceline.transport import addresses
 from paceline.transport.group import Group
 
 needs_switch = pytest.mark.skipif(bool(switches.missing()), reason=switches.missing())
@@ -35,8 +35,8 @@ def find(switch: Switch, meeting: dict[str, str]) -> list[Any]:
         watch: Any = Calm()
         with switch.inside(name):
             try:
-                own = paths.own_addresses(meeting[name], 9)
-                return paths.find_address(group, own, facts=facts, watch=watch)
+                own = addresses.own_addresses(meeting[name], 9)
+                return addresses.find_address(group, own, facts=facts, watch=watch)
             except ConnectionError as error:
                 return str(error)
 
@@ -62,7 +62,7 @@ def test_a_fleet_over_two_networks_takes_the_one_that_joins_all() -> None:
 @needs_switch
 @pytest.mark.slow
 def test_two_who_do_not_reach_each_other_are_named_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(addresses, "PATIENCE_S", 0.5)
     with Switch("abc") as switch:
         switch.between["a", "c"].cut = True
         found = find(switch, dict.fromkeys("abc", switch.address("b")))
@@ -74,7 +74,7 @@ def test_two_who_do_not_reach_each_other_are_named_to_all(monkeypatch: pytest.Mo
 def test_no_address_that_everybody_reaches_is_told() -> None:
     said = [{"addresses": ["x", "y"]}, {"addresses": ["u"]}, {"addresses": ["v"]}]
     found = [{"1": ["u"], "2": ["v"]}, {"0": ["x"], "2": ["v"]}, {"0": ["y"], "1": ["u"]}]
-    text = paths.unreached(said, found, ["worker 0", "worker 1", "worker 2"])
+    text = addresses.unreached(said, found, ["worker 0", "worker 1", "worker 2"])
     assert text == "worker 0 has no address that everybody reaches: worker 1 at x; worker 2 at y"
 
 
@@ -82,17 +82,17 @@ def test_on_one_computer_nothing_is_tried() -> None:
     group: Any = None
     watch: Any = None
     facts = {0: {"place": "here"}, 3: {"place": "here"}}
-    assert paths.find_address(group, ["127.0.0.1", "10.0.0.1"], facts=facts, watch=watch) == "127.0.0.1"
+    assert addresses.find_address(group, ["127.0.0.1", "10.0.0.1"], facts=facts, watch=watch) == "127.0.0.1"
 
 
 def test_what_served_before_comes_first_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(paths, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"})
-    assert paths.own_addresses("127.0.0.1", 9) == ["127.0.0.1", "10.0.0.1", "10.1.0.1"]
-    assert paths.own_addresses("127.0.0.1", 9, first="10.1.0.1") == ["10.1.0.1", "127.0.0.1", "10.0.0.1"]
-    assert paths.own_addresses("127.0.0.1", 9, first="10.9.0.1") == ["127.0.0.1", "10.0.0.1", "10.1.0.1"]
+    monkeypatch.setattr(addresses, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"})
+    assert addresses.own_addresses("127.0.0.1", 9) == ["127.0.0.1", "10.0.0.1", "10.1.0.1"]
+    assert addresses.own_addresses("127.0.0.1", 9, first="10.1.0.1") == ["10.1.0.1", "127.0.0.1", "10.0.0.1"]
+    assert addresses.own_addresses("127.0.0.1", 9, first="10.9.0.1") == ["127.0.0.1", "10.0.0.1", "10.1.0.1"]
 
 
 def test_the_named_interface_leaves_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert paths.own_addresses("198.51.100.1", 9) == ["127.0.0.1"]
+    assert addresses.own_addresses("198.51.100.1", 9) == ["127.0.0.1"]
