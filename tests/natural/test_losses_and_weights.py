@@ -206,10 +206,11 @@ def loss(outputs, labels, num_items_in_batch=None):
 usual = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1, "num_train_epochs": 2, "save_strategy": "no",
     "report_to": [], "use_cpu": True, "disable_tqdm": True, "remove_unused_columns": False}
 given = {"train_dataset": Rows(texts), "data_collator": collate, "compute_loss_func": loss}
-args = PacelineArguments("ours", global_batch=16, micro_batch=3, quiet=True, **usual)
+folder = os.path.dirname(os.path.abspath(__file__))
+args = PacelineArguments(f"{folder}/ours", global_batch=16, micro_batch=3, quiet=True, **usual)
 ours = PacelineTrainer(gpt(), args, **given)
 ours.train()
-plain = Trainer(gpt(), TrainingArguments("plain", per_device_train_batch_size=16, **usual), **given)
+plain = Trainer(gpt(), TrainingArguments(f"{folder}/plain", per_device_train_batch_size=16, **usual), **given)
 if ours.fleet.world_size == 1:
     plain.train()
 ours.end()

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.step.losses.coupling import LEAST, coupling
-from paceline.step.losses.loss_graph import read_loss
+from paceline.step.losses.loss_graph import divisor_of_mean, read_loss
+from paceline.step.losses.loss_weights import look_at_division
 
 torch.manual_seed(0)
 ROWS, CLASSES = 6, 5
@@ -42,6 +43,12 @@ def both() -> torch.Tensor:
 
 def samples(given: torch.Tensor) -> Any:
     return sum(F.mse_loss(given[i], TARGET[i]) for i in range(len(given)))
+
+
+def hinge_of_pairs(chosen: torch.Tensor) -> torch.Tensor:
+    """Every chosen sample beside every other one, as a surrogate of the area under a curve."""
+    score = out()[:, 0]
+    return F.relu(1 - (score[chosen][:, None] - score[~chosen][None])).mean()
 
 
 def penalty() -> Any:
@@ -257,6 +264,9 @@ def test_a_mean_over_samples_couples_none(name: str) -> None:
         lambda: F.relu(torch.cdist(out(), out()).max(1).values - 1).mean(),
         lambda: F.relu(out()[:, 0] - out()[torch.arange(ROWS - 1, -1, -1), 0] + 1).mean(),
         lambda: F.relu(out()[:, 0] - out()[:, 0][torch.arange(ROWS - 1, -1, -1)] + 1).mean(),
+        lambda: hinge_of_pairs(Y > 0),
+        lambda: hinge_of_pairs(Y == 0),
+        lambda: F.relu(1 - (out()[:2, 0, None] - out()[2:, 0])).mean(),
     ],
 )
 def test_losses_that_couple_samples_are_seen(loss: Loss) -> None:
@@ -292,6 +302,7 @@ RECURRENT, CENTRES = Recurrent(), nn.Parameter(torch.randn(6, 5))
         lambda: each().mean() + CENTRES.abs().max() + (CENTRES @ CENTRES.T - torch.eye(6)).square().sum(),
         lambda: torch.cdist(out(), CENTRES).min(1).values.mean(),
         lambda: (out()[torch.arange(ROWS), Y.clamp(min=0)] - out()[:, 0]).abs().mean(),
+        lambda: F.relu(1 - out()[MASK][:, :, None] - CENTRES.T[None]).mean(),
     ],
     ids=[
         "gru",
@@ -305,6 +316,7 @@ RECURRENT, CENTRES = Recurrent(), nn.Parameter(torch.randn(6, 5))
         "penalties",
         "nearest prototype",
         "picked classes",
+        "picked samples beside prototypes",
     ],
 )
 def test_what_goes_on_within_a_sample_is_no_coupling(loss: Loss) -> None:
@@ -333,6 +345,30 @@ def test_what_a_mean_is_multiplied_by_is_noted_unless_it_is_its_count() -> None:
     assert factor(mean * torch.tensor(2.0)) != factor(mean * torch.tensor(3.0))
     assert factor(each_value().mean(0) @ WEIGHT) == factor(each_value().mean(0) @ WEIGHT)
     assert factor((each_value().mean(0) * WEIGHT).sum()) != factor((each_value().mean(0) * WEIGHT.flip(0)).sum())
+
+
+def test_a_penalty_divided_by_the_micro_batchs_samples_is_seen() -> None:
+    assert read_loss(each().mean() + 0.1 * penalty() / ROWS, ROWS).penalty
+    assert not read_loss(each().mean() + 0.1 * penalty() / 64, ROWS).penalty
+    assert not read_loss(each().sum() / ROWS + 0.1 * penalty(), ROWS).penalty
+
+
+def test_a_mean_divided_by_a_whole_number_is_seen() -> None:
+    divided = {
+        4: [lambda: F.cross_entropy(out(), Y) / 4, lambda: each_value().mean() / 4],
+        0: [
+            lambda: F.cross_entropy(out(), Y),
+            lambda: F.cross_entropy(out(), Y) * 0.25,
+            lambda: F.mse_loss(out(), TARGET) / 2.5,
+            lambda: both().sum() / 2,
+            lambda: (F.cross_entropy(out(), Y) + F.mse_loss(out(), TARGET)) / 2,
+            lambda: each().sum() / ROWS,
+            lambda: each_value().sum() / 4,
+        ],
+    }
+    for number, losses in divided.items():
+        assert [divisor_of_mean(loss(), ROWS) for loss in losses] == [number] * len(losses)
+        assert [bool(look_at_division(loss(), ROWS)) for loss in losses] == [number > 0] * len(losses)
 
 
 def test_the_square_of_a_norm_is_a_sum_of_squares() -> None:

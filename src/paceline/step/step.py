@@ -30,6 +30,7 @@ from paceline.step.losses.loss_weights import (
     check_loss,
     check_weight,
     check_weights,
+    look_at_division,
     look_at_given,
     read_weight,
     weighted,
@@ -270,6 +271,8 @@ class Step(FormerNames):
             return float(micro.rows), tally
         if is_examined(self.index) and (constants := constants_of(loss, micro.rows)) is not None:
             tally.constants.append(constants)
+        if is_examined(self.index) and (text := look_at_division(loss, micro.rows)):
+            self._loop.notes.warn_once(text)
         if weight is not None:
             weight = check_weight(weight)
             tally.given = isinstance(weight, torch.Tensor) or weight > 0

@@ -14,6 +14,7 @@ samples only where it does so in both orders.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,10 +37,13 @@ if TYPE_CHECKING:
 
 CHOOSING = frozenset(("Topk", "Sort", "Kthvalue", "Median", "Cummax", "Max", "Min", "Amax", "Amin"))
 PAIRING = frozenset(("Sub", "Add", "Mul", "Div", "Maximum", "Minimum"))
+PICKING = frozenset(("Index", "IndexSelect", "MaskedSelect", "Slice", "Split", "SplitWithSizes"))
 DISTANCES = frozenset(("Cdist", "EuclideanDist"))
 """Distances between all rows of one tensor and all of another, which have no second derivative."""
 MOST_NODES, MOST_NUMBERS = 400, 1 << 20
 """A loss with more operations, or with more numbers in z, is not looked at."""
+MOST_STEPS = 8
+"""Operations on a tensor that are followed down to where its samples were picked."""
 MOST_LOOKS = 8
 """Shapes of a loop's losses that are looked at."""
 LEAST = 1e-6
@@ -182,7 +186,8 @@ def _pairs_rows(node: Node, shape: tuple[int, ...], rows: int) -> bool:
     pairs = node.next_functions
     if len(pairs) != 2 or pairs[0][0] is None or pairs[1][0] is None:
         return False
-    if _is_crossed(shape_of(*pairs[0]), shape_of(*pairs[1]), shape, rows):
+    sizes = [_picked(pair, rows) or rows for pair in pairs]
+    if max(sizes) > 1 and _is_crossed(shape_of(*pairs[0]), shape_of(*pairs[1]), shape, sizes):
         return not is_constant(pairs[0][0]) and not is_constant(pairs[1][0])
     one, other = (_start_of_rows(pair, rows) for pair in pairs)
     return one is not None and other is not None and one != other
@@ -197,12 +202,28 @@ def _is_between_rows(node: Node, rows: int) -> bool:
     )
 
 
-def _is_crossed(one: tuple[int, ...], other: tuple[int, ...], both: tuple[int, ...], rows: int) -> bool:
-    """Return whether two shapes have the samples in unlike dimensions of what they are broadcast to."""
+def _is_crossed(one: tuple[int, ...], other: tuple[int, ...], both: tuple[int, ...], samples: Sequence[int]) -> bool:
+    """Return whether two shapes have their ``samples`` in unlike dimensions of what they are broadcast to."""
     one, other = ((1,) * (len(both) - len(shape)) + shape for shape in (one, other))
-    first = {dim for dim, size in enumerate(one) if size == rows and other[dim] == 1}
-    second = {dim for dim, size in enumerate(other) if size == rows and one[dim] == 1}
-    return bool(first and second)
+    first = {dim for dim, size in enumerate(one) if size == samples[0] and other[dim] == 1}
+    second = {dim for dim, size in enumerate(other) if size == samples[1] and one[dim] == 1}
+    return bool(first and second and len(first | second) > 1)
+
+
+def _picked(edge: Edge, rows: int) -> int:
+    """Return how many samples a tensor has that were picked from all of them (``score[label == 1]``); 0: not so."""
+    node, output = edge
+    for _ in range(MOST_STEPS):
+        pairs = [pair for pair in node.next_functions if pair[0] is not None]
+        if not pairs:
+            break
+        shape, below = shape_of(node, output), shape_of(*pairs[0])
+        if stem_of(node.__class__) in PICKING and below and below[0] % rows == 0 and shape and shape[0] < below[0]:
+            return shape[0]
+        if len(pairs) > 1 or torch.Size(shape).numel() != torch.Size(below).numel():
+            break
+        node, output = pairs[0]
+    return 0
 
 
 def _start_of_rows(edge: Edge, rows: int) -> Any:

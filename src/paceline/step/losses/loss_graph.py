@@ -87,6 +87,8 @@ class LossReading:
     clamped: Any = False
     """Whether a sum of several values was divided by exactly 1, which may be a count of nothing made 1; on CUDA a
     tensor."""
+    penalty: bool = False
+    """Whether a term of parameters alone was divided by the number of samples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +136,26 @@ def read_loss(loss: torch.Tensor, rows: int) -> LossReading:
     ''
     """
     return _Reader(rows).read(loss)
+
+
+def divisor_of_mean(loss: torch.Tensor, rows: int) -> int:
+    """Return the whole number that a loss, which is a mean, was divided by at last; 0: none.
+
+    >>> logits = torch.randn(3, 5, requires_grad=True)
+    >>> divisor_of_mean(logits.square().mean() / 4, 3), divisor_of_mean(logits.square().sum() / 15, 3)
+    (4, 0)
+    """
+    node: Node = loss.grad_fn
+    if node is None or stem_of(node.__class__) != "Div" or len([one for one, _ in node.next_functions if one]) != 1:
+        return 0
+    value = node._saved_other
+    child = node.next_functions[0][0]
+    if child is None or not is_plain(value) or float(value) < 2 or not float(value).is_integer() or value == rows:
+        return 0
+    while stem_of(child.__class__) in ("View", "Squeeze", "ToCopy", "Clone", "Alias"):
+        child = child.next_functions[0][0]
+    is_mean = stem_of(child.__class__) == "Mean" or getattr(child, "_saved_reduction", None) == 1
+    return int(value) if is_mean else 0
 
 
 class _Reader:
@@ -406,7 +428,10 @@ def _times(reader: _Reader, node: Node, output: int, path: Path) -> None:
 def _over(reader: _Reader, node: Node, output: int, path: Path) -> None:
     children = list(node.next_functions)
     if len(children) == 1 or children[1][0] is None:
-        reader.follow(children[0], (*path, _Factor(node._saved_other, True)))
+        divisor = node._saved_other
+        if reader.rows > 1 and is_plain(divisor) and float(divisor) == reader.rows and is_constant(node):
+            reader.found.penalty = True
+        reader.follow(children[0], (*path, _Factor(divisor, True)))
     elif children[0][0] is None:
         _bends(reader, node, output, path)
     else:

@@ -23,7 +23,7 @@ from paceline.errors import MisuseError
 from paceline.gradients.header import number_of
 from paceline.step.losses.coupling import COUPLED, LEAST
 from paceline.step.losses.loss_constants import Constants, any_apart
-from paceline.step.losses.loss_graph import LossReading, read_loss
+from paceline.step.losses.loss_graph import LossReading, divisor_of_mean, read_loss
 from paceline.step.losses.model_coupling import MIXED_INSIDE
 
 if TYPE_CHECKING:
@@ -253,6 +253,22 @@ def read_weight(
     return weight, _odd_text(found)
 
 
+def look_at_division(loss: torch.Tensor, rows: int) -> str:
+    """Return a warning about a mean that was divided by a whole number, as code does that adds up gradients; or empty.
+
+    >>> look_at_division(torch.ones(3, requires_grad=True).mean(), 3)
+    ''
+    """
+    number = divisor_of_mean(loss, rows)
+    if not number:
+        return ""
+    return (
+        f"the loss is a mean divided by {number}. If {number} is a number of micro-batches whose gradients the script "
+        "adds up, leave the division out: a step is the mean over all its samples, and its gradients and step.loss are "
+        f"{number} times too small"
+    )
+
+
 def look_at_given(loss: torch.Tensor, weight: Any, rows: int, tally: Tally) -> str:
     """Note how a weight that was given goes with what the loss is a mean over; return a warning, which may be empty."""
     found = read_loss(loss, rows)
@@ -439,6 +455,10 @@ _NOT_PROPORTIONAL = (
     "one process, whose loss is one mean over the whole batch: leave the weight out, and that count is read from the "
     "loss. If the mean over micro-batches by your weight is meant, it is right as it is"
 )
+_PENALTY = (
+    "a penalty on the weights is divided by the micro-batch's number of samples, so it weighs more than in one process "
+    "with the whole batch: divide it by a number of your own, such as the global batch size"
+)
 _UNLIKE_TERMS = (
     "the losses of one step's micro-batches have unlike terms (one that only some samples have, or tasks by turns), so "
     "the step is not that of one process, which has every term once for the whole batch: give every micro-batch every "
@@ -498,4 +518,4 @@ def _odd_text(found: LossReading) -> str:
             f"a term of the loss cannot be read ({found.unread}): the micro-batch counts by what the others were "
             "divided by; give step.backward(loss, weight=...) if that one is a mean over something else"
         )
-    return ""
+    return _PENALTY if found.penalty else ""
