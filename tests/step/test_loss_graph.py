@@ -265,6 +265,8 @@ def test_a_mean_over_samples_couples_none(name: str) -> None:
         lambda: F.relu(out()[:, 0] - out()[torch.arange(ROWS - 1, -1, -1), 0] + 1).mean(),
         lambda: F.relu(out()[:, 0] - out()[:, 0][torch.arange(ROWS - 1, -1, -1)] + 1).mean(),
         lambda: hinge_of_pairs(Y > 0),
+        lambda: (out()[:, :1] - TARGET[:, 0]).square().mean(),
+        lambda: (TARGET[:, :1] - out()[:, 0]).abs().mean(),
         lambda: hinge_of_pairs(Y == 0),
         lambda: F.relu(1 - (out()[:2, 0, None] - out()[2:, 0])).mean(),
     ],

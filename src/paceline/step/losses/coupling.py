@@ -185,12 +185,18 @@ def _pairs_rows(node: Node, shape: tuple[int, ...], rows: int) -> bool:
     """Return whether a node puts every sample beside every other, or each beside its neighbour."""
     pairs = node.next_functions
     if len(pairs) != 2 or pairs[0][0] is None or pairs[1][0] is None:
-        return False
+        return _meets_all_values(node, shape, rows)
     sizes = [_picked(pair, rows) or rows for pair in pairs]
     if max(sizes) > 1 and _is_crossed(shape_of(*pairs[0]), shape_of(*pairs[1]), shape, sizes):
         return not is_constant(pairs[0][0]) and not is_constant(pairs[1][0])
     one, other = (_start_of_rows(pair, rows) for pair in pairs)
     return one is not None and other is not None and one != other
+
+
+def _meets_all_values(node: Node, shape: tuple[int, ...], rows: int) -> bool:
+    """Return whether every sample meets every sample's value of the data: (B, 1) and (B) make B times B differences."""
+    below = shape_below(node)
+    return rows > 2 and shape == (rows, rows) and below in ((rows, 1), (1, rows), (rows,)) and not is_constant(node)
 
 
 def _is_between_rows(node: Node, rows: int) -> bool:
