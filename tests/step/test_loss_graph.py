@@ -349,8 +349,19 @@ def test_what_a_mean_is_multiplied_by_is_noted_unless_it_is_its_count() -> None:
     assert factor((each_value().mean(0) * WEIGHT).sum()) != factor((each_value().mean(0) * WEIGHT.flip(0)).sum())
 
 
+def test_a_picked_parameter_is_no_picked_sample() -> None:
+    pair = nn.Linear(8, CLASSES)
+    loss = torch.exp(-PAIR[0]) * F.cross_entropy(pair(X[:2]), Y[:2].clamp(min=0)) + PAIR[0]
+    found = read_loss(loss, 2)
+    assert (found.sum_over, found.counts) == (None, [2.0])
+
+
 def test_a_penalty_divided_by_the_micro_batchs_samples_is_seen() -> None:
     assert read_loss(each().mean() + 0.1 * penalty() / ROWS, ROWS).penalty
+    assert read_loss(each().mean() + 0.1 * penalty() * (1 / ROWS), ROWS).penalty
+    assert read_loss((each().sum() + 0.1 * penalty()) / ROWS, ROWS).penalty
+    assert read_loss((each() * MASK).sum() / MASK.sum() + 0.1 * penalty() / MASK.sum(), ROWS).penalty
+    assert not read_loss((each() * MASK).sum() / MASK.sum() + 0.1 * penalty(), ROWS).penalty
     assert not read_loss(each().mean() + 0.1 * penalty() / 64, ROWS).penalty
     assert not read_loss(each().sum() / ROWS + 0.1 * penalty(), ROWS).penalty
 

@@ -26,6 +26,10 @@ class Net(nn.Module):
         return self.head(self.between(self.body(x)))  # type: ignore[no-any-return]
 
 
+def orthogonal(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(ROWS, ROWS), nn.Tanh(), nn.utils.parametrizations.orthogonal(layer))
+
+
 def by_hand(h: torch.Tensor) -> torch.Tensor:
     return (h - h.mean(0)) / (h.std(0, unbiased=False) + 1e-5)
 
@@ -94,6 +98,8 @@ def test_a_model_that_mixes_samples_is_found_and_its_gradients_stay_as_they_are(
         (Net(NORMED, torch.relu, 288), torch.randn(ROWS, 3, 8, 8)),
         (Net(nn.Linear(5, 8), lambda h: checkpoint(torch.tanh, h, use_reentrant=False)), torch.randn(ROWS, 5)),
         (Net(nn.Linear(5, 8), lambda h: checkpoint(torch.tanh, h, use_reentrant=True)), torch.randn(ROWS, 5)),
+        (Net(orthogonal(nn.Linear(ROWS, ROWS)), torch.relu, ROWS), torch.randn(ROWS, ROWS)),
+        (Net(layer(True), lambda h: h.mean(1)), torch.randn(ROWS, ROWS, 5)),
     ],
     ids=[
         "a network",
@@ -107,6 +113,8 @@ def test_a_model_that_mixes_samples_is_found_and_its_gradients_stay_as_they_are(
         "batch norm",
         "a checkpoint",
         "an older checkpoint",
+        "a weight made of a square matrix",
+        "as many tokens as samples",
     ],
 )
 def test_one_that_does_not_or_is_known_to_is_passed_over(net: Net, x: torch.Tensor) -> None:

@@ -38,6 +38,22 @@ def with_gradients(model: nn.Module) -> list[nn.Parameter]:
 LOOP = object()
 
 
+def test_a_layer_that_a_model_gets_within_a_loop_is_not_the_loops(guard: UpdateGuard, model: nn.Module) -> None:
+    optimizer, summed = SGD(model.parameters(), lr=0.1), list(model.parameters())
+    guard.begin(LOOP, 0, summed)
+    model.head = nn.Linear(1, 1)
+    optimizer.add_param_group({"params": model.head.parameters()})
+    guard.combined(True, with_gradients(model))
+    optimizer.step()
+    guard.committing(True)
+    guard.updated()
+    guard.begin(LOOP, 1, summed)
+    before = guard.gradients_outside()
+    model.head(torch.ones(1)).sum().backward()
+    with pytest.raises(MisuseError, match="A layer that a model gets in the middle of a loop"):
+        guard.check_outside(before)
+
+
 def test_an_update_that_raised_does_not_count_as_made(model: nn.Module, guard: UpdateGuard) -> None:
     class Fails(SGD):
         fails = True

@@ -251,6 +251,12 @@ class AveragingCombine:
 
     def meet(self, label: str) -> AbstractContextManager[Any]:
         """Run rounds until everybody has come to the same call."""
+        step = self.loop.position.step
+        if self.periods.inside and step is not None and not step.committed and self.loop.transport.size > 1:
+            raise MisuseError(
+                f"{label} in the middle of local step {step.index}: with paceline.Averaging every worker is at a "
+                "step of its own, so call it behind step.commit"
+            )
         self.periods.check_parameters_shared(label)
         self.periods.meet(label)
         return self.shown()
@@ -273,7 +279,8 @@ class AveragingCombine:
         self.periods.inside = False
 
     def close(self, *, orderly: bool) -> None:
-        if orderly and (self.periods.overlaps or self.periods.once or self.periods.turns is not None):
+        by_clock = self.periods.dealer.period_s is not None
+        if orderly and (by_clock or self.periods.overlaps or self.periods.once or self.periods.turns is not None):
             self.periods.inside = False
             self.meet("the end of the loop")  # else a round would wait for a worker that has left
 
@@ -286,6 +293,9 @@ class AveragingCombine:
     def open_step(self) -> StepState | None:
         """None: what a lost worker did in a period is dealt again as a whole."""
         return None
+
+    def count_round(self) -> None:
+        return
 
     def members_changed(self, old_ranks: Sequence[int | None]) -> None:
         self.periods.members_changed(old_ranks)

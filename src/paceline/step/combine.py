@@ -100,6 +100,9 @@ class Combine(Protocol):
     def open_step(self) -> StepState | None:
         """The step under way, in which members may change; None once its result is counted."""
 
+    def count_round(self) -> None:
+        """Count the open step's round where it is over already: members change before its commit."""
+
     def members_changed(self, old_ranks: Sequence[int | None]) -> None:
         """Follow a change of members: ``old_ranks`` has the old rank, or None, of each new rank."""
 

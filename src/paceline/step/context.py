@@ -13,6 +13,7 @@ from paceline.feed.dealing import Dealing
 from paceline.gradients import Gradients, Header
 from paceline.pace.fitting import RECENT
 from paceline.records import LoopSettings
+from paceline.step.checks.own_leaves import OwnLeaves
 from paceline.step.checks.replicas import Repair
 from paceline.step.checks.sameness import Contents
 from paceline.step.micro_batch_size import Sizing
@@ -164,6 +165,7 @@ class ScriptHabits:
     """Whether the script makes updates of its own, from the gradient that ``step.reduce()`` leaves."""
     looked_at: set[int] = field(default_factory=set)
     """Shapes of losses' graphs in which samples that are coupled were looked for."""
+    own_leaves: OwnLeaves = field(default_factory=OwnLeaves)
     empty_steps: int = 0
     """Steps in a row in which no micro-batch of the fleet had a gradient."""
     optimizers: tuple[torch.optim.Optimizer, ...] = ()

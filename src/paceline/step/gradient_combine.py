@@ -175,10 +175,10 @@ class GradientCombine:
         apply = may_apply(self, step, header) and here
         if apply:  # before any further call, in which a worker that missed the round's end may be handed the mean
             self.loop.gradients.mean(header, clip_norm, own=own)
+        step.record = step._step_round.record(apply)  # from here on the round counts, whoever is lost in a call
         self._compare_settings(step_state, header)
         self._compare_updates(step_state, header)
         step._step_round.refuse_unlike(header)
-        step.record = step._step_round.record(apply)
         return apply
 
     def _give_up(self, step: Step, dropped: Dropped) -> None:
@@ -257,6 +257,10 @@ class GradientCombine:
         """The step under way, unless its result is counted already."""
         step_round = self._rounds.get(self.loop.training.index)
         return None if step_round is None else step_round.step_state
+
+    def count_round(self) -> None:
+        if (step_round := self._rounds.get(self.loop.position.next)) is not None:
+            step_round.count()
 
     def members_changed(self, old_ranks: Sequence[int | None]) -> None:
         if self._deadlines is not None:

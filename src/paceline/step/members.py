@@ -214,6 +214,7 @@ class Membership:
 
     def members_changed(self, change: MembershipChange, show: Callable[[], None]) -> None:
         loop, combine = self._steps.loop, self._steps.combine
+        combine.count_round()
         with loop.training.lock:
             show()
             loop.training.members_changed(change.old_ranks, ahead=_ahead(change), open_step=combine.open_step)

@@ -107,6 +107,10 @@ class StepRound(ABC):
     def commit(self, began: float) -> None:
         """End the step on this worker, which began it at ``began`` and has made its update."""
 
+    def count(self) -> None:
+        """Count a round that is over before its commit: members change in a call between ``step.reduce()`` and that."""
+        return
+
     def refuse_unlike(self, header: Header) -> None:
         """Raise MisuseError, before the update, where a comparison in this round found unlike workers."""
         return
@@ -243,7 +247,16 @@ class SynchronousRound(StepRound):
         step_state.record = self._record_of(step_state.header, round_s=self._round_s, grad_norm=norm)
         return self._loop.dealing.in_samples(step_state.record)
 
+    def count(self) -> None:
+        if self.step_state.record is not None and self.step_state.round_phase is RoundPhase.OPEN:
+            self._loop.training.keep_before(self.step_state)
+            self._count(began=self.step_state.began or self.step_state.opened)
+
     def commit(self, began: float) -> None:
+        if not self.step_state.over:
+            self._count(began)
+
+    def _count(self, began: float) -> None:
         loop, step_state = self._loop, self.step_state
         assert step_state.record is not None
         assert step_state.header is not None

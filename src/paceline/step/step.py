@@ -214,7 +214,8 @@ class Step(FormerNames):
         if self._open is not None:
             raise MisuseError(
                 f"a micro-batch of step {self.index} had no step.backward(loss): its samples would be counted without "
-                "a gradient; call step.skip() to leave it out on purpose"
+                "a gradient. Each micro-batch has its backward before the next one is taken: no prefetching, no "
+                "list(step), no single backward behind the loop. Call step.skip() to leave it out on purpose"
             )
         self._step_round.count_micro_batch({} if self._void else self._pending, self._opened)
         if self._pending or self._void:
@@ -271,8 +272,11 @@ class Step(FormerNames):
             return float(micro.rows), tally
         if is_examined(self.index) and (constants := constants_of(loss, micro.rows)) is not None:
             tally.constants.append(constants)
-        if is_examined(self.index) and (text := look_at_division(loss, micro.rows)):
-            self._loop.notes.warn_once(text)
+        if is_examined(self.index):
+            leaves = self._loop.script.own_leaves
+            for text in (look_at_division(loss, micro.rows), leaves.look(loss, self._gradients.buckets.parameters)):
+                if text:
+                    self._loop.notes.warn_once(text)
         if weight is not None:
             weight = check_weight(weight)
             tally.given = isinstance(weight, torch.Tensor) or weight > 0
@@ -413,8 +417,13 @@ class Step(FormerNames):
         self._committed = True
         self._combine_with.commit(self, update_began)
         updates.committed(self._loop.position.finished)
+        self.leave()
+
+    def leave(self) -> None:
+        """Let the script's own random numbers go on: the step was committed, or its loop was left."""
         if self._own_numbers is not None:
             self._own_numbers.restore()
+            self._own_numbers = None
 
     def _combine(self, clip_norm: float | None, *, own: bool) -> None:
         if self._committed or self._combined:

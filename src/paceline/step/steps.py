@@ -130,7 +130,7 @@ class StepLoop:
                     loop.position.finished = True
                     return
                 loop.position.step = step
-                loop.tracking.updates.begin(loop, step.index)
+                loop.tracking.updates.begin(loop, step.index, loop.gradients.everything)
                 seed_step(loop.seed, step.index, loop.device)
                 with held_at_their_end(loop.tracking.things.values()) if self._beyond_promise else nullcontext():
                     yield step
@@ -140,6 +140,8 @@ class StepLoop:
                 self._call_before_step()
             loop.save_if_due()
         finally:
+            if loop.position.step is not None:
+                loop.position.step.leave()
             own_numbers.restore()
             self.left = True
             loop.tracking.updates.end(loop)

@@ -101,7 +101,7 @@ class Tracked:
 
     def parts(self) -> list[tuple[str, Any]]:
         """Return everything tracked, its parts, and optimisers that were seen to make a step, each with its name."""
-        tracked = [(name, part) for name, thing in self.things.items() for part in _parts(thing)]
+        tracked = [(name, part) for name, thing in sorted(self.things.items()) for part in _parts(thing)]
         return [*tracked, *((f"the untracked {type(one).__name__}", one) for one in self.stepped_untracked())]
 
     def facts(self) -> dict[str, Any]:
@@ -130,7 +130,8 @@ class Tracked:
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """The tracked optimisers by name."""
-        return {name: thing for name, thing in self.things.items() if isinstance(thing, torch.optim.Optimizer)}
+        ours = sorted(self.things.items())  # the same on workers that track in another order
+        return {name: thing for name, thing in ours if isinstance(thing, torch.optim.Optimizer)}
 
     def stepped_untracked(self) -> Optimizers:
         """Return the optimisers that were seen to make a step and are not tracked."""

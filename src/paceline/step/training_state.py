@@ -231,10 +231,16 @@ class TrainingState:
         In the epoch's last step ``step_state.shares`` keeps all that was dealt before; in a step below its floor, only
         what was counted.
         """
+        self.keep_before(step_state)
         step_state.ranges = joined(step_state.ranges, self.dealing.commit(done, False))
         dealt, kept = self.dealing.deal(shares), step_state.shares if step_state.last else step_state.counted
         step_state.shares = tuple(before + more for before, more in zip(kept, dealt, strict=True))
         step_state.extra = dealt[self._transport.rank]
+
+    def keep_before(self, step_state: StepState) -> None:
+        """Keep the state before anything of the step is counted: a loop that has yet to take it over may save."""
+        if step_state.before is None:
+            step_state.before = self.state_dict()
 
     def extend(
         self, step_state: StepState, counts: Sequence[int], free: Sequence[bool], busy: Sequence[bool]
@@ -281,7 +287,7 @@ class TrainingState:
         state before this step. ``wall_s``: the seconds of the step, where the record lacks them.
         """
         if by_deadline:
-            step_state.before = self.state_dict()
+            self.keep_before(step_state)
         rest = record.samples
         if step_state.ranges:
             rest = tuple(all_ - before for all_, before in zip(record.samples, step_state.counted, strict=True))

@@ -90,6 +90,8 @@ class CollectiveCalls:
         if not (context.steps is None or context.steps.left):
             return call()
         known = self._known_results().find(name, len(context.passes.call_results))
+        if known and name == "evaluate":
+            EvaluationNumbers.draw()  # as the call did: what the script draws afterwards stays the same
         result = known[0] if known else call()
         context.passes.call_results.add(name, plain(result, f"the result of fleet.{name}"))
         return result

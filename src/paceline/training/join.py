@@ -94,7 +94,7 @@ def join_training(
             context = TrainingContext(
                 transport, recorder, pacer, merge, here, machine, failures, nonfinite, int(seed), comm_dtype, at_the_end
             )
-            if other_pace:
+            if other_pace and pacer.name != _pace_name(pace):
                 context.inform(f"pace is {pacer.name!r} as PACELINE_PACE says, not {_pace_name(pace)!r}")
             if kind_of(merge).local and may_set_deadlines(pacer):
                 context.inform(f"pace {pacer.name} stays adaptive: combine {name_of(merge)!r} has no deadlines")

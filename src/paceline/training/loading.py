@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,11 +48,10 @@ class Loading:
         self._untracked.before_load(path)
         if context.outside:
             return self._load_outside(Path(path), loops)
-        if over is not None:
-            over.meet("fleet.load()")
-        context.tracking.must_agree(context.transport, "fleet.load()")
-        device = context.state_device
-        found = fetch(context.transport, Path(path), device=device, missing_ok=missing_ok, warn=context.warn)
+        with context.meet("fleet.load()") if over is not None else nullcontext():
+            context.tracking.must_agree(context.transport, "fleet.load()")
+            device = context.state_device
+            found = fetch(context.transport, Path(path), device=device, missing_ok=missing_ok, warn=context.warn)
         if found is None:
             return None
         self._untracked.after_fetch(path, found)

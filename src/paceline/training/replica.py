@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from hashlib import blake2b
 from pathlib import Path
@@ -191,14 +192,15 @@ class Replica:
         if transport.size == 1 or context.outside or transport.grouped or in_loop:
             return
         own = {name: state_of([(name, thing)]).number() for name, thing in objects.items()}
-        everybody = transport.gather("fleet.track()", own)
-        if any(set(theirs) != set(own) for theirs in everybody):
-            return  # the first step raises
-        unlike = sorted(name for name in own if len({theirs[name] for theirs in everybody}) > 1)
-        if not unlike:
-            return
-        mine = {name: checkpoint.plain(objects[name].state_dict(), f"the state of {name}") for name in unlike}
-        state = hand_round(transport, mine, device=context.state_device)
+        with context.meet("fleet.track()") if steps is not None and steps.begun else nullcontext():
+            everybody = transport.gather("fleet.track()", own)
+            if any(set(theirs) != set(own) for theirs in everybody):
+                return  # the first step raises
+            unlike = sorted(name for name in own if len({theirs[name] for theirs in everybody}) > 1)
+            if not unlike:
+                return
+            mine = {name: checkpoint.plain(objects[name].state_dict(), f"the state of {name}") for name in unlike}
+            state = hand_round(transport, mine, device=context.state_device)
         if not context.leads:
             for name in unlike:
                 checkpoint.load_into(objects[name], deepcopy(state[name]))

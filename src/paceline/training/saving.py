@@ -12,6 +12,7 @@ from paceline.checkpoint import divided_folder
 from paceline.checkpoint import file as checkpoint_file
 from paceline.checkpoint.autosave import Autosaver, Schedule
 from paceline.checkpoint.divided_folder import TakenOut
+from paceline.errors import MisuseError
 from paceline.settings import must_agree
 from paceline.step.micro_batch_size import saved_sizes
 
@@ -32,6 +33,7 @@ class Saving:
     def save(self, path: Path, extra: Any) -> None:
         """Run ``fleet.save``: all workers call it, the leader writes."""
         context = self._context
+        self._refuse_within_update()
         with context.meet("fleet.save()"):
             facts = {**context.tracking.facts(), **context.tracking.values_facts()}
             must_agree(context.transport, "fleet.save()", facts)
@@ -44,9 +46,20 @@ class Saving:
         After a commit all replicas are equal. Only for fleets of fixed size: a leader that is lost while it writes
         leaves no file.
         """
+        self._refuse_within_update()
         steps = self._context.steps
         with steps.combine.shown() if steps is not None else nullcontext():
             _raise(self._write(path, extra))
+
+    def _refuse_within_update(self) -> None:
+        """Raise MisuseError between a step's round and its commit: the update may be made, and is not counted yet."""
+        steps = self._context.steps
+        step = None if steps is None or steps.left else steps.loop.position.step
+        if step is not None and step.record is not None and not step.committed:
+            raise MisuseError(
+                f"fleet.save between step.reduce() and step.commit() of step {step.index}: a run that resumes would "
+                "make its update twice; save behind step.commit"
+            )
 
     def _write(self, path: Path, extra: Any) -> list[str] | None:
         """Write the checkpoint on the leader; return what went wrong."""

@@ -134,6 +134,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         _leave_earlier()
         self._context = join_training(pace, merge, device=device, seed=seed, nonfinite=nonfinite, **options)
         self.fleet = Fleet(self._context)
+        self._told_of_none = False
         """The fleet that this worker is in: its size, history, `Fleet.predict`."""
         self.same_data = SameData(self._context)
         hide_launcher()
@@ -384,9 +385,21 @@ class PacelineStrategy(SingleDeviceStrategy):
         loss = out["loss"] if isinstance(out, dict) else out
         step.add(**dict(sums_of(results, results.parts)))
         if loss is None:
+            self._warn_of_none(step)
             step.skip()
         else:
             step.backward(loss, weight=None if self._weight is None else self._weight(batch))
+
+    def _warn_of_none(self, step: Step) -> None:
+        """Log once, on each worker, that a loss of None leaves out a micro-batch, and not the step's batch."""
+        if not self._told_of_none:
+            self._told_of_none = True
+            text = (
+                f"training_step returned None in step {step.index}: the samples of that micro-batch are left out of "
+                "the step, and the others make its update. In one process the whole batch is left out: where that is "
+                "meant, leave samples out by what they are, such as (losses * mask).sum() / mask.sum().clamp(min=1)"
+            )
+            self._context.recorder.event("note", {"level": "warning", "text": text})
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Call the hooks around backward, which has run already: they see the fleet's loss, and its mean gradient."""

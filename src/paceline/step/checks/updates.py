@@ -60,6 +60,8 @@ class UpdateGuard:
         """Optimisers whose ``step`` is under way, the outermost first."""
         self._made: dict[int, Optimizer] = {}
         """Those that have made their update in this step, by ``id``."""
+        self._summed: set[int] = set()
+        """The parameters, by ``id``, whose gradients this loop sums: one that a model gets later is not among them."""
         self._last: tuple[int, int] | None = None
         """The last step that was applied, and how many updates were made in it."""
         self._applied = False
@@ -89,11 +91,13 @@ class UpdateGuard:
         return self._holdings(optimizer).ours
 
     def _holdings(self, optimizer: Optimizer) -> _Holdings:
-        groups, found = len(optimizer.param_groups), self._known.get(optimizer)
-        if found is None or found.groups != groups:
-            ours, held, name = {id(one) for one in self._ours()}, list(_parameters(optimizer)), type(optimizer).__name__
-            others = {id(one): _Outside(ref(one), name) for one in held if id(one) not in ours}
-            found = self._known[optimizer] = _Holdings(groups, any(id(one) in ours for one in held), others)
+        held = list(_parameters(optimizer))
+        ids, found = hash(tuple(map(id, held))), self._known.get(optimizer)
+        if found is None or found.ids != ids:
+            ours, name = {id(one) for one in self._ours()}, type(optimizer).__name__
+            summed = self._summed or ours
+            others = {id(one): _Outside(ref(one), name) for one in held if id(one) not in summed}
+            found = self._known[optimizer] = _Holdings(ids, any(id(one) in ours for one in held), others)
         return found
 
     # -- parameters outside of the fleet -----------------------------------------------------------------------------
@@ -110,10 +114,12 @@ class UpdateGuard:
 
     # -- how far the loop is -----------------------------------------------------------------------------------------
 
-    def begin(self, loop: object, step: int) -> None:
-        """Begin a step of this loop."""
+    def begin(self, loop: object, step: int, summed: Sequence[torch.Tensor] = ()) -> None:
+        """Begin a step of this loop, which sums the gradients of the parameters ``summed``."""
         if loop is not self._loop:
             self._loop, self._trains, self._idle_steps, self._last = loop, False, 0, None
+            self._summed = {id(one) for one in summed}
+            self._known.clear()
         self._enter(UpdatePhase.WORKING)
         self._thread = concurrency.current_thread()
         self._step, self._applied, self._fed, self._before_update = step, False, False, None
@@ -254,7 +260,8 @@ class UpdateGuard:
             f"{one.optimizer} steps in the loop and holds a parameter{shape} that the loss reaches and the fleet was "
             "not given, so every worker would train its own from its own samples: give its module to the fleet before "
             "the first step, criterion = fleet.model(criterion), and its optimizer to step.commit; or detach() it in "
-            "the loss"
+            "the loss. A layer that a model gets in the middle of a loop is summed from the next loop on: leave this "
+            "loop, add the layer, and begin another fleet.steps"
         )
 
 
@@ -272,9 +279,10 @@ class _Outside(NamedTuple):
 
 
 class _Holdings(NamedTuple):
-    """The parameters that an optimiser holds, found with that number of parameter groups."""
+    """The parameters that an optimiser holds."""
 
-    groups: int
+    ids: int
+    """A digest of which parameters they are."""
     ours: bool
     """Whether some are the fleet's."""
     others: dict[int, _Outside]

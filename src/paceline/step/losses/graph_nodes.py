@@ -221,7 +221,7 @@ def reach_of(term: Node, rows: int) -> TermReach:
         if node in reach.nodes or node.__class__.__name__ == "AccumulateGrad":
             continue
         stem = stem_of(node.__class__)
-        if not in_model and _picks_one(node, stem, rows):
+        if not in_model and _picks_one(node, stem, rows) and not is_constant(node):
             reach.selects = True
             continue
         reach.nodes.add(node)

@@ -88,7 +88,7 @@ class LossReading:
     """Whether a sum of several values was divided by exactly 1, which may be a count of nothing made 1; on CUDA a
     tensor."""
     penalty: bool = False
-    """Whether a term of parameters alone was divided by the number of samples."""
+    """Whether a term of parameters alone was divided by the number of samples, or by a count of something."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,6 +215,7 @@ class _Reader:
             self.one_value(path) if self.rows == 1 else self.unread(node, path)
             return
         if self.several and (is_constant(last.node) or (_without_data(path) and is_constant(node))):
+            self.penalty(path)
             return
         if node is not last.node and (statistic := statistic_below(node, self.rows)):
             self.found.couples = self.found.couples or statistic
@@ -235,6 +236,16 @@ class _Reader:
             self.found.counts.append(reduce(mul, [_number(last.count), *outer, *divisors]))
             if divisors:
                 self._look_at_mean_divisor(last, reduce(mul, divisors), _weights(path, last, node))
+
+    def penalty(self, path: Path) -> None:
+        """Note whether a term of parameters alone was divided by the number of samples, or by a value of the batch."""
+        for part in path:
+            if isinstance(part, _Factor) and (
+                (self.rows > 1 and _divisor(part) == self.rows)
+                if is_plain(part.value)
+                else part.divides and part.value.dim() == 0
+            ):
+                self.found.penalty = True
 
     def _is_new(self, last: _Reduction, tensors: Iterable[_Factor]) -> bool:
         """Note a path to a reduction; return False where another one, divided by the same, was noted before."""
@@ -428,10 +439,7 @@ def _times(reader: _Reader, node: Node, output: int, path: Path) -> None:
 def _over(reader: _Reader, node: Node, output: int, path: Path) -> None:
     children = list(node.next_functions)
     if len(children) == 1 or children[1][0] is None:
-        divisor = node._saved_other
-        if reader.rows > 1 and is_plain(divisor) and float(divisor) == reader.rows and is_constant(node):
-            reader.found.penalty = True
-        reader.follow(children[0], (*path, _Factor(divisor, True)))
+        reader.follow(children[0], (*path, _Factor(node._saved_other, True)))
     elif children[0][0] is None:
         _bends(reader, node, output, path)
     else:
@@ -487,7 +495,9 @@ def _reduction(reader: _Reader, node: Node, output: int, path: Path, *, mean: bo
     shape = tuple(node._saved_self_sym_sizes)
     if not shape:
         reader.below(node, path)
-    elif not (reader.several and is_constant(node)):
+    elif reader.several and is_constant(node):
+        reader.penalty(path)
+    else:
         reader.reduced(node, path, shape, mean=mean)
 
 

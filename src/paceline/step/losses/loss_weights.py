@@ -274,8 +274,8 @@ def look_at_given(loss: torch.Tensor, weight: Any, rows: int, tally: Tally) -> s
     found = read_loss(loss, rows)
     if found.sum_over == "":
         return _SUM_WITH_WEIGHT
-    if len(found.counts) == 1 and not (found.unsure or found.unread):
-        tally.proportions.append(found.counts[0] / weight)
+    if found.counts and not (found.unsure or found.unread):
+        tally.proportions.append(_ratio(found.counts, weight, 0))
     return ""
 
 
@@ -456,8 +456,9 @@ _NOT_PROPORTIONAL = (
     "loss. If the mean over micro-batches by your weight is meant, it is right as it is"
 )
 _PENALTY = (
-    "a penalty on the weights is divided by the micro-batch's number of samples, so it weighs more than in one process "
-    "with the whole batch: divide it by a number of your own, such as the global batch size"
+    "a penalty on the weights is divided by the micro-batch's number of samples, or by a value of the micro-batch, so "
+    "it weighs more than in one process with the whole batch: divide it by a number of your own, such as the global "
+    "batch size"
 )
 _UNLIKE_TERMS = (
     "the losses of one step's micro-batches have unlike terms (one that only some samples have, or tasks by turns), so "

@@ -24,6 +24,8 @@ MOST_NODES = 10_000
 """A model with more operations is not looked at."""
 MOST_FIRST = 16
 """First tensors that are looked at."""
+_INPUTS = {"Addmm": slice(1, 2), "Linear": slice(0, 1), "Convolution": slice(0, 1)}
+"""What a layer is given besides its weight and bias, which are of parameters, however they are made."""
 RECURRENT = frozenset(("CudnnRnn", "MiopenRnn", "MkldnnRnnLayer"))
 
 MIXED_INSIDE = (
@@ -45,6 +47,8 @@ def mixing(loss: torch.Tensor, rows: int) -> Any:
         return 0.0
     if any(_is_along_samples(edge, rows) for edge in graph):
         return CERTAIN
+    if any(_is_ambiguous(shape_of(*edge), rows) for edge in graph):
+        return 0.0
     first = [edge for edge in _first_by_sample(graph, rows) if edge not in last]
     if not first:
         return 0.0
@@ -67,6 +71,11 @@ def mixing(loss: torch.Tensor, rows: int) -> Any:
     return other / (own + torch.finfo(own.dtype).tiny)
 
 
+def _is_ambiguous(shape: tuple[int, ...], rows: int) -> bool:
+    """Return whether both the samples and, for example, the tokens of each may be the first dimension."""
+    return len(shape) > 2 and shape[0] == rows and rows in shape[1:-1]
+
+
 def _is_by_sample(shape: tuple[int, ...], rows: int) -> bool:
     """Return whether a tensor has one row per sample, and no other dimension that may be the samples."""
     return shape[:1] == (rows,) and rows not in shape[1:] and 0 not in shape
@@ -86,7 +95,8 @@ def _graph_of(last: list[Edge]) -> dict[Edge, list[Edge]] | None:
         stem = stem_of(node.__class__)
         if not stem or "BatchNorm" in stem or len(children) > MOST_NODES:
             return None
-        children[edge] = [(child, number) for child, number in node.next_functions if child is not None]
+        given = node.next_functions[_INPUTS.get(stem, slice(None))]
+        children[edge] = [(child, number) for child, number in given if child is not None]
         todo += children[edge]
     return children
 
