@@ -64,8 +64,24 @@ def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None)
         {"compute_loss_func": smoothed, "num_train_epochs": 1},
         {"train_sampling_strategy": "sequential", "gradient_checkpointing": True, "dataloader_num_workers": 1},
         {"train_sampling_strategy": "group_by_length", "num_train_epochs": 3},
+        {"train_sampling_strategy": "group_by_length", "num_train_epochs": 3, "eval_strategy": "epoch"},
+        {
+            "train_sampling_strategy": "group_by_length",
+            "num_train_epochs": 3,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+        },
     ],
-    ids=["evaluated", "max_steps", "label smoothing", "a loss of one's own", "in order", "grouped"],
+    ids=[
+        "evaluated",
+        "max_steps",
+        "label smoothing",
+        "a loss of one's own",
+        "in order",
+        "grouped",
+        "grouped, and evaluated each epoch",
+        "grouped, and evaluated by steps",
+    ],
 )
 def test_unequal_micro_batches_of_tokens_equal_the_plain_trainer(
     tmp_path: Path, fleet: paceline.Fleet, options: dict[str, Any]

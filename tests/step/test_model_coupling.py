@@ -27,7 +27,18 @@ class Net(nn.Module):
 
 
 def orthogonal(layer: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(ROWS, ROWS), nn.Tanh(), nn.utils.parametrizations.orthogonal(layer))
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.utils.parametrizations.orthogonal(layer))
+
+
+class Masked(nn.TransformerEncoderLayer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(
+            x, src_key_padding_mask=torch.arange(x.shape[1])[None] >= torch.tensor([[4], [2], [3], [4]])
+        )
+
+
+def masked() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 12), Masked(12, 2, 16, dropout=0.0, batch_first=True))
 
 
 def by_hand(h: torch.Tensor) -> torch.Tensor:
@@ -98,8 +109,8 @@ def test_a_model_that_mixes_samples_is_found_and_its_gradients_stay_as_they_are(
         (Net(NORMED, torch.relu, 288), torch.randn(ROWS, 3, 8, 8)),
         (Net(nn.Linear(5, 8), lambda h: checkpoint(torch.tanh, h, use_reentrant=False)), torch.randn(ROWS, 5)),
         (Net(nn.Linear(5, 8), lambda h: checkpoint(torch.tanh, h, use_reentrant=True)), torch.randn(ROWS, 5)),
-        (Net(orthogonal(nn.Linear(ROWS, ROWS)), torch.relu, ROWS), torch.randn(ROWS, ROWS)),
-        (Net(layer(True), lambda h: h.mean(1)), torch.randn(ROWS, ROWS, 5)),
+        (Net(orthogonal(nn.Linear(8, ROWS)), torch.tanh, ROWS), torch.randn(ROWS, 5)),
+        (Net(masked(), lambda h: h.mean(1), 12), torch.randn(ROWS, ROWS, 5)),
     ],
     ids=[
         "a network",

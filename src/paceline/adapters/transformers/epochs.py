@@ -113,30 +113,64 @@ def ordered_by_epoch(sampler: Any) -> TrainingOrder:
     return TrainingOrder(draw, len(sampler))
 
 
-def grouped_by_length(lengths: Sequence[int], batch: int, *, seed: int, before: int) -> TrainingOrder:
+def grouped_by_length(
+    lengths: Sequence[int], batch: int, *, seed: int, before: int, evaluations: Callable[[int], int] = lambda epoch: 0
+) -> TrainingOrder:
     """Return the order of ``group_by_length`` for steps of ``batch`` samples.
 
     The plain Trainer draws it from torch's global generator, which it has seeded: in each epoch a seed for loader
-    processes, and then a permutation. ``before``: epochs of earlier trainings.
+    processes, and then a permutation; and a seed for each of the epoch's ``evaluations``. ``before``: epochs of earlier
+    trainings.
     """
 
     def draw(epoch: int) -> Iterable[int]:
         generator = torch.Generator().manual_seed(seed)
-        for _ in range(before + epoch):
-            torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+        def draw_seeds(number: int) -> None:
+            for _ in range(number):
+                torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+        draw_seeds(evaluations(-1))
+        for past in range(-before, epoch):
+            draw_seeds(1)
             torch.randperm(len(lengths), generator=generator)
-        torch.empty((), dtype=torch.int64).random_(generator=generator)
+            draw_seeds(evaluations(past) if past >= 0 else 0)
+        draw_seeds(1)
         return cast(Iterable[int], get_length_grouped_indices(lengths, batch, generator=generator))
 
     return TrainingOrder(draw, len(lengths))
 
 
-def make_epochs(fleet: Fleet, loader: DataLoader[Any], args: Any, *, before: int = 0) -> FleetEpochs:
-    """Return the steps of a training with these arguments; ``before``: epochs of the trainer's earlier trainings."""
+def evaluations_in(epoch: int, each: int, args: Any) -> int:
+    """Return how often the Trainer evaluates in an epoch of ``each`` steps; in epoch -1, before the first."""
+    if epoch < 0:
+        return int(bool(args.eval_on_start))
+    if args.eval_strategy == "epoch":
+        return 1
+    if args.eval_strategy != "steps":
+        return 0
+    every = args.eval_steps if args.eval_steps >= 1 else math.ceil(args.eval_steps * each * args.num_train_epochs)
+    return int((epoch + 1) * each // every - epoch * each // every)
+
+
+def make_epochs(
+    fleet: Fleet, loader: DataLoader[Any], args: Any, *, before: int = 0, evaluated: int = 1
+) -> FleetEpochs:
+    """Return the steps of a training with these arguments.
+
+    ``before``: epochs of the trainer's earlier trainings. ``evaluated``: datasets of an evaluation.
+    """
     batches: Any = loader.batch_sampler
     if isinstance(batches.sampler, LengthGroupedSampler):
         lengths, batch = batches.sampler.lengths, args.global_batch
-        batches.sampler = grouped_by_length(lengths, batch, seed=args.seed, before=before)
+        each = math.ceil(len(lengths) / batch)
+        batches.sampler = grouped_by_length(
+            lengths,
+            batch,
+            seed=args.seed,
+            before=before,
+            evaluations=lambda epoch: evaluated * evaluations_in(epoch, each, args),
+        )
     elif callable(getattr(batches.sampler, "set_epoch", None)):
         batches.sampler = ordered_by_epoch(batches.sampler)
     draws = len(batches.sampler)

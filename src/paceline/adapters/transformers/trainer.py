@@ -169,7 +169,8 @@ class PacelineTrainer(Trainer):
     def get_train_dataloader(self) -> FleetEpochs:
         """Return the fleet's steps over the Trainer's own loader, whose dataset, order and collator are used."""
         loader = super().get_train_dataloader()
-        self.epochs = make_epochs(self.fleet, loader, self.args, before=self._epochs_before)
+        sets = len(self.eval_dataset) if isinstance(self.eval_dataset, dict) else 1
+        self.epochs = make_epochs(self.fleet, loader, self.args, before=self._epochs_before, evaluated=sets)
         self._epochs_before += self.epochs.epochs
         self.before = self.epochs.steps.index
         return self.epochs

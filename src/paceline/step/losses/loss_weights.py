@@ -486,11 +486,11 @@ def _sum_text(divided_by: str, rows: int) -> str:
 
 def _apart_text(step: int) -> str:
     return (
-        f"the losses of step {step} add up means over unlike things (tokens here, samples there), whose counts are not "
-        "proportional from micro-batch to micro-batch. If the loss of a whole batch is the mean over samples of its "
-        "micro-batches' losses (as where a term is over a set that never changes, such as boundary points), give "
-        "step.backward(loss, weight=len(x)), which is exact then; else make them means over the same, or say by "
-        "weight=... which count the step is to go by"
+        f"the losses of step {step} add up means over unlike things (samples in one term; tokens, class weights or a "
+        "group of samples in another), whose counts are not proportional from micro-batch to micro-batch. Divide every "
+        "term by the same count, such as (l * mask).sum() / len(x): that is exact. step.backward(loss, weight=len(x)) "
+        "is exact only where a term is over a set that never changes, such as boundary points. Any other weight=... is "
+        "the count that the whole step goes by"
     )
 
 
