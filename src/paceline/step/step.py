@@ -272,7 +272,7 @@ class Step(FormerNames):
             return float(micro.rows), tally
         if is_examined(self.index) and (constants := constants_of(loss, micro.rows)) is not None:
             tally.constants.append(constants)
-        if is_examined(self.index):
+        if is_examined(self.index) and not self._step_state.work.micro_batches:
             leaves = self._loop.script.own_leaves
             for text in (look_at_division(loss, micro.rows), leaves.look(loss, self._gradients.buckets.parameters)):
                 if text:

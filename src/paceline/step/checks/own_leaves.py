@@ -33,13 +33,20 @@ class OwnLeaves:
         """Note what a loss reaches; return a warning, or nothing, about what changed since an earlier one did."""
         ours, text = set(map(id, known)), ""
         for leaf in _leaves(loss):
-            if id(leaf) in ours or isinstance(leaf, torch.nn.Parameter):
+            if id(leaf) in ours:
                 continue
             noted, version = self._noted.get(id(leaf), (None, 0))
-            if noted is not None and noted() is leaf and leaf._version != version:
+            if noted is not None and noted() is leaf and leaf._version != version and _is_trained(leaf):
                 text = UPDATED_BY_HAND.format(shape=list(leaf.shape))
             self._noted[id(leaf)] = ref(leaf), leaf._version
         return text
+
+
+def _is_trained(leaf: torch.Tensor) -> bool:
+    """Return whether the script may have used the leaf's gradient: that of a teacher's parameter only adds up."""
+    if not isinstance(leaf, torch.nn.Parameter) or leaf.grad is None:
+        return True
+    return leaf.grad.is_cpu and not bool(leaf.grad.any())
 
 
 def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:

@@ -1,0 +1,154 @@
+"""What a script does before its first loop, behind one that it left with ``break``, and between two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from programs import results
+
+pytestmark = pytest.mark.fleet
+
+PROMISED = """
+import time
+from deadline_cases import Deadline
+from paceline.step.late import catch_up
+
+if os.environ["RANK"] == "1":
+    catch_up.MOST_BYTES = 0  # as with a large model: it is promised a copy instead of the sums that it missed
+path = os.environ["CHECKPOINT"]
+with paceline.join(Deadline(0.1)) as fleet:
+    model = fleet.model(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fleet.track(optimizer=optimizer)
+    fleet.save(path)
+    steps = fleet.steps(data, global_batch=8, micro_batch=2, epochs=2)._loop
+    for step in steps:
+        for a, b in step:
+            while fleet.rank == 1 and step.index == 1 and steps.training.index < 3:
+                time.sleep(0.005)
+            step.backward(loss_fn(model(a), b))
+        step.commit(optimizer)
+        if step.index >= 2:
+            break  # before it gives the copy that worker 1 asked for in this step's round
+    CALL
+    result = {"weights": flat(model), "first": flat(network())}
+"""
+
+
+@pytest.mark.parametrize("call", ["load", "track"])
+def test_behind_a_break_a_late_worker_does_without_the_copy_it_was_promised(tmp_path: Path, call: str) -> None:
+    calls = {"load": "fleet.load(path)", "track": "fleet.track(ema=torch.optim.swa_utils.AveragedModel(model))"}
+    script = PROMISED.replace("CALL", calls[call])
+    one, other = results(tmp_path, script, PACELINE_PACE="", CHECKPOINT=str(tmp_path / "first"))
+    assert one["weights"] == other["weights"]
+    assert (one["weights"] == one["first"]) == (call == "load")
+
+
+@pytest.mark.parametrize("then", ["", "train(range(99))"], ids=["the end", "another loop"])
+def test_averaging_by_the_clock_a_loop_may_be_left(tmp_path: Path, then: str) -> None:
+    script = """
+    import time
+    with paceline.join(combine=paceline.Averaging(period_s=0.1)) as fleet:
+        model = fleet.model(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fleet.track(optimizer=optimizer)
+        def train(indices):
+            for step in fleet.steps(data, global_batch=4, micro_batch=2, epochs=2):
+                for a, b in step:
+                    time.sleep(0.005 if fleet.rank == 0 else 0.03)
+                    step.backward(loss_fn(model(a), b))
+                step.commit(optimizer)
+                if step.index not in indices:
+                    break
+        train(range(9))
+        THEN
+    result = flat(model)
+    """
+    one, other = results(tmp_path, script.replace("THEN", then))
+    assert one == other
+
+
+def test_a_resumed_run_draws_the_same_numbers_between_loops(tmp_path: Path) -> None:
+    script = """
+    def run(resume):
+        drawn = []
+        torch.manual_seed(0)
+        with paceline.join() as fleet:
+            model = fleet.model(network())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            fleet.track(optimizer=optimizer)
+            if resume:
+                fleet.load(os.environ["CHECKPOINT"], loops="all")
+            for epoch in range(3):
+                for step in fleet.steps(data, global_batch=12, micro_batch=6):
+                    for a, b in step:
+                        step.backward(loss_fn(model(a), b))
+                    step.commit(optimizer)
+                    if epoch == 2 and step.index == 9 and not resume:
+                        fleet.save(os.environ["CHECKPOINT"])
+                fleet.evaluate(lambda a, b: {"hit": model(a).argmax(1) == b}, data, sums="hit")
+                drawn.append(torch.rand(()).item())
+        return drawn, flat(model)
+    result = run(False), run(True)
+    """
+    ((whole, resumed),) = results(tmp_path, script, workers=1, CHECKPOINT=str(tmp_path / "checkpoint"))
+    assert resumed == whole
+    assert len(set(whole[0])) == 3
+
+
+def test_a_step_left_in_its_middle_leaves_the_scripts_own_numbers_as_they_were(tmp_path: Path) -> None:
+    script = """
+    import random
+    import numpy as np
+    def run(leave):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        drawn = []
+        with paceline.join() as fleet:
+            model = fleet.model(network())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            steps = fleet.steps(data, global_batch=12, micro_batch=3)
+            if leave:
+                for step in steps:
+                    for a, b in step:
+                        break
+                    break
+            for step in steps:
+                for a, b in step:
+                    step.backward(loss_fn(model(a), b))
+                step.commit(optimizer)
+                drawn.append([np.random.rand(), random.random(), torch.rand(()).item()])
+        return drawn
+    result = run(False), run(True)
+    """
+    ((whole, left),) = results(tmp_path, script, workers=1)
+    assert left == whole
+    assert len({numbers[0] for numbers in whole}) == 4
+
+
+def test_workers_may_track_the_same_things_in_another_order(tmp_path: Path) -> None:
+    script = """
+    with paceline.join() as fleet:
+        model = fleet.model(network())
+        first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        last = torch.optim.Adam(model[2].parameters(), lr=0.01)
+        things = {
+            "first": first,
+            "last": last,
+            "steps": torch.optim.lr_scheduler.StepLR(first, 2),
+            "decay": torch.optim.lr_scheduler.ExponentialLR(last, 0.9),
+        }
+        for name in sorted(things, reverse=fleet.rank == 1):
+            fleet.track(**{name: things[name]})
+        for step in fleet.steps(data, global_batch=12, micro_batch=3):
+            for a, b in step:
+                step.backward(loss_fn(model(a), b))
+            step.commit(first, last)
+            things["steps"].step()
+            things["decay"].step()
+        result = flat(model)
+    """
+    one, other = results(tmp_path, script)
+    assert one == other
