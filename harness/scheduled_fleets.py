@@ -20,6 +20,7 @@ import torch._dynamo  # the first optimiser imports it, for seconds: here it is 
 from memory_fleet import KILLED, Folder, Verdict, World, fleet_of
 from scheduler import Scheduler
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -197,7 +198,9 @@ def play(seed: int, *, case: Case | None = None) -> Verdict:
     case = case or draw(seed)
     torch.set_num_threads(1)
     scheduler = Scheduler(f"schedule {seed}")
-    with Folder() as folder, mock.patch.object(catch_up, "MOST_BYTES", case.most_bytes):
+    # A worker that is killed leaves its hooks behind, which would look at every later optimiser of this process.
+    hooks = [mock.patch.dict(one) for one in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    with Folder() as folder, mock.patch.object(catch_up, "MOST_BYTES", case.most_bytes), hooks[0], hooks[1]:
         world = World(scheduler, lambda world, slot: train(case, world, slot), size=case.size, folder=folder)
         for point, kind, slot, thread in case.faults:
             happens = partial(inject, world, kind, slot)

@@ -114,6 +114,11 @@ class Flock:
         """Until the last step in the log was made with this one."""
         self.wait_until(lambda: worker in self.records()[-1]["workers"])
 
+    def together_since(self, generation: int) -> bool:
+        """Whether all of the workers are in one generation, later than this one."""
+        now = self.server.snapshot()
+        return now["generation"] > generation and len(now["members"]) == len(self.workers)
+
     def wait_until(self, happened: Callable[[], bool], *, within: float = 60.0) -> None:
         until = time.monotonic() + within
         while not happened():

@@ -150,9 +150,10 @@ def test_a_worker_killed_at_any_micro_batch_returns(
     with Flock(CASE, 2, tmp_path, args=args, env={"PACELINE_QUIET": "1"}) as flock:
         flock.wait_for("died")
         flock.wait_for_end(victim)
+        before = flock.server.snapshot()["generation"]
         flock.tell_death(victim)
         flock.start(victim)
-        flock.wait_until(lambda: len((flock.records() or [{"workers": ()}])[-1]["workers"]) == 2)
+        flock.wait_until(lambda: flock.together_since(before))
         outcomes = flock.hurry()
     assert [one.code for one in outcomes.values()] == [0, 0], [one.err[-2000:] for one in outcomes.values()]
     epochs: list[list[list[int]]] = [[] for _ in range(given["epochs"])]

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from paceline.machines.events import Event
 from paceline.machines.spot import Market, SpotChange
 
-if TYPE_CHECKING:
-    from paceline.launcher.elastic_fleet import ElasticPolicy
+
+class Workers(Protocol):
+    """The workers of a launcher, by number, as far as faults need them."""
+
+    @property
+    def living(self) -> Sequence[int]:
+        """Workers whose process runs and that no fault has hit yet, in order."""
+
+    @property
+    def inside(self) -> frozenset[int]:
+        """Living workers that are in the fleet, and therefore hold the training's state."""
+
+    def kill(self, number: int, *, returns: bool) -> None: ...
+
+    def freeze(self, number: int, *, seconds: float) -> None: ...
+
+    def leave(self, number: int, *, notice_s: float | None = None) -> None:
+        """Ask a worker to leave for good; after ``notice_s``, if given, kill it."""
+
+    def add(self, *, new: bool) -> int | None:
+        """Start one more worker and return its number; None when there is no room.
+
+        Its number is one never used before if ``new``, else the lowest that is free.
+        """
+
+    def note(self, text: str) -> None: ...
 
 
 class Faults:
@@ -49,7 +73,7 @@ class Faults:
     def watches_steps(self) -> bool:
         return bool(self._events)
 
-    def play(self, workers: ElasticPolicy, *, step: int, elapsed_s: float) -> None:
+    def play(self, workers: Workers, *, step: int, elapsed_s: float) -> None:
         """Play the faults that are due after step ``step`` (-1: none yet) and ``elapsed_s`` seconds."""
         while self._events and self._events[0].step <= step:
             self._play_event(self._events.pop(0), workers)
@@ -58,7 +82,7 @@ class Faults:
 
     # -- events ----------------------------------------------------------------------------------------------------
 
-    def _play_event(self, event: Event, workers: ElasticPolicy) -> None:
+    def _play_event(self, event: Event, workers: Workers) -> None:
         if event.action == "join":
             number = workers.add(new=True)
             what = "skipped, the fleet is full" if number is None else f"worker {number} is started"
@@ -76,7 +100,7 @@ class Faults:
         else:
             workers.leave(target)
 
-    def _target(self, event: Event, workers: ElasticPolicy) -> int | None:
+    def _target(self, event: Event, workers: Workers) -> int | None:
         living = workers.living
         if event.worker is None:
             return self._random.choice(living) if living else None
@@ -84,7 +108,7 @@ class Faults:
 
     # -- spot machines ---------------------------------------------------------------------------------------------
 
-    def _trade_all(self, market: Market, workers: ElasticPolicy, elapsed_s: float) -> None:
+    def _trade_all(self, market: Market, workers: Workers, elapsed_s: float) -> None:
         there = workers.inside
         inside = {node for node, number in self._slots.items() if number in there}
         if self._began_s is None and inside:
@@ -97,7 +121,7 @@ class Faults:
             self._slots = {other: taken for other, taken in self._slots.items() if taken != number} | {node: number}
             workers.note(f"spot: {node} comes as worker {number}")
 
-    def _trade(self, change: SpotChange, workers: ElasticPolicy) -> None:
+    def _trade(self, change: SpotChange, workers: Workers) -> None:
         node = change.node
         if change.what == "add":
             self._arriving.append(node)
@@ -109,7 +133,7 @@ class Faults:
             self._announced_waiting = True
             workers.note(f"spot: {node} and further nodes wait until there is room")
 
-    def _reclaim(self, node: str, workers: ElasticPolicy) -> None:
+    def _reclaim(self, node: str, workers: Workers) -> None:
         if node in self._arriving:
             self._arriving.remove(node)
             return
