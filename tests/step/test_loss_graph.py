@@ -267,6 +267,7 @@ def test_a_mean_over_samples_couples_none(name: str) -> None:
         lambda: hinge_of_pairs(Y > 0),
         lambda: (out()[:, :1] - TARGET[:, 0]).square().mean(),
         lambda: (TARGET[:, :1] - out()[:, 0]).abs().mean(),
+        lambda: (out()[:, :1].tanh() * TARGET[:, 0]).mean(),
         lambda: hinge_of_pairs(Y == 0),
         lambda: F.relu(1 - (out()[:2, 0, None] - out()[2:, 0])).mean(),
     ],
@@ -305,6 +306,8 @@ RECURRENT, CENTRES = Recurrent(), nn.Parameter(torch.randn(6, 5))
         lambda: torch.cdist(out(), CENTRES).min(1).values.mean(),
         lambda: (out()[torch.arange(ROWS), Y.clamp(min=0)] - out()[:, 0]).abs().mean(),
         lambda: F.relu(1 - out()[MASK][:, :, None] - CENTRES.T[None]).mean(),
+        lambda: (X[:, :ROWS] - out()[:, :1]).square().mean(),
+        lambda: (X[:, :ROWS] * out()[:, :1]).mean(),
     ],
     ids=[
         "gru",
@@ -319,6 +322,8 @@ RECURRENT, CENTRES = Recurrent(), nn.Parameter(torch.randn(6, 5))
         "nearest prototype",
         "picked classes",
         "picked samples beside prototypes",
+        "as many values as samples",
+        "as many factors as samples",
     ],
 )
 def test_what_goes_on_within_a_sample_is_no_coupling(loss: Loss) -> None:
@@ -358,10 +363,11 @@ def test_a_picked_parameter_is_no_picked_sample() -> None:
 
 def test_a_penalty_divided_by_the_micro_batchs_samples_is_seen() -> None:
     assert read_loss(each().mean() + 0.1 * penalty() / ROWS, ROWS).penalty
-    assert read_loss(each().mean() + 0.1 * penalty() * (1 / ROWS), ROWS).penalty
     assert read_loss((each().sum() + 0.1 * penalty()) / ROWS, ROWS).penalty
-    assert read_loss((each() * MASK).sum() / MASK.sum() + 0.1 * penalty() / MASK.sum(), ROWS).penalty
-    assert not read_loss((each() * MASK).sum() / MASK.sum() + 0.1 * penalty(), ROWS).penalty
+    assert not read_loss(each().mean() + 0.1 * penalty() * (1 / ROWS), ROWS).penalty, "a factor may be any number"
+    first, second = ((each() * MASK).mean() + 0.1 * penalty() / torch.tensor(number) for number in (3, 4))
+    assert read_loss(first, ROWS).divisor != read_loss(second, ROWS).divisor
+    assert read_loss((each() * MASK).mean() + 0.1 * penalty(), ROWS).divisor == 0.0
     assert not read_loss(each().mean() + 0.1 * penalty() / 64, ROWS).penalty
     assert not read_loss(each().sum() / ROWS + 0.1 * penalty(), ROWS).penalty
 

@@ -26,6 +26,7 @@ from paceline.step.losses.loss_weights import (
     UNREAD,
     Tally,
     _terms_number,
+    look_at_given,
     read_weight,
 )
 
@@ -258,3 +259,18 @@ def test_a_mean_over_nothing_beside_one_over_something_is_refused() -> None:
 def test_a_count_that_is_not_finite_is_left_to_the_gradient() -> None:
     out = net()(X[:3])
     assert weighed(out.sum() / torch.tensor(float("nan")), 3)[0] == 3.0
+
+
+def test_a_weight_beside_several_counts_is_compared_with_the_samples_alone() -> None:
+    """One of them may stay the same, as that of boundary points does: then a weight of the samples is right."""
+    net, boundary = nn.Linear(3, 1), torch.randn(10, 3)
+    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 0.0]])
+    for weight, proportions in ((4, [1.0]), (6, [4 / 6])):
+        tally = Tally()
+        x = torch.randn(4, 3)
+        assert look_at_given(net(x).square().mean() + net(boundary).square().mean(), weight, 4, tally) == ""
+        assert tally.proportions == proportions
+    tally = Tally()
+    tokens = (net(x).square() * mask).sum() / mask.sum()
+    assert look_at_given(tokens, 6.0, 4, tally) == ""
+    assert tally.proportions == [1.0]

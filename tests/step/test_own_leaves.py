@@ -38,6 +38,20 @@ def test_a_loose_parameter_is_told_of_too_where_its_gradient_is_used() -> None:
         scale.grad = None
 
 
+def test_models_that_train_by_turns_are_the_fleets() -> None:
+    nets, leaves = [nn.Linear(3, 3), nn.Linear(3, 3)], OwnLeaves()
+    for number in range(4):
+        for turn, net in enumerate(nets):
+            net.requires_grad_(turn == number % 2)
+        loss = nets[1](nets[0](torch.ones(3))).sum()
+        assert leaves.look(loss, [*nets[0].parameters(), *nets[1].parameters()]) == ""
+        loss.backward()
+        with torch.no_grad():
+            for parameter in nets[number % 2].parameters():
+                parameter.sub_(0.1)
+                parameter.grad = None
+
+
 def test_a_teacher_that_follows_the_weights_may_change() -> None:
     model, teacher, leaves = nn.Linear(3, 2), nn.Linear(3, 2), OwnLeaves()
     for _ in range(3):

@@ -52,6 +52,8 @@ def test_a_layer_that_a_model_gets_within_a_loop_is_not_the_loops(guard: UpdateG
     model.head(torch.ones(1)).sum().backward()
     with pytest.raises(MisuseError, match="A layer that a model gets in the middle of a loop"):
         guard.check_outside(before)
+    guard.begin(object(), 0, list(model.parameters()))
+    assert guard.gradients_outside() == [], "the next loop sums it"
 
 
 def test_an_update_that_raised_does_not_count_as_made(model: nn.Module, guard: UpdateGuard) -> None:

@@ -273,10 +273,11 @@ class Step(FormerNames):
         if is_examined(self.index) and (constants := constants_of(loss, micro.rows)) is not None:
             tally.constants.append(constants)
         if is_examined(self.index) and not self._step_state.work.micro_batches:
-            leaves = self._loop.script.own_leaves
-            for text in (look_at_division(loss, micro.rows), leaves.look(loss, self._gradients.buckets.parameters)):
-                if text:
-                    self._loop.notes.warn_once(text)
+            texts = [look_at_division(loss, micro.rows)]
+            if not part and self._loop.transport.shards == 1:  # else a backward gives not every leaf its gradient
+                texts.append(self._loop.script.own_leaves.look(loss, self._gradients.everything))
+            for text in filter(None, texts):
+                self._loop.notes.warn_once(text)
         if weight is not None:
             weight = check_weight(weight)
             tally.given = isinstance(weight, torch.Tensor) or weight > 0
@@ -417,9 +418,9 @@ class Step(FormerNames):
         self._committed = True
         self._combine_with.commit(self, update_began)
         updates.committed(self._loop.position.finished)
-        self.leave()
+        self._leave()
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Let the script's own random numbers go on: the step was committed, or its loop was left."""
         if self._own_numbers is not None:
             self._own_numbers.restore()

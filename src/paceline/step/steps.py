@@ -141,7 +141,7 @@ class StepLoop:
             loop.save_if_due()
         finally:
             if loop.position.step is not None:
-                loop.position.step.leave()
+                loop.position.step._leave()
             own_numbers.restore()
             self.left = True
             loop.tracking.updates.end(loop)

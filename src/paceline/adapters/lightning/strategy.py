@@ -133,8 +133,8 @@ class PacelineStrategy(SingleDeviceStrategy):
         options: dict[str, Any] = {"name": name, "run_dir": run_dir, "quiet": quiet, "comm_dtype": comm_dtype}
         _leave_earlier()
         self._context = join_training(pace, merge, device=device, seed=seed, nonfinite=nonfinite, **options)
-        self.fleet = Fleet(self._context)
         self._told_of_none = False
+        self.fleet = Fleet(self._context)
         """The fleet that this worker is in: its size, history, `Fleet.predict`."""
         self.same_data = SameData(self._context)
         hide_launcher()

@@ -146,11 +146,13 @@ def evaluations_in(epoch: int, each: int, args: Any) -> int:
     if epoch < 0:
         return int(bool(args.eval_on_start))
     if args.eval_strategy == "epoch":
-        return 1
+        return int(args.eval_delay <= epoch + 1)
     if args.eval_strategy != "steps":
         return 0
-    every = args.eval_steps if args.eval_steps >= 1 else math.ceil(args.eval_steps * each * args.num_train_epochs)
-    return int((epoch + 1) * each // every - epoch * each // every)
+    total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * each)
+    every = args.eval_steps if args.eval_steps >= 1 else math.ceil(args.eval_steps * total)
+    steps = range(epoch * each + 1, (epoch + 1) * each + 1)
+    return sum(step % every == 0 and step >= args.eval_delay for step in steps)
 
 
 def make_epochs(
@@ -163,7 +165,7 @@ def make_epochs(
     batches: Any = loader.batch_sampler
     if isinstance(batches.sampler, LengthGroupedSampler):
         lengths, batch = batches.sampler.lengths, args.global_batch
-        each = math.ceil(len(lengths) / batch)
+        each = (math.floor if args.dataloader_drop_last else math.ceil)(len(lengths) / batch)
         batches.sampler = grouped_by_length(
             lengths,
             batch,

@@ -119,6 +119,7 @@ class UpdateGuard:
         if loop is not self._loop:
             self._loop, self._trains, self._idle_steps, self._last = loop, False, 0, None
             self._summed = {id(one) for one in summed}
+            self._outside = {key: one for key, one in self._outside.items() if key not in self._summed}
             self._known.clear()
         self._enter(UpdatePhase.WORKING)
         self._thread = concurrency.current_thread()

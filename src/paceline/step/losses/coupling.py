@@ -157,6 +157,7 @@ def outputs_of(root: Node, rows: int) -> tuple[list[Edge], bool] | None:
             (stem in CHOOSING and _over_rows(node, rows))
             or (stem in PAIRING and _pairs_rows(node, shape, rows))
             or (stem in DISTANCES and _is_between_rows(node, rows))
+            or (stem in ("Pow", "Abs") and _is_outer(node, rows))
         ):
             return [], True
         if by_rows and (stem in LAYERS or stem == "" or _of_parameters(node)):
@@ -194,9 +195,29 @@ def _pairs_rows(node: Node, shape: tuple[int, ...], rows: int) -> bool:
 
 
 def _meets_all_values(node: Node, shape: tuple[int, ...], rows: int) -> bool:
-    """Return whether every sample meets every sample's value of the data: (B, 1) and (B) make B times B differences."""
-    below = shape_below(node)
-    return rows > 2 and shape == (rows, rows) and below in ((rows, 1), (1, rows), (rows,)) and not is_constant(node)
+    """Return whether every sample meets every sample's value of the data: (B, 1) and (B) make B times B products."""
+    if rows < 3 or shape != (rows, rows) or stem_of(node.__class__) not in ("Mul", "Div") or is_constant(node):
+        return False
+    first = node.next_functions[0][0] is not None
+    other = getattr(node, "_saved_other" if first else "_saved_self", None)
+    if not isinstance(other, torch.Tensor):
+        return False
+    one, two, column, row = shape_below(node), tuple(other.shape), (rows, 1), ((rows,), (1, rows))
+    return (one == column and two in row) or (one in row and two == column)
+
+
+def _is_outer(node: Node, rows: int) -> bool:
+    """Return whether a value that a node holds is one number of each sample beside one of each, added: on a CPU."""
+    child = next((child for child, _ in node.next_functions if child is not None), None)
+    if rows < 3 or child is None or stem_of(child.__class__) not in ("Sub", "Rsub", "Add"):
+        return False
+    if shape_of(child, 0) != (rows, rows) or shape_below(child) not in ((rows, 1), (1, rows), (rows,)):
+        return False
+    held = node._saved_self
+    if not held.is_cpu:
+        return False
+    apart = (held[1:] - held[:1]).detach()
+    return bool(torch.allclose(apart, apart[:, :1].expand_as(apart)))
 
 
 def _is_between_rows(node: Node, rows: int) -> bool:

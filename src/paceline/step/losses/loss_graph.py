@@ -88,7 +88,7 @@ class LossReading:
     """Whether a sum of several values was divided by exactly 1, which may be a count of nothing made 1; on CUDA a
     tensor."""
     penalty: bool = False
-    """Whether a term of parameters alone was divided by the number of samples, or by a count of something."""
+    """Whether a term of parameters alone was divided by the number of samples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +148,10 @@ def divisor_of_mean(loss: torch.Tensor, rows: int) -> int:
     node: Node = loss.grad_fn
     if node is None or stem_of(node.__class__) != "Div" or len([one for one, _ in node.next_functions if one]) != 1:
         return 0
-    value = node._saved_other
+    try:
+        value = node._saved_other
+    except RuntimeError:  # the graph was freed, and backward will raise
+        return 0
     child = node.next_functions[0][0]
     if child is None or not is_plain(value) or float(value) < 2 or not float(value).is_integer() or value == rows:
         return 0
@@ -238,14 +241,15 @@ class _Reader:
                 self._look_at_mean_divisor(last, reduce(mul, divisors), _weights(path, last, node))
 
     def penalty(self, path: Path) -> None:
-        """Note whether a term of parameters alone was divided by the number of samples, or by a value of the batch."""
+        """Note what a term of parameters alone was divided by: it is to be the same in every micro-batch."""
         for part in path:
-            if isinstance(part, _Factor) and (
-                (self.rows > 1 and _divisor(part) == self.rows)
-                if is_plain(part.value)
-                else part.divides and part.value.dim() == 0
-            ):
-                self.found.penalty = True
+            if not isinstance(part, _Factor) or not part.divides:
+                continue
+            if is_plain(part.value):
+                self.found.penalty |= self.rows > 2 and float(part.value) == self.rows
+            elif part.value.dim() == 0:
+                self._terms += 1
+                self.found.divisor = self.found.divisor + math.sqrt(2 * self._terms + 1) * _number(part.value)
 
     def _is_new(self, last: _Reduction, tensors: Iterable[_Factor]) -> bool:
         """Note a path to a reduction; return False where another one, divided by the same, was noted before."""

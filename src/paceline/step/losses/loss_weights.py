@@ -265,7 +265,7 @@ def look_at_division(loss: torch.Tensor, rows: int) -> str:
     return (
         f"the loss is a mean divided by {number}. If {number} is a number of micro-batches whose gradients the script "
         "adds up, leave the division out: a step is the mean over all its samples, and its gradients and step.loss are "
-        f"{number} times too small"
+        f"{number} times too small. Where {number} belongs to the loss (half a squared error), all is well"
     )
 
 
@@ -274,8 +274,10 @@ def look_at_given(loss: torch.Tensor, weight: Any, rows: int, tally: Tally) -> s
     found = read_loss(loss, rows)
     if found.sum_over == "":
         return _SUM_WITH_WEIGHT
-    if found.counts and not (found.unsure or found.unread):
-        tally.proportions.append(_ratio(found.counts, weight, 0))
+    if not (found.unsure or found.unread):
+        # Of several counts one may stay the same, which goes with weight=len(x); the samples are known to vary.
+        several = [rows] if rows in [one for one in found.counts if not isinstance(one, torch.Tensor)] else []
+        tally.proportions += [one / weight for one in (found.counts if len(found.counts) == 1 else several)]
     return ""
 
 
@@ -456,9 +458,8 @@ _NOT_PROPORTIONAL = (
     "loss. If the mean over micro-batches by your weight is meant, it is right as it is"
 )
 _PENALTY = (
-    "a penalty on the weights is divided by the micro-batch's number of samples, or by a value of the micro-batch, so "
-    "it weighs more than in one process with the whole batch: divide it by a number of your own, such as the global "
-    "batch size"
+    "a penalty on the weights is divided by the micro-batch's number of samples, so it weighs more than in one process "
+    "with the whole batch: divide it by a number of your own, such as the global batch size"
 )
 _UNLIKE_TERMS = (
     "the losses of one step's micro-batches have unlike terms (one that only some samples have, or tasks by turns), so "
