@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -133,6 +135,20 @@ def test_evaluating_between_steps_changes_nothing_in_the_training(tmp_path: Path
                     fleet.evaluate(lambda x, y, model=model: model(x), numbers(), batch_size=3)
             results.append(torch.cat([t.double().flatten() for t in model.state_dict().values()]))
     assert torch.equal(*results)
+
+
+def test_a_loop_that_was_let_go_of_late_changes_no_later_numbers(tmp_path: Path) -> None:
+    with join(tmp_path / "first") as fleet:
+        model = fleet.model(linear())
+        lingering = iter(fleet.steps(numbers(), global_batch=8, micro_batch=4))
+        for x, y in (step := next(lingering)):
+            step.backward(nn.functional.mse_loss(model(x), y))
+    before = np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
+    torch.manual_seed(1)
+    random.seed(1)
+    lingering.close()  # type: ignore[attr-defined]
+    assert (float(torch.rand(())), random.random()) == pytest.approx((0.757631, 0.134364), abs=1e-6)
+    assert np.random.mtrand._rand._bit_generator is before  # type: ignore[attr-defined]
 
 
 def test_evaluating_in_the_middle_of_a_step_leaves_its_gradient_alone(fleet: paceline.Fleet) -> None:

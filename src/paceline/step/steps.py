@@ -75,6 +75,8 @@ class StepLoop:
         """The number of micro-batches in all epochs: what a DataLoader would count as steps."""
         self.schedule_watch: ScheduleWatch | None = None
         """Checks the script's schedules, until all of them are known."""
+        self._own_numbers: Generators | None = None
+        """The script's own random numbers as this loop began, while it goes on."""
         self.left = False
         """Whether the script has come to the end of the loop, or has left it."""
 
@@ -122,7 +124,7 @@ class StepLoop:
     def __iter__(self) -> Iterator[Step]:
         self.left = False
         loop = self.loop
-        own_numbers = Generators(loop.device)
+        self._own_numbers = Generators(loop.device)
         try:
             while not loop.position.finished:
                 step = None if self._passed_by else self._begin()
@@ -140,13 +142,21 @@ class StepLoop:
                 self._call_before_step()
             loop.save_if_due()
         finally:
-            if loop.position.step is not None:
-                loop.position.step._leave()
-            own_numbers.restore()
+            self._restore_numbers()
             self.left = True
-            loop.tracking.updates.end(loop)
-            self.combine.ended()
-            loop.transport.doing("after the last step")
+            if not loop.position.closed:  # else this iterator was let go of late, and the fleet is elsewhere
+                loop.tracking.updates.end(loop)
+                self.combine.ended()
+                loop.transport.doing("after the last step")
+
+    def _restore_numbers(self) -> None:
+        """Let the script's own random numbers go on, once: an iterator that lingers must not do so in a later loop."""
+        before, self._own_numbers = self._own_numbers, None
+        if before is None:
+            return
+        if self.loop.position.step is not None:
+            self.loop.position.step._leave()
+        before.restore()
 
     @property
     def _passed_by(self) -> bool:
@@ -255,6 +265,7 @@ class StepLoop:
         loop = self.loop
         if loop.position.closed:
             return
+        self._restore_numbers()
         self.combine.close(orderly=orderly)
         loop.position.closed = True
         loop.tracking.updates.end(loop)
