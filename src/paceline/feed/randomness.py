@@ -21,6 +21,7 @@ longer one takes 8.6 us. Whether a dataset uses a generator is unknown, so none 
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -172,11 +173,26 @@ class TorchGenerators:
     """States of torch's generators, of the CPU and of a GPU in use, at one moment: the user's own random numbers."""
 
     def __init__(self, device: torch.device) -> None:
-        self._states = [(generator, generator.get_state()) for generator in _torch_generators(device)]
+        self._states = [(generator, _state_of(generator)) for generator in _torch_generators(device)]
 
     def restore(self) -> None:
         for generator, state in self._states:
             generator.set_state(state)
+
+
+def _state_of(generator: torch.Generator) -> torch.Tensor:
+    """Return a generator's state, without garbage being collected meanwhile.
+
+    torch holds the generator's lock, and the GIL. Python code that the collector runs may hand the GIL to a thread that
+    waits for that lock, and both would wait for ever.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return generator.get_state()
+    finally:
+        if collects:
+            gc.enable()
 
 
 class OwnNumbers:
@@ -207,7 +223,7 @@ class Generators:
     def __init__(self, device: torch.device | None = None) -> None:
         self._random = random.getstate()
         self._numpy: Any = np.random.get_state()
-        self._torch = torch.default_generator.get_state()
+        self._torch = _state_of(torch.default_generator)
         self._device = None if device is None else TorchGenerators(device)
 
     def restore(self) -> None:
