@@ -198,9 +198,13 @@ def play(seed: int, *, case: Case | None = None) -> Verdict:
     case = case or draw(seed)
     torch.set_num_threads(1)
     scheduler = Scheduler(f"schedule {seed}")
-    # A worker that is killed leaves its hooks behind, which would look at every later optimiser of this process.
-    hooks = [mock.patch.dict(one) for one in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
-    with Folder() as folder, mock.patch.object(catch_up, "MOST_BYTES", case.most_bytes), hooks[0], hooks[1]:
+    with (
+        Folder() as folder,
+        mock.patch.object(catch_up, "MOST_BYTES", case.most_bytes),
+        # A worker that is killed leaves its hooks behind, which would look at every later optimiser of this process.
+        mock.patch.dict(_global_optimizer_pre_hooks),
+        mock.patch.dict(_global_optimizer_post_hooks),
+    ):
         world = World(scheduler, lambda world, slot: train(case, world, slot), size=case.size, folder=folder)
         for point, kind, slot, thread in case.faults:
             happens = partial(inject, world, kind, slot)

@@ -270,14 +270,8 @@ class Step(FormerNames):
         tally = Tally() if self._part is None else self._part.tally
         if micro.own == 0:
             return float(micro.rows), tally
-        if is_examined(self.index) and (constants := constants_of(loss, micro.rows)) is not None:
-            tally.constants.append(constants)
-        if is_examined(self.index) and not self._step_state.work.micro_batches:
-            texts = [look_at_division(loss, micro.rows)]
-            if not part and self._loop.transport.shards == 1:  # else a backward gives not every leaf its gradient
-                texts.append(self._loop.script.own_leaves.look(loss, self._gradients.everything))
-            for text in filter(None, texts):
-                self._loop.notes.warn_once(text)
+        if is_examined(self.index):
+            self._look_closely(loss, micro.rows, tally, part=part)
         if weight is not None:
             weight = check_weight(weight)
             tally.given = isinstance(weight, torch.Tensor) or weight > 0
@@ -292,6 +286,18 @@ class Step(FormerNames):
             weight, tally.raw, tally.read = weight / mean.unit, False, [(weight / mean.unit, micro.rows)]
         self._warn_of_loss(loss, odd)
         return weight, tally
+
+    def _look_closely(self, loss: torch.Tensor, rows: int, tally: Tally, *, part: bool) -> None:
+        """Note the values in a loss's graph; warn of what the first loss of the step shows."""
+        if (constants := constants_of(loss, rows)) is not None:
+            tally.constants.append(constants)
+        if self._step_state.work.micro_batches:
+            return
+        texts = [look_at_division(loss, rows)]
+        if not part and self._loop.transport.shards == 1:  # else a backward gives not every leaf its gradient
+            texts.append(self._loop.script.own_leaves.look(loss, self._gradients.everything))
+        for text in filter(None, texts):
+            self._loop.notes.warn_once(text)
 
     def _warn_of_loss(self, loss: torch.Tensor, text: str) -> None:
         """Log a warning about a loss, unless it is empty."""

@@ -48,7 +48,10 @@ class CollectiveCalls:
         """Run ``fleet.evaluate``."""
         kinds = evaluating.Kinds.read(sums, tables)
         with self._context.meet("fleet.evaluate()"):
-            return dict(self._remembered("evaluate", lambda: self._evaluate(score, data, batch_size, kinds)))
+            noise = (
+                EvaluationNumbers.draw()
+            )  # also where the result is remembered: the script's own numbers go on alike
+            return dict(self._remembered("evaluate", lambda: self._evaluate(score, data, batch_size, kinds, noise)))
 
     def predict(self, predict: Callable[..., Any], data: Any, *, batch_size: int | None, to: str) -> Any:
         """Run ``fleet.predict``."""
@@ -90,8 +93,6 @@ class CollectiveCalls:
         if not (context.steps is None or context.steps.left):
             return call()
         known = self._known_results().find(name, len(context.passes.call_results))
-        if known and name == "evaluate":
-            EvaluationNumbers.draw()  # as the call did: what the script draws afterwards stays the same
         result = known[0] if known else call()
         context.passes.call_results.add(name, plain(result, f"the result of fleet.{name}"))
         return result
@@ -106,10 +107,10 @@ class CollectiveCalls:
     # -- over a whole dataset ----------------------------------------------------------------------------------------
 
     def _evaluate(
-        self, score: Callable[..., Any], data: Any, batch_size: int | None, kinds: evaluating.Kinds
+        self, score: Callable[..., Any], data: Any, batch_size: int | None, kinds: evaluating.Kinds, noise: int
     ) -> dict[str, Any]:
         context, transport = self._context, self._context.transport
-        with self._dataset(data, batch_size, "fleet.evaluate", **kinds.facts()) as (source, size, noise):
+        with self._dataset(data, batch_size, "fleet.evaluate", noise, **kinds.facts()) as (source, size, noise):
 
             def mine() -> dict[str, Any]:
                 """Return this worker's part among those present, or all of it; called again when some are lost."""
@@ -128,7 +129,7 @@ class CollectiveCalls:
 
     def _predict(self, predict: Callable[..., Any], data: Any, batch_size: int | None, to: str) -> Any:
         context, transport = self._context, self._context.transport
-        with self._dataset(data, batch_size, "fleet.predict", to=to) as (source, size, noise):
+        with self._dataset(data, batch_size, "fleet.predict", EvaluationNumbers.draw(), to=to) as (source, size, noise):
 
             def mine() -> predicting.Part:
                 with self._evaluation_mode():
@@ -140,8 +141,12 @@ class CollectiveCalls:
         return rows if to == "all" or context.is_leader else None
 
     @contextmanager
-    def _dataset(self, data: Any, batch_size: int | None, call: str, **facts: Any) -> Iterator[tuple[Source, int, int]]:
+    def _dataset(
+        self, data: Any, batch_size: int | None, call: str, noise: int, **facts: Any
+    ) -> Iterator[tuple[Source, int, int]]:
         """Yield a dataset that all workers go through once, the samples per batch and the number of its noise.
+
+        That is the ``noise`` of worker 0.
 
         Raises ValueError unless all workers have these ``facts``.
         """
@@ -152,7 +157,7 @@ class CollectiveCalls:
                 raise ValueError(f"{call} needs a dataset with a length, so that every sample counts once")
             facts = {**evaluating.facts_of(source), **facts}
             seen = self._same_data.look(source.dataset, source.length, source.look)
-            also = {**self._speeds.own(), **self._weights(), "noise": EvaluationNumbers.draw()}
+            also = {**self._speeds.own(), **self._weights(), "noise": noise}
             answers = must_agree(context.transport, f"{call}()", facts, also=also, each=seen)
             if len({one.get("weights") for one in answers}) > 1:
                 self._refuse_unlike_weights(call)

@@ -163,20 +163,18 @@ def make_epochs(
     ``before``: epochs of the trainer's earlier trainings. ``evaluated``: datasets of an evaluation.
     """
     batches: Any = loader.batch_sampler
+    draws = len(batches.sampler)
+    per_epoch = (math.floor if args.dataloader_drop_last else math.ceil)(draws / args.global_batch)
     if isinstance(batches.sampler, LengthGroupedSampler):
-        lengths, batch = batches.sampler.lengths, args.global_batch
-        each = (math.floor if args.dataloader_drop_last else math.ceil)(len(lengths) / batch)
         batches.sampler = grouped_by_length(
-            lengths,
-            batch,
+            batches.sampler.lengths,
+            args.global_batch,
             seed=args.seed,
             before=before,
-            evaluations=lambda epoch: evaluated * evaluations_in(epoch, each, args),
+            evaluations=lambda epoch: evaluated * evaluations_in(epoch, per_epoch, args),
         )
     elif callable(getattr(batches.sampler, "set_epoch", None)):
         batches.sampler = ordered_by_epoch(batches.sampler)
-    draws = len(batches.sampler)
-    per_epoch = (math.floor if args.dataloader_drop_last else math.ceil)(draws / args.global_batch)
     if per_epoch < 1:
         raise ValueError(
             f"{draws} samples are less than a step of global_batch={args.global_batch}, and dataloader_drop_last "

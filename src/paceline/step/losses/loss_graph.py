@@ -249,7 +249,7 @@ class _Reader:
                 self.found.penalty |= self.rows > 2 and float(part.value) == self.rows
             elif part.value.dim() == 0:
                 self._terms += 1
-                self.found.divisor = self.found.divisor + math.sqrt(2 * self._terms + 1) * _number(part.value)
+                self._note_divisor(_number(part.value))
 
     def _is_new(self, last: _Reduction, tensors: Iterable[_Factor]) -> bool:
         """Note a path to a reduction; return False where another one, divided by the same, was noted before."""
@@ -313,6 +313,10 @@ class _Reader:
             divisor = torch.where(counted, torch.ones_like(counted, dtype=torch.float64), divisor)
         elif counted:
             return
+        self._note_divisor(divisor)
+
+    def _note_divisor(self, divisor: Any) -> None:
+        """Add what a term is divided by, in a number that depends on the term's place."""
         self.found.divisor = self.found.divisor + math.sqrt(2 * self._terms + 1) * divisor
 
     def _look_for_clamp(self, last: _Reduction, count: Any) -> None:
