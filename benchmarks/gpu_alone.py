@@ -6,6 +6,10 @@ to norm 1. Plain loop and Paceline take turns by blocks of steps in one process.
 memory and pins the rows, the cheapest loading that does not make the host wait; Paceline loads through its own feed.
 Under torch.compile once more, for the compiled forward alone. Needs a GPU, torch and NumPy, nothing more.
 
+Beside each ratio, from torch.profiler, per step of Paceline and of the plain loop: *host_waits*, the calls in which the
+host waits for a stream, an event or the device; *gaps_ms*, the milliseconds in which the GPU has nothing to do, gaps
+above 50 microseconds.
+
     PYTHONPATH=src python benchmarks/gpu_alone.py
 """
 
@@ -141,8 +145,31 @@ def seconds_of(steps: Iterator[None], count: int) -> float:
     return (time.perf_counter() - began) / count
 
 
-def compare(shape: Shape, *, compiled: bool = False) -> tuple[float, float, float]:
-    """Milliseconds a step of Paceline and of the plain loop, and the median over neighbouring blocks of their ratio."""
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+GAP_US, PROFILED = 50.0, 6
+
+
+def profiled(steps: Iterator[None]) -> tuple[float, float]:
+    """Host waits, and milliseconds without work for the GPU, per step."""
+    torch.cuda.synchronize()
+    next(steps)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(PROFILED):
+            next(steps)
+    events = profile.events()
+    waits = sum(event.name in WAITS for event in events) - 1  # the profiler waits for the device when it ends
+    on_gpu = [event.time_range for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    gaps_us, until = 0.0, float("inf")
+    for one in sorted(on_gpu, key=lambda one: one.start):
+        gaps_us += one.start - until if one.start - until > GAP_US else 0.0
+        until = one.end if until == float("inf") else max(until, one.end)
+    return waits / PROFILED, 1e-3 * gaps_us / PROFILED
+
+
+def compare(shape: Shape, *, compiled: bool = False) -> dict[str, float]:
+    """Milliseconds a step of Paceline and of the plain loop, the median over neighbouring blocks of their ratio, and
+    the host's waits and the GPU's gaps."""
     with paceline.join(quiet=True, run_dir=tempfile.mkdtemp()) as fleet:
         ours, plain = paceline_steps(fleet, shape, compiled=compiled), plain_steps(shape, compiled=compiled)
         with contextlib.closing(ours), contextlib.closing(plain):
@@ -155,22 +182,30 @@ def compare(shape: Shape, *, compiled: bool = False) -> tuple[float, float, floa
                 for which in ("ours", "plain") if number % 2 else ("plain", "ours"):
                     pair[which] = seconds_of(ours if which == "ours" else plain, count)
                 pairs.append((pair["ours"], pair["plain"]))
+            (our_waits, our_gaps), (waits, gaps) = profiled(ours), profiled(plain)
     torch.cuda.empty_cache()
-    ratio = statistics.median(mine / theirs for mine, theirs in pairs)
-    return 1e3 * statistics.median(a for a, _ in pairs), 1e3 * statistics.median(b for _, b in pairs), ratio
+    return {
+        "ours_ms": round(1e3 * statistics.median(a for a, _ in pairs), 3),
+        "plain_ms": round(1e3 * statistics.median(b for _, b in pairs), 3),
+        "over_plain": round(statistics.median(mine / theirs for mine, theirs in pairs), 4),
+        "host_waits": round(our_waits, 2),
+        "plain_host_waits": round(waits, 2),
+        "gaps_ms": round(our_gaps, 3),
+        "plain_gaps_ms": round(gaps, 3),
+    }
 
 
 def main() -> None:
     if goes_without("a GPU", here=torch.cuda.is_available()):
         return
     torch.set_float32_matmul_precision("high")
-    figures = {}
+    figures: dict[str, float] = {}
     for name, shape in SHAPES.items():
         for compiled in (False, True):
             label = f"{name}_compiled" if compiled else name
-            ours, plain, ratio = compare(shape, compiled=compiled)
-            print(f"{label}: {ours:.2f} ms a step, a plain loop {plain:.2f} ms: {ratio:.3f}", flush=True)
-            figures |= {f"{label}_over_plain": round(ratio, 4)}
+            found = compare(shape, compiled=compiled)
+            print(f"{label}: {found}", flush=True)
+            figures |= {f"{label}_{name}": value for name, value in found.items()}
     print(json.dumps(figures))
 
 

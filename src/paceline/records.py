@@ -199,6 +199,10 @@ class History:
         """Add the newest record; the oldest goes when there are more than ``keep``."""
         self._records.append(record)
 
+    def amend(self, record: StepRecord) -> None:
+        """Put a record in the place of the newest, which is of the same step."""
+        self._records[-1] = record
+
     def replace(self, records: Iterable[StepRecord]) -> None:
         """Replace the records by a peer's."""
         self._records = deque(records, maxlen=self._records.maxlen)

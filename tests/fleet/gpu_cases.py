@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.step import ahead
+from paceline.step.checks.comparison import is_examined
 
 
 def data(length: int = 512, width: int = 32) -> TensorDataset:
@@ -45,6 +47,35 @@ def no_synchronisation(args: Any) -> int:
             torch.cuda.set_sync_debug_mode("default")
             step.commit(optimizer)
         return count
+
+
+def no_host_wait(args: Any) -> dict[str, Any]:
+    """A training alone: whole steps under a guard against synchronisation, and the same with a wait in every step."""
+    found: dict[str, Any] = {"parameters": [], "losses": [], "guarded": 0}
+    for devices in (("cuda",), ()):
+        ahead.DEVICES = devices
+        with paceline.join(quiet=True) as fleet:
+            torch.manual_seed(0)
+            model = fleet.model(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+            fleet.track(optimizer=optimizer)
+            steps, kept = [], []
+            for step in fleet.steps(data(), global_batch=64, micro_batch=16, epochs=3):
+                guarded = bool(devices) and not is_examined(step.index) and not is_examined(step.index - 1)
+                torch.cuda.set_sync_debug_mode("error" if guarded else "default")
+                for x, y in step:
+                    loss = nn.functional.mse_loss(model(x), y)
+                    step.add(error=loss)
+                    step.backward(loss)
+                step.commit(optimizer, clip_norm=0.5)
+                torch.cuda.set_sync_debug_mode("default")
+                found["guarded"] += guarded
+                steps.append(step)
+                kept.append(step._ahead is not None)
+            found["losses"].append([step.loss for step in steps])
+            found["parameters"].append([float(v) for p in model.parameters() for v in p.detach().flatten()])
+            found["ahead"] = found.get("ahead", 0) + sum(kept)
+    return found
 
 
 def mixed_precision(args: Any) -> dict[str, Any]:

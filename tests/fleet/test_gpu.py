@@ -29,6 +29,13 @@ def test_no_micro_batch_makes_the_host_wait_for_the_device(tmp_path: Path) -> No
     assert run("gpu_cases.py:no_synchronisation", 1, tmp_path) == [32]
 
 
+def test_a_gpu_alone_makes_the_host_wait_in_no_step(tmp_path: Path) -> None:
+    value = run("gpu_cases.py:no_host_wait", 1, tmp_path)[0]
+    assert value["ahead"] >= value["guarded"] >= 8
+    assert value["parameters"][0] == value["parameters"][1]
+    assert value["losses"][0] == value["losses"][1]
+
+
 @pytest.mark.parametrize(
     ("case", "workers"), [("exact", 2), ("exact_over_nccl", 3)], ids=["mixed", "NCCL, three ranks"]
 )

@@ -148,7 +148,7 @@ class AveragingCombine:
         apply = may_apply(self, step, header, ranks=self._members)
         if apply:
             loop.gradients.mean(header, clip_norm)
-        step.record = step_state.record = self._record(step_state, header)
+        step._record = step_state.record = self._record(step_state, header)
         return apply
 
     def _write_step(self, step_state: StepState, finite: bool) -> Header:

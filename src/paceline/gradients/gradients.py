@@ -154,6 +154,11 @@ class Gradients:
             self.buckets.check_kinds()
             raise
 
+    @property
+    def scales_lr(self) -> bool:
+        """Whether the learning rate of an update follows its count."""
+        return self.varying is not None and self.varying.rule != "none"
+
     def lr_factor(self, weight: float) -> float:
         """Return the factor for the learning rate of an update whose samples have this ``weight`` in all."""
         return 1.0 if self.varying is None else self.varying.factor(weight / self.mean_gradient.weight_per_sample)

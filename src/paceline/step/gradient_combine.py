@@ -7,7 +7,7 @@ decides whether its round waits for everybody or has a deadline; `GradientCombin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from paceline.errors import Dropped, MisuseError, NonFiniteGradients
 from paceline.gradients import Header
 from paceline.pace import deadlines_needed, may_set_deadlines
 from paceline.records import Plan
+from paceline.step.ahead import why_not_ahead
 from paceline.step.checks.comparison import ReplicaComparison
 from paceline.step.checks.hyperparameters import unlike_settings
 from paceline.step.checks.orders import check_order
@@ -24,6 +25,7 @@ from paceline.step.checks.updates import unlike_updates
 from paceline.step.combine import Combine, CombineParts
 from paceline.step.context import LoopContext
 from paceline.step.late.deadlines import Allowed, Deadlines
+from paceline.step.losses.loss_weights import check_weights
 from paceline.step.members import newcomer_state, take_newcomer_state
 from paceline.step.record import has_gradient, void_record
 from paceline.step.round import DeadlineRound, StepRound, SynchronousRound
@@ -43,6 +45,8 @@ class GradientCombine:
         self._agreed_epoch = -1
         self._replicas = ReplicaComparison(loop)
         others = (loop.transport.size > 1 or loop.transport.elastic) and not loop.transport.grouped
+        self._ahead: Step | None = None
+        """The last step, where it was committed before the device had computed it, until its record is complete."""
         self._deadlines = self._make_deadlines() if others and may_set_deadlines(loop.training.pacer) else None
 
     def _make_deadlines(self) -> Deadlines | None:
@@ -164,7 +168,13 @@ class GradientCombine:
     # -- its round -----------------------------------------------------------------------------------------------------
 
     def exchange(self, step: Step, clip_norm: float | None, *, own: bool) -> bool:
+        self.finish_ahead()
         step_state = step._step_state
+        if isinstance(step._step_round, SynchronousRound) and self._goes_ahead(step, own=own):
+            step._ahead, self._ahead = step._step_round.run_ahead(clip_norm), step
+            step._ahead.complete = self.finish_ahead
+            step._record = step._step_round.record(True)
+            return True
         try:
             here = step._step_round.run()
         except Dropped as dropped:
@@ -175,17 +185,38 @@ class GradientCombine:
         apply = may_apply(self, step, header) and here
         if apply:  # before any further call, in which a worker that missed the round's end may be handed the mean
             self.loop.gradients.mean(header, clip_norm, own=own)
-        step.record = step._step_round.record(apply)  # from here on the round counts, whoever is lost in a call
+        step._record = step._step_round.record(apply)  # from here on the round counts, whoever is lost in a call
         self._compare_settings(step_state, header)
         self._compare_updates(step_state, header)
         step._step_round.refuse_unlike(header)
         return apply
 
+    def _goes_ahead(self, step: Step, *, own: bool) -> bool:
+        """Return whether the update is issued before the device has computed the gradient."""
+        why = why_not_ahead(self.loop, step.index, own=own, partial=step._parts.partial)
+        if why:
+            self.loop.notes.log_once(why)
+        return why is None
+
+    def finish_ahead(self) -> None:
+        """Complete the step that was committed before the device had computed it.
+
+        Raises NonFiniteGradients, as its own commit would have, when it had nothing to apply and the run is to stop.
+        """
+        step, self._ahead = self._ahead, None
+        if step is None or step._ahead is None:
+            return
+        header = step._ahead.finish()
+        step._record, step._ahead = step._ahead.record, None
+        step._applied = has_gradient(header)
+        check_weights(self.loop, step.index, header)
+        may_apply(self, step, header)
+
     def _give_up(self, step: Step, dropped: Dropped) -> None:
         """Void the step: the fleet went on without this worker, and its next step begins with a peer's state."""
         step_state = step._step_state
         step_state.enter(RoundPhase.VOID)
-        step.record = step_state.record = void_record(step_state)
+        step._record = step_state.record = void_record(step_state)
         text = f"step {step_state.index}: {dropped}; it enters anew"
         self.loop.notes.warn(text)
 
@@ -216,7 +247,9 @@ class GradientCombine:
         loop.position.next += 1
         step._step_round.commit(step._began)
         self._rounds.pop(step_state.index, None)
-        step.record, step.ends_epoch = step_state.record, step_state.ends_epoch  # a stream's end shows only now
+        step._record, step.ends_epoch = step_state.record, step_state.ends_epoch  # a stream's end shows only now
+        if step._ahead is not None:
+            step._ahead.record = step_state.record
         loop.position.finished, loop.position.progress = step_state.finishes, step_state.progress
         if self._deadlines is not None:
             self._deadlines.commit_s = concurrency.perf_counter() - update_began
@@ -227,6 +260,7 @@ class GradientCombine:
 
     def meet(self, label: str) -> AbstractContextManager[Any]:
         """Return a context for the call: a step's commit has left equal parameters on all workers."""
+        self.finish_ahead()
         return nullcontext() if self._deadlines is None else self._deadlines.promises.declined()
 
     def shown(self) -> AbstractContextManager[Any]:
@@ -239,10 +273,14 @@ class GradientCombine:
         self.loop.notes.warn_all(text)
 
     def ended(self) -> None:
+        if self.loop.position.finished:
+            self.finish_ahead()
         if self.loop.position.finished and self._deadlines is not None:
             self._deadlines.end()
 
     def close(self, *, orderly: bool) -> None:
+        with nullcontext() if orderly else suppress(NonFiniteGradients):
+            self.finish_ahead()
         if self._deadlines is not None:
             self._deadlines.close(orderly=orderly)
 
@@ -279,6 +317,7 @@ class GradientCombine:
             self._agreed_epoch = state["agreed_epoch"]
 
     def state_dict(self) -> dict[str, Any]:
+        self.finish_ahead()
         with self.loop.training.lock:
             step_round = self._rounds.get(self.loop.position.next)
             before = None if step_round is None else step_round.step_state.before

@@ -24,6 +24,7 @@ from paceline.gradients.buckets import Among
 from paceline.gradients.exchange import Sum
 from paceline.pace.fitting import fit, ladder, recent_pace
 from paceline.records import StepRecord
+from paceline.step.ahead import StepAhead
 from paceline.step.checks.comparison import ReplicaComparison
 from paceline.step.context import LoopContext
 from paceline.step.device import DeviceClock, mark, wait_for
@@ -152,6 +153,8 @@ class SynchronousRound(StepRound):
         self._late_s = 0.0
         self._round_s = 0.0
         self._clock = DeviceClock(loop.device)
+        self.ahead: StepAhead | None = None
+        """The step, where it is committed before the device has computed it."""
 
     def begin(self) -> None:
         super().begin()
@@ -211,6 +214,13 @@ class SynchronousRound(StepRound):
         self._round_s = max(0.0, waited - float(header.column("seconds").max() - step_state.work.seconds))
         step_state.header = header
         return True
+
+    def run_ahead(self, clip_norm: float | None) -> StepAhead:
+        """Make the mean of a worker alone on its device, without waiting for it."""
+        self._gradients.start_rest()
+        self.ahead = StepAhead(self._loop, self.step_state, self._clock, clip_norm)
+        self.step_state.header = self.ahead.header
+        return self.ahead
 
     def _exchange(self, finite: bool) -> Header:
         """Sum with the others."""
@@ -272,7 +282,8 @@ class SynchronousRound(StepRound):
             step_state.enter(RoundPhase.CLOSED)
             step_state.enter(RoundPhase.OVER)
             loop.training.lock.notify_all()
-        loop.training.note(record)
+        if self.ahead is None:
+            loop.training.note(record)
 
     def refuse_unlike(self, header: Header) -> None:
         if self._replicas is not None:

@@ -43,7 +43,7 @@ from paceline.step.step_state import StepState, Work
 if TYPE_CHECKING:
     from paceline.gradients import Header
     from paceline.gradients.buckets import Among
-    from paceline.machines import Machine
+    from paceline.step.ahead import StepAhead
     from paceline.step.combine import Combine
     from paceline.step.context import LoopContext
     from paceline.step.round import StepRound
@@ -83,9 +83,6 @@ class Step(FormerNames):
         share (int): samples dealt to this worker for this step, 0 or more (batches, where a batch sampler gives
             them). With a deadline: more than it is expected to do; 0 when the round closed before it came.
         round (int): shared updates before this step: with gradients, one per step; with averages, one per round.
-        applied (bool): after the commit, whether the parameters were updated; False after an overflow, or when nobody
-            did anything.
-        record (StepRecord | None): after the round, what happened in this step, on every worker; None before.
 
     Example:
         ```python
@@ -113,8 +110,10 @@ class Step(FormerNames):
         self.epoch = step_state.epoch
         self.share = share
         self.ends_epoch = step_state.ends_epoch
-        self.applied = False
-        self.record: StepRecord | None = None
+        self._applied = False
+        self._record: StepRecord | None = None
+        self._ahead: StepAhead | None = None
+        """The step, from its round on, while the device may still compute it."""
         self.round = combine.rounds
         self._step_state, self._step_round = step_state, step_round
         self._loop, self._combine_with, self._gradients = loop, combine, loop.gradients
@@ -133,6 +132,26 @@ class Step(FormerNames):
         self._parts = Parts(self.index)
         self._part: Work | None = None
         """The open micro-batch's work, once some models have had their backward and others may still have theirs."""
+
+    @property
+    def applied(self) -> bool:
+        """Whether the parameters were updated, after the commit; False after an overflow, or when nobody did anything.
+
+        Asking waits for the device where it still computes the step.
+        """
+        if self._ahead is not None and self._committed:
+            self._ahead.complete()
+        return self._applied
+
+    @property
+    def record(self) -> StepRecord | None:
+        """What happened in this step, on every worker, after its round; None before.
+
+        Asking waits for the device where it still computes the step.
+        """
+        if self._ahead is not None and self._committed:
+            self._ahead.complete()
+        return self._record
 
     @property
     def rows(self) -> int:
@@ -358,18 +377,14 @@ class Step(FormerNames):
     def _done(self, micro: MicroBatch, done: Work) -> None:
         self._open = None
         if self._loop.machine is not None:
-            done.shortfall_s = self._pad(self._loop.machine, micro.rows)
+            if self._loop.device.type == "cuda":
+                torch.cuda.current_stream(self._loop.device).synchronize()
+            begins, self._pays_cost = self._pays_cost, False
+            done.shortfall_s = self._loop.machine.pad(self.index, micro.rows, self._opened, begins=begins)
         now = concurrency.perf_counter()
         done.slowest_s = now - self._opened
         done.seconds = now - self._work_began - self._idle_s - self._step_state.work.seconds
         self._step_round.end_micro_batch(done)
-
-    def _pad(self, machine: Machine, samples: int) -> float:
-        """Take as long as the emulated machine would; return the seconds by which the host was too slow."""
-        if self._loop.device.type == "cuda":
-            torch.cuda.current_stream(self._loop.device).synchronize()
-        begins, self._pays_cost = self._pays_cost, False
-        return machine.pad(self.index, samples, self._opened, begins=begins)
 
     def _require_open(self, call: str) -> MicroBatch:
         self._require_current()
@@ -411,13 +426,14 @@ class Step(FormerNames):
             self._parts.check_commit(optimizers)
             self._combine(clip_norm=clip_norm, own=False)
         update_began, updates = concurrency.perf_counter(), self._loop.tracking.updates
-        updates.committing(self.applied)
-        if self.applied:
+        updates.committing(self._applied)
+        if self._applied:
             if combined_before and clip_norm is not None:
                 self._gradients.mean_gradient.norm()  # before it is clipped
                 torch.nn.utils.clip_grad_norm_(self._gradients.buckets.parameters, clip_norm)
-            factor = self._gradients.lr_factor(self._after().weight)
-            with nullcontext() if factor == 1.0 else scaled_rates(optimizers, factor):
+            factor = self._gradients.lr_factor(self._after().weight) if self._gradients.scales_lr else 1.0
+            guarded = nullcontext() if self._ahead is None else self._ahead.guarding(optimizers)
+            with guarded, nullcontext() if factor == 1.0 else scaled_rates(optimizers, factor):
                 for optimizer in optimizers:
                     second_order.step(optimizer) if second_order.needs_graph(optimizer) else optimizer.step()
         updates.updated()
@@ -442,14 +458,15 @@ class Step(FormerNames):
         self._close_micro_batch()
         self._step_round.end_work()
         self._combined = True
-        self.applied = self._combine_with.exchange(self, clip_norm, own=own)
+        self._applied = self._combine_with.exchange(self, clip_norm, own=own)
         header = self._step_state.header
-        if self.applied and self._parts.partial and float(self._step_state.work.weight) > 0:
+        if self._applied and self._parts.partial and float(self._step_state.work.weight) > 0:
             assert header is not None
             self._parts.check_round(self._gradients.buckets.parameters, header.used.tolist())
         if header is not None:
-            self._gradients.mean_gradient.agree_on_unit(header)
-            check_weights(self._loop, self.index, header)
+            if self._ahead is None:
+                self._gradients.mean_gradient.agree_on_unit(header)
+                check_weights(self._loop, self.index, header)
             self._check_buffers(header)
             if len(self._gradients.accumulation.trained_models) > 1:
                 self._loop.notes.warn_once(_UNLIKE_MODELS)

@@ -316,6 +316,15 @@ class TrainingState:
         if self.learn is not None and self._newest is not None:
             self.learn(self._newest)
 
+    def amend(self, late: Mapping[str, Any]) -> StepRecord:
+        """Complete the newest record by facts that the device had yet to compute; log it, and return it."""
+        assert self._newest is not None
+        self._newest = replace(self._newest, **late)
+        shown = replace(self._history[-1], **late)
+        self._history.amend(shown)
+        self.note(shown)
+        return shown
+
     # -- for rounds between local steps ------------------------------------------------------------------------------
 
     def plan_for(self, step: int) -> Plan:
