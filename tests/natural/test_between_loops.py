@@ -45,6 +45,36 @@ def test_behind_a_break_a_late_worker_does_without_the_copy_it_was_promised(tmp_
     assert (one["weights"] == one["first"]) == (call == "load")
 
 
+def test_a_late_worker_may_take_over_a_copy_of_the_state_after_the_last_step(tmp_path: Path) -> None:
+    script = """
+    import time
+    from deadline_cases import Deadline
+    from paceline.step.late import catch_up
+
+    if os.environ["RANK"] == "1":
+        catch_up.MOST_BYTES = 0  # as with a large model: it is promised a copy instead of the sums that it missed
+    with paceline.join(Deadline(0.1)) as fleet:
+        model = fleet.model(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fleet.track(optimizer=optimizer)
+        begun = []
+        for epochs in (1, 1):
+            steps = fleet.steps(data, global_batch=8, micro_batch=2, epochs=epochs)._loop
+            for step in steps:
+                begun.append(step.index)
+                for a, b in step:
+                    while fleet.rank == 1 and step.index == 4 and not steps.training.finished:
+                        time.sleep(0.005)
+                    step.backward(loss_fn(model(a), b))
+                step.commit(optimizer)
+        result = {"weights": flat(model), "begun": begun}
+    """
+    one, other = results(tmp_path, script, PACELINE_PACE="")
+    assert one["weights"] == other["weights"]
+    assert one["begun"] == list(range(12))
+    assert other["begun"] == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+
+
 @pytest.mark.parametrize("then", ["", "train(range(99))"], ids=["the end", "another loop"])
 def test_averaging_by_the_clock_a_loop_may_be_left(tmp_path: Path, then: str) -> None:
     script = """
