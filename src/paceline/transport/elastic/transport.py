@@ -288,20 +288,29 @@ class Elastic(Distributed):
         """Gather until it succeeds; None: the fleet has gone on without this worker."""
         lane = self.lanes[CALLS]
         while not self.outside:
-            group = None
-            try:
-                began, group = self._standing()
-                mine = value() if callable(value) else value  # for the members of this group, whoever comes meanwhile
-                values = group.gather(f"call/{call}", label, mine, watch=self.watch)
-                if self.reform.finish(CALLS, began, facts=values, tensors=()):
-                    return values
-            except RuntimeError as error:
-                self._re_form_in(label, error, group)
+            if (values := self._gather_once(call, label, value)) is not None:
+                return values
             if lane.given and not self.outside:
                 lane.finish(facts=lane.facts, tensors=())
                 return list(lane.facts or [])
             self.deliver_members_changed()
         return None
+
+    def _gather_once(self, call: int, label: str, value: Any) -> list[Any] | None:
+        """Gather among the members of one group; None: the next one has been formed."""
+        try:
+            began, group = self._standing()
+        except GenerationOver as over:
+            self._re_form_in(label, over)
+            return None
+        # For the members of this group, whoever comes meanwhile. An error in it is the script's own, and no group's.
+        mine = value() if callable(value) else value
+        try:
+            values = group.gather(f"call/{call}", label, mine, watch=self.watch)
+        except RuntimeError as error:
+            self._re_form_in(label, error, group)
+            return None
+        return values if self.reform.finish(CALLS, began, facts=values, tensors=()) else None
 
     def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
         while not self.outside:
@@ -399,7 +408,7 @@ class Elastic(Distributed):
             if failure is None and not self.outside:
                 self._await_end(client)
                 client.leave(FINISHED)
-            elif failure is not None and not self.outside:
+            elif failure is not None and not (self.outside and isinstance(failure, SystemExit)):
                 client.leave(WAITED if isinstance(failure, Leave) else f"ended with {one_line(failure)}")
         finally:
             self.reform.close()
