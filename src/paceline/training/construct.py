@@ -277,6 +277,8 @@ class StepsConstructor:
             if isinstance(thing, LRScheduler) and steps.dataset_length is not None:
                 schedules.check_length(name, thing, steps=steps.most, micro_batches=steps.micro_batches)
         self._untracked.before_first_step(steps)
+        if steps.combine.hands_over_state:  # better now than when somebody joins
+            self._replica.check_state()
 
     def _done_before(self, what: str) -> int:
         """Return the number of steps, or rounds, of the loops before a new one."""
