@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
-from programs import results
+from flock import sound
+from programs import BEFORE, elastic, results
 
 pytestmark = pytest.mark.fleet
 
@@ -182,3 +184,72 @@ def test_workers_may_track_the_same_things_in_another_order(tmp_path: Path) -> N
     """
     one, other = results(tmp_path, script)
     assert one == other
+
+
+FREEZES = """
+import signal
+import time
+def freeze_in(step):
+    if os.environ["PACELINE_WORKER"] == "1" and step.index == 3 and not os.path.exists(os.environ["FROZEN"]):
+        open(os.environ["FROZEN"], "w").close()
+        os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_worker_that_fell_out_in_its_last_step_does_not_end_as_if_it_were_whole(tmp_path: Path) -> None:
+    script = """
+    with paceline.join() as fleet:
+        model = fleet.model(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fleet.track(optimizer=optimizer)
+        for step in fleet.steps(data, global_batch=6, micro_batch=2):
+            for a, b in step:
+                freeze_in(step)
+                step.backward(loss_fn(model(a), b))
+            step.commit(optimizer)
+            if step.index == 3:
+                break
+        while os.environ["PACELINE_WORKER"] != "1" and not os.path.exists(os.environ["ENDED"]):
+            time.sleep(0.01)
+        fleet.barrier()
+    result = {"weights": flat(model)}
+    """
+    env = {"FROZEN": str(tmp_path / "frozen"), "ENDED": str(tmp_path / "ended")}
+    with elastic(tmp_path, script, workers=3, before=BEFORE + FREEZES, env=env) as fleet:
+        fleet.wait_for_step(3)
+        fleet.send(1, signal.SIGCONT)
+        fleet.wait_for_end(1)
+        (tmp_path / "ended").touch()
+        ended = fleet.wait()
+    assert [one.code for one in ended.values()] == [0, 75, 0], ended[1].err[-2000:]
+    assert "its script ended before it could enter again" in ended[1].err
+    assert ended[0].value == ended[2].value
+
+
+@pytest.mark.parametrize("combine", ["gradients", "average"])
+def test_a_worker_that_fell_out_in_one_loop_enters_in_the_next(tmp_path: Path, combine: str) -> None:
+    script = """
+    with paceline.join(combine=os.environ["MERGE"]) as fleet:
+        model = fleet.model(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fleet.track(optimizer=optimizer)
+        for epochs in (1, 40):
+            for step in fleet.steps(data, global_batch=12, micro_batch=2, epochs=epochs):
+                for a, b in step:
+                    if epochs == 1:
+                        freeze_in(step)
+                    elif not os.path.exists(os.environ["ENDED"]):
+                        time.sleep(0.02)
+                    step.backward(loss_fn(model(a), b))
+                step.commit(optimizer)
+    result = {"weights": flat(model)}
+    """
+    env = {"FROZEN": str(tmp_path / "frozen"), "ENDED": str(tmp_path / "ended"), "MERGE": combine}
+    with elastic(tmp_path, script, workers=3, before=BEFORE + FREEZES, env=env) as fleet:
+        fleet.wait_until(lambda: any(one["epoch"] > 0 for one in fleet.records()))
+        fleet.send(1, signal.SIGCONT)
+        fleet.wait_for_workers(3)
+        (tmp_path / "ended").touch()
+        ended = fleet.wait()
+    run, _ = sound(tmp_path, ended, ended={0, 1, 2}, epochs=None, length=48)
+    assert [len(change.workers) for change in run.changes] == [2, 3]

@@ -313,6 +313,7 @@ class Reform:
         self._undelivered = None
         self._hand_over.recorded.set()
         self._transport.entered(False)
+        self._transport.fell_out = self._transport.listener is not None
         self._transport.at_rest = True
         self._lanes.forget()
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from paceline import concurrency
-from paceline.errors import Dropped, DroppedInCall, GenerationOver, PacelineError
+from paceline.errors import Dropped, DroppedInCall, FleetError, GenerationOver, PacelineError
 from paceline.roster import FINISHED, LEFT, Generation, RosterClient
 from paceline.roster.calls import BACKGROUND, CALLS
 from paceline.transport.base import Pending, Renew, RoundTensors, empty_ones, made
@@ -76,6 +76,8 @@ class Elastic(Distributed):
         """The training."""
         self.intact: Callable[[], bool] = lambda: True
         """Whether the last round's result is still as it was, to be handed over."""
+        self.fell_out = False
+        """Whether the fleet went on without this worker, which has not entered again."""
         self.lanes = Lanes(self._sequences)
         self._here = concurrency.local()
         """The group of the round that each thread is in."""
@@ -132,6 +134,7 @@ class Elastic(Distributed):
             self.rank, self.size, self.workers = 1, 2, (-1, self.id)
         self.outside = not inside
         if inside:
+            self.fell_out = False
             self.loop.publish()
 
     def depart(self, *, agreed: bool) -> None:
@@ -405,6 +408,11 @@ class Elastic(Distributed):
     def close(self, *, failure: BaseException | None = None) -> None:
         client = self.reform.client
         try:
+            if failure is None and self.fell_out:
+                raise FleetError(
+                    "the fleet went on without this worker, which was silent for too long, and its script ended before "
+                    "it could enter again: what it holds is not the fleet's; start it again, and it enters anew"
+                )
             if failure is None and not self.outside:
                 self._await_end(client)
                 client.leave(FINISHED)
