@@ -253,3 +253,19 @@ def test_a_worker_that_fell_out_in_one_loop_enters_in_the_next(tmp_path: Path, c
         ended = fleet.wait()
     run, _ = sound(tmp_path, ended, ended={0, 1, 2}, epochs=None, length=48)
     assert [len(change.workers) for change in run.changes] == [2, 3]
+
+
+def test_a_script_may_leave_by_itself_before_the_block_ends(tmp_path: Path) -> None:
+    script = """
+    with paceline.join() as fleet:
+        model = fleet.model(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in fleet.steps(data, global_batch=12, micro_batch=3):
+            for a, b in step:
+                step.backward(loss_fn(model(a), b))
+            step.commit(optimizer)
+        fleet.leave()
+    result = flat(model)
+    """
+    one, other = results(tmp_path, script)
+    assert one == other
