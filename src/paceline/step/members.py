@@ -233,6 +233,7 @@ class Membership:
                 "workers": list(generation.workers),
                 "joined": [{"id": worker, **generation.facts[worker]} for worker in change.joined],
                 "left": [{"id": gone.id, "text": gone.text} for gone in change.left],
+                **({"wanting": generation.wanting} if generation.wanting else {}),
                 **({"places": places} if (places := self._transport.places()) else {}),
             },
         )
