@@ -65,7 +65,9 @@ def check_same_shape(transport: Transport, model: torch.nn.Module) -> None:
 def _another_order(orders: Sequence[Sequence[str]]) -> str:
     """Return which parameter is the first that has another place on some worker, given everybody's names in order."""
     alike = sorted(orders[0])
-    worker, theirs = next((w, theirs) for w, theirs in enumerate(orders) if theirs != orders[0] and sorted(theirs) == alike)
+    worker, theirs = next(
+        (w, theirs) for w, theirs in enumerate(orders) if theirs != orders[0] and sorted(theirs) == alike
+    )
     expected, found = next(pair for pair in zip(orders[0], theirs, strict=True) if pair[0] != pair[1])
     return (
         f"workers disagree in fleet.model(): the layers have another order on worker {worker}, where {found} stands in "
