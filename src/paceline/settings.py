@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ def must_agree(
         if name in (EACH, STARTER) or (also and name in also):
             continue
         others = {rank: theirs.get(name) for rank, theirs in enumerate(everybody) if theirs.get(name) != expected}
-        apart = transport.elastic and all(everybody[rank][STARTER] != everybody[0][STARTER] for rank in others)
+        apart = are_strangers(transport, everybody, others)
         if others and not (apart and transport.rank not in others):
             rank, theirs = next(iter(others.items()))
             more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
@@ -132,6 +132,14 @@ EACH = "each process"
 """Key of the list with the values of a worker's processes, by shard."""
 STARTER = "the launcher that started it"
 """Key of the launcher's name."""
+
+
+def are_strangers(transport: Transport, everybody: Sequence[Mapping[str, Any]], ranks: Iterable[int]) -> bool:
+    """Return whether the workers of these ranks differ from worker 0 because they came by other launchers than it.
+
+    Where workers come and go such workers are refused alone. ``everybody``: what `must_agree` returned.
+    """
+    return transport.elastic and all(everybody[rank][STARTER] != everybody[0][STARTER] for rank in ranks)
 
 
 def starter() -> str:
