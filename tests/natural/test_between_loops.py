@@ -47,6 +47,36 @@ def test_behind_a_break_a_late_worker_does_without_the_copy_it_was_promised(tmp_
     assert (one["weights"] == one["first"]) == (call == "load")
 
 
+def test_a_late_worker_asks_for_no_copy_of_a_state_that_nobody_could_give(tmp_path: Path) -> None:
+    script = """
+    import time
+    import numpy as np
+    from deadline_cases import Deadline
+    from paceline.step.late import catch_up
+
+    catch_up.MOST_BYTES = 0
+    class Meter:
+        def state_dict(self):
+            return {"values": np.zeros(1)}
+        def load_state_dict(self, state):
+            pass
+    with paceline.join(Deadline(0.1)) as fleet:
+        model = fleet.model(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fleet.track(optimizer=optimizer, meter=Meter())
+        steps = fleet.steps(data, global_batch=8, micro_batch=2)._loop
+        for step in steps:
+            for a, b in step:
+                if fleet.rank == 1 and step.index == 2:
+                    time.sleep(0.4)
+                step.backward(loss_fn(model(a), b))
+            step.commit(optimizer)
+        result = flat(model)
+    """
+    one, other = results(tmp_path, script, PACELINE_PACE="")
+    assert one == other
+
+
 def test_a_late_worker_may_take_over_a_copy_of_the_state_after_the_last_step(tmp_path: Path) -> None:
     script = """
     import time
