@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import os
 import socket
@@ -118,7 +119,8 @@ def must_agree(
             continue
         others = {rank: theirs.get(name) for rank, theirs in enumerate(everybody) if theirs.get(name) != expected}
         apart = are_strangers(transport, everybody, others)
-        if others and not (apart and transport.rank not in others):
+        agrees = json.loads(json.dumps(own.get(name))) == expected  # ranks may have changed since
+        if others and not (apart and agrees):
             rank, theirs = next(iter(others.items()))
             more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
             more += "; this worker came by another launcher, and the others go on without it" if apart else ""
