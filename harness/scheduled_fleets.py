@@ -67,6 +67,10 @@ WITHIN = {PROXY: (1, 400), USER: (250, 1200), CALL: (1, 120), RECEIVED: (4, 40)}
 FAULTS = ("kill", "kill for good", "freeze", "leave", "join", "roster", "store", "peers", "wedge", "roster restarts")
 
 
+NEWCOMERS = ("join", "kill", "freeze")
+"""Faults after which a worker enters."""
+
+
 class Deadline:
     """A pace that deals ``over`` times what is needed, equally, and closes rounds at a deadline or a count."""
 
@@ -169,6 +173,8 @@ def draw(seed: int) -> Case:
         faults=_draw_narrow(dice, size) if narrow else _draw_wide(dice, size),
         epochs=dice.choice((EPOCHS, EPOCHS, EPOCHS, MORE_EPOCHS)),
     )
+    if combine == "average" and any(kind in NEWCOMERS for _, kind, _, _ in case.faults):
+        case = replace(case, calls={})  # one that enters may make fewer local steps than the others: none of that index
     if dice.random() < FAR_BEHIND:
         pace, most_bytes = dice.choice(("deadline", "count", "calm")), dice.choice((FEW_BYTES, 0, 0))
         far: dict[str, Any] = {"pace": pace, "combine": "gradients", "stalls": 0.3, "length": LONG, "epochs": 1}

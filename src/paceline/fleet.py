@@ -103,7 +103,7 @@ class Fleet(FormerNames):
     )
 
     def __init__(self, context: TrainingContext) -> None:
-        self._context = context
+        self._context, self._left = context, False
         self._trackers = Trackers(leads=lambda: context.is_leader, log_event=context.recorder.event)
         self._replica = Replica(context)
         untracked = UntrackedChecks(context)
@@ -190,11 +190,14 @@ class Fleet(FormerNames):
         self.leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Leave the fleet; the context manager calls it.
+        """Leave the fleet; the context manager calls it. A second call does nothing.
 
         Args:
             error: the exception that ends the script, if there is one; the other workers and the log receive it.
         """
+        if self._left:
+            return
+        self._left = True
         if error is None:
             try:
                 self._loops.check_end()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import os
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,21 +103,27 @@ def must_agree(
 ) -> list[dict[str, Any]]:
     """Raise ValueError on every worker when their facts differ, naming which and how; return every worker's facts.
 
+    Where workers come and go, those that another launcher has started with other facts than worker 0's raise it
+    alone, and the others go on without them.
+
     The result also holds what may differ: ``also`` between workers, and under `EACH` a list with the value of ``each``
     per process of a worker.
     """
-    own = {**facts, **(also or {})}
+    own = {**facts, **(also or {}), STARTER: starter()}
     several = transport.shards > 1
     everybody: list[dict[str, Any]] = transport.gather(
         label, (lambda: _agreed_inside(transport, label, own, each)) if several else {**own, EACH: [each]}
     )
     for name, expected in everybody[0].items():
-        if name == EACH or (also and name in also):
+        if name in (EACH, STARTER) or (also and name in also):
             continue
         others = {rank: theirs.get(name) for rank, theirs in enumerate(everybody) if theirs.get(name) != expected}
-        if others:
+        apart = are_strangers(transport, everybody, others)
+        agrees = json.loads(json.dumps(own.get(name))) == expected  # ranks may have changed since
+        if others and not (apart and agrees):
             rank, theirs = next(iter(others.items()))
             more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+            more += "; this worker came by another launcher, and the others go on without it" if apart else ""
             raise ValueError(
                 f"workers disagree in {label}: {name} is {expected!r} on worker 0 and {theirs!r} on worker {rank}{more}"
             )
@@ -124,6 +132,22 @@ def must_agree(
 
 EACH = "each process"
 """Key of the list with the values of a worker's processes, by shard."""
+STARTER = "the launcher that started it"
+"""Key of the launcher's name."""
+
+
+def are_strangers(transport: Transport, everybody: Sequence[Mapping[str, Any]], ranks: Iterable[int]) -> bool:
+    """Return whether the workers of these ranks differ from worker 0 because they came by other launchers than it.
+
+    Where workers come and go such workers are refused alone. ``everybody``: what `must_agree` returned.
+    """
+    return transport.elastic and all(everybody[rank][STARTER] != everybody[0][STARTER] for rank in ranks)
+
+
+def starter() -> str:
+    """Return which launcher has started this worker; empty for one that was started by other means."""
+    pid = os.environ.get("PACELINE_LAUNCHER", "")
+    return pid and f"{os.environ.get('PACELINE_STARTER') or socket.gethostname()}/{pid}"
 
 
 def _agreed_inside(transport: Transport, label: str, facts: dict[str, Any], each: Any) -> dict[str, Any]:

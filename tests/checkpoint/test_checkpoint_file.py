@@ -128,6 +128,27 @@ def test_file_and_folder_reach_the_disk_before_the_writer_says_so(
     assert done == [f"fsync {temporary('c', os.getpid())}", "replace", "fsync kept"]
 
 
+def test_a_writer_that_another_has_overtaken_leaves_the_newer_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader is frozen while it saves; the next one saves, and saves again later. Then the first one wakes."""
+    path, fsync = tmp_path / "saved.pt", os.fsync
+    checkpoint_file.write(tmp_path / "newer", {"step": 9})
+
+    def frozen(handle: int) -> None:
+        fsync(handle)
+        if (tmp_path / "newer").exists():
+            os.replace(tmp_path / "newer", path)
+
+    checkpoint_file.write(path, {"step": 1})
+    monkeypatch.setattr(os, "fsync", frozen)
+    checkpoint_file.write(path, {"step": 5})
+    assert torch.load(path)["step"] == 9
+    assert os.listdir(tmp_path) == ["saved.pt"]
+    checkpoint_file.write(path, {"step": 10})
+    assert torch.load(path)["step"] == 10
+
+
 @pytest.mark.slow
 def test_writing_holds_no_copy_of_the_whole(tmp_path: Path) -> None:
     """64 MB in one tensor: while it is written, the process grows by much less than that."""

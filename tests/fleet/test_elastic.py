@@ -177,6 +177,7 @@ def test_below_the_minimum_the_fleet_waits_and_goes_on_when_it_is_met(tmp_path: 
     run = must_be_sound(tmp_path, outcomes, ended={0, 1}, epochs=12)
     alone = [record for record in run.records if len(record.workers) == 1]
     assert len(alone) <= 1, "the step under way is finished, and no other begun"
+    assert [change.wanting for change in run.changes] == [1, 0]
 
 
 def test_the_roster_may_die_and_come_back(tmp_path: Path) -> None:

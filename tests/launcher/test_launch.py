@@ -43,10 +43,11 @@ def test_every_worker_gets_its_place_and_the_arguments_untouched(shell: Shell) -
         own, args = json.loads((shell.folder / f"said-{rank}").read_text())
         assert args == ["--lr", "0.1", "-n", "7", "--", "--emulate"]
         assert re.fullmatch(r".*/runs/[0-9]{8}-[0-9]{6}-try", own.pop("PACELINE_RUN_DIR"))
+        assert own.pop("PACELINE_LAUNCHER").isdigit()
         assert own == {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
-            "PACELINE_LAUNCHER": "1", "PACELINE_NAME": "try", "PACELINE_DEVICE": "cpu", "PACELINE_EMULATE": "1,2",
+            "PACELINE_NAME": "try", "PACELINE_DEVICE": "cpu", "PACELINE_EMULATE": "1,2",
             "PACELINE_SAMPLE_MS": "3", "PACELINE_SEED": "5",
         }  # fmt: skip
     assert not (shell.folder / "runs").exists()  # nobody joined a fleet

@@ -108,6 +108,8 @@ class AveragingCombine:
         # The step's number is not reported: a worker that waits for the others' round has not been passed by them.
         loop.transport.doing(f"local step {loop.position.next}")
         period, epoch = periods.ready()
+        if loop.transport.outside:
+            return None
         parts = (0,) * len(self._members) if period is None else period.parts()
         share = parts[self._member]
         loop.size_micro_batches(share)

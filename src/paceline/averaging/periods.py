@@ -76,12 +76,14 @@ class Periods:
         """Return the open period, with something left in it for this worker's group, and its epoch.
 
         Rounds are run until there is one. No period when that epoch ended on the way: this worker's loop gets a step
-        without micro-batches.
+        without micro-batches. Nor when this worker is `outside`, because the fleet is in a later loop of the script.
         """
         feed = self._loop.dealing
         epoch = feed.epoch
         while True:
             self.open = self.open or self.open_next()
+            if self.open is None:
+                return None, epoch
             if self.trouble().trains and not self.open.exhausted:
                 return self.open, epoch
             if self.turns is not None:
@@ -91,11 +93,14 @@ class Periods:
             elif not self.end_period():
                 self.cross_boundary()
                 epoch = feed.epoch  # the others' loops have seen all ends before
-            if self._loop.position.finished or feed.epoch != epoch:
+            if self.outside or self._loop.position.finished or feed.epoch != epoch:
                 return None, epoch
 
-    def open_next(self) -> Period:
+    def open_next(self) -> Period | None:
+        """Open the next period; None where this worker is `outside`."""
         self.cross_boundary()
+        if self.outside:
+            return None
         period = self.dealer.open(self.number)
         self.exchange.statistics.begin()
         if self.turns is not None:
@@ -292,7 +297,7 @@ class Periods:
             self.land_round()
         while not self._loop.position.finished:
             self.open = self.open or self.open_next()
-            if not self.end_period():
+            if self.open is None or not self.end_period():
                 raise _dropped_in_a_call()
             if self.under_way is not None:
                 self.land_round()

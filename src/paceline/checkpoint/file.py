@@ -84,20 +84,32 @@ class ChecksumWriter:
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write to a temporary file beside ``path``, flush it to the disk, and rename it.
 
-    What killed writers left in that folder is removed.
+    What killed writers left in that folder is removed. Where another process has written to ``path`` meanwhile, its
+    file stays: this one stood still for so long that another leads, and that one's state is the newer one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent)
+    before = _identity(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
     try:
         with _open_locked(temporary) as file:
             _save({"paceline_checkpoint": VERSION, **content}, file)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)
+            if _identity(path) in (before, None):
+                os.replace(temporary, path)
         _flush_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells the file that is there now from those before and after it; None where there is none."""
+    try:
+        now = path.stat()
+    except FileNotFoundError:
+        return None
+    return now.st_ino, now.st_mtime_ns
 
 
 def _open_locked(temporary: Path) -> IO[bytes]:

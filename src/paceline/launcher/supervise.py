@@ -133,7 +133,7 @@ class Supervisor:
             **self.order.settings,
             **self.order.device_variables(number),
             **self._policy.environment(number),
-            "PACELINE_LAUNCHER": "1",
+            "PACELINE_LAUNCHER": str(os.getpid()),
         }
         return self.pool.start(number, environment)
 

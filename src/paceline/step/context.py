@@ -161,6 +161,8 @@ class ScriptHabits:
 
     copyable: bool = True
     """Whether a copy of a peer's state would hold everything in the script that has state."""
+    plain: bool = True
+    """Whether all that is tracked has a state that a peer can be given."""
     own_updates: bool = False
     """Whether the script makes updates of its own, from the gradient that ``step.reduce()`` leaves."""
     looked_at: set[int] = field(default_factory=set)

@@ -84,6 +84,8 @@ class GradientCombine:
                 return None
         if self._deadlines is not None and (copied := self._deadlines.between_steps()) is not None:
             self._forget_up_to(copied, self._deadlines)
+            if loop.position.finished:  # it is the state after the loop's last step
+                return None
         loop.save_if_due()
         began = concurrency.perf_counter()
         loop.transport.doing(f"step {loop.position.next}", begun=loop.position.next + 1)

@@ -233,6 +233,7 @@ class Membership:
                 "workers": list(generation.workers),
                 "joined": [{"id": worker, **generation.facts[worker]} for worker in change.joined],
                 "left": [{"id": gone.id, "text": gone.text} for gone in change.left],
+                **({"wanting": generation.wanting} if generation.wanting else {}),
                 **({"places": places} if (places := self._transport.places()) else {}),
             },
         )
@@ -243,6 +244,12 @@ class Membership:
         self._led = self._transport.rank == 0
 
     def give_state(self) -> list[torch.Tensor]:
+        try:
+            given = self._steps.combine.newcomer_state()
+        except Exception as error:  # of the script's own objects: those who have a state train on
+            text = f"a newcomer was given no state: {type(error).__name__}: {error}"
+            self._steps.loop.notes.warn(text)
+            return parts.take_apart({"refused": text})
         run = {
             "agreed": dict(self._agreed()),
             "seen": json.dumps(self._seen()),
@@ -251,7 +258,7 @@ class Membership:
             "loop": self._loop_number,
             "passes": self._passes.state_dict(),
         }
-        return parts.take_apart({**self._steps.combine.newcomer_state(), **run})
+        return parts.take_apart({**given, **run})
 
     def take_over(self, data: Sequence[torch.Tensor], change: MembershipChange) -> bool:
         """Take over a peer's state, on a newcomer.
@@ -261,6 +268,8 @@ class Membership:
         state = handed_in(
             self._transport, lambda on: parts.put_together(data, device=on), device=self._steps.loop.device
         )
+        if "refused" in state:
+            raise FleetError(state["refused"])
         if state["loop"] > self._loop_number:
             return False
         if state["loop"] != self._loop_number:

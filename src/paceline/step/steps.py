@@ -128,6 +128,8 @@ class StepLoop:
         try:
             while not loop.position.finished:
                 step = None if self._passed_by else self._begin()
+                if self.finished:  # a peer's state after the last step was taken over
+                    break
                 if step is None:
                     loop.position.finished = True
                     return

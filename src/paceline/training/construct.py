@@ -277,6 +277,17 @@ class StepsConstructor:
             if isinstance(thing, LRScheduler) and steps.dataset_length is not None:
                 schedules.check_length(name, thing, steps=steps.most, micro_batches=steps.micro_batches)
         self._untracked.before_first_step(steps)
+        self._check_state(steps)
+
+    def _check_state(self, steps: StepLoop) -> None:
+        """Check whether a peer can be given what is tracked: better now than when somebody joins, or is late."""
+        try:
+            if steps.combine.hands_over_state:
+                self._replica.check_state()
+        except ValueError:
+            if self._context.elastic is not None:
+                raise
+            steps.loop.script.plain = False
 
     def _done_before(self, what: str) -> int:
         """Return the number of steps, or rounds, of the loops before a new one."""

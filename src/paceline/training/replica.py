@@ -13,7 +13,7 @@ import torch
 
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint.divided_folder import TakenOut
-from paceline.checkpoint.shards import gathered, local, reshard
+from paceline.checkpoint.shards import gathered, is_sharded, local, mapped, reshard
 from paceline.errors import MisuseError
 from paceline.settings import is_compiled, must_agree
 from paceline.step.checks.replicas import Repair, check_same_shape, distance, hand_round, moved, shape_of, spread
@@ -234,6 +234,11 @@ class Replica:
             "state": tracking.state.state_dict(),
         }
 
+    def check_state(self) -> None:
+        """Raise ValueError unless everything tracked has a state that can be handed to a peer."""
+        for name, thing in self._context.tracking.things.items():
+            checkpoint.plain(_without_divided(thing.state_dict()), f"the state of {name}")
+
     def own_state(self) -> dict[str, Any]:
         """Return a copy of everything tracked, and of ``fleet.state``, as this process has it."""
         tracking = self._context.tracking
@@ -290,6 +295,11 @@ class Replica:
         for hook in self._hooks:
             hook.remove()
         self._bystanders.close()
+
+
+def _without_divided(state: Any) -> Any:
+    """Return the same structure without tensors that are divided over a worker's processes."""
+    return None if is_sharded(state) else mapped(lambda item, _: _without_divided(item), state)
 
 
 def _frozen(models: Sequence[torch.nn.Module]) -> list[str]:

@@ -7,12 +7,13 @@ Samples would then count not at all or several times, and held-out ones would be
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.feed.fingerprints import alike, look_at
-from paceline.settings import EACH
+from paceline.settings import EACH, are_strangers
 
 if TYPE_CHECKING:
     from paceline.training.context import TrainingContext
@@ -66,6 +67,8 @@ class SameData:
     def check(self, label: str, name: str, answers: Sequence[Mapping[str, Any]], own: Seen, looker: Looker) -> None:
         """Raise ValueError on every worker when a sample differs between them. All workers call it.
 
+        As in `must_agree`, those that another launcher has started raise it alone.
+
         ``answers`` is what `must_agree` returned, with the findings of every process.
         """
         everybody = [one[EACH] for one in answers]
@@ -80,7 +83,12 @@ class SameData:
         def stable() -> bool:
             return all(transport.collect(call, self._reads_again(own, looker)))
 
+        others = {worker for worker, _ in workers}
+        strangers = 0 in others and are_strangers(transport, answers, others - {0})
         if all(transport.gather(call, stable)):
+            mine = json.loads(json.dumps(own))
+            if strangers and all(mine not in answers[worker][EACH] for worker in others - {0}):
+                return
             raise ValueError(f"{label}: the workers' data differ: {who_differs(index, name, workers)}. {CAUSES}")
         self._note_unstable(name)
 

@@ -60,6 +60,8 @@ class GenerationEvent:
     """Unix seconds."""
     machines: tuple[Mapping[str, Any], ...] = ()
     """Entries of the workers that joined, as they described themselves."""
+    wanting: int = 0
+    """The number of workers that the minimum lacks: those who are left finish their step, and wait."""
 
 
 def parse_generation(event: Mapping[str, Any]) -> GenerationEvent | None:
@@ -79,6 +81,7 @@ def parse_generation(event: Mapping[str, Any]) -> GenerationEvent | None:
         left=tuple(Departure(entry["id"], str(entry.get("text") or "left")) for entry in left),
         t=sanitise.timestamp(event.get("t")),
         machines=tuple(joined),
+        wanting=sanitise.count_or(event.get("wanting"), 0),
     )
 
 
@@ -220,14 +223,19 @@ def change_text(change: GenerationEvent) -> str:
     'worker 1 was killed by signal 9 (SIGKILL); 3 workers go on from step 20'
     >>> change_text(GenerationEvent(3, 60, (0, 2, 3, 4), joined=(4,)))
     'worker 4 joined at step 60: 4 workers'
+    >>> change_text(GenerationEvent(4, 70, (0,), left=(Departure(1, "left"),), wanting=1))
+    'worker 1 left; 1 worker finishes step 70, then waits for 1 more'
     """
     size = f"{len(change.workers)} worker{'' if len(change.workers) == 1 else 's'}"
     gone = [f"worker {each.worker} {each.text}" for each in change.left]
     came = [f"{_named(change.joined)} joined"] if change.joined else []
     if came and not gone:
         return f"{came[0]} at step {change.step}: {size}"
-    goes = "goes" if len(change.workers) == 1 else "go"
-    return "; ".join([*gone, *came, f"{size} {goes} on from step {change.step}"])
+    s, es = ("s", "es") if len(change.workers) == 1 else ("", "")
+    goes_on = f"go{es} on from step {change.step}"
+    if change.wanting:
+        goes_on = f"finish{es} step {change.step}, then wait{s} for {change.wanting} more"
+    return "; ".join([*gone, *came, f"{size} {goes_on}"])
 
 
 def _named(workers: Sequence[int]) -> str:

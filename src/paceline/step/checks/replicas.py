@@ -58,12 +58,16 @@ def check_same_shape(transport: Transport, model: torch.nn.Module) -> None:
     orders = transport.gather("fleet.model() names", list(described))
     names = sorted({name for theirs in orders for name in theirs})
     must_agree(transport, "fleet.model()", {name: described.get(name, "missing") for name in names})
-    raise ValueError(_another_order(orders))
+    if any(theirs != orders[0] and sorted(theirs) == sorted(orders[0]) for theirs in orders):
+        raise ValueError(_another_order(orders))
 
 
 def _another_order(orders: Sequence[Sequence[str]]) -> str:
     """Return which parameter is the first that has another place on some worker, given everybody's names in order."""
-    worker, theirs = next((worker, theirs) for worker, theirs in enumerate(orders) if theirs != orders[0])
+    alike = sorted(orders[0])
+    worker, theirs = next(
+        (w, theirs) for w, theirs in enumerate(orders) if theirs != orders[0] and sorted(theirs) == alike
+    )
     expected, found = next(pair for pair in zip(orders[0], theirs, strict=True) if pair[0] != pair[1])
     return (
         f"workers disagree in fleet.model(): the layers have another order on worker {worker}, where {found} stands in "

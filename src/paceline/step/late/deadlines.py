@@ -46,7 +46,8 @@ class Deadlines:
 
     def copyable(self) -> bool:
         """Return whether a copy of a peer's state would hold everything that has state."""
-        return self._copies and self._loop.script.copyable and not self._loop.tracking.stepped_untracked()
+        script = self._loop.script
+        return self._copies and script.copyable and script.plain and not self._loop.tracking.stepped_untracked()
 
     def round_over(self) -> None:
         """Note that a round with a deadline has ended: entries of newcomers are spaced by these rounds too."""

@@ -280,10 +280,7 @@ class Reform:
         self.now = generation
         self.group = group  # after its number: see `break_off`
         self._forming = None  # only now: a generation that ends meanwhile finds its group in the one or the other
-        try:
-            self._bring_everybody_in(reports)
-        except RuntimeError as error:
-            raise error if isinstance(error, PacelineError) else self.failed(error) from None
+        self._bring_everybody_in(reports)
 
     def _pause(self) -> None:
         """Wait between attempts: what keeps workers apart who are all there, a firewall or a variable, lasts."""
@@ -316,6 +313,7 @@ class Reform:
         self._undelivered = None
         self._hand_over.recorded.set()
         self._transport.entered(False)
+        self._transport.fell_out = self._transport.listener is not None
         self._transport.at_rest = True
         self._lanes.forget()
 
@@ -405,8 +403,9 @@ class Reform:
             self._bring_in(newcomers, giver=incumbents[0])
         transport.entered(self._hand_over.later is None)
         if self.group.rank == 0 and not transport.outside:
-            tidy = partial(_tidy, self.connector.signals_root.clone(), self.number)
-            concurrency.Thread(target=tidy, name="paceline-tidy", daemon=True).start()
+            with suppress(RuntimeError):  # the roster is away: a later leader tidies
+                tidy = partial(_tidy, self.connector.signals_root.clone(), self.number)
+                concurrency.Thread(target=tidy, name="paceline-tidy", daemon=True).start()
 
     def _change(self, facts: Sequence[Any]) -> MembershipChange:
         assert self.now is not None

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from paceline import concurrency
-from paceline.errors import Dropped, DroppedInCall, GenerationOver, PacelineError
+from paceline.errors import Dropped, DroppedInCall, FleetError, GenerationOver, PacelineError
 from paceline.roster import FINISHED, LEFT, Generation, RosterClient
 from paceline.roster.calls import BACKGROUND, CALLS
 from paceline.transport.base import Pending, Renew, RoundTensors, empty_ones, made
@@ -76,6 +76,8 @@ class Elastic(Distributed):
         """The training."""
         self.intact: Callable[[], bool] = lambda: True
         """Whether the last round's result is still as it was, to be handed over."""
+        self.fell_out = False
+        """Whether the fleet went on without this worker, which has not entered again."""
         self.lanes = Lanes(self._sequences)
         self._here = concurrency.local()
         """The group of the round that each thread is in."""
@@ -132,6 +134,7 @@ class Elastic(Distributed):
             self.rank, self.size, self.workers = 1, 2, (-1, self.id)
         self.outside = not inside
         if inside:
+            self.fell_out = False
             self.loop.publish()
 
     def depart(self, *, agreed: bool) -> None:
@@ -288,20 +291,29 @@ class Elastic(Distributed):
         """Gather until it succeeds; None: the fleet has gone on without this worker."""
         lane = self.lanes[CALLS]
         while not self.outside:
-            group = None
-            try:
-                began, group = self._standing()
-                mine = value() if callable(value) else value  # for the members of this group, whoever comes meanwhile
-                values = group.gather(f"call/{call}", label, mine, watch=self.watch)
-                if self.reform.finish(CALLS, began, facts=values, tensors=()):
-                    return values
-            except RuntimeError as error:
-                self._re_form_in(label, error, group)
+            if (values := self._gather_once(call, label, value)) is not None:
+                return values
             if lane.given and not self.outside:
                 lane.finish(facts=lane.facts, tensors=())
                 return list(lane.facts or [])
             self.deliver_members_changed()
         return None
+
+    def _gather_once(self, call: int, label: str, value: Any) -> list[Any] | None:
+        """Gather among the members of one group; None: the next one has been formed."""
+        try:
+            began, group = self._standing()
+        except GenerationOver as over:
+            self._re_form_in(label, over)
+            return None
+        # For the members of this group, whoever comes meanwhile. An error in it is the script's own, and no group's.
+        mine = value() if callable(value) else value
+        try:
+            values = group.gather(f"call/{call}", label, mine, watch=self.watch)
+        except RuntimeError as error:
+            self._re_form_in(label, error, group)
+            return None
+        return values if self.reform.finish(CALLS, began, facts=values, tensors=()) else None
 
     def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
         while not self.outside:
@@ -396,10 +408,15 @@ class Elastic(Distributed):
     def close(self, *, failure: BaseException | None = None) -> None:
         client = self.reform.client
         try:
+            if failure is None and self.fell_out:
+                raise FleetError(
+                    "the fleet went on without this worker, which was silent for too long, and its script ended before "
+                    "it could enter again: what it holds is not the fleet's; start it again, and it enters anew"
+                )
             if failure is None and not self.outside:
                 self._await_end(client)
                 client.leave(FINISHED)
-            elif failure is not None and not self.outside:
+            elif failure is not None and not (self.outside and isinstance(failure, SystemExit)):
                 client.leave(WAITED if isinstance(failure, Leave) else f"ended with {one_line(failure)}")
         finally:
             self.reform.close()
