@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.gradients import scaling
 from paceline.gradients.scaling import is_active, next_state
 from quick import examples
 
@@ -60,3 +61,20 @@ def test_the_scale_never_grows_to_infinity() -> None:
 def test_only_an_enabled_scaler_is_active(scaler: bool | None, active: bool) -> None:
     thing = None if scaler is None else torch.amp.GradScaler("cpu", enabled=scaler)
     assert is_active(thing) is active
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.ones((), requires_grad=True), torch.ones(3, requires_grad=True).sum()])
+def test_no_object_is_looked_through_for_factors_that_no_scaler_can_have_left(
+    factor: float | torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        scaling, "instances", lambda *kinds: pytest.fail("a scan of the process takes as long as a step")
+    )
+    assert scaling.scale_in((torch.ones(3, requires_grad=True) * factor).sum()) is None
+
+
+def test_the_scale_that_a_living_scaler_left_is_found() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    loss = torch.ones(3, requires_grad=True).sum()
+    assert scaling.scale_in(scaler.scale(loss)) == 8.0
+    assert scaling.scale_in(loss * torch.tensor(8.0)) is None, "as large, and of the user's own"

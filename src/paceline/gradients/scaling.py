@@ -68,7 +68,7 @@ def scale_in(loss: torch.Tensor) -> float | None:
     """Return the scale that ``scaler.scale(loss)`` of some GradScaler has left in this loss; None: it has none.
 
     Only a product with the very tensor in which a living scaler keeps its scale counts, so a factor of the user's own
-    is none, whatever its size.
+    is none, whatever its size. Scalers are looked for only where such a factor is: that takes as long as a step.
     """
     factors = {factor.data_ptr() for node in _last_operations(loss) for factor in _factors(node)}
     if not factors:
@@ -107,14 +107,15 @@ def _last_operations(loss: torch.Tensor) -> list[Any]:
 
 
 def _factors(node: Any) -> list[torch.Tensor]:
-    """Return the single float32 numbers, as scalers keep theirs, that this operation multiplied by."""
+    """Return the single float32 numbers without a gradient, as scalers keep theirs, that this node multiplied by."""
     if node.name() != "MulBackward0":
         return []
     try:
         saved = [node._saved_other, node._saved_self]
     except RuntimeError:  # backward has been through here: torch raises its own error
         return []
-    return [s for s in saved if isinstance(s, torch.Tensor) and s.numel() == 1 and s.dtype == torch.float32]
+    numbers = [s for s in saved if isinstance(s, torch.Tensor) and s.numel() == 1 and s.dtype == torch.float32]
+    return [number for number in numbers if not number.requires_grad]
 
 
 def _refuse(name: str, instead: str) -> Callable[..., None]:
