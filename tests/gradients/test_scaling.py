@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.gradients import scaling
-from paceline.gradients.scaling import is_active, next_state
+from paceline.gradients.scaling import LivingScalers, instances, is_active, next_state, scale_in
 from quick import examples
 
 
@@ -70,11 +70,14 @@ def test_no_object_is_looked_through_for_factors_that_no_scaler_can_have_left(
     monkeypatch.setattr(
         scaling, "instances", lambda *kinds: pytest.fail("a scan of the process takes as long as a step")
     )
-    assert scaling.scale_in((torch.ones(3, requires_grad=True) * factor).sum()) is None
+    assert scale_in((torch.ones(3, requires_grad=True) * factor).sum(), LivingScalers()) is None
 
 
-def test_the_scale_that_a_living_scaler_left_is_found() -> None:
+def test_all_micro_batches_of_a_step_share_one_scan_for_scalers(monkeypatch: pytest.MonkeyPatch) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scans, living = list[Any](), LivingScalers()
+    monkeypatch.setattr(scaling, "instances", lambda *kinds: scans.append(kinds) or instances(*kinds))
     loss = torch.ones(3, requires_grad=True).sum()
-    assert scaling.scale_in(scaler.scale(loss)) == 8.0
-    assert scaling.scale_in(loss * torch.tensor(8.0)) is None, "as large, and of the user's own"
+    assert scale_in(loss * torch.tensor(8.0), living) is None, "as large as a scale, and of the user's own"
+    assert scale_in(scaler.scale(loss), living) == 8.0, "it has only now made the tensor of its scale"
+    assert len(scans) == 1

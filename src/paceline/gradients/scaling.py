@@ -64,19 +64,29 @@ def scaled(scaler: Any, loss: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, type(scaler).scale(scaler, loss))
 
 
-def scale_in(loss: torch.Tensor) -> float | None:
+class LivingScalers:
+    """The living GradScalers, found when they are first asked for: the scan takes as long as a step."""
+
+    def __init__(self) -> None:
+        self._found: list[Any] | None = None
+
+    def scales(self) -> list[torch.Tensor]:
+        """Return the tensors in which they keep their scales, as far as they have begun to scale."""
+        if self._found is None:
+            self._found = instances(torch.amp.GradScaler)
+        return [scale for scaler in self._found if (scale := getattr(scaler, "_scale", None)) is not None]
+
+
+def scale_in(loss: torch.Tensor, living: LivingScalers) -> float | None:
     """Return the scale that ``scaler.scale(loss)`` of some GradScaler has left in this loss; None: it has none.
 
     Only a product with the very tensor in which a living scaler keeps its scale counts, so a factor of the user's own
-    is none, whatever its size. Scalers are looked for only where such a factor is: that takes as long as a step.
+    is none, whatever its size.
     """
     factors = {factor.data_ptr() for node in _last_operations(loss) for factor in _factors(node)}
     if not factors:
         return None
-    kept = [
-        scale for scaler in instances(torch.amp.GradScaler) if (scale := getattr(scaler, "_scale", None)) is not None
-    ]
-    return next((float(scale) for scale in kept if scale.data_ptr() in factors), None)
+    return next((float(scale) for scale in living.scales() if scale.data_ptr() in factors), None)
 
 
 def instances(*kinds: type) -> list[Any]:
