@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.gradients.scaling import is_active, next_state
+from paceline.gradients import scaling
+from paceline.gradients.scaling import LivingScalers, instances, is_active, next_state, scale_in
 from quick import examples
 
 
@@ -60,3 +61,23 @@ def test_the_scale_never_grows_to_infinity() -> None:
 def test_only_an_enabled_scaler_is_active(scaler: bool | None, active: bool) -> None:
     thing = None if scaler is None else torch.amp.GradScaler("cpu", enabled=scaler)
     assert is_active(thing) is active
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.ones((), requires_grad=True), torch.ones(3, requires_grad=True).sum()])
+def test_no_object_is_looked_through_for_factors_that_no_scaler_can_have_left(
+    factor: float | torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        scaling, "instances", lambda *kinds: pytest.fail("a scan of the process takes as long as a step")
+    )
+    assert scale_in((torch.ones(3, requires_grad=True) * factor).sum(), LivingScalers()) is None
+
+
+def test_all_micro_batches_of_a_step_share_one_scan_for_scalers(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scans, living = list[Any](), LivingScalers()
+    monkeypatch.setattr(scaling, "instances", lambda *kinds: scans.append(kinds) or instances(*kinds))
+    loss = torch.ones(3, requires_grad=True).sum()
+    assert scale_in(loss * torch.tensor(8.0), living) is None, "as large as a scale, and of the user's own"
+    assert scale_in(scaler.scale(loss), living) == 8.0, "it has only now made the tensor of its scale"
+    assert len(scans) == 1

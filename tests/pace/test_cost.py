@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pace_rig import best_s, machines, play, record, slower
 
 from paceline.pace import Adaptive, Ask
-from paceline.pace.cost import Costs
+from paceline.pace.cost import Costs, median
 from paceline.pace.shares import fill
 from paceline.records import Plan, StepRecord
 
@@ -232,3 +232,10 @@ def test_unlike_machines_are_at_their_limit_within_a_few_steps(fleet) -> None:  
     assert run.of_limit[0] < 0.7
     assert run.of_limit[6:].mean() > 0.97
     assert best_s(*fleet(0), 512) == pytest.approx(np.median(run.wall_s[6:]), rel=0.03)
+
+
+@given(st.lists(st.lists(st.floats(1e-300, 1e300), min_size=7, max_size=7), min_size=1, max_size=9), st.integers(1, 7))
+def test_the_median_is_numpys_bit_for_bit(rows: list[list[float]], width: int) -> None:
+    values = np.array(rows)[:, :width]
+    assert median(values).tolist() == np.median(values, axis=1).tolist()
+    assert float(median(values[0])) == float(np.median(values[0]))

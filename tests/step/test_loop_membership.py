@@ -477,6 +477,25 @@ def test_a_newcomer_takes_over_where_a_peer_is(worker: MakeWorker, combine: Any)
             assert one.transport.did == [], "what was due before it entered is not due any more"
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_newcomers_first_step_is_looked_at_afterwards_unless_the_peers_was(worker: MakeWorker, steps: int) -> None:
+    with worker() as peer:
+        peer.train(steps) if steps else None
+        state, change = given_by(peer)
+        with worker((-1, 9), rank=1, outside=True) as one:
+            looks: list[str] = []
+            one.steps.before_first = lambda _: looks.append("before")
+            one.steps.after_first = lambda _: looks.append("after")
+            one.steps._call_before_step()
+            one.transport.outside = False
+            one.transport.show((4, 9), rank=1, generation=2)
+            assert one.members.take_over(state, change) is True
+            one.steps.loop.position.step = object()  # its first step was given out
+            one.steps._call_before_step()
+            assert looks == (["before"] if steps else ["before", "after"])
+            one.steps.loop.position.step = None
+
+
 def test_a_script_that_is_not_the_fleets_is_refused_and_says_what_differs(worker: MakeWorker) -> None:
     with worker() as peer:
         peer.train(1)

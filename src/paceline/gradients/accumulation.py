@@ -18,7 +18,7 @@ from paceline.gradients.buckets import REACHED_NO_MODEL, Among, Buckets
 from paceline.gradients.buffers import BufferSnapshot, ModuleBuffers
 from paceline.gradients.header import number_of
 from paceline.gradients.running_statistics import RunningStatistics, StatisticsSnapshot
-from paceline.gradients.scaling import is_active, scale_in
+from paceline.gradients.scaling import LivingScalers, is_active, scale_in
 from paceline.gradients.scaling import scaled as scale_loss
 from paceline.gradients.sharded import ShardedBuckets
 from paceline.transport import Collective
@@ -89,6 +89,7 @@ class Accumulation:
         self._follows_freezing = False
         self._looked = False
         """Whether all losses of one step were examined for a scale that the script left in."""
+        self._living = LivingScalers()
         self.trained_models: set[frozenset[int]] = set()
         """The sets of models, by their numbers, that the micro-batches of the first step reached."""
 
@@ -192,7 +193,7 @@ class Accumulation:
 
     def _scaled(self, loss: torch.Tensor, weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the tensor to call backward on, and its gradient: a factor that is a number costs no operation."""
-        if not self._looked and (scale := scale_in(loss)) is not None:
+        if not self._looked and (scale := scale_in(loss, self._living)) is not None:
             raise MisuseError(
                 f"the loss was multiplied by a GradScaler's scale, {scale:g}, which nothing would divide out: call "
                 "fleet.track(scaler=scaler) before the first step, and write step.backward(loss) without scaler.scale"
@@ -258,7 +259,7 @@ class Accumulation:
         """Forget the gradients of the step, which is over."""
         self.buckets.clear()
         self._looked = self._looked or self._begun
-        self._begun = False
+        self._begun, self._living = False, LivingScalers()
 
     # -- beside the sum: a micro-batch joins it completely or not at all ---------------------------------------------
 

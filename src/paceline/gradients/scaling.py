@@ -64,7 +64,20 @@ def scaled(scaler: Any, loss: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, type(scaler).scale(scaler, loss))
 
 
-def scale_in(loss: torch.Tensor) -> float | None:
+class LivingScalers:
+    """The living GradScalers, found when they are first asked for: the scan takes as long as a step."""
+
+    def __init__(self) -> None:
+        self._found: list[Any] | None = None
+
+    def scales(self) -> list[torch.Tensor]:
+        """Return the tensors in which they keep their scales, as far as they have begun to scale."""
+        if self._found is None:
+            self._found = instances(torch.amp.GradScaler)
+        return [scale for scaler in self._found if (scale := getattr(scaler, "_scale", None)) is not None]
+
+
+def scale_in(loss: torch.Tensor, living: LivingScalers) -> float | None:
     """Return the scale that ``scaler.scale(loss)`` of some GradScaler has left in this loss; None: it has none.
 
     Only a product with the very tensor in which a living scaler keeps its scale counts, so a factor of the user's own
@@ -73,10 +86,7 @@ def scale_in(loss: torch.Tensor) -> float | None:
     factors = {factor.data_ptr() for node in _last_operations(loss) for factor in _factors(node)}
     if not factors:
         return None
-    kept = [
-        scale for scaler in instances(torch.amp.GradScaler) if (scale := getattr(scaler, "_scale", None)) is not None
-    ]
-    return next((float(scale) for scale in kept if scale.data_ptr() in factors), None)
+    return next((float(scale) for scale in living.scales() if scale.data_ptr() in factors), None)
 
 
 def instances(*kinds: type) -> list[Any]:
@@ -107,14 +117,15 @@ def _last_operations(loss: torch.Tensor) -> list[Any]:
 
 
 def _factors(node: Any) -> list[torch.Tensor]:
-    """Return the single float32 numbers, as scalers keep theirs, that this operation multiplied by."""
+    """Return the single float32 numbers without a gradient, as scalers keep theirs, that this node multiplied by."""
     if node.name() != "MulBackward0":
         return []
     try:
         saved = [node._saved_other, node._saved_self]
     except RuntimeError:  # backward has been through here: torch raises its own error
         return []
-    return [s for s in saved if isinstance(s, torch.Tensor) and s.numel() == 1 and s.dtype == torch.float32]
+    numbers = [s for s in saved if isinstance(s, torch.Tensor) and s.numel() == 1 and s.dtype == torch.float32]
+    return [number for number in numbers if not number.requires_grad]
 
 
 def _refuse(name: str, instead: str) -> Callable[..., None]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.pace.cost import SECONDS_RANGE, filled, resized
+from paceline.pace.cost import SECONDS_RANGE, filled, median, resized
 from paceline.pace.forecast import Floats, Forecast, Mask, Seen
 from paceline.pace.ledger import Ledger
 
@@ -90,7 +90,7 @@ class Followed:
         drawn = self.forecast.draw(rows, rng)
         if workers == self.workers:
             return drawn
-        middle = np.median(drawn, axis=1, keepdims=True)
+        middle = median(drawn)[:, None]
         typical = self.typical(workers)
         absent = middle * np.where(typical > 0, typical / middle.mean(), 1.0)
         known = self._columns(workers)

@@ -118,6 +118,8 @@ class Membership:
         transport.listener, transport.intact = self, steps.gradients.mean_gradient.intact
         transport.loop.begin(steps.script_loop.number + 1, passes.call_results.to_json())
         self._loop_number = transport.loop.number
+        # torch imports modules when it first writes and reads a state: in an entry all others would wait for that.
+        parts.put_together(parts.take_apart({"any": torch.zeros(1)}), device=torch.device("cpu"))
         if transport.outside and not transport.grouped:  # once it has entered, all others would wait for that
             for bucket in steps.gradients.buckets.buckets:
                 bucket.touch()
@@ -256,6 +258,7 @@ class Membership:
             "run_dir": str(self._recorder.run_dir.absolute()),
             "rounds": self._transport.lanes.rounds,
             "loop": self._loop_number,
+            "begun": self._steps.begun,
             "passes": self._passes.state_dict(),
         }
         return parts.take_apart({**given, **run})
@@ -284,6 +287,8 @@ class Membership:
         self._transport.lanes.rounds = state["rounds"]
         self._passes.load_state_dict(state["passes"])
         self._steps.combine.take_over(state, ahead=_ahead(change))
+        if state["begun"]:
+            self._steps.first_was_checked()
         self._steps.loop.micro_batches.devices = _devices(change)
         self._recorder.go_on_in(Path(state["run_dir"]))
         self._due = (0, False, False)

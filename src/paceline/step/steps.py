@@ -189,6 +189,10 @@ class StepLoop:
             getattr(self, self._calls_due[0])(self)
             del self._calls_due[0]
 
+    def first_was_checked(self) -> None:
+        """Leave out ``after_first``, in which all would wait for this newcomer: a peer of the same script passed it."""
+        self._calls_due = [due for due in self._calls_due if due != "after_first"]
+
     # -- how far it is ---------------------------------------------------------------------------------------------
 
     @property

@@ -392,7 +392,7 @@ class TrainingState:
 
     def newcomer_state(self) -> dict[str, Any]:
         """Return all of this state, for a newcomer among the same members."""
-        recent = json.dumps([record.to_json() for record in self.recent])
+        recent = json.dumps([vars(record) for record in self.recent])  # `to_json` copies deeply, and all others wait
         own = {"pacer": self.pacer.state_dict(), "history": recent, "for_all_next": self._for_all_next}
         return {**self.state_dict(), **own}
 
