@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline import MisuseError
 from paceline.gradients import buckets as module
-from paceline.gradients.buckets import BUCKET_BYTES, FIRST_BYTES, Buckets, group
+from paceline.gradients.buckets import BUCKET_BYTES, FIRST_BYTES, Bucket, Buckets, divide, group
 
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -138,6 +138,45 @@ def test_sums_start_while_the_last_backward_is_under_way_once_a_step_has_shown_i
         buckets.clear()
     assert started[0] == 0
     assert started[1] == started[2] == len(buckets.buckets) > 1
+
+
+def test_a_section_is_summed_before_its_bucket_is_complete_where_sums_travel_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "FIRST_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "SECTIONS", 1 << 17)
+    shapes: dict[bool, list[list[int]]] = {}
+    for in_sections in (True, False):
+        for share in (1, 0):
+            model, wire, seen = net(), Wire(), list[int]()
+            buckets = Buckets(list(model.parameters()), wire, in_sections=lambda: in_sections)  # noqa: B023
+            model[0].weight.register_hook(lambda _: seen.append(len(wire.sent)))  # noqa: B023
+            for _ in range(2):
+                wire.sent.clear()
+                wire.flats.clear()
+                if share:
+                    buckets.backward(model(X).sum(), last=True)
+                buckets.start_rest()
+                assert wire.final()
+                shapes.setdefault(in_sections, []).append([flat.numel() for flat in wire.sent])
+                buckets.clear()
+            if share:
+                assert seen == ([0, 3] if in_sections else [0, 0]), "sums under way before the last gradient"
+    assert shapes[True] == [[1, 3, 3, 12]] * 4, "one per section, whoever had a share"
+    assert shapes[False] == [[19]] * 4
+
+
+def test_a_section_ends_with_the_parameter_that_fills_it_and_none_is_empty() -> None:
+    sizes = [20, 0, 5, 5, 40, 3, 0]
+    bucket = Bucket([nn.Parameter(torch.zeros(size)) for size in sizes])
+    sections = divide(bucket, section_bytes=40)
+    assert [(one.begin, one.end, len(one.slots)) for one in sections] == [
+        (0, 20, 2),
+        (20, 30, 2),
+        (30, 70, 1),
+        (70, 73, 2),
+    ]
+    assert all(slot.section is one for one in sections for slot in one.slots)
 
 
 def test_a_gradient_left_over_from_the_last_step_is_not_sent_for_an_unused_parameter(

@@ -24,6 +24,7 @@ from paceline.transport.topology import Topology
 
 PAIRS = Topology(sites=(((0, 2),), ((1, 3),)))
 UNEQUAL = Topology(sites=(((0, 1), (2, 3)), ((4,),), ((5, 6),)))
+COMPUTERS = Topology(sites=(((0,), (1,), (2,), (3,)),))
 
 
 def together(topology: Topology, work: Callable[[int, TreeSums], Any]) -> list[Any]:
@@ -88,6 +89,22 @@ def test_three_sites_of_unlike_sizes_add_up_in_the_order_of_the_tree(length: int
     results = summed(UNEQUAL, parts)
     sites = [added([parts[0], parts[1], parts[2] + parts[3]]), parts[4], parts[5] + parts[6]]
     assert all(torch.equal(result, added(sites)) for result in results)
+
+
+def test_no_two_that_cross_send_to_the_same_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: dict[int, list[int]] = {rank: [] for rank in range(4)}
+    send = tree_sums.PieceMail.send
+
+    def noted(mail: Any, data: torch.Tensor, piece: Any, others: list[int]) -> None:
+        sent[mail._engine._rank] += others
+        send(mail, data, piece, others)
+
+    monkeypatch.setattr(tree_sums.PieceMail, "send", noted)
+    parts = randoms(4, 40_000)
+    assert all(torch.equal(result, added(parts)) for result in summed(COMPUTERS, parts))
+    for turn in range(3):
+        assert {sent[rank][turn] for rank in range(4)} == {0, 1, 2, 3}, "parts of pieces"
+        assert {sent[rank][3 + turn] for rank in range(4)} == {0, 1, 2, 3}, "totals"
 
 
 def test_sums_longer_than_the_window_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

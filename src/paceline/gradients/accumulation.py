@@ -45,7 +45,7 @@ class MicroBatchGradient(NamedTuple):
 class Accumulation:
     """The sum of one worker's micro-batch gradients, over the trained parameters of a fleet's models.
 
-    ``start(flat)`` begins the fleet's sum of a bucket.
+    ``start(flat)`` begins the fleet's sum of a bucket, or of a section of one while ``in_sections()`` is true.
     """
 
     def __init__(
@@ -54,11 +54,12 @@ class Accumulation:
         models: Sequence[torch.nn.Module],
         start: Callable[[torch.Tensor], None],
         *,
+        in_sections: Callable[[], bool] = lambda: False,
         shared: Sequence[torch.nn.Module] | None = None,
     ) -> None:
         """Watch the parameters; ``shared``: the models whose buffers all workers share, all of them unless given."""
         self._transport = transport
-        self._start = None if transport.solitary else start
+        self._start, self._in_sections = None if transport.solitary else start, in_sections
         self.everything = _unique(p for model in models for p in model.parameters())
         self._sharded = any_sharded(self.everything)
         self.trained = self._trained_now()
@@ -96,8 +97,14 @@ class Accumulation:
     def _make_buckets(self) -> Buckets:
         parameters = [p for p, trained in zip(self.everything, self.trained, strict=True) if trained]
         if self._start is not None and any_sharded(parameters):
-            return ShardedBuckets(parameters, self._start, reruns=self._transport.elastic, worker=self._transport)
-        return Buckets(parameters, self._start, copies_late=self._transport.elastic)
+            return ShardedBuckets(
+                parameters,
+                self._start,
+                in_sections=self._in_sections,
+                reruns=self._transport.elastic,
+                worker=self._transport,
+            )
+        return Buckets(parameters, self._start, in_sections=self._in_sections, copies_late=self._transport.elastic)
 
     # -- which parameters are trained ------------------------------------------------------------------------------
 

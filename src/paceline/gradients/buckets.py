@@ -9,6 +9,9 @@ In the last micro-batch a bucket whose parameters all have their gradient starts
 DDP. A worker with no micro-batch at all sends zeros. Buckets are started in one fixed order, so that every worker
 runs the same sums in the same order whatever its share.
 
+Over slow links, where sums travel piece by piece anyway, a bucket is summed in sections: the link carries the first one
+long before the bucket is complete. Whether it is depends on the network alone, so all workers do the same.
+
 Where workers come and go, a round may have to be run again, and its result be handed to a worker that missed its end.
 There the copy is made last, not first: gradients add up where autograd puts them and are copied when their sum starts,
 into one of two flat tensors by turns, so that a worker's own gradient lasts until the round is over and the fleet's
@@ -38,6 +41,8 @@ BUCKET_BYTES = 8 << 20
 As in DDP a small first bucket starts the round early, and then larger ones keep it efficient. They are a third of
 DDP's: sums of 8 MiB are as fast per byte as larger ones on Gloo, travel side by side, and end sooner after backward.
 """
+SECTIONS = 8
+"""The number of a full bucket's sections: 100 Mbit/s carry one of the first bucket's in about 10 ms."""
 
 _GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 
@@ -56,10 +61,11 @@ REACHED_NO_MODEL = (
 class Slot:
     """One parameter, its gradient, and its part (``home``) of a bucket's flat tensor."""
 
-    __slots__ = ("bucket", "grad", "home", "parameter", "seen", "shown", "version")
+    __slots__ = ("bucket", "grad", "home", "parameter", "section", "seen", "shown", "version")
 
     def __init__(self, parameter: torch.nn.Parameter, bucket: Bucket | None, home: torch.Tensor | None) -> None:
         self.parameter, self.bucket, self.home = parameter, bucket, home
+        self.section: Section | None = None
         self.grad: torch.Tensor | None = None
         """The tensor in which this step's gradient adds up; None until the first one comes."""
         self.shown: torch.Tensor | None = None
@@ -72,8 +78,24 @@ class Slot:
         """The backward pass in which the last gradient came."""
 
 
+class Section:
+    """Neighbouring slots of a bucket, which can be summed before the others are final."""
+
+    def __init__(self, bucket: Bucket, slots: Sequence[Slot], end: int) -> None:
+        """Note the slots; ``end``: where they end in the flat tensor."""
+        self.bucket, self.slots = bucket, slots
+        self.begin, self.end = end - sum(slot.parameter.numel() for slot in slots), end
+        for slot in slots:
+            slot.section = self
+        self.clear()
+
+    def clear(self) -> None:
+        """Await all gradients."""
+        self.awaited, self.started = len(self.slots), False
+
+
 class Bucket:
-    """Slots that share a flat tensor and one sum."""
+    """Slots that share a flat tensor."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, flats: int = 1) -> None:
         first = parameters[0]
@@ -82,8 +104,6 @@ class Bucket:
         self._homes = [_homes(flat, parameters) for flat in self._flats]
         self.flat = self._flats[0]
         self.slots = [Slot(p, self, home) for p, home in zip(parameters, self._homes[0], strict=True)]
-        self.awaited = len(self.slots)
-        self.started = False
 
     def _new_flat(self, size: int, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros(size, dtype=like.dtype, device=like.device)
@@ -110,21 +130,26 @@ class Bucket:
         for slot, home in zip(self.slots, self._homes[0], strict=True):
             slot.home = home
 
-    def fill(self) -> None:
-        """Copy this worker's own gradients to where they are summed."""
-        came = [
-            (home, slot.grad) for home, slot in zip(self._homes[0], self.slots, strict=True) if slot.grad is not None
-        ]
-        if len(came) < len(self.slots):
-            self.flat.zero_()
-        copy_all(came)
-
 
 @torch.no_grad()
 def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy to each first tensor its second, in one call: on a GPU in a few kernels."""
     if pairs:
         torch._foreach_copy_([into for into, _ in pairs], [source.detach() for _, source in pairs])
+
+
+@torch.no_grad()
+def fill(slots: Sequence[Slot]) -> None:
+    """Copy these slots' gradients to where they are summed, and zeros where no gradient came."""
+    clear_empty(slots)
+    copy_all([(slot.home, slot.grad) for slot in slots if slot.home is not None and slot.grad is not None])
+
+
+@torch.no_grad()
+def clear_empty(slots: Sequence[Slot]) -> None:
+    """Write zeros where no gradient came."""
+    if empty := [slot.home for slot in slots if slot.home is not None and slot.grad is None]:
+        torch._foreach_zero_(empty)
 
 
 def group(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
@@ -141,6 +166,20 @@ def group(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parame
         full = size >= (FIRST_BYTES if group is groups[0] else BUCKET_BYTES)
         open_groups[kind] = ([], 0) if full else (group, size)
     return groups
+
+
+def divide(bucket: Bucket, section_bytes: int) -> list[Section]:
+    """Divide a bucket into sections: each ends with the parameter that makes it so large, and none is empty."""
+    runs: list[list[Slot]] = [[]]
+    size = 0
+    for slot in bucket.slots:
+        if size >= section_bytes and slot.parameter.numel():
+            runs.append([])
+            size = 0
+        runs[-1].append(slot)
+        size += slot.parameter.numel() * slot.parameter.element_size()
+    ends = accumulate(sum(slot.parameter.numel() for slot in run) for run in runs)
+    return [Section(bucket, run, end) for run, end in zip(runs, ends, strict=True)]
 
 
 def _homes(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
@@ -198,9 +237,10 @@ def _register(parameter: Any, call: Any) -> Any:
 class Buckets:
     """The gradients of all trained parameters of one worker.
 
-    ``start(flat)`` begins the fleet's sum of a bucket; without it (a worker alone) gradients stay where autograd puts
-    them and nothing is copied. ``copies_late``: gradients are copied to the flat tensors when their sum starts, and not
-    when they come. So this worker's own gradients outlast the round, and the fleet's the next one.
+    ``start(flat)`` begins the fleet's sum of a bucket, or of a section of one where ``in_sections()`` is true at that
+    moment; without it (a worker alone) gradients stay where autograd puts them and nothing is copied. ``copies_late``:
+    gradients are copied to the flat tensors when their sum starts, and not when they come. So this worker's own
+    gradients outlast the round, and the fleet's the next one.
     """
 
     def __init__(
@@ -208,13 +248,19 @@ class Buckets:
         parameters: Sequence[torch.nn.Parameter],
         start: Callable[[torch.Tensor], None] | None = None,
         *,
+        in_sections: Callable[[], bool] = lambda: False,
         copies_late: bool = False,
         make: Callable[[Sequence[torch.nn.Parameter]], Bucket] | None = None,
     ) -> None:
         self.parameters = list(parameters)
-        self._start, self._copies_late = start, copies_late
+        self._start, self._in_sections, self._copies_late = start, in_sections, copies_late
         make = make or partial(Bucket, flats=2 if copies_late else 1)
         self.buckets = [make(one) for one in group(self.parameters)] if start else []
+        self._sections = [
+            section
+            for bucket in self.buckets
+            for section in divide(bucket, (FIRST_BYTES if bucket is self.buckets[0] else BUCKET_BYTES) // SECTIONS)
+        ]
         homes = {id(slot.parameter): slot for bucket in self.buckets for slot in bucket.slots}
         self.slots = [homes.get(id(p)) or Slot(p, None, None) for p in self.parameters]
         self._callbacks = Callbacks(self.parameters, self._came)
@@ -236,6 +282,7 @@ class Buckets:
         self._overlap = False  # until one whole step has shown that every gradient comes once per pass
         self._twice = False
         self._started = 0
+        """The number of sections whose sums have started."""
 
     def detach(self) -> None:
         """Remove the hooks and the views from the parameters."""
@@ -384,7 +431,10 @@ class Buckets:
 
     def seal(self) -> list[torch.Tensor]:
         """Return the flat tensors with this worker's sum, and zeros where no gradient came; start nothing."""
-        self._complete(self.buckets)
+        if self._copies_late:
+            self._fill(self._sections)
+        else:
+            clear_empty(self.slots)
         return [bucket.flat for bucket in self.buckets]
 
     def _note_versions(self) -> None:
@@ -412,15 +462,16 @@ class Buckets:
         slot, self._newest = self.slots[number], number
         again, slot.seen = slot.seen == self._pass, self._pass
         self._twice = self._twice or again
-        if slot.bucket and slot.bucket.started:
+        if slot.section and slot.section.started:
             raise MisuseError(
                 "a parameter got its gradient in several parts, the last after its sum had begun (re-entrant "
                 "checkpoints over a shared layer do this): pass overlap=False to fleet.model"
             )
         self._adopt(slot, parameter)
-        if slot.bucket and self._last and self._overlap and not again:
-            slot.bucket.awaited -= 1
-            self._start_ready()
+        if slot.section and self._last and self._overlap and not again:
+            slot.section.awaited -= 1
+            if not slot.section.awaited:
+                self._start_ready()
 
     def _adopt(self, slot: Slot, parameter: torch.nn.Parameter) -> None:
         grad = parameter.grad
@@ -437,24 +488,44 @@ class Buckets:
             raise ValueError("sparse gradients are not supported: build the embedding with sparse=False")
 
     def _start_ready(self) -> None:
-        while self._started < len(self.buckets) and self.buckets[self._started].awaited == 0:
-            self._start_next()
+        while self._started < len(self._sections) and not self._sections[self._started].awaited:
+            sections = self._next_sum()
+            if any(section.awaited for section in sections):
+                return
+            self._start_sum(sections)
 
-    def _start_next(self) -> None:
+    def _next_sum(self) -> list[Section]:
+        """Return the sections of the next sum: one, or all that are left of its bucket."""
+        begin = self._started
+        end, bucket = begin + 1, self._sections[begin].bucket
+        if not self._in_sections():
+            while end < len(self._sections) and self._sections[end].bucket is bucket:
+                end += 1
+        return self._sections[begin:end]
+
+    def _start_sum(self, sections: Sequence[Section]) -> None:
         assert self._start is not None
-        bucket = self.buckets[self._started]
-        bucket.started = True
-        self._started += 1
+        for section in sections:
+            section.started = True
+        self._started += len(sections)
         if self._copies_late:
-            bucket.fill()
-        self._start(bucket.flat)
+            self._fill(sections)
+        self._start(sections[0].bucket.flat[sections[0].begin : sections[-1].end])
+
+    def _fill(self, sections: Sequence[Section]) -> None:
+        """Copy this worker's own gradients to where they are summed."""
+        fill([slot for section in sections for slot in section.slots])
 
     def start_rest(self) -> None:
         """Zero what no gradient came for, and start the sums that are still to start."""
         if not self._copies_late:
-            self._complete(self.buckets[self._started :])
-        while self._started < len(self.buckets):
-            self._start_next()
+            clear_empty([slot for section in self._sections[self._started :] for slot in section.slots])
+        self._start_all()
+
+    def _start_all(self) -> None:
+        """Start the sums that are still to start."""
+        while self._started < len(self._sections):
+            self._start_sum(self._next_sum())
 
     def start_together(self) -> None:
         """Start the sums of a worker of several processes, all of which have brought their parts."""
@@ -465,20 +536,6 @@ class Buckets:
         assert self._copies_late
         self._started = 0
         self.start_rest()
-
-    def _complete(self, buckets: Sequence[Bucket]) -> None:
-        """Fill these flat tensors: with this worker's gradients, and zeros for the parameters that have none."""
-        for bucket in buckets:
-            if self._copies_late:
-                bucket.fill()
-                continue
-            empty = [slot for slot in bucket.slots if slot.grad is None]
-            if len(empty) == len(bucket.slots):
-                bucket.flat.zero_()
-            else:
-                for slot in empty:
-                    assert slot.home is not None
-                    slot.home.zero_()
 
     # -- between round and commit ----------------------------------------------------------------------------------
 
@@ -516,9 +573,10 @@ class Buckets:
         self._started, self._held, self._lacking = 0, None, []
         for slot in self.slots:
             slot.parameter.grad = slot.grad = slot.shown = None
-        for bucket in self.buckets:
-            bucket.awaited, bucket.started = len(bucket.slots), False
-            if self._copies_late:
+        for section in self._sections:
+            section.clear()
+        if self._copies_late:
+            for bucket in self.buckets:
                 bucket.turn_over()
 
     def check_kinds(self) -> None:
@@ -543,8 +601,8 @@ class Buckets:
             for slot in self.slots:
                 slot.version = noted.get(id(slot.shown), 0)
         for slot in self.slots:
-            # A sum under way may change its bucket.
-            running = slot.bucket is not None and slot.bucket.started and not self._copies_late
+            # A sum under way may change its section.
+            running = slot.section is not None and slot.section.started and not self._copies_late
             if running or (slot.shown is None and (self._held is None or slot.parameter.grad is None)):
                 continue
             if slot.shown is None or slot.parameter.grad is not slot.shown or slot.shown._version != slot.version:

@@ -78,18 +78,24 @@ class GradientExchange:
 
     # -- what this worker brings -----------------------------------------------------------------------------------
 
+    def in_sections(self) -> bool:
+        """Return whether the next sum may be that of a section: the members it is for are known from here on."""
+        self._transport.deliver_members_changed()
+        if not self._sums:
+            self._summing = self._transport.generation
+        return self._transport.sums_piecewise
+
     def start_sum(self, flat: torch.Tensor, *, squares: bool) -> None:
-        """Unscale and measure a bucket that is final, and start its sum."""
+        """Unscale and measure a bucket or a section that is final, and start its sum, after `in_sections`."""
         if self._accumulation.unscale != 1.0:
             flat.mul_(self._accumulation.unscale)
         self._extremes += _extremes([flat])
         if squares:
             self._note_squares([flat])
         self._transport.deliver_members_changed()
-        if self._sums and self._transport.generation != self._summing:
+        if self._transport.generation != self._summing:
             self._sums.append(Never(self._members_changed()))  # the others of this step are sums of other members
             return
-        self._summing = self._transport.generation
         self._sums.append(start_sum(self._transport, flat, self._wire_format))
 
     def _members_changed(self) -> GenerationOver:

@@ -53,7 +53,9 @@ class Gradients:
         self.varying: VaryingCount | None = None
         """The rule that scales the learning rate of steps whose count is not the global batch."""
         self.shared = models if shared is None else shared
-        self.accumulation = Accumulation(transport, models, self._start_sum, shared=self.shared)
+        self.accumulation = Accumulation(
+            transport, models, self._start_sum, in_sections=lambda: self.exchange.in_sections(), shared=self.shared
+        )
         self.everything = self.accumulation.everything
         self.exchange = GradientExchange(transport, self.accumulation, wire_format)
         self.mean_gradient = MeanGradient(transport, self.accumulation, self.exchange)

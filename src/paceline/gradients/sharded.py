@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from paceline.checkpoint.shards import dimension, divided, local, part_of
 from paceline.errors import MisuseError
-from paceline.gradients.buckets import Bucket, Buckets, Slot
+from paceline.gradients.buckets import Bucket, Buckets, Section, Slot
 from paceline.transport import Collective
 
 
@@ -59,9 +59,6 @@ class ShardedBucket(Bucket):
         assert slot.home is not None
         return part_of(slot.home, self._worker.shard, self._worker.shards, dimension(slot.parameter))
 
-    def fill(self) -> None:
-        return  # all processes have: `fill_part`
-
     @torch.no_grad()
     def fill_part(self) -> None:
         """Copy this process's parts to where they are summed."""
@@ -83,6 +80,7 @@ class ShardedBuckets(Buckets):
         parameters: Sequence[torch.nn.Parameter],
         start: Callable[[torch.Tensor], None],
         *,
+        in_sections: Callable[[], bool],
         reruns: bool,
         worker: Collective,
     ) -> None:
@@ -91,6 +89,7 @@ class ShardedBuckets(Buckets):
         super().__init__(
             parameters,
             start,
+            in_sections=in_sections,
             copies_late=True,
             make=lambda one: ShardedBucket(one, worker=worker, number=next(numbers), flats=2 if reruns else 1),
         )
@@ -99,7 +98,7 @@ class ShardedBuckets(Buckets):
         self._changes: list[torch.Tensor] = []
         """Whether the norms had changed, at each check; read at the end of the step, so that no check synchronises."""
         self._direct = [parameter.register_hook(_refuse_direct) for parameter in self.parameters]  # type: ignore[no-untyped-call]
-        worker.on("fill", lambda _: self._fill())
+        worker.on("fill", lambda _: self._fill_all())
         worker.on("renew", lambda number: self.buckets[number].renew())
 
     def detach(self) -> None:
@@ -144,7 +143,10 @@ class ShardedBuckets(Buckets):
                 "loss.backward() of your own: use step.backward(loss), or clear them with optimizer.zero_grad()"
             )
 
-    def _fill(self) -> None:
+    def _fill(self, sections: Sequence[Section]) -> None:
+        return  # all processes have: `_fill_all`
+
+    def _fill_all(self) -> None:
         for bucket in self.buckets:
             assert isinstance(bucket, ShardedBucket)
             bucket.fill_part()
@@ -157,19 +159,18 @@ class ShardedBuckets(Buckets):
                 "gradients were changed in the middle of a step (clipping?): step.commit clips; for code of your own "
                 "call step.reduce() first"
             )
-        self._fill()
+        self._fill_all()
 
     def _start_ready(self) -> None:
         return  # parts of the other processes may be missing
 
     def start_together(self) -> None:
-        while self._started < len(self.buckets):
-            self._start_next()
+        self._start_all()
 
     def restart(self) -> None:
         self._started = 0
         self._worker.relay("fill")
-        self._fill()
+        self._fill_all()
         self.start_together()
 
     def expose(self, used: Sequence[float], *, copies: bool = False) -> None:

@@ -132,6 +132,14 @@ class Collective(Protocol):
         """
         return None
 
+    @property
+    def sums_piecewise(self) -> bool:
+        """Whether sums travel in pieces, over slow links, so that parts of a tensor may as well be sums of their own.
+
+        The same on all workers of a generation, from its first sum to its last.
+        """
+        return False
+
     def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
         """Start an exchange of rows of bytes on the CPU, in one order with the sums.
 

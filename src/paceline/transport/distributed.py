@@ -88,6 +88,10 @@ class Distributed(Transport, ABC):
         self._summed += wire_format.row_bytes(tensor.numel())
         return self._started(lambda group: group.start_sum_in(tensor, wire_format))
 
+    @property
+    def sums_piecewise(self) -> bool:
+        return self._group_here().crosses
+
     def all_to_all(self, sent: torch.Tensor, got: torch.Tensor) -> Pending:
         self._summed += sent.numel() // 2  # a sum is two of them
         return self._started(lambda group: group.start_all_to_all(sent, got))

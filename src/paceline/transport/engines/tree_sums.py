@@ -4,6 +4,7 @@ A worker adds its children's sums to its own part, in the order of the tree, and
 cross exchange theirs: each piece of a sum is added up, in the order of sites, by one of them (its owner), who sends the
 total to the others; two, or several with few bytes, send their sums to each other directly and all add them up in
 that order. Each piece is so added in one order, whoever does it, and everybody has the same bits.
+Each of them sends to the one after it first, so that no two fill one link while others are idle.
 
 Sums are cut into pieces, and three threads move them on, up, across and down, so that links never wait for a worker's
 additions. The engine sends and receives between two workers only; it writes into messages alone, never into tensors.
@@ -197,9 +198,12 @@ class SumStream:
         self._branch, self._rank, self.mail = branch, rank, mail
         self._crosses = branch.parent is None
         self._others = [top for top in branch.tops if top != rank] if self._crosses else []
+        here = branch.tops.index(rank) if self._crosses else 0
+        self._after = [*branch.tops[here + 1 :], *branch.tops[:here]] if self._crosses else []
+        """The others in the order in which this one sends to them: no two that cross begin with the same one."""
         self._number = self._open = 0
         self._window = max(LEAST_WINDOW, WINDOW // (1 + len(branch.children)))
-        self._waiting: deque[SumPiece] = deque()
+        self._waiting: deque[list[SumPiece]] = deque()
         self._under_way: set[TreeSum] = set()
         self._failure: str | None = None
         self._lock = concurrency.RLock()
@@ -222,17 +226,26 @@ class SumStream:
                 raise RuntimeError(self._failure)
             if tree_sum.parts:
                 self._under_way.add(tree_sum)
-            for part in tree_sum.parts:
-                self._number += 1
-                self._waiting.append(SumPiece(tree_sum, part, self._number))
+            pieces = [SumPiece(tree_sum, part, self._number + n) for n, part in enumerate(tree_sum.parts, start=1)]
+            self._number += len(pieces)
+            tops = len(self._branch.tops)
+            self._waiting += [pieces[first : first + tops] for first in range(0, len(pieces), tops)]
             self._begin_more()
         return tree_sum
 
     def _begin_more(self) -> None:
         while self._waiting and self._open < self._window:
-            self._open += 1
-            self._begin(piece := self._waiting.popleft())
-            self._ups.put(piece)
+            pieces = self._waiting.popleft()
+            self._open += len(pieces)
+            for piece in pieces:
+                self._begin(piece)
+            for piece in sorted(pieces, key=self._turn):
+                self._ups.put(piece)
+
+    def _turn(self, piece: SumPiece) -> int:
+        """Return when this worker sends its part of a piece, among one piece per owner: its own comes last."""
+        owner = self._owner(piece)
+        return self._after.index(owner) if owner in self._after else len(self._after)
 
     def _begin(self, piece: SumPiece) -> None:
         """Ask for everything that is to come."""
@@ -281,7 +294,7 @@ class SumStream:
             self.mail.send(piece.mine, piece, [self._branch.parent])
         elif self._all_add(piece):
             sent = as_sent(piece.mine, piece)
-            self.mail.send(sent, piece, self._others)
+            self.mail.send(sent, piece, self._after)
             piece.mine = as_got(sent, piece)  # all add the same numbers
         elif self._owner(piece) != self._rank:
             self.mail.send(as_sent(piece.mine, piece), piece, [self._owner(piece)])
@@ -291,7 +304,7 @@ class SumStream:
     def _across(self, piece: SumPiece) -> None:
         """Add up a piece that this worker owns, and send the total to the others that cross."""
         sent = as_sent(self._add_tops(piece), piece)
-        self.mail.send(sent, piece, self._others)
+        self.mail.send(sent, piece, self._after)
         self._finish(piece, as_got(sent, piece))
 
     def _down(self, piece: SumPiece) -> None:
