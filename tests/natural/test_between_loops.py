@@ -299,3 +299,60 @@ def test_a_script_may_leave_by_itself_before_the_block_ends(tmp_path: Path) -> N
     """
     one, other = results(tmp_path, script)
     assert one == other
+
+
+FISHER = """
+def fisher(model):
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for a, b in zip(x[:5], y[:5]):
+        model.zero_grad()
+        loss_fn(model(a[None]), b[None]).backward()
+        for one, p in zip(total, model.parameters()):
+            one += 0 if p.grad is None else p.grad ** 2
+    return total
+
+def penalised(model, a, b, fishers, anchors):
+    pairs = zip(fishers, anchors, model.parameters())
+    return loss_fn(model(a), b) + sum((f * (p - q) ** 2).sum() for f, q, p in pairs)
+
+def anchors_of(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+with paceline.join() as fleet:
+    model = fleet.model(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fishers = anchors = ()
+    for task in range(2):
+        if task:
+            model[0].requires_grad_(False)  # its gradients of the Fisher information are left over
+        steps = fleet.steps(data, global_batch=12, micro_batch=3, shuffle=False)
+        for step in steps:
+            for a, b in step:
+                step.backward(penalised(model, a, b, fishers, anchors))
+            step.commit(optimizer)
+            if LEAVES and step.index % 4 == 3:
+                break
+        fishers, anchors = fisher(model), anchors_of(model)
+    ours = flat(model)
+
+    plain, fishers, anchors = network(), (), ()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for task in range(2):
+        if task:
+            sgd.zero_grad()
+            plain[0].requires_grad_(False)
+        for start in range(0, 48, 12):
+            sgd.zero_grad()
+            part = slice(start, start + 12)
+            penalised(plain, x[part], y[part], fishers, anchors).backward()
+            sgd.step()
+        fishers, anchors = fisher(plain), anchors_of(plain)
+    result = ours, flat(plain)
+"""
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["at its end", "by break"])
+def test_behind_a_loop_a_script_may_call_backward_itself(tmp_path: Path, leaves: bool) -> None:
+    script = FISHER.replace("LEAVES", str(leaves))
+    for ours, plain in results(tmp_path, script, PACELINE_PACE="fixed:1,3"):
+        assert ours == pytest.approx(plain, abs=1e-12)

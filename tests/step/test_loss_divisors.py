@@ -42,6 +42,9 @@ COUNTS: dict[str, Loss] = {
     "class weights of each": lambda: (
         F.cross_entropy(NET(X), Y, weight=CW, reduction="none").sum() / CW[Y[Y >= 0]].sum()
     ),
+    "class weights, added": lambda: (
+        F.cross_entropy(NET(X), Y, weight=CW, label_smoothing=0.1, reduction="none").sum() / CW[Y[Y >= 0]].sum()
+    ),
     "of each row, then weighted": lambda: ((squares() * MASK).sum(1) / MASK.sum(1) * W).sum() / W.sum(),
 }
 NO_COUNTS: dict[str, Loss] = {
@@ -57,6 +60,16 @@ def test_counts_and_sums_of_weights_are_what_they_seem(name: str) -> None:
     assert len(found.counts) == 1
     assert not found.unlikely
     assert not found.divisor
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_torchs_own_smoothed_labels_are_divided_by_the_weights_of_their_classes(reduction: str) -> None:
+    loss = F.cross_entropy(NET(X), Y, weight=CW, label_smoothing=0.1, reduction=reduction)
+    total = CW[Y[Y >= 0]].sum()
+    found = read_loss(loss if reduction == "mean" else loss / total, ROWS)
+    assert found.counts == pytest.approx([float(total)] * 2)
+    assert not found.unlikely
+    assert read_loss(loss + squares().sum() / R.var(), ROWS).unlikely
 
 
 @pytest.mark.parametrize("name", NO_COUNTS)

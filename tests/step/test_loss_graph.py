@@ -103,6 +103,14 @@ MEANS: dict[str, tuple[Loss, list[float]]] = {
     "pieces joined": (lambda: torch.cat([one.square().flatten() for one in out()]).mean(), [30]),
     "tasks weighted": (lambda: (both() * torch.tensor([1.0, 2.0])).sum(), [4, 30]),
     "tasks weighted by what is learned": (lambda: (torch.exp(-PAIR) * both() + PAIR).sum(), [4, 30]),
+    "tasks weighted by each that is learned": (lambda: sum(torch.exp(-s) * l + s for s, l in zip(PAIR, both())), [4, 30]),
+    "tasks weighted by parts": (lambda: sum(p.exp().sum() * l for p, l in zip(PAIR.chunk(2), both())), [4, 30]),
+    "tasks weighted by a softmax": (lambda: (PAIR.softmax(0) * both()).sum(), [4, 30]),
+    "tasks divided by what is learned": (lambda: sum((1 / (1 + s)) * l for s, l in zip(PAIR, both())), [4, 30]),
+    "a mean and a mask, weighted": (
+        lambda: sum(s.exp() * l for s, l in zip(PAIR, (each_value().mean(), (each() * MASK).sum() / MASK.sum()))),
+        [30, 4],
+    ),
     "weights of mean 1": (lambda: (each_value().mean(1) * SCALE / SCALE.mean()).mean(), [float(SCALE.sum())]),
     "a mean of weights": (lambda: (each_value().mean(1) * SCALE).mean() / SCALE.mean(), [float(SCALE.sum())]),
     "weights of sum 1": (lambda: (each_value().mean(1) * SCALE / SCALE.sum()).sum(), [float(SCALE.sum())]),
@@ -350,6 +358,10 @@ def test_what_a_mean_is_multiplied_by_is_noted_unless_it_is_its_count() -> None:
     four = F.mse_loss(NET(X[:4]), TARGET[:4], reduction="sum")
     assert float(read_loss(four * 0.25 / 4, 4).factor) == factor(total * 0.25 / 6), "0.25 is a count here, too"
     assert factor(mean * torch.tensor(2.0)) != factor(mean * torch.tensor(3.0))
+    masked = (each() * MASK).sum() / MASK.sum()
+    assert factor(masked) == 0.0
+    assert factor(masked * 6) == factor(masked * 6) != factor(masked * 4)
+    assert factor((each() * MASK / MASK.sum()).sum() * 6) != factor((each() * MASK / MASK.sum()).sum() * 4)
     assert factor(each_value().mean(0) @ WEIGHT) == factor(each_value().mean(0) @ WEIGHT)
     assert factor((each_value().mean(0) * WEIGHT).sum()) != factor((each_value().mean(0) * WEIGHT.flip(0)).sum())
 
@@ -359,6 +371,12 @@ def test_a_picked_parameter_is_no_picked_sample() -> None:
     loss = torch.exp(-PAIR[0]) * F.cross_entropy(pair(X[:2]), Y[:2].clamp(min=0)) + PAIR[0]
     found = read_loss(loss, 2)
     assert (found.sum_over, found.counts) == (None, [2.0])
+    losses = [F.cross_entropy(pair(X[:2]), Y[:2].clamp(min=0)), F.mse_loss(pair(X[:2]), TARGET[:2])]
+    found = read_loss(sum(s.exp() * loss for s, loss in zip(PAIR, losses)), 2)
+    assert (found.sum_over, found.counts) == (None, [2.0, 10])
+    both_losses = torch.stack(losses)
+    found = read_loss(both_losses[0] + both_losses[1], 2)
+    assert (found.sum_over, set(found.counts)) == (None, {2.0, 10})
 
 
 def test_a_penalty_divided_by_the_micro_batchs_samples_is_seen() -> None:

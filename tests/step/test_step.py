@@ -378,6 +378,16 @@ def test_a_clip_norm_that_is_not_positive_is_refused_before_the_round(
     assert step.applied
 
 
+class Lookahead:
+    """An optimiser that is none of torch's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def step(self) -> None:
+        self.inner.step()
+
+
 def test_commit_without_or_with_a_foreign_optimizer_is_refused_before_the_round(
     fleet: paceline.Fleet, model: nn.Linear
 ) -> None:
@@ -390,7 +400,11 @@ def test_commit_without_or_with_a_foreign_optimizer_is_refused_before_the_round(
         step.commit(sgd(nn.Linear(3, 1)))
     with pytest.raises(ValueError, match=r"step\.commit takes optimizers, got Linear"):
         step.commit(model)  # type: ignore[arg-type]
-    step.commit(sgd(model))
+    with pytest.raises(ValueError, match=r"step\.reduce\(\); lookahead\.step\(\); step\.commit\(\)"):
+        step.commit(Lookahead(sgd(model)))  # type: ignore[arg-type]
+    step.reduce()
+    Lookahead(sgd(model)).step()
+    step.commit()
     assert step.applied
 
 

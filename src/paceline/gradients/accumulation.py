@@ -128,7 +128,8 @@ class Accumulation:
     def _rebuild(self, trained: list[bool]) -> None:
         self.buckets.detach()
         self.trained, self.refrozen = trained, True
-        self.buckets = self._make_buckets()
+        idle, self.buckets = self.buckets.idle, self._make_buckets()
+        self.buckets.idle = idle
 
     def _notice_freezing(self) -> None:
         """Follow the script where it froze or unfroze parameters before the step's first backward.

@@ -275,6 +275,8 @@ class Buckets:
         """
         self._refused = False
         """Whether a backward that is not a step's was refused, since the last step's."""
+        self.idle = False
+        """Whether no step is open: then a backward of the script's own is its own affair."""
         self._inside = False
         self._apart = False
         self._last = False
@@ -444,11 +446,14 @@ class Buckets:
 
     def _came(self, number: int, parameter: torch.nn.Parameter) -> None:
         """Take in the gradient that autograd has made or added to, and start the sums of buckets that are complete."""
+        if self.idle:
+            return
         if not self._inside:
             self._refused = True
             raise MisuseError(
                 "a plain loss.backward() ran on the fleet's model: its gradient would not be weighted by the "
-                "micro-batch; use step.backward(loss) instead"
+                "micro-batch; use step.backward(loss) instead. For a gradient that is no part of the training (a "
+                "saliency map, Fisher information) call torch.autograd.grad, or make it between two loops"
             )
         if parameter.grad is None:
             raise MisuseError(

@@ -93,6 +93,16 @@ class Gradients:
 
     # -- work ------------------------------------------------------------------------------------------------------
 
+    def loop_begins(self) -> None:
+        """Clear what a backward of the script's own left in ``p.grad``, and watch for such backwards from now on."""
+        for parameter in self.everything:
+            parameter.grad = None
+        self.buckets.idle = False
+
+    def loop_ends(self) -> None:
+        """Let the script call ``loss.backward()`` itself until the next loop begins: no step is open."""
+        self.buckets.idle = True
+
     def begin(self, planned_samples: int) -> None:
         """Begin a step for which the whole fleet plans ``planned_samples``."""
         self.scaler = self.next_scaler

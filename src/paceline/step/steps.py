@@ -65,6 +65,7 @@ class StepLoop:
         self.training, self.dealing, self.settings = loop.training, loop.dealing, loop.settings
         self.script_loop = loop.script_loop
         loop.tracking.forget_steps()
+        loop.gradients.loop_ends()
         self.before_first: Callable[[StepLoop], None] = lambda steps: None
         """Called before the first step, when the script has made everything."""
         self.after_first = self.before_first
@@ -124,6 +125,7 @@ class StepLoop:
     def __iter__(self) -> Iterator[Step]:
         self.left = False
         loop = self.loop
+        loop.gradients.loop_begins()
         self._own_numbers = Generators(loop.device)
         try:
             while not loop.position.finished:
@@ -148,6 +150,8 @@ class StepLoop:
             self.left = True
             if not loop.position.closed:  # else this iterator was let go of late, and the fleet is elsewhere
                 loop.tracking.updates.end(loop)
+                if loop.position.step is None or loop.position.step.committed:
+                    loop.gradients.loop_ends()
                 self.combine.ended()
                 loop.transport.doing("after the last step")
 

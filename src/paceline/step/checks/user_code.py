@@ -23,7 +23,7 @@ def check_optimizers(loop: LoopContext, optimizers: Sequence[torch.optim.Optimiz
         if id(optimizer) in loop.script.checked_optimizers:
             continue
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(f"step.commit takes optimizers, got {type(optimizer).__name__}")
+            raise ValueError(_no_optimizer_text(optimizer))
         refuse_closures(optimizer)
         ours = {id(parameter) for parameter in loop.gradients.everything}
         groups = (group["params"] for group in optimizer.param_groups)
@@ -41,6 +41,16 @@ def check_optimizers(loop: LoopContext, optimizers: Sequence[torch.optim.Optimiz
                 f"the optimizer ({type(optimizer).__name__}) is not tracked, so a worker that joins could not take "
                 "over its state: call fleet.track(optimizer=optimizer) before the first step"
             )
+
+
+def _no_optimizer_text(given: object) -> str:
+    kind = type(given).__name__
+    if not callable(getattr(given, "step", None)):
+        return f"step.commit takes optimizers, got {kind}"
+    return (
+        f"step.commit takes torch's optimizers, and {kind} is none: let it make the update itself, behind the round: "
+        f"step.reduce(); {kind.lower()}.step(); step.commit()"
+    )
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:

@@ -70,6 +70,11 @@ def is_multiple(one: Any, other: Any) -> Any:
     return ((ratio - ratio.round()).abs() <= _ADDED * ratio) | (one == other)
 
 
+def is_equal(one: Any, other: Any) -> Any:
+    """Return whether two counts are equal, but for rounding; on CUDA a tensor."""
+    return abs(one - other) <= _ADDED * abs(other)
+
+
 _ADDED = 1e-4
 """Part of a divisor that may have been added (``mask.sum() + 1e-6``), or lost in rounding."""
 

@@ -236,6 +236,9 @@ def reach_of(term: Node, rows: int) -> TermReach:
 
 
 def _picks_one(node: Node, stem: str, rows: int) -> bool:
+    below = next((child for child, _ in node.next_functions if child is not None), None)
+    if below is not None and stem_of(below.__class__) == "Stack" and len(shape_below(node)) == 1:  # of losses
+        return False
     if stem == "Unbind":
         return bool(node._saved_dim == 0) and shape_below(node)[:1] == (rows,)
     if stem not in ("Select", "Slice", "Split"):
@@ -290,7 +293,8 @@ def number_of_terms(node: Node, known: dict[Node, int]) -> int:
 
 _PURE = frozenset(
     f"Add {LINEAR} {BENDING} Mean Sum Square Transpose Slice Select Diagonal Trace Triu Tril Max Min Logsumexp "
-    "LinalgMatrixNorm LinalgSvd Mul Div Mm Bmm Mv Dot Stack Cat".split()
+    "LinalgMatrixNorm LinalgSvd Mul Div Mm Bmm Mv Dot Stack Cat Unbind Split SplitWithSizes Reciprocal Rsqrt Prod "
+    "Softmax LogSoftmax".split()
 )
 """Operations that make a number of parameters, and, where all their arguments are, of nothing else."""
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from paceline.step.losses.count_checks import is_count, is_mean_weight
+from paceline.step.losses.count_checks import is_count, is_equal, is_mean_weight
 from paceline.step.losses.graph_nodes import (
     BENDING,
     LINEAR,
@@ -117,6 +117,11 @@ Weights = tuple[list[torch.Tensor], tuple[Node, ...]]
 """Tensors by which values are multiplied, and nodes that may have weights of their own."""
 
 
+def _key(last: _Reduction, tensors: Iterable[_Factor]) -> Any:
+    """Return what names a reduction and what it is divided by."""
+    return (last.node, *map(id, tensors))
+
+
 def _is_reduced(path: Path) -> bool:
     return any(isinstance(part, _Reduction) for part in path)
 
@@ -171,6 +176,10 @@ class _Reader:
         self._paths: list[Path] = []  # keeps them alive, so that no two have one id
         self.several = False
         self._noted: set[Any] = set()
+        self._divided: dict[Any, tuple[Any, Any]] = {}
+        """By sum: the tensor that it is divided by, and whether that is a count of what is summed."""
+        self.class_weights: list[Any] = []
+        """The sums of the weights of classes, in the loss's terms that are losses of class numbers."""
         self._terms = 0
         self.terms_of: dict[Node, int] = {}
         """The number of terms of each addition in a chain."""
@@ -187,6 +196,7 @@ class _Reader:
                 _handler(node.__class__)(self, node, output, path)
         except RuntimeError:  # the graph was freed, and backward will raise
             self.found.unread = "a graph that was freed"
+        self._look_at_divisors()
         return self.found
 
     def follow(self, edge: Edge, path: Path) -> None:
@@ -254,27 +264,27 @@ class _Reader:
     def _is_new(self, last: _Reduction, tensors: Iterable[_Factor]) -> bool:
         """Note a path to a reduction; return False where another one, divided by the same, was noted before."""
         self.found.kinds.add(stem_of(last.node.__class__))
-        key = (last.node, *map(id, tensors))
+        key = _key(last, tensors)
         known = len(self._noted)
         self._noted.add(key)
         return len(self._noted) > known
 
     def _sum(self, last: _Reduction, outer: list[_Factor], inner: list[_Factor], weights: Weights) -> None:
         """Read a sum, and what it or its terms are divided by: a count of the terms, or a number that is none."""
-        plain = [part for part in (*outer, *inner) if is_plain(part.value)]
+        plain, times = ([part for part in parts if is_plain(part.value)] for parts in ((*outer, *inner), outer))
         if any(not part.divides and float(part.value) == 0 for part in plain):
             self.found.nothing = True
             return
         outer, inner = _tensors(outer), [part for part in _tensors(inner) if part.divides]
         divisors, matching = [_divisor(part) for part in plain], self._matching(last.shape, plain)
         if any(part.divides for part in outer):
-            self._divided_by_tensors(last, outer, weights)
+            self._divided_by_tensors(last, outer, weights, times=times)
         elif matching:
             count = next(part for part in plain if abs(_divisor(part) - matching) <= 1e-9 * matching)
             self._note_factor([*outer, *(part for part in plain if part is not count)])
             self.found.counts += [matching] if self._is_new(last, ()) else []
         elif outer or inner:
-            self._divided_by_tensors(last, outer or inner, weights)
+            self._divided_by_tensors(last, outer or inner, weights, times=times)
         elif self.found.sum_over is None and not is_constant(last.node):
             self.found.sum_over = f"{prod(divisors):g}" if divisors else ""
 
@@ -294,16 +304,26 @@ class _Reader:
         pairs = ((count, _divisor(part)) for part in plain for count in counts)
         return next((count for count, divisor in pairs if abs(divisor - count) <= 1e-9 * count), 0)
 
-    def _divided_by_tensors(self, last: _Reduction, tensors: list[_Factor], weights: Weights) -> None:
-        if not self._is_new(last, tensors):
-            return
+    def _divided_by_tensors(
+        self, last: _Reduction, tensors: list[_Factor], weights: Weights, *, times: Sequence[_Factor]
+    ) -> None:
+        """Read a sum that is divided by tensors; ``times``: numbers by which the quotient is multiplied."""
         factors = [part.value if part.divides else part.value.reciprocal() for part in tensors]
         count = _number(reduce(mul, factors))
-        self.found.counts.append(count)
-        self.found.by_tensor = True
-        self._look_for_clamp(last, count)
+        if self._is_new(last, tensors):
+            self.found.counts.append(count)
+            self.found.by_tensor = True
+            self._note_factor(times)
+            self._look_for_clamp(last, count)
         if last.shape is not None:
-            counted = is_count(count, last.shape, *weights)
+            _, counted = self._divided.get(_key(last, tensors), (count, False))
+            self._divided[_key(last, tensors)] = count, counted | is_count(count, last.shape, *weights)
+
+    def _look_at_divisors(self) -> None:
+        """Note a tensor that a sum is divided by and that is no count of what is summed, nor that of another term."""
+        for count, counted in self._divided.values():
+            for total in self.class_weights:
+                counted = counted | is_equal(count, total)
             self.found.unlikely = self.found.unlikely | (~counted if isinstance(counted, torch.Tensor) else not counted)
 
     def _look_at_mean_divisor(self, last: _Reduction, divisor: Any, weights: Weights) -> None:
@@ -539,6 +559,8 @@ def _class_loss(reader: _Reader, node: Node, output: int, path: Path) -> None:
     """Read the loss of class numbers: the mean is over the weights of their classes, without those that are ignored."""
     shape = shape_below(node)
     shape = (shape[0], *shape[2:]) if len(shape) > 1 else ()
+    if node._saved_reduction != 0:
+        reader.class_weights.append(_number(node._saved_total_weight))
     _reduced(reader, node, shape, node._saved_total_weight, path)
 
 
@@ -569,7 +591,7 @@ def _unread(reader: _Reader, node: Node, output: int, path: Path) -> None:
         reader.unread(node, path)
 
 
-_PICKING = "Select Slice Transpose"
+_PICKING = "Select Slice Transpose Unbind"
 _CHOOSING = "Max Min Amax Amin Maximum Minimum Median Kthvalue Logsumexp Quantile"
 _ELEMENTWISE = "MseLoss L1Loss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss"
 _KINDS: dict[str, Handler] = {
