@@ -449,8 +449,9 @@ _EMPTY = (
 _SUM_WITH_WEIGHT = (
     "a weight was given with a loss that is a plain sum over the micro-batch, or has one as a term. A weight says what "
     "a mean is over, and makes no mean of a sum, so the step depends on how samples are dealt: divide the sum, such as "
-    "loss / len(x) (times global_batch, for the sum over a whole batch), and leave the weight out. Only a sum with "
-    "weights that add up to 1 is a mean as it is"
+    "loss / len(x) (times global_batch, for the sum over a whole batch), and leave the weight out. Where its values "
+    "have weights that were divided by their sum (w = w / w.sum()), write (w * l).sum() / w.sum() with the weights as "
+    "they were before, and leave weight= out"
 )
 _NOT_PROPORTIONAL = (
     "the weight given to step.backward is not proportional to what the loss is divided by, so the step is not that of "
@@ -475,8 +476,9 @@ def _sum_text(divided_by: str, rows: int) -> str:
         return (
             "the loss is a sum over the micro-batch and not a mean, or has one as a term, so the step would depend on "
             "how samples are dealt: divide that sum by what it adds up, such as loss / len(x) (times global_batch, for "
-            "the sum over a whole batch). A weight makes no mean of a sum: only where the weights of its values add up "
-            "to 1, give step.backward(loss, weight=len(x))"
+            "the sum over a whole batch). Where its values have weights that were divided by their sum (w = w / "
+            "w.sum()), write (w * l).sum() / w.sum() with the weights as they were before. step.backward(loss, "
+            "weight=...) makes no mean of a sum"
         )
     return (
         f"the loss is a sum divided by {divided_by}, which is neither the micro-batch's number of samples ({rows}) nor "
