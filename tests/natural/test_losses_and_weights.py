@@ -368,6 +368,10 @@ def attempt(name, make, rows, collate, backward):
     except paceline.MisuseError as error:
         result[name] = str(error)
 
+def normalised(m, b):
+    w = b[2][:, 0].exp()
+    return (w / w.sum() * F.cross_entropy(m(b[0]), b[1], reduction="none")).sum()
+
 def two_means(step, m, b, number):
     logits = m(b[0])
     step.backward(text_loss(logits, b[1]) + logits.mean(dim=(1, 2)).mean())
@@ -383,6 +387,7 @@ with paceline.join() as fleet:
     models = {make: fleet.model(make()) for make in (GPT, Net)}
     attempt("a sum", Net, points, stacked,
         lambda s, m, b, n: s.backward(F.mse_loss(m(b[0]), b[2], reduction="sum")))
+    attempt("weights of sum 1", Net, points, stacked, lambda s, m, b, n: s.backward(normalised(m, b)))
     attempt("a number", Net, points, stacked,
         lambda s, m, b, n: s.backward(F.mse_loss(m(b[0]), b[2], reduction="none").sum() / 16))
     attempt("a sum with a weight", Net, points, stacked,
@@ -399,6 +404,8 @@ def test_losses_without_one_weight_are_refused_with_what_to_write(tmp_path: Path
     for said in (one.value for one in ended):
         assert "the loss is a sum over the micro-batch and not a mean" in said["a sum"]
         assert "loss / len(x)" in said["a sum"]
+        assert "write (w * l).sum() / w.sum() with the weights as they were" in said["weights of sum 1"]
+        assert "weight=len(x)" not in said["a sum"] + said["weights of sum 1"]
         assert "a sum divided by 16, which is neither" in said["a number"]
         assert said["a sum with a weight"] == "trained"
         assert "means over unlike things" in said["two means"]
@@ -440,7 +447,7 @@ OF_POINTS, OF_TEXTS = ("Net", "points", "stacked"), ("GPT", "texts", "padded")
 @pytest.mark.parametrize(
     ("loss", "of", "said"),
     [
-        ("given", OF_POINTS, "makes no mean of a sum"),
+        ("given", OF_POINTS, "write (w * l).sum() / w.sum() with the weights as they were"),
         ("by_samples", OF_TEXTS, "is not proportional to what the loss is divided by"),
         ("two_kinds", OF_POINTS, "micro-batches have unlike terms"),
         ("own_pace", OF_TEXTS, ""),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from paceline.step.losses.loss_constants import any_apart, constants_of
+from paceline.step.losses.loss_constants import any_apart, constants_of, divides_penalty
 
 torch.manual_seed(0)
 NET = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 5)).double()
@@ -56,3 +56,25 @@ def test_a_value_that_differs_between_micro_batches_is_seen(name: str) -> None:
 def test_what_may_differ_is_not(loss: Loss) -> None:
     assert not seen(loss, (3.0, 3.0))
     assert not seen(loss, (3.0, 1.0))
+
+
+def divergence() -> torch.Tensor:
+    """The difference of two densities at weights that are drawn, as Bayes by backprop takes it."""
+    total = torch.zeros((), dtype=torch.float64)
+    for mean in NET.parameters():
+        deviation = F.softplus(mean - 3)
+        weight = mean + deviation * torch.randn_like(mean)
+        total = total + torch.distributions.Normal(mean, deviation).log_prob(weight).sum()
+        total = total - torch.distributions.Normal(0.0, 1.0).log_prob(weight).sum()
+    return total
+
+
+def test_a_penalty_divided_by_a_number_is_seen() -> None:
+    mean = F.cross_entropy(NET(X), Y)
+    for penalty in (NET[0].weight.square().sum(), divergence()):
+        for divided in (penalty / 24, penalty * (1 / 24), 0.1 * (penalty / 24)):
+            assert divides_penalty(mean + divided, 24)
+            assert not divides_penalty(mean + divided, 6)
+        assert not divides_penalty(mean + penalty * 0.01, 100), "a number of the script's own"
+        assert not divides_penalty(mean + penalty / 2, 2)
+    assert not divides_penalty(F.mse_loss(NET(X), R, reduction="sum") / 12 + NET[0].weight.square().sum(), 12)

@@ -103,12 +103,21 @@ MEANS: dict[str, tuple[Loss, list[float]]] = {
     "pieces joined": (lambda: torch.cat([one.square().flatten() for one in out()]).mean(), [30]),
     "tasks weighted": (lambda: (both() * torch.tensor([1.0, 2.0])).sum(), [4, 30]),
     "tasks weighted by what is learned": (lambda: (torch.exp(-PAIR) * both() + PAIR).sum(), [4, 30]),
-    "tasks weighted by each that is learned": (lambda: sum(torch.exp(-s) * l + s for s, l in zip(PAIR, both())), [4, 30]),
-    "tasks weighted by parts": (lambda: sum(p.exp().sum() * l for p, l in zip(PAIR.chunk(2), both())), [4, 30]),
+    "tasks weighted by each that is learned": (
+        lambda: sum(torch.exp(-one) * loss + one for one, loss in zip(PAIR, both())),
+        [4, 30],
+    ),
+    "tasks weighted by parts": (
+        lambda: sum(part.exp().sum() * loss for part, loss in zip(PAIR.chunk(2), both())),
+        [4, 30],
+    ),
     "tasks weighted by a softmax": (lambda: (PAIR.softmax(0) * both()).sum(), [4, 30]),
-    "tasks divided by what is learned": (lambda: sum((1 / (1 + s)) * l for s, l in zip(PAIR, both())), [4, 30]),
+    "tasks divided by what is learned": (
+        lambda: sum((1 / (1 + one)) * loss for one, loss in zip(PAIR, both())),
+        [4, 30],
+    ),
     "a mean and a mask, weighted": (
-        lambda: sum(s.exp() * l for s, l in zip(PAIR, (each_value().mean(), (each() * MASK).sum() / MASK.sum()))),
+        lambda: PAIR[0].exp() * each_value().mean() + next(iter(PAIR)).exp() * (each() * MASK).sum() / MASK.sum(),
         [30, 4],
     ),
     "weights of mean 1": (lambda: (each_value().mean(1) * SCALE / SCALE.mean()).mean(), [float(SCALE.sum())]),

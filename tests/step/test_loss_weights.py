@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lone import flat, join
 from one_process import Scripted, Worker
@@ -274,3 +274,68 @@ def test_a_weight_beside_several_counts_is_compared_with_the_samples_alone() -> 
     tokens = (net(x).square() * mask).sum() / mask.sum()
     assert look_at_given(tokens, 6.0, 4, tally) == ""
     assert tally.proportions == [1.0]
+
+
+Penalty = Callable[[torch.Tensor, Any], torch.Tensor]
+
+
+def log_of(folder: Path, data: Any, penalty: Penalty, *, loops: int = 1, **options: Any) -> str:
+    """Train with a penalty on the weights, loop after loop; return the run's log."""
+    with join(folder, device="cpu") as fleet:
+        model = fleet.model(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(loops):
+            steps = fleet.steps(data, **options)
+            for step in steps:
+                for x, y in step:
+                    step.backward(F.cross_entropy(model(x), y) + penalty(model.weight.square().sum(), steps))
+                step.commit(optimizer)
+    return (folder / "run" / "events.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "drop_last", "penalty", "warned"),
+    [
+        (5, False, lambda penalty, steps: penalty / 5, True),
+        (5, True, lambda penalty, steps: penalty / 4, True),
+        (5, True, lambda penalty, steps: penalty / 5, False),
+        (8, False, lambda penalty, steps: penalty / 3, False),
+        (5, False, lambda penalty, steps: penalty / (len(steps) // 2), False),
+        (5, False, lambda penalty, steps: penalty, False),
+    ],
+    ids=["loader", "its last batch dropped", "another number", "as many updates", "updates", "plain"],
+)
+def test_a_penalty_divided_by_the_loaders_length_is_warned_of(
+    tmp_path: Path, batch_size: int, drop_last: bool, penalty: Penalty, warned: bool
+) -> None:
+    data = DataLoader(DATA, batch_size, drop_last=drop_last)
+    log = log_of(tmp_path, data, penalty, global_batch=8, epochs=2, drop_last=False)
+    assert log.count("which is len(loader): that counts micro-batches, and an epoch has 3 updates") == warned
+
+
+class Batches:
+    """A dataset whose samples are batches."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(tensor[3 * index : 3 * index + 3] for tensor in DATA.tensors)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "times"),
+    [
+        (DATA, {"global_batch": 8, "micro_batch": 1}, 1),
+        (DATA, {"global_batch": 8, "micro_batch": 3}, 0),
+        (DATA, {"global_batch": 1}, 0),
+        (DataLoader(DATA, batch_sampler=[[number] for number in range(24)]), {"global_batch": 4}, 0),
+        (DataLoader(Batches(), 1, collate_fn=lambda samples: samples[0]), {"global_batch": 4}, 0),  # type: ignore[arg-type]
+    ],
+    ids=["single samples", "several", "a step of one", "a batch sampler", "samples that are batches"],
+)
+def test_micro_batches_of_one_sample_are_noted_once_per_run(
+    tmp_path: Path, data: Any, options: dict[str, Any], times: int
+) -> None:
+    log = log_of(tmp_path, data, lambda penalty, steps: penalty, loops=2, **options)
+    assert log.count("nothing shows whether the loss couples samples") == times

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +38,18 @@ class MicroBatch(NamedTuple):
     def rows(self) -> int:
         """Return the samples in the micro-batch, however it counts; in a worker of several processes, this one's."""
         return (self.given or self.samples) if self.own is None else self.own
+
+
+def holds_one(batch: Any) -> bool:
+    """Return whether the tensors of a batch are of one sample, as far as their first dimension shows.
+
+    >>> holds_one({"x": torch.zeros(1, 3), "length": 7}), holds_one([torch.zeros(1, 3), torch.zeros(8)])
+    (True, False)
+    """
+    if isinstance(batch, torch.Tensor):
+        return not batch.dim() or len(batch) == 1
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return all(map(holds_one, parts))
 
 
 def pieces_of(ranges: Iterable[Range], largest: int) -> list[tuple[Range, ...]]:

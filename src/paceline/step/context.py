@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -176,6 +176,14 @@ class ScriptHabits:
     """The ``id`` of each optimiser that a commit may be given."""
 
 
+class EpochLength(NamedTuple):
+    """The length of an epoch, by two ways to count."""
+
+    batches: int
+    """The length of the script's own loader."""
+    updates: int
+
+
 @dataclass
 class LoopContext:
     """The parts of one call of ``fleet.steps``."""
@@ -196,6 +204,10 @@ class LoopContext:
     micro_batches: MicroBatching
     position: LoopPosition
     script: ScriptHabits = field(default_factory=ScriptHabits)
+    epoch_length: EpochLength | None = None
+    """The length of an epoch, where the script gave a loader and both ways to count are known."""
+    singles: bool = False
+    """Whether every worker's micro-batches are single samples of several in a step."""
     membership: Membership | None = None
     """The loop's part in an elastic fleet; None where the workers stay the same."""
     save_if_due: Callable[[], None] = lambda: None

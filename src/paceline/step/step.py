@@ -16,7 +16,7 @@ import torch
 from paceline import concurrency
 from paceline.errors import MisuseError
 from paceline.feed import OwnNumbers, seed_micro_batch, seed_update
-from paceline.feed.micro_batches import MicroBatch
+from paceline.feed.micro_batches import MicroBatch, holds_one
 from paceline.gradients import second_order
 from paceline.records import StepRecord
 from paceline.renamed import FormerNames
@@ -26,12 +26,14 @@ from paceline.step.checks.user_code import check_optimizers
 from paceline.step.losses.coupling import coupling, is_to_be_looked_at, pass_by
 from paceline.step.losses.loss_constants import constants_of
 from paceline.step.losses.loss_weights import (
+    SINGLES,
     Tally,
     check_loss,
     check_weight,
     check_weights,
     look_at_division,
     look_at_given,
+    look_at_penalty,
     read_weight,
     weighted,
 )
@@ -290,7 +292,7 @@ class Step(FormerNames):
         if micro.own == 0:
             return float(micro.rows), tally
         if is_examined(self.index):
-            self._look_closely(loss, micro.rows, tally, part=part)
+            self._look_closely(loss, micro, tally, part=part)
         if weight is not None:
             weight = check_weight(weight)
             tally.given = isinstance(weight, torch.Tensor) or weight > 0
@@ -306,13 +308,16 @@ class Step(FormerNames):
         self._warn_of_loss(loss, odd)
         return weight, tally
 
-    def _look_closely(self, loss: torch.Tensor, rows: int, tally: Tally, *, part: bool) -> None:
+    def _look_closely(self, loss: torch.Tensor, micro: MicroBatch, tally: Tally, *, part: bool) -> None:
         """Note the values in a loss's graph; warn of what the first loss of the step shows."""
+        rows = micro.rows
         if (constants := constants_of(loss, rows)) is not None:
             tally.constants.append(constants)
         if self._step_state.work.micro_batches:
             return
-        texts = [look_at_division(loss, rows)]
+        if self._loop.singles and rows == 1 and holds_one(micro.batch):
+            self._loop.notes.log_once(SINGLES)
+        texts = [look_at_division(loss, rows), look_at_penalty(loss, self._loop.epoch_length)]
         if not part and self._loop.transport.shards == 1:  # else a backward gives not every leaf its gradient
             texts.append(self._loop.script.own_leaves.look(loss, self._gradients.everything))
         for text in filter(None, texts):

@@ -88,7 +88,7 @@ class StepLoop:
         schedules count in their own way, so they are not compared with the number of steps.
         """
         self.loop.script.own_updates = True
-        self.micro_batches = self.schedule_watch = None
+        self.micro_batches = self.schedule_watch = self.loop.epoch_length = None
 
     # -- the loop --------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from paceline.step.checks import schedules
 from paceline.step.checks.orders import check_order
 from paceline.step.checks.user_code import hooks_text
 from paceline.step.combine import CombineParts
-from paceline.step.context import LoopContext, LoopPosition, MicroBatching, ReplicaAccess, RunNotes
+from paceline.step.context import EpochLength, LoopContext, LoopPosition, MicroBatching, ReplicaAccess, RunNotes
 from paceline.step.members import Membership
 from paceline.step.micro_batch_size import Guard, Sizing, shrink
 from paceline.step.script_loops import ScriptLoop
@@ -165,10 +165,22 @@ class StepsConstructor:
             steps.micro_batches = settings.epochs * -(-source.length // source.batch_size)
         if isinstance(steps.dealing, BatchDealing):
             steps.micro_batches = settings.epochs * len(steps.dealing.batches)
+        loop.epoch_length = self._epoch_length(steps, source)
+        loop.singles = not (settings.auto or source.batched) and settings.global_batch > max(plan.sizes) == 1
         steps.schedule_watch = self._watch_schedules(steps, source)
         steps.before_first = partial(self._before_first_step, source)
         steps.after_first = self._untracked.after_first_step
         return steps
+
+    def _epoch_length(self, steps: StepLoop, source: Source) -> EpochLength | None:
+        """Return how long the script's own loader and an epoch's updates are, where both are known."""
+        if steps.most is None or steps.micro_batches is None:
+            return None
+        batches, updates = (number // steps.settings.epochs for number in (steps.micro_batches, steps.most))
+        if not source.batched and source.batch_size is not None:
+            samples = (source.length if source.order is None else steps.dealing.length) or 0
+            batches = samples // source.batch_size if source.drop_last else -(-samples // source.batch_size)
+        return EpochLength(batches, updates)
 
     def _watch_schedules(self, steps: StepLoop, source: Source) -> schedules.ScheduleWatch | None:
         """Return the watch that compares schedules with the loop's length, where that is known."""

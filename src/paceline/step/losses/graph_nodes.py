@@ -299,7 +299,7 @@ _PURE = frozenset(
 """Operations that make a number of parameters, and, where all their arguments are, of nothing else."""
 
 
-def is_constant(node: Node) -> bool:
+def is_constant(node: Node, most: int = LARGEST_TERM) -> bool:
     """Return whether a term has parameters alone, and no data: a penalty on weights. In doubt it has data."""
     todo, seen = [node], 0
     while todo:
@@ -308,7 +308,7 @@ def is_constant(node: Node) -> bool:
         role = _role(node.__class__)
         if role == "leaf" and isinstance(node.variable, torch.nn.Parameter):
             continue
-        if role != "pure" or seen > LARGEST_TERM:
+        if role != "pure" or seen > most:
             return False
         children = [child for child, _ in node.next_functions if child is not None]
         if not children or (len(children) < len(node.next_functions) and not _keeps_shape(node)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from paceline.step.losses.graph_nodes import (
     LAYERS,
     LINEAR,
     Node,
+    is_constant,
     is_plain,
     placed_number,
     shape_of,
@@ -110,6 +112,44 @@ def any_apart(constants: Iterable[Constants], allowed: float) -> bool:
 
 def _is_apart(one: float, other: float, allowed: float) -> bool:
     return math.isfinite(one) and math.isfinite(other) and abs(one - other) > allowed * max(abs(one), abs(other))
+
+
+LARGEST_PENALTY = 5_000
+"""Nodes of a term that are looked at to see whether it has parameters alone, where something else points to that."""
+FIRST_LENGTH, DIGITS = 3, 8
+"""The least length of a loader that is looked for, and the most characters of a factor that a script may have chosen
+itself (0.001)."""
+
+
+def divides_penalty(loss: torch.Tensor, number: int) -> bool:
+    """Return whether a term of parameters alone is divided by this number, or multiplied by 1 over it.
+
+    >>> weight = torch.nn.Parameter(torch.ones(3))
+    >>> divides_penalty(weight.square().sum() / 7, 7), divides_penalty(weight.square().sum() / 6, 7)
+    (True, False)
+    """
+    if number < FIRST_LENGTH:
+        return False
+    for node, output, _ in islice(_nodes(loss.grad_fn), MOST_NODES):
+        if prod(shape_of(node, output)) == 1 and _single_divisor(node) == number:
+            child = next((child for child, _ in node.next_functions if child is not None), None)
+            if child is not None and is_constant(child, LARGEST_PENALTY):
+                return True
+    return False
+
+
+def _single_divisor(node: Node) -> int:
+    """Return the whole number that a node divides by; 0 where there is none."""
+    stem = stem_of(node.__class__)
+    if stem not in ("Div", "Mul") or sum(child is not None for child, _ in node.next_functions) != 1:
+        return 0
+    value = _saved(node, "other")
+    if value is None or not is_plain(value) or not _is_value(value) or not float(value):
+        return 0
+    if stem == "Mul" and len(repr(float(value))) <= DIGITS:
+        return 0
+    divisor = float(value) if stem == "Div" else 1 / float(value)
+    return round(divisor) if abs(divisor - round(divisor)) <= 1e-12 * abs(divisor) else 0
 
 
 def _nodes(root: Node | None) -> Iterator[tuple[Node, int, bool]]:

@@ -22,13 +22,13 @@ import torch
 from paceline.errors import MisuseError
 from paceline.gradients.header import number_of
 from paceline.step.losses.coupling import COUPLED, LEAST
-from paceline.step.losses.loss_constants import Constants, any_apart
+from paceline.step.losses.loss_constants import Constants, any_apart, divides_penalty
 from paceline.step.losses.loss_graph import LossReading, divisor_of_mean, read_loss
 from paceline.step.losses.model_coupling import MIXED_INSIDE
 
 if TYPE_CHECKING:
     from paceline.gradients import Header
-    from paceline.step.context import LoopContext
+    from paceline.step.context import EpochLength, LoopContext
 
 GIVEN, SAMPLES, ITEMS, UNREAD, APART, UNLIKE_ROWS, ROUGH, FINE = (1 << bit for bit in range(8))
 UNSURE, CLAMPED, COUPLES, VARIES, UNLIKELY, ASIDE, MIXED, MIXES = (1 << bit for bit in range(8, 16))
@@ -269,6 +269,18 @@ def look_at_division(loss: torch.Tensor, rows: int) -> str:
     )
 
 
+def look_at_penalty(loss: torch.Tensor, epoch: EpochLength | None) -> str:
+    """Return a warning about a penalty that was divided by the length of the script's loader; or empty."""
+    if epoch is None or epoch.batches == epoch.updates or not divides_penalty(loss, epoch.batches):
+        return ""
+    return (
+        f"a penalty on the weights is divided by {epoch.batches}, which is len(loader): that counts micro-batches, and "
+        f"an epoch has {epoch.updates} updates. A penalty that is to count once per epoch (a KL divergence) is divided "
+        "by the number of updates, len(steps) // epochs of steps = fleet.steps(...). Where the number is one of your "
+        "own, all is well"
+    )
+
+
 def look_at_given(loss: torch.Tensor, weight: Any, rows: int, tally: Tally) -> str:
     """Note how a weight that was given goes with what the loss is a mean over; return a warning, which may be empty."""
     found = read_loss(loss, rows)
@@ -449,8 +461,9 @@ _EMPTY = (
 _SUM_WITH_WEIGHT = (
     "a weight was given with a loss that is a plain sum over the micro-batch, or has one as a term. A weight says what "
     "a mean is over, and makes no mean of a sum, so the step depends on how samples are dealt: divide the sum, such as "
-    "loss / len(x) (times global_batch, for the sum over a whole batch), and leave the weight out. Only a sum with "
-    "weights that add up to 1 is a mean as it is"
+    "loss / len(x) (times global_batch, for the sum over a whole batch), and leave the weight out. Where its values "
+    "have weights that were divided by their sum (w = w / w.sum()), write (w * l).sum() / w.sum() with the weights as "
+    "they were before, and leave weight= out"
 )
 _NOT_PROPORTIONAL = (
     "the weight given to step.backward is not proportional to what the loss is divided by, so the step is not that of "
@@ -467,6 +480,11 @@ _UNLIKE_TERMS = (
     "term, divided by the same count, such as (l * mask).sum() / len(x); or, if each loss is a mean over its samples, "
     "give step.backward(loss, weight=len(x))"
 )
+SINGLES = (
+    "each micro-batch is one sample, so nothing shows whether the loss couples samples: negatives from the batch, a "
+    "softmax or a mean over samples, a mean for each task or class that only some samples have. Such a loss trains "
+    "another model than one process would, and no warning comes. Try a few steps with micro_batch=2, where it is seen"
+)
 _SAMPLES_FIRST = "If the loss is a mean over samples all the same, give step.backward(loss, weight=len(x))"
 
 
@@ -475,8 +493,9 @@ def _sum_text(divided_by: str, rows: int) -> str:
         return (
             "the loss is a sum over the micro-batch and not a mean, or has one as a term, so the step would depend on "
             "how samples are dealt: divide that sum by what it adds up, such as loss / len(x) (times global_batch, for "
-            "the sum over a whole batch). A weight makes no mean of a sum: only where the weights of its values add up "
-            "to 1, give step.backward(loss, weight=len(x))"
+            "the sum over a whole batch). Where its values have weights that were divided by their sum (w = w / "
+            "w.sum()), write (w * l).sum() / w.sum() with the weights as they were before. step.backward(loss, "
+            "weight=...) makes no mean of a sum"
         )
     return (
         f"the loss is a sum divided by {divided_by}, which is neither the micro-batch's number of samples ({rows}) nor "
