@@ -186,7 +186,7 @@ class Elastic(Distributed):
         return self.hand_over.take_over_later()
 
     def deliver_members_changed(self) -> None:
-        if self._round_here is None:  # in a round everything is for its members
+        if getattr(self._here, "group", None) is None:  # in a round everything is for its members
             self.reform.deliver_members_changed()
 
     def release(self) -> None:
@@ -198,13 +198,8 @@ class Elastic(Distributed):
             raise GenerationOver(f"generation {generation} is over", generation=generation)
         return group
 
-    @property
-    def _round_here(self) -> Group | None:
-        """The group of the round that this thread is in."""
-        return getattr(self._here, "group", None)
-
     def _group_here(self) -> Group:
-        return self._round_here or self.group
+        return getattr(self._here, "group", None) or self.group
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
