@@ -260,10 +260,12 @@ class HandOver:
             sending.end()
         return state
 
-    def take_over(self, data: Sequence[torch.Tensor], change: MembershipChange) -> None:
+    def take_over(self, data: list[torch.Tensor], change: MembershipChange) -> None:
         """Take over a peer's state, now or once this worker's script has come to the fleet's loop."""
         if self._transport.listener is None or not self._take_over(data, change):
             self.later = (data, change)
+        else:  # to give back gigabytes takes a part of a second, for which nobody is to wait
+            concurrency.Thread(target=data.clear, name="paceline-free", daemon=True).start()
 
     def take_over_later(self) -> bool:
         """Take a state over when a newcomer's script has come to the loop that the fleet was in when it entered.
