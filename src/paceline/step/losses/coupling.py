@@ -40,6 +40,8 @@ PAIRING = frozenset(("Sub", "Add", "Mul", "Div", "Maximum", "Minimum"))
 PICKING = frozenset(("Index", "IndexSelect", "MaskedSelect", "Slice", "Split", "SplitWithSizes"))
 DISTANCES = frozenset(("Cdist", "EuclideanDist"))
 """Distances between all rows of one tensor and all of another, which have no second derivative."""
+SPREADING = frozenset(("MseLoss", "SmoothL1Loss", "HuberLoss"))
+"""Loss functions that take a target of another shape, and put every output beside every target."""
 MOST_NODES, MOST_NUMBERS = 400, 1 << 20
 """A loss with more operations, or with more numbers in z, is not looked at."""
 MOST_STEPS = 8
@@ -158,6 +160,8 @@ def outputs_of(root: Node, rows: int) -> tuple[list[Edge], bool] | None:
             or (stem in PAIRING and _pairs_rows(node, shape, rows))
             or (stem in DISTANCES and _is_between_rows(node, rows))
             or (stem in ("Pow", "Abs") and _is_outer(node, rows))
+            or (stem in SPREADING and _is_spread(node, rows))
+            or (stem == "NllLoss" and _has_negatives(node, rows))
         ):
             return [], True
         if by_rows and (stem in LAYERS or stem == "" or _of_parameters(node)):
@@ -211,13 +215,43 @@ def _is_outer(node: Node, rows: int) -> bool:
     child = next((child for child, _ in node.next_functions if child is not None), None)
     if rows < 3 or child is None or stem_of(child.__class__) not in ("Sub", "Rsub", "Add"):
         return False
-    if shape_of(child, 0) != (rows, rows) or shape_below(child) not in ((rows, 1), (1, rows), (rows,)):
+    if shape_of(child, 0) != (rows, rows) or _shape_before_spread(child) not in ((rows, 1), (1, rows), (rows,)):
         return False
     held = node._saved_self
     if not held.is_cpu:
         return False
     apart = (held[1:] - held[:1]).detach()
     return bool(torch.allclose(apart, apart[:, :1].expand_as(apart)))
+
+
+def _shape_before_spread(node: Node) -> tuple[int, ...]:
+    """Return the shape of what a node is given, before it was expanded."""
+    below = next(child for child, _ in node.next_functions if child is not None)
+    return shape_below(below if stem_of(below.__class__) == "Expand" else node)
+
+
+def _is_spread(node: Node, rows: int) -> bool:
+    """Return whether outputs of shape (B, 1) meet targets of shape (B), or the reverse: B times B differences."""
+    if rows < 2 or shape_below(node) != (rows, rows):
+        return False
+    target, before = node._saved_target, _shape_before_spread(node)
+    along = {(rows, 1): 0, (rows,): 1, (1, rows): 1}.get(before)
+    return along is not None and target.dim() == 2 and target.stride(along) == 0 != target.stride(1 - along)
+
+
+LEAST_NEGATIVES = 4
+"""Samples from which labels that number the samples are no chance."""
+
+
+def _has_negatives(node: Node, rows: int) -> bool:
+    """Return whether the classes are the micro-batch's samples, each its own label: negatives from the batch.
+
+    Where they are of a frozen network, no derivative shows it. On a device labels are not looked at.
+    """
+    if rows < LEAST_NEGATIVES or shape_below(node) != (rows, rows):
+        return False
+    target = node._saved_target
+    return target.is_cpu and torch.equal(target, torch.arange(rows))
 
 
 def _is_between_rows(node: Node, rows: int) -> bool:
