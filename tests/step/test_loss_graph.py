@@ -367,6 +367,17 @@ def by_class() -> torch.Tensor:
     return torch.zeros(4)
 
 
+def test_nodes_of_a_graph_that_are_picked_by_their_numbers_are_the_samples() -> None:
+    nodes, edges = torch.randn(24, 8), torch.rand(24, 24)
+    numbers = torch.tensor([7, 1, 20, 4, 9, 13])
+    given = edges @ NET(edges @ nodes)
+    for picked in (given[numbers], given.index_select(0, numbers)):
+        assert float(coupling(F.cross_entropy(picked, CLASS), ROWS)) > LEAST
+        assert float(coupling(F.cross_entropy(picked, CLASS), ROWS, numbered=True)) == 0.0
+        assert float(coupling(F.cross_entropy(picked - picked.mean(0), CLASS), ROWS, numbered=True)) > LEAST
+        assert float(coupling(F.cross_entropy(picked.softmax(0), CLASS), ROWS, numbered=True)) > LEAST
+
+
 def test_a_function_of_a_statistic_of_the_batch_is_coupling_and_no_sum() -> None:
     for loss, name in (
         (-(out().softmax(1).mean(0) * out().softmax(1).mean(0).log()).sum(), "MeanBackward1"),

@@ -77,13 +77,13 @@ def pass_by(loop: LoopContext, loss: torch.Tensor) -> None:
         loop.script.looked_at.add(number_of_kinds(loss.grad_fn))
 
 
-def coupling(loss: torch.Tensor, rows: int) -> Any:
+def coupling(loss: torch.Tensor, rows: int, *, numbered: bool = False) -> Any:
     """Return by how much the two halves of a micro-batch are coupled.
 
     It is 0 where they are not, where the graph does not show it, or where the search would take too long. On CUDA it is
-    a tensor, without synchronising.
+    a tensor, without synchronising. ``numbered``: each sample is a number, such as that of a node in a graph.
     """
-    found = outputs_of(loss.grad_fn, rows) if rows > 1 and loss.grad_fn is not None else None
+    found = outputs_of(loss.grad_fn, rows, numbered=numbered) if rows > 1 and loss.grad_fn is not None else None
     if found is None:
         return 0.0
     edges, certain = found
@@ -136,8 +136,23 @@ def signs(like: torch.Tensor) -> torch.Tensor:
     return (steps * steps % 7 < 3).to(like.dtype) * 2 - 1
 
 
-def outputs_of(root: Node, rows: int) -> tuple[list[Edge], bool] | None:
+def are_numbers(batch: Any) -> bool:
+    """Return whether all that a micro-batch has is one whole number per sample, or several.
+
+    >>> are_numbers([torch.arange(3), torch.ones(3, dtype=torch.bool)]), are_numbers(torch.zeros(3)), are_numbers([])
+    (True, False, False)
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.dim() == 1 and not batch.is_floating_point() and not batch.is_complex()
+    parts = list(batch.values()) if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else []
+    return bool(parts) and all(map(are_numbers, parts))
+
+
+def outputs_of(root: Node, rows: int, *, numbered: bool = False) -> tuple[list[Edge], bool] | None:
     """Return what the layers nearest to the loss give, and whether its graph's shape shows a coupling.
+
+    Where samples are ``numbered``, what is picked by their numbers is taken for a layer's: the rows of the whole table
+    (all nodes of a graph) are no samples, though they may be a multiple of them.
 
     None: it is too large, or a function of the user's own, which may not be gone through twice.
     """
@@ -164,7 +179,8 @@ def outputs_of(root: Node, rows: int) -> tuple[list[Edge], bool] | None:
             or (stem == "NllLoss" and _has_negatives(node, rows))
         ):
             return [], True
-        if by_rows and (stem in LAYERS or stem == "" or _of_parameters(node)):
+        picked = numbered and stem in ("Index", "IndexSelect") and shape[0] == rows != shape_below(node)[0]
+        if by_rows and (picked or stem in LAYERS or stem == "" or _of_parameters(node)):
             edges[node, output] = None
             numbers += torch.Size(shape).numel()
             continue
