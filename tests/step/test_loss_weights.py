@@ -127,6 +127,30 @@ def test_a_sum_is_refused(tmp_path: Path, loss: Losses, said: str) -> None:
         trained(tmp_path, loss)
 
 
+def times(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """A sum of each time step, as many as the micro-batch's longest sample has."""
+    lengths, out = 2 + (x[:, :2] > 0).sum(1), model(x)
+    return [(out[:, time].square() * (time < lengths)).sum() for time in range(int(lengths.max()))]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, x, y: sum(one / len(x) for one in times(model, x)),
+        lambda model, x, y: sum(times(model, x)) / len(x),
+    ],
+    ids=["each", "last"],
+)
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 4])
+def test_any_number_of_sums_over_time_may_be_divided_by_the_samples(
+    tmp_path: Path, loss: Losses, micro_batch: int
+) -> None:
+    ours, weights = trained(tmp_path, loss, micro_batch=micro_batch)
+    assert torch.allclose(ours, plain(loss), rtol=0, atol=1e-14)
+    assert weights == [8.0] * 3
+    assert '"level": "warning"' not in (tmp_path / "run" / "events.jsonl").read_text()
+
+
 def test_means_that_are_not_proportional_are_refused(tmp_path: Path) -> None:
     def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(x), y) + model(x).square().mean()

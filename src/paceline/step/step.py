@@ -23,7 +23,7 @@ from paceline.renamed import FormerNames
 from paceline.step.checks.comparison import is_examined
 from paceline.step.checks.hyperparameters import changed_rate, scaled_rates
 from paceline.step.checks.user_code import check_optimizers
-from paceline.step.losses.coupling import coupling, is_to_be_looked_at, pass_by
+from paceline.step.losses.coupling import are_numbers, coupling, is_to_be_looked_at, pass_by
 from paceline.step.losses.loss_constants import constants_of
 from paceline.step.losses.loss_weights import (
     SINGLES,
@@ -270,7 +270,7 @@ class Step(FormerNames):
         if models is not None or self._part is not None:
             among = self._parts.choose(models, self._gradients.everything, weight, used=self._part is not None)
         if among is None and micro.own != 0 and is_to_be_looked_at(self._loop, loss, micro.rows):
-            tally.couplings.append(coupling(loss, micro.rows))
+            tally.couplings.append(coupling(loss, micro.rows, numbered=are_numbers(micro.batch)))
             tally.mixings.append(mixing(loss, micro.rows))
         done = self._part or Work(samples=micro.samples, micro_batches=1)
         if together or isinstance(weight, torch.Tensor) or weight > 0:

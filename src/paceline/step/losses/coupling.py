@@ -40,6 +40,8 @@ PAIRING = frozenset(("Sub", "Add", "Mul", "Div", "Maximum", "Minimum"))
 PICKING = frozenset(("Index", "IndexSelect", "MaskedSelect", "Slice", "Split", "SplitWithSizes"))
 DISTANCES = frozenset(("Cdist", "EuclideanDist"))
 """Distances between all rows of one tensor and all of another, which have no second derivative."""
+SPREADING = frozenset(("MseLoss", "SmoothL1Loss", "HuberLoss"))
+"""Loss functions that take a target of another shape, and put every output beside every target."""
 MOST_NODES, MOST_NUMBERS = 400, 1 << 20
 """A loss with more operations, or with more numbers in z, is not looked at."""
 MOST_STEPS = 8
@@ -75,13 +77,13 @@ def pass_by(loop: LoopContext, loss: torch.Tensor) -> None:
         loop.script.looked_at.add(number_of_kinds(loss.grad_fn))
 
 
-def coupling(loss: torch.Tensor, rows: int) -> Any:
+def coupling(loss: torch.Tensor, rows: int, *, numbered: bool = False) -> Any:
     """Return by how much the two halves of a micro-batch are coupled.
 
     It is 0 where they are not, where the graph does not show it, or where the search would take too long. On CUDA it is
-    a tensor, without synchronising.
+    a tensor, without synchronising. ``numbered``: each sample is a number, such as that of a node in a graph.
     """
-    found = outputs_of(loss.grad_fn, rows) if rows > 1 and loss.grad_fn is not None else None
+    found = outputs_of(loss.grad_fn, rows, numbered=numbered) if rows > 1 and loss.grad_fn is not None else None
     if found is None:
         return 0.0
     edges, certain = found
@@ -134,8 +136,23 @@ def signs(like: torch.Tensor) -> torch.Tensor:
     return (steps * steps % 7 < 3).to(like.dtype) * 2 - 1
 
 
-def outputs_of(root: Node, rows: int) -> tuple[list[Edge], bool] | None:
+def are_numbers(batch: Any) -> bool:
+    """Return whether all that a micro-batch has is one whole number per sample, or several.
+
+    >>> are_numbers([torch.arange(3), torch.ones(3, dtype=torch.bool)]), are_numbers(torch.zeros(3)), are_numbers([])
+    (True, False, False)
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.dim() == 1 and not batch.is_floating_point() and not batch.is_complex()
+    parts = list(batch.values()) if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else []
+    return bool(parts) and all(map(are_numbers, parts))
+
+
+def outputs_of(root: Node, rows: int, *, numbered: bool = False) -> tuple[list[Edge], bool] | None:
     """Return what the layers nearest to the loss give, and whether its graph's shape shows a coupling.
+
+    Where samples are ``numbered``, what is picked by their numbers is taken for a layer's: the rows of the whole table
+    (all nodes of a graph) are no samples, though they may be a multiple of them.
 
     None: it is too large, or a function of the user's own, which may not be gone through twice.
     """
@@ -158,9 +175,12 @@ def outputs_of(root: Node, rows: int) -> tuple[list[Edge], bool] | None:
             or (stem in PAIRING and _pairs_rows(node, shape, rows))
             or (stem in DISTANCES and _is_between_rows(node, rows))
             or (stem in ("Pow", "Abs") and _is_outer(node, rows))
+            or (stem in SPREADING and _is_spread(node, rows))
+            or (stem == "NllLoss" and _has_negatives(node, rows))
         ):
             return [], True
-        if by_rows and (stem in LAYERS or stem == "" or _of_parameters(node)):
+        picked = numbered and stem in ("Index", "IndexSelect") and shape[0] == rows != shape_below(node)[0]
+        if by_rows and (picked or stem in LAYERS or stem == "" or _of_parameters(node)):
             edges[node, output] = None
             numbers += torch.Size(shape).numel()
             continue
@@ -211,13 +231,43 @@ def _is_outer(node: Node, rows: int) -> bool:
     child = next((child for child, _ in node.next_functions if child is not None), None)
     if rows < 3 or child is None or stem_of(child.__class__) not in ("Sub", "Rsub", "Add"):
         return False
-    if shape_of(child, 0) != (rows, rows) or shape_below(child) not in ((rows, 1), (1, rows), (rows,)):
+    if shape_of(child, 0) != (rows, rows) or _shape_before_spread(child) not in ((rows, 1), (1, rows), (rows,)):
         return False
     held = node._saved_self
     if not held.is_cpu:
         return False
     apart = (held[1:] - held[:1]).detach()
     return bool(torch.allclose(apart, apart[:, :1].expand_as(apart)))
+
+
+def _shape_before_spread(node: Node) -> tuple[int, ...]:
+    """Return the shape of what a node is given, before it was expanded."""
+    below = next(child for child, _ in node.next_functions if child is not None)
+    return shape_below(below if stem_of(below.__class__) == "Expand" else node)
+
+
+def _is_spread(node: Node, rows: int) -> bool:
+    """Return whether outputs of shape (B, 1) meet targets of shape (B), or the reverse: B times B differences."""
+    if rows < 2 or shape_below(node) != (rows, rows):
+        return False
+    target, before = node._saved_target, _shape_before_spread(node)
+    along = {(rows, 1): 0, (rows,): 1, (1, rows): 1}.get(before)
+    return along is not None and target.dim() == 2 and target.stride(along) == 0 != target.stride(1 - along)
+
+
+LEAST_NEGATIVES = 4
+"""Samples from which labels that number the samples are no chance."""
+
+
+def _has_negatives(node: Node, rows: int) -> bool:
+    """Return whether the classes are the micro-batch's samples, each its own label: negatives from the batch.
+
+    Where they are of a frozen network, no derivative shows it. On a device labels are not looked at.
+    """
+    if rows < LEAST_NEGATIVES or shape_below(node) != (rows, rows):
+        return False
+    target = node._saved_target
+    return target.is_cpu and torch.equal(target, torch.arange(rows))
 
 
 def _is_between_rows(node: Node, rows: int) -> bool:

@@ -49,6 +49,8 @@ from paceline.step.losses.graph_nodes import (
     stem_of,
 )
 
+GROUPING = frozenset(("ScatterReduce", "IndexReduce", "SegmentReduce", "ScatterAdd", "IndexAdd"))
+"""Operations that put values together by group."""
 LARGEST_LOSS = 2048
 """Nodes between a loss and its reductions that are looked at."""
 
@@ -89,6 +91,8 @@ class LossReading:
     tensor."""
     penalty: bool = False
     """Whether a term of parameters alone was divided by the number of samples."""
+    sums: int = 0
+    """How many of the counts are sums that the script divided by the number of samples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,8 +234,9 @@ class _Reader:
         if self.several and (is_constant(last.node) or (_without_data(path) and is_constant(node))):
             self.penalty(path)
             return
-        if node is not last.node and (statistic := statistic_below(node, self.rows)):
-            self.found.couples = self.found.couples or statistic
+        statistic = "" if node is last.node else statistic_below(node, self.rows)
+        if statistic or self._averages_groups(node, path[path.index(last) :]):
+            self.found.couples = self.found.couples or statistic or str(node.name())
             return
         factors = [part for part in path if isinstance(part, _Factor)]
         if last.count is None:
@@ -249,6 +254,17 @@ class _Reader:
             self.found.counts.append(reduce(mul, [_number(last.count), *outer, *divisors]))
             if divisors:
                 self._look_at_mean_divisor(last, reduce(mul, divisors), _weights(path, last, node))
+
+    def _averages_groups(self, node: Node, below: Path) -> bool:
+        """Return whether a node has a mean (or a bound) of each group of samples, such as those of one class.
+
+        ``below``: what is between the reduction and the node.
+        """
+        stem, shape = stem_of(node.__class__), shape_of(node, 0)
+        if stem not in GROUPING or len(shape) != 1 or self.rows < 2 or shape[0] % self.rows == 0:
+            return False
+        divided = any(isinstance(part, _Factor) and part.divides and not is_plain(part.value) for part in below)
+        return divided if stem in ("ScatterAdd", "IndexAdd") else getattr(node, "_saved_reduce", "") != "sum"
 
     def penalty(self, path: Path) -> None:
         """Note what a term of parameters alone was divided by: it is to be the same in every micro-batch."""
@@ -282,7 +298,9 @@ class _Reader:
         elif matching:
             count = next(part for part in plain if abs(_divisor(part) - matching) <= 1e-9 * matching)
             self._note_factor([*outer, *(part for part in plain if part is not count)])
-            self.found.counts += [matching] if self._is_new(last, ()) else []
+            if self._is_new(last, ()):
+                self.found.counts.append(matching)
+                self.found.sums += matching == self.rows
         elif outer or inner:
             self._divided_by_tensors(last, outer or inner, weights, times=times)
         elif self.found.sum_over is None and not is_constant(last.node):
@@ -498,11 +516,15 @@ def _bends(reader: _Reader, node: Node, output: int, path: Path, *, chooses: boo
             reader.below(node, path)
 
 
+_NORMS = {"LinalgVectorNorm": "ord", "Dist": "p"}
+"""Norms, and what their exponent is called."""
+
+
 def _power(reader: _Reader, node: Node, output: int, path: Path) -> None:
     """Read a power: the square of a norm of the whole is a sum of squares."""
     child = next((child for child, _ in node.next_functions if child is not None), None)
-    norm = child is not None and stem_of(child.__class__) == "LinalgVectorNorm" and not _is_reduced(path)
-    if norm and _saved_number(child, "ord") == _saved_number(node, "exponent") and not shape_of(child, 0):
+    name = _NORMS.get(stem_of(child.__class__)) if child is not None and not _is_reduced(path) else None
+    if name and _saved_number(child, name) == _saved_number(node, "exponent") and not shape_of(child, 0):
         shape = shape_below(child)
         reader.end(child, (*path, _Reduction(child, None, shape)))
     else:

@@ -233,7 +233,8 @@ def read_weight(
     if found.unsure and all(not isinstance(one, torch.Tensor) and one == found.counts[0] for one in found.counts):
         found.counts = found.counts[:1]  # how many losses there are may be the number of samples
     if rows > 1 and not (part or found.unsure):
-        tally.terms.add(_terms_number(frozenset(found.kinds), len(found.counts)))
+        # Sums divided by len(x) may be any number (one per time step of the longest text); the first is told apart.
+        tally.terms.add(_terms_number(frozenset(found.kinds), len(found.counts) - max(0, found.sums - 2)))
     base = _base(found.counts)
     if found.otherwise is not None and _fits(found.otherwise, base, rows, unit, like):
         found.counts, base = [found.otherwise], found.otherwise
@@ -317,18 +318,21 @@ def _base(counts: list[Any]) -> Any:
 def _ratio(counts: Iterable[Any], base: Any, place: int) -> Any:
     """Return a number that stays the same while the counts are proportional to ``base``.
 
-    It is infinite where some counts are 0 and others are not. ``place``: the position of the first count.
+    It is infinite where some counts are 0 and others are not, and the same for any number of equal counts. ``place``:
+    the position of the first count.
     """
     if not isinstance(base, torch.Tensor) and base == 0:
         return math.nan
     total: Any = 0.0
+    whole = 0.0
     for number, count in enumerate(counts, start=place):
         if isinstance(count, torch.Tensor):
             count = count.to(torch.float64)
         elif count == 0:
             return math.inf
-        total = total + math.sqrt(2 * number + 3) * (count / base)
-    return total
+        part = math.sqrt(2 * number + 3)
+        total, whole = total + part * (count / base), whole + part
+    return math.sqrt(2 * place + 3) * (total / whole)
 
 
 def _positive(count: Any, loss: torch.Tensor) -> Any:
