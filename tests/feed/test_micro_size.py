@@ -166,6 +166,15 @@ def test_out_of_memory_later_halves_what_was_found_and_it_never_grows_again() ->
     assert search.by_memory
 
 
+def test_what_is_known_not_to_fit_lowers_the_size_once() -> None:
+    """The halves of a micro-batch that ran out may run out as well, and again when backward computes them anew."""
+    search = search_with(lambda size: 0.02, room=100)
+    found = search.settled
+    for samples in (300, 129, 129):
+        search.ran_out(samples)
+    assert search.settled == found <= 100
+
+
 def test_a_gpu_is_not_driven_out_of_memory() -> None:
     largest = 0
 

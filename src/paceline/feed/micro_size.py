@@ -17,7 +17,6 @@ chance, and where sizes are alike the larger one has fewer fixed costs. It has f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import median
 
 GAIN = 0.05
 """Part by which the seconds per sample of a size must be lower for it to count as faster than another."""
@@ -103,6 +102,17 @@ def part_of(share: int, most: int) -> int:
     return -(-share // -(-share // most))
 
 
+def usual(times: list[float]) -> float:
+    """Return the lower quartile of a size's times: nothing makes work faster by chance, but much makes it slower.
+
+    It is not the least one: micro-batches whose samples are short really are faster.
+
+    >>> usual([5.0, 1.0, 2.0]), usual([1.0, 2.0, 3.0, 4.0, 9.0, 9.0, 9.0])
+    (1.0, 2.0)
+    """
+    return sorted(times)[len(times) // 4]
+
+
 def _comes(size: int, share: int, fewest: int) -> bool:
     """Return whether a share cut into parts of this size (`pieces_of`) has some of nearly that size.
 
@@ -121,7 +131,7 @@ class SizeSearch:
         self.size = first
         """Size of the next micro-batch."""
         self.costs: dict[int, float] = {}
-        """Median seconds per sample of each size that was timed."""
+        """Seconds per sample of each size that was timed (`usual`)."""
         self.by_memory = False
         """Whether memory, not speed, bounds the size."""
         self._tried, self._found = first, 0
@@ -207,12 +217,14 @@ class SizeSearch:
             self._times.append(seconds / samples)
         self._warm = True
         if self._is_known():
-            self.costs[self._tried] = median(self._times)
+            self.costs[self._tried] = usual(self._times)
             self._go_on(memory)
 
     def ran_out(self, samples: int) -> None:
         """Lower the limit after memory did not suffice: half of ``samples`` may fit, or a size that was timed."""
-        self._too_large = min(self._too_large, samples)
+        if samples >= self._too_large:  # a forward that ran out goes on in halves, and they may run out again and again
+            return
+        self._too_large = samples
         self.costs = {size: cost for size, cost in self.costs.items() if size < samples}
         fits = max(samples // 2, 1, *self.costs)
         if self._found:
@@ -261,7 +273,7 @@ class SizeSearch:
         times, least = self._times, min(self.costs.values(), default=float("inf"))
         if self.costs and times and times[-1] < (1 - CLEARLY) * least:
             return True
-        return len(times) >= DOUBTED or (len(times) >= ENOUGH and median(times) < (1 - GAIN) * least)
+        return len(times) >= DOUBTED or (len(times) >= ENOUGH and usual(times) < (1 - GAIN) * least)
 
     def _within(self, part: float) -> list[int]:
         """Return the sizes whose seconds per sample are above the lowest by this part of their own at most."""
