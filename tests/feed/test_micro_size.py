@@ -166,6 +166,23 @@ def test_out_of_memory_later_halves_what_was_found_and_it_never_grows_again() ->
     assert search.by_memory
 
 
+def test_a_share_that_wavers_brings_back_no_size_that_did_not_fit() -> None:
+    search = SizeSearch(4)
+    for share in 6 * [44, 30, 60, 47]:
+        step(search, share, lambda size: 8 + size, room=40)
+    assert search.settled >= 22
+    tried = []
+    search = SizeSearch(4)
+    for share in 6 * [44, 30, 60, 47]:
+        search.begin(share)
+        tried.append(search.size)
+        while search.size > 40:
+            search.ran_out(min(share, search.size))
+        for _ in range(share // search.size):
+            search.measure(search.size, 8 + search.size)
+    assert sum(size > 40 for size in tried) <= 2
+
+
 def test_what_is_known_not_to_fit_lowers_the_size_once() -> None:
     """The halves of a micro-batch that ran out may run out as well, and again when backward computes them anew."""
     search = search_with(lambda size: 0.02, room=100)

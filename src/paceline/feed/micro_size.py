@@ -204,10 +204,14 @@ class SizeSearch:
         """Choose another size to try: the share changed, and has no parts of the current one."""
         if not self.costs:
             self._try(min(self._tried, max(1, self._share // self._fewest)))
-        elif larger := next_size(max(self.costs), self._share, fewest=self._fewest):
-            self._try(larger)
-        else:
+        elif not (larger := next_size(max(self.costs), self._share, fewest=self._fewest)):
             self._settle(by_share=True)
+        elif larger < self._too_large:
+            self._try(larger)
+        elif part := self._between(self._too_large):
+            self._try(part)
+        else:
+            self._settle(by_memory=True)
 
     def measure(self, samples: int, seconds: float, memory: MemoryUse | None = None, *, counts: bool = True) -> None:
         """Record a micro-batch's seconds. ``counts``: whether they are the model's alone."""
@@ -222,9 +226,9 @@ class SizeSearch:
 
     def ran_out(self, samples: int) -> None:
         """Lower the limit after memory did not suffice: half of ``samples`` may fit, or a size that was timed."""
-        if samples >= self._too_large:  # a forward that ran out goes on in halves, and they may run out again and again
+        self._too_large = min(self._too_large, samples)
+        if samples > self.size:  # a forward that ran out goes on in halves, and they may run out again and again
             return
-        self._too_large = samples
         self.costs = {size: cost for size, cost in self.costs.items() if size < samples}
         fits = max(samples // 2, 1, *self.costs)
         if self._found:
