@@ -32,9 +32,9 @@ from torch.utils.data import TensorDataset
 import paceline
 
 FACTORS, BATCH = (1, 1, 2, 4), 256
-SEARCH, SETTLE, STEPS = 22, 6, 10
+SEARCH, SETTLE, STEPS = 22, 5, 8
 """Steps before those that count, with auto and by hand, and how many count."""
-SCALE, ROUNDS = 1.0, 2
+SCALE, ROUNDS = 1.0, 1
 globals().update(smoke(FACTORS=(1, 2), BATCH=16, SEARCH=2, SETTLE=1, STEPS=3, SCALE=0.05, ROUNDS=1))
 
 
