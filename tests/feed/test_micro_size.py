@@ -27,15 +27,15 @@ def search_with(
     *,
     share: int = 256,
     first: int = 4,
-    fewest: int = 1,
+    deadline: bool = False,
     memory: Callable[[int], MemoryUse | None] = lambda size: None,
     room: int = 10**9,
     steps: int = 50,
 ) -> SizeSearch:
     """Run this number of steps with one share."""
-    search = SizeSearch(first, fewest=fewest)
+    search = SizeSearch(first)
     for _ in range(steps):
-        step(search, share, seconds, memory=memory, room=room)
+        step(search, share, seconds, memory=memory, room=room, deadline=deadline)
     return search
 
 
@@ -46,9 +46,10 @@ def step(
     *,
     memory: Callable[[int], MemoryUse | None] = lambda size: None,
     room: int = 10**9,
+    deadline: bool = False,
 ) -> None:
     """Run a step as the loop does: cut anew when the size changes."""
-    search.begin(share)
+    search.begin(share, deadline=deadline)
     left = share
     while left:
         piece = total(pieces_of([(0, left)], search.size)[0])
@@ -65,14 +66,23 @@ def test_where_every_micro_batch_costs_the_same_the_whole_share_goes_at_once() -
     assert not search.by_memory
 
 
-def test_where_only_samples_cost_the_smallest_size_is_kept() -> None:
+def test_where_only_samples_cost_the_search_ends_soon() -> None:
     search = search_with(lambda size: 0.001 * size)
-    assert search.settled == 4
     assert list(search.costs) == [4, 8, 16], "two more are tried, in case the first looked slow by chance"
+    assert search.settled == 16
+
+
+def test_of_sizes_that_are_nearly_as_fast_as_the_fastest_the_largest_is_kept() -> None:
+    looks = {4: 0.2, 8: 0.1, 16: 0.096, 32: 0.098}
+    assert search_with(lambda size: size * looks.get(size, 1.0)).settled == 32
+    looks[32] = 0.11
+    assert search_with(lambda size: size * looks.get(size, 1.0)).settled == 16
 
 
 def test_a_device_that_is_full_from_some_size_on_gets_that_size() -> None:
-    assert search_with(lambda size: max(0.064, 0.001 * size)).settled == 64
+    search = search_with(lambda size: max(0.064, 0.001 * size), share=1024)
+    assert list(search.costs) == [4, 8, 16, 32, 64, 128, 256]
+    assert search.settled == 256, "two larger ones are as fast, and fit"
 
 
 def test_a_size_that_looks_slow_by_chance_does_not_end_the_search() -> None:
@@ -115,8 +125,22 @@ def test_a_size_that_is_clearly_faster_is_timed_once() -> None:
 
 
 def test_out_of_memory_ends_the_search_below_it() -> None:
-    search = search_with(lambda size: 0.02, room=40)
+    search = search_with(lambda size: 0.02, room=39)
     assert search.settled == 32
+    assert search.by_memory
+
+
+def test_where_memory_is_the_bound_a_share_may_grow_a_little_as_well() -> None:
+    search = search_with(lambda size: 0.02, room=40)
+    assert search.settled == int(32 * HEADROOM) == 40
+    assert search.by_memory
+
+
+def test_a_size_that_doubling_passes_by_is_tried_where_the_next_one_does_not_fit() -> None:
+    """A share of 44 is tried in parts of 16, then at once; memory holds half of it."""
+    search = search_with(lambda size: 0.02, share=44, room=43)
+    assert 22 <= search.settled < 44
+    assert list(search.costs) == [4, 8, 16, 22]
     assert search.by_memory
 
 
@@ -142,6 +166,32 @@ def test_out_of_memory_later_halves_what_was_found_and_it_never_grows_again() ->
     assert search.by_memory
 
 
+def test_a_share_that_wavers_brings_back_no_size_that_did_not_fit() -> None:
+    search = SizeSearch(4)
+    for share in 6 * [44, 30, 60, 47]:
+        step(search, share, lambda size: 8 + size, room=40)
+    assert search.settled >= 22
+    tried = []
+    search = SizeSearch(4)
+    for share in 6 * [44, 30, 60, 47]:
+        search.begin(share)
+        tried.append(search.size)
+        while search.size > 40:
+            search.ran_out(min(share, search.size))
+        for _ in range(share // search.size):
+            search.measure(search.size, 8 + search.size)
+    assert sum(size > 40 for size in tried) <= 2
+
+
+def test_what_is_known_not_to_fit_lowers_the_size_once() -> None:
+    """The halves of a micro-batch that ran out may run out as well, and again when backward computes them anew."""
+    search = search_with(lambda size: 0.02, room=100)
+    found = search.settled
+    for samples in (300, 129, 129):
+        search.ran_out(samples)
+    assert search.settled == found <= 100
+
+
 def test_a_gpu_is_not_driven_out_of_memory() -> None:
     largest = 0
 
@@ -151,7 +201,8 @@ def test_a_gpu_is_not_driven_out_of_memory() -> None:
         return MemoryUse(peak=1000 + 100 * largest, held=1000, usable=10_000)
 
     search = search_with(lambda size: 0.02, memory=used)
-    assert search.settled == largest == 64, "128 samples would need 13,800"
+    assert list(search.costs)[-1] == 64, "128 samples would need 13,800, and 86 need 9,600"
+    assert search.settled == largest == 80
     assert search.by_memory
 
 
@@ -161,13 +212,30 @@ def test_a_peak_from_before_hides_no_growth_and_is_not_taken_for_it() -> None:
 
 
 def test_with_deadlines_a_share_holds_several_micro_batches() -> None:
-    assert search_with(lambda size: 0.02, fewest=FEWEST).settled == 256 // FEWEST
+    assert search_with(lambda size: 0.02, deadline=True).settled == 256 // FEWEST
+
+
+def test_only_in_steps_with_a_deadline_the_share_is_cut_into_several() -> None:
+    search = search_with(lambda size: 0.02)
+    sizes = []
+    for share, deadline in [(256, True), (240, True), (300, True), (120, True), (256, False)]:
+        search.begin(share, deadline=deadline)
+        sizes.append(search.size)
+    assert sizes == [64, 64, 64, 30, 320], "and its parts have one size while it wavers"
+    assert search.settled == 320
+
+
+def test_a_size_found_in_steps_with_deadlines_grows_once_there_are_none() -> None:
+    search = search_with(lambda size: 0.02, deadline=True)
+    for _ in range(12):
+        step(search, 256, lambda size: 0.02)
+    assert search.settled == 320
 
 
 def test_a_size_that_only_the_share_bounded_is_looked_at_again_when_the_share_has_grown() -> None:
     search = search_with(lambda size: 0.02, share=16)
     assert search.settled == int(16 * HEADROOM)
-    search.begin(23)
+    search.begin(19)
     assert search.settled
     search.begin(64)
     assert not search.settled
@@ -226,18 +294,18 @@ def test_a_worker_that_sits_out_goes_on_later() -> None:
 @given(
     share=st.integers(1, 150),
     first=st.integers(1, 40),
-    fewest=st.sampled_from([1, FEWEST]),
+    deadline=st.booleans(),
     fixed=st.floats(0, 1),
     each=st.floats(1e-6, 1),
     room=st.integers(1, 150),
 )
 def test_a_search_always_ends_within_what_share_and_memory_allow(
-    share: int, first: int, fewest: int, fixed: float, each: float, room: int
+    share: int, first: int, deadline: bool, fixed: float, each: float, room: int
 ) -> None:
     search = search_with(
-        lambda size: fixed + each * size, share=share, first=first, fewest=fewest, room=room, steps=MOST_STEPS + 1
+        lambda size: fixed + each * size, share=share, first=first, deadline=deadline, room=room, steps=MOST_STEPS + 1
     )
-    assert 1 <= search.settled <= max(first, share // fewest) * HEADROOM
+    assert 1 <= search.settled <= max(first, share // (FEWEST if deadline else 1)) * HEADROOM
     assert max(total(piece) for piece in pieces_of([(0, share)], search.settled)) <= room
     if search.costs and max(search.costs) > search.settled:
         assert min(search.costs.values()) >= 0.95 * search.costs[search.settled] - 1e-12

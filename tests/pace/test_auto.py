@@ -58,6 +58,17 @@ def test_stalls_bring_deadlines_once_enough_steps_were_judged_and_calm_ends_them
     assert later[-1].deadline_s is None
 
 
+def test_steps_in_which_sizes_of_micro_batches_are_tried_bring_none() -> None:
+    """Another size has another speed, which no share foresaw: the step waits, but for nobody who stalls."""
+    given, searching = Auto(), Auto()
+    for step in range(FEW + EVIDENCE):
+        pace = [0.01, 0.01 if step % 2 else 0.02, 0.02, 0.04]
+        for auto, sizes in ((given, ()), (searching, (8, 0, 8, 8))):
+            auto.observe(replace(work(auto.plan(ask(step)), pace), micro_size=sizes))
+    assert given.change is not None
+    assert searching.change is None
+
+
 def test_one_worker_that_stalls_alone_is_named() -> None:
     auto = Auto()
     for step in range(60):

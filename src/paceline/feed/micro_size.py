@@ -1,9 +1,9 @@
 """The search for the number of samples that go through the model at once: ``micro_batch="auto"``.
 
 Sizes double from a small one, and a few micro-batches of each are timed. The size grows while the cost per sample
-falls, while memory suffices, and while the worker's share holds enough micro-batches of it. The search keeps the
-smallest size that is nearly as fast as the fastest: a larger one would take memory, and make shares and deadlines
-coarse, for nothing.
+falls, while memory suffices, and while the worker's share holds enough micro-batches of it. Of the sizes that were
+tried, the search keeps the largest that is nearly as fast as the fastest: a busy computer makes a size look slower by
+chance, and where sizes are alike the larger one has fewer fixed costs. It has fitted into memory already.
 
 >>> search = SizeSearch(4)
 >>> while not search.settled:  # every micro-batch takes 1 s, and 0.1 s more per sample
@@ -17,10 +17,11 @@ coarse, for nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import median
 
 GAIN = 0.05
 """Part by which the seconds per sample of a size must be lower for it to count as faster than another."""
+ALIKE = 0.03
+"""Part by which the seconds per sample of a size may be above the lowest: of such sizes the largest is kept."""
 ENOUGH = 3
 """Micro-batches of a size that are timed, after one that is not: the first may load kernels, or fill caches."""
 DOUBTED = 7
@@ -37,15 +38,18 @@ MOST_STEPS = 20
 LADDER = 16
 """Micro-batches of the first size in an equal share."""
 FEWEST = 4
-"""Micro-batches that a share holds at least with deadlines: one that is unfinished at the deadline is lost."""
+"""Micro-batches that a share holds at least in a step with a deadline: one that is unfinished then is lost."""
 FEWEST_NORMALISED = 16
 """Samples of the first size where batch norm computes its statistics over a micro-batch."""
 NEARLY = 0.75
 """Part of a size that a micro-batch must have to be timed as one of that size: a share's last two are smaller."""
 HEADROOM = 1.25
-"""Factor by which a size that only the share bounds is enlarged: a share that grows a little stays in one piece."""
+"""Factor by which a size that only share or memory bounds is enlarged: a share that grows a little has as few parts.
+
+Also the factor by which a size is clearly larger, and a share so much larger that it is searched again.
+"""
 GROWN = 1.5
-"""Factor by which the share must have grown for such a size to be searched again."""
+"""Factor by which parts of a share with a deadline may be too small before they are made larger."""
 MOST_AGAIN = 3
 """Repetitions of the search at most: a size that changes makes shares change, too."""
 MOST_MEMORY = 0.9
@@ -89,6 +93,26 @@ def next_size(size: int, share: int, *, fewest: int = 1) -> int:
     return -(-share // (-(-share // larger) - 1))
 
 
+def part_of(share: int, most: int) -> int:
+    """Return the size of the parts of a share that is cut into as few equal ones as have at most ``most`` samples.
+
+    >>> part_of(44, 22), part_of(96, 40), part_of(7, 100)
+    (22, 32, 7)
+    """
+    return -(-share // -(-share // most))
+
+
+def usual(times: list[float]) -> float:
+    """Return the lower quartile of a size's times: nothing makes work faster by chance, but much makes it slower.
+
+    It is not the least one: micro-batches whose samples are short really are faster.
+
+    >>> usual([5.0, 1.0, 2.0]), usual([1.0, 2.0, 3.0, 4.0, 9.0, 9.0, 9.0])
+    (1.0, 2.0)
+    """
+    return sorted(times)[len(times) // 4]
+
+
 def _comes(size: int, share: int, fewest: int) -> bool:
     """Return whether a share cut into parts of this size (`pieces_of`) has some of nearly that size.
 
@@ -102,20 +126,23 @@ def _comes(size: int, share: int, fewest: int) -> bool:
 class SizeSearch:
     """One worker's search. ``begin`` each step, ``measure`` each micro-batch, and use ``size`` for the next."""
 
-    def __init__(self, first: int, *, fewest: int = 1) -> None:
-        """Begin with size ``first``; a share must hold ``fewest`` micro-batches."""
+    def __init__(self, first: int) -> None:
+        """Begin with size ``first``."""
         self.size = first
         """Size of the next micro-batch."""
         self.costs: dict[int, float] = {}
-        """Median seconds per sample of each size that was timed."""
+        """Seconds per sample of each size that was timed (`usual`)."""
         self.by_memory = False
         """Whether memory, not speed, bounds the size."""
-        self._fewest, self._tried, self._over = fewest, first, False
+        self._tried, self._found = first, 0
+        """The size under trial, and the one that was found; 0 while the search goes on."""
+        self._fewest, self._cut = 1, 0
+        """Micro-batches that this step's share must hold at least, and the size that this has last led to."""
         self._by_share = False
         self._whole = False
         """Whether the size under trial was a whole share."""
-        self._share, self._room = 0, 10**9
-        """Samples of this step's share, and the largest size that fits into memory."""
+        self._share, self._too_large = 0, 10**9
+        """Samples of this step's share, and the smallest size of which memory does not hold a micro-batch."""
         self._steps = self._again = 0
         self._times: list[float] = []
         self._warm = False
@@ -126,100 +153,146 @@ class SizeSearch:
     @property
     def settled(self) -> int:
         """Return the size that was found; 0 while the search goes on."""
-        return self.size if self._over else 0
+        return self._found
 
     def keep(self, size: int, *, by_memory: bool) -> None:
         """Adopt the size that an earlier run found here."""
-        self.size = self._tried = size
-        self._over, self._by_share, self.by_memory = True, False, by_memory
+        self.size = self._tried = self._found = size
+        self._by_share, self.by_memory = False, by_memory
 
-    def begin(self, share: int) -> None:
-        """Begin a step with ``share`` samples.
+    def begin(self, share: int, *, deadline: bool = False) -> None:
+        """Begin a step with ``share`` samples, which has a ``deadline`` or not.
 
         The first step is not timed: the optimiser has no state yet, so its use of memory is unknown. A size that only
         the share bounded is searched again when the share has grown by half.
         """
         if not share:
             return
-        self._share = share
-        if self._over and self._may_grow():
-            self._over, self._steps, self._again = False, 1, self._again + 1
+        self._share, self._fewest = share, FEWEST if deadline else 1
+        if self._found and self._may_grow():
+            self._found, self._steps, self._again = 0, 1, self._again + 1
             self._try(next_size(self._tried, share, fewest=self._fewest))
         self._steps += 1
-        if not self._over and self._steps > MOST_STEPS:
+        if not self._found and self._steps > MOST_STEPS:
             self._settle()
-        elif not self._over and not _comes(self._tried, share, self._fewest):
+        elif not self._found and not _comes(self._tried, share, self._fewest):
             if self._whole and share <= HEADROOM * self._tried:  # else a share that wavers would end no search
-                self.size = self._tried = min(share, self._room)
+                self.size = self._tried = min(share, self._too_large - 1)
             else:
                 self._aim_anew()
+        if self._found:
+            self.size = self._within_share()
+
+    def _within_share(self) -> int:
+        """Return the size that was found or, where the share must hold several of them, a smaller one.
+
+        It stays while the share wavers: every size is a shape that kernels and caches meet anew.
+        """
+        most = max(1, self._share // self._fewest)
+        if self._fewest == 1 or NEARLY * self._found <= most:
+            return self._found
+        if not NEARLY * self._cut <= most <= GROWN * self._cut:
+            self._cut = most
+        return min(self._cut, self._found)
 
     def _may_grow(self) -> bool:
-        """Return whether only the share bounded the size that was found, and has grown since."""
-        grown = min(self._share // self._fewest, self._room) >= GROWN * self._tried
+        """Return whether only the share bounded the size that was found, and has outgrown it since."""
+        grown = min(self._share // self._fewest, self._too_large - 1) >= HEADROOM * self._tried
         return self._by_share and grown and self._again < MOST_AGAIN
 
     def _aim_anew(self) -> None:
         """Choose another size to try: the share changed, and has no parts of the current one."""
         if not self.costs:
             self._try(min(self._tried, max(1, self._share // self._fewest)))
-        elif larger := next_size(max(self.costs), self._share, fewest=self._fewest):
-            self._try(larger)
-        else:
+        elif not (larger := next_size(max(self.costs), self._share, fewest=self._fewest)):
             self._settle(by_share=True)
+        elif larger < self._too_large:
+            self._try(larger)
+        elif part := self._between(self._too_large):
+            self._try(part)
+        else:
+            self._settle(by_memory=True)
 
     def measure(self, samples: int, seconds: float, memory: MemoryUse | None = None, *, counts: bool = True) -> None:
         """Record a micro-batch's seconds. ``counts``: whether they are the model's alone."""
-        if self._over or self._steps < 2 or samples < NEARLY * self._tried:
+        if self._found or self._steps < 2 or samples < NEARLY * self._tried:
             return
         if self._warm and counts:
             self._times.append(seconds / samples)
         self._warm = True
         if self._is_known():
-            self.costs[self._tried] = median(self._times)
+            self.costs[self._tried] = usual(self._times)
             self._go_on(memory)
 
     def ran_out(self, samples: int) -> None:
         """Lower the limit after memory did not suffice: half of ``samples`` may fit, or a size that was timed."""
-        self._room = min(self._room, max([1, samples // 2, *(size for size in self.costs if size < samples)]))
-        if self._over:
-            self.by_memory |= self.size > self._room
-            self.size = min(self.size, self._room)
-        elif self._tried > self._room:
-            self.costs = {size: cost for size, cost in self.costs.items() if size <= self._room}
-            self._tried = self._room
-            self._settle(by_memory=True)
+        self._too_large = min(self._too_large, samples)
+        if samples > self.size:  # a forward that ran out goes on in halves, and they may run out again and again
+            return
+        self.costs = {size: cost for size, cost in self.costs.items() if size < samples}
+        fits = max(samples // 2, 1, *self.costs)
+        if self._found:
+            self.by_memory |= self._found > fits
+            self._found, self.size = min(self._found, fits), min(self.size, fits)
+        elif self._tried >= samples or self._tried > fits:
+            if part := self._between(samples):
+                self._try(part)
+            else:
+                self._tried = fits
+                self._settle(by_memory=True)
 
     def _go_on(self, memory: MemoryUse | None) -> None:
         larger = next_size(self._tried, self._share, fewest=self._fewest)
-        if sum(size > self._best() for size in self.costs) >= PATIENCE:
+        between = self._between(larger)
+        roomy = max(self._tried + 1, int(HEADROOM * self._tried))
+        fitting = [size for size in (larger, between) if self._fits(size, memory)]
+        if not self._fits(roomy, memory):
+            self._too_large = min(self._too_large, roomy)
+        if memory is not None:
+            self._peak = (self._tried, memory.peak)
+        if sum(size > min(self._within(GAIN)) for size in self.costs) >= PATIENCE:
             self._settle()
         elif not larger:
             self._settle(by_share=True)
-        elif larger > self._room or not self._fits(larger, memory):
-            self._settle(by_memory=True)
+        elif fitting:
+            self._try(fitting[0])
         else:
-            self._try(larger)
+            self._settle(by_memory=True)
+
+    def _between(self, larger: int) -> int:
+        """Return a size between those that were timed and one that does not fit, as equal parts of the share.
+
+        Doubling passes it by: a share of 44 has parts of 16 and of 44, but 22 may be what memory holds. 0: none that is
+        clearly larger than those timed.
+        """
+        timed = max(self.costs, default=0)
+        most = min((timed + larger) // 2, self._share // self._fewest)
+        if not timed or most < HEADROOM * timed:
+            return 0
+        part = part_of(self._share, most)
+        return part if part >= HEADROOM * timed and _comes(part, self._share, self._fewest) else 0
 
     def _is_known(self) -> bool:
         """Return whether the size was timed often enough."""
         times, least = self._times, min(self.costs.values(), default=float("inf"))
         if self.costs and times and times[-1] < (1 - CLEARLY) * least:
             return True
-        return len(times) >= DOUBTED or (len(times) >= ENOUGH and median(times) < (1 - GAIN) * least)
+        return len(times) >= DOUBTED or (len(times) >= ENOUGH and usual(times) < (1 - GAIN) * least)
 
-    def _best(self) -> int:
-        """Return the smallest size that is nearly as fast as the fastest."""
-        enough = min(self.costs.values()) / (1 - GAIN)
-        return min(size for size, cost in self.costs.items() if cost <= enough)
+    def _within(self, part: float) -> list[int]:
+        """Return the sizes whose seconds per sample are above the lowest by this part of their own at most."""
+        enough = min(self.costs.values()) / (1 - part)
+        return [size for size, cost in self.costs.items() if cost <= enough]
 
-    def _fits(self, larger: int, memory: MemoryUse | None) -> bool:
-        """Return whether memory should suffice for a larger size."""
-        before, now = self._peak, self._tried
-        if memory is None:
-            return True
-        self._peak = (now, memory.peak)
-        return foreseen(memory, now, larger, before) <= MOST_MEMORY * memory.usable
+    def _fits(self, size: int, memory: MemoryUse | None) -> bool:
+        """Return whether memory should suffice for this size, larger than the one under trial; False for 0."""
+        if not 0 < size < self._too_large:
+            return False
+        return memory is None or foreseen(memory, self._tried, size, self._peak) <= MOST_MEMORY * memory.usable
+
+    def _roomy(self, size: int) -> int:
+        """Return a size with room for a share that grows a little, unless memory does not hold that."""
+        return larger if (larger := int(HEADROOM * size)) < self._too_large else size
 
     def _try(self, size: int) -> None:
         self.size = self._tried = size
@@ -228,11 +301,12 @@ class SizeSearch:
 
     def _settle(self, *, by_share: bool = False, by_memory: bool = False) -> None:
         """End the search. ``by_share``, ``by_memory``: the bound that excluded a larger size, if speed did not."""
-        best = self._best() if self.costs else self._tried
+        best = max(self._within(ALIKE)) if self.costs else self._tried
         self._tried = max(self.costs, default=self._tried)
         grows = best == self._tried  # a larger size might have been faster
-        self._over, self._by_share, self.by_memory = True, by_share and grows, by_memory and grows
-        self.size = min(int(best * HEADROOM), self._room) if self._by_share and self._fewest == 1 else best
+        self._by_share, self.by_memory = by_share and grows, by_memory and grows
+        roomy = (self._by_share or self.by_memory) and self._fewest == 1
+        self.size = self._found = self._roomy(best) if roomy else best
 
 
 def foreseen(memory: MemoryUse, size: int, larger: int, before: tuple[int, int] | None) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from paceline.pace.adaptive import Adaptive
+from paceline.pace.cost import resized
 from paceline.pace.forecast import Floats, Forecast, Learner, Mask, make
 from paceline.pace.forecasting import floors
 from paceline.pace.ledger import Ledger
@@ -101,7 +102,7 @@ class Joint(Pacer):
         self._followed = Followed(chosen)
         self._gain = Gain(least=least_gain)
         self._at_work = Availability()
-        self._ledger = Ledger(steps=0.0, speed=0.0, best=np.inf, stuck=0.0, stuck_before=0.0)
+        self._ledger = Ledger(steps=0.0, speed=0.0, best=np.inf, stuck=0.0, stuck_before=0.0, size=0.0)
         self._stretch = 1.0
         self._observed = 0
         self._generation: int | None = None
@@ -143,12 +144,16 @@ class Joint(Pacer):
         # Who was dealt nothing may be stuck still; a step without a deadline waited for everybody.
         stuck = np.where(work.planned > 0, work.stuck, book["stuck"]) if record.deadline_s is not None else 0.0
         before, book["stuck_before"][:], book["stuck"][:] = book["stuck_before"] > 0, book["stuck"], stuck
+        # While sizes of micro-batches are tried, shares cannot fit: such a step says nothing of what a deadline brings.
+        other_size = resized(record.micro_size, work.measured, book["size"])
+        book["steps"][other_size] = 0
         # The first step of new members may have lost somebody in the middle, or waited for newcomers: it says nothing.
         same_members, self._generation = self._generation in (None, record.generation), record.generation
         if record.deadline_s is not None and same_members:
             self._judge_deadline(record, work, before)
         elif record.wait_for is None and same_members:
             self._judge_waiting(work)
+        book["speed"][other_size], book["best"][other_size] = 0.0, np.inf
         self._follow(record, work)
         book["steps"][:] += work.measured
         book["best"][:] = np.where(work.measured, np.minimum(work.pace_s, REGROW * book["best"]), book["best"])

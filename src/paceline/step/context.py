@@ -221,13 +221,13 @@ class LoopContext:
         """
         return self.membership is not None and self.membership.leaving and self.transport.shards == 1
 
-    def size_micro_batches(self, share: int) -> None:
-        """Choose the size of the micro-batches for a step whose share is yet to be cut."""
+    def size_micro_batches(self, share: int, *, deadline: bool = False) -> None:
+        """Choose the size of the micro-batches for a step whose share is yet to be cut; it may have a ``deadline``."""
         sizing = self.micro_batches.sizing
         if sizing is not None:
             if (found := sizing.news()) is not None:
                 self.notes.inform(f"worker {self.transport.id}: {found}")
-            sizing.begin(share)
+            sizing.begin(share, deadline=deadline)
 
     def add_figures(self, header: Header, added: Mapping[str, Any]) -> None:
         """Add the figures of ``step.add`` to a header, under the numbers that the fleet has for their names."""

@@ -102,7 +102,7 @@ class GradientCombine:
                     "the loop behind step.commit"
                 )
             share = 0 if missed else step_state.shares[loop.transport.rank]
-            loop.size_micro_batches(share)
+            loop.size_micro_batches(share, deadline=step_state.plan.bounded)
             loop.dealing.take_up(share)
             if not missed:
                 step_state.start(began)

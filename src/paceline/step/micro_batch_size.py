@@ -35,9 +35,9 @@ class Sizing:
         self._taken = 0.0
         self._reported = search.settled
 
-    def begin(self, share: int) -> None:
-        """Choose the size for a step whose share is yet to be cut."""
-        self.search.begin(share)
+    def begin(self, share: int, *, deadline: bool) -> None:
+        """Choose the size for a step whose share is yet to be cut; it may have a ``deadline``."""
+        self.search.begin(share, deadline=deadline)
         self._dealing.micro_batch = self.search.size
         self._first = True
 

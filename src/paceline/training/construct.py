@@ -12,12 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.feed import Order, Source
 from paceline.feed.custom_orders import overlapped
 from paceline.feed.dealing import Dealing, make_dealing
-from paceline.feed.micro_size import FEWEST, SizeSearch, first_size
+from paceline.feed.micro_size import SizeSearch, first_size
 from paceline.feed.sample_dealing import BatchDealing
 from paceline.gradients import Gradients
 from paceline.gradients.second_order import needs_graph
 from paceline.gradients.varying import VaryingCount
-from paceline.pace import may_set_deadlines
 from paceline.pace.forecast import Learner
 from paceline.records import LoopSettings
 from paceline.settings import has_batch_norm, is_compiled
@@ -266,11 +265,7 @@ class StepsConstructor:
                 "fixed_micro_batch=True). It begins with an equal share, and is halved where memory runs out"
             )
             return None
-        others = context.transport.size > 1 or context.elastic is not None
-        search = SizeSearch(
-            first_size(settings.micro_batch, normalises=dealing.smallest > 1),
-            fewest=FEWEST if others and may_set_deadlines(context.pacer) else 1,
-        )
+        search = SizeSearch(first_size(settings.micro_batch, normalises=dealing.smallest > 1))
         found = self._searches.setdefault((plan.script_loop.dataset, settings.global_batch), search)
         return Sizing(found, dealing, context.device)
 
