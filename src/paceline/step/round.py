@@ -27,7 +27,7 @@ from paceline.records import StepRecord
 from paceline.step.ahead import StepAhead
 from paceline.step.checks.comparison import ReplicaComparison
 from paceline.step.context import LoopContext
-from paceline.step.device import DeviceClock, mark, wait_for
+from paceline.step.device import DeviceClock, mark, wait_for_event
 from paceline.step.record import record_of, write_header
 from paceline.step.step_state import LoopPhase, RoundPhase, StepState, Work
 
@@ -101,8 +101,8 @@ class StepRound(ABC):
         """Run the round, or wait for it; return False when a peer's state replaces its result."""
 
     @abstractmethod
-    def record(self, applied: bool) -> StepRecord | None:
-        """Return the record of this step for the script."""
+    def make_record(self, applied: bool) -> StepRecord | None:
+        """Return the record of this step for the script; make it where the round has not."""
 
     @abstractmethod
     def commit(self, began: float) -> None:
@@ -198,7 +198,7 @@ class SynchronousRound(StepRound):
         The round reports the device's true seconds, so it is waited for once per step.
         """
         self._gradients.start_rest()
-        wait_for(mark(self._loop.device), self._loop, self.step_state.index)
+        wait_for_event(mark(self._loop.device), self._loop, self.step_state.index)
         if (seconds := self._clock.seconds()) is not None:
             self.step_state.work.seconds = seconds
         return self._gradients.finite()
@@ -250,7 +250,8 @@ class SynchronousRound(StepRound):
             )
         return self._exchange(self._gradients.start()).vector
 
-    def record(self, applied: bool) -> StepRecord | None:
+    def make_record(self, applied: bool) -> StepRecord | None:
+        """Make and return the step's record; from here on a change of members counts this round (`count`)."""
         step_state = self.step_state
         assert step_state.header is not None
         norm = self._gradients.mean_gradient.known_norm if applied else None
@@ -461,8 +462,8 @@ class DeadlineRound(StepRound):
         self._gradients.exchange.adopt(total, step_state.header)
         return True
 
-    def record(self, applied: bool) -> StepRecord | None:
+    def make_record(self, applied: bool) -> StepRecord | None:
         return self.step_state.record
 
     def commit(self, began: float) -> None:
-        self._deadlines.proxy.backlog.taken_over(self.step_state)
+        self._deadlines.proxy.backlog.forget(self.step_state)

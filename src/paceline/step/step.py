@@ -23,7 +23,7 @@ from paceline.renamed import FormerNames
 from paceline.step.checks.comparison import is_examined
 from paceline.step.checks.hyperparameters import changed_rate, scaled_rates
 from paceline.step.checks.user_code import check_optimizers
-from paceline.step.losses.coupling import are_numbers, coupling, is_to_be_looked_at, pass_by
+from paceline.step.losses.coupling import are_numbers, coupling, ignore_graph_of, is_to_be_looked_at
 from paceline.step.losses.loss_constants import constants_of
 from paceline.step.losses.loss_weights import (
     SINGLES,
@@ -327,7 +327,7 @@ class Step(FormerNames):
         """Log a warning about a loss, unless it is empty."""
         if text:
             self._loop.notes.warn_once(text)
-            pass_by(self._loop, loss)
+            ignore_graph_of(self._loop, loss)
 
     def _end_parts(self) -> None:
         """End the open micro-batch, unless it has had no backward: its losses are complete."""

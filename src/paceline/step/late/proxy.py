@@ -138,7 +138,7 @@ class Proxy:
         if step_state.closed or not step_state.extra:
             return False
         counted = step_state.counted[self._transport.rank]
-        self._training.dealing.take_up(step_state.extra, done=step_state.work.samples - counted)
+        self._training.dealing.begin_share(step_state.extra, done=step_state.work.samples - counted)
         step_state.extra = 0
         step_state.enter(LoopPhase.WORKING)
         return True
@@ -260,7 +260,7 @@ class Proxy:
             self._agree_on_order()
         with self._training.lock:
             step_state.enter(RoundPhase.OVER)
-            if self._training.plan is not None and not self._training.finished:  # else the leader hands a plan round
+            if self._training.plan is not None and not self._training.finished:  # else the leader sends a plan to all
                 self._step_round = self._deadlines.make_round(self._training.open(self._training.plan))
             self._training.lock.notify_all()
         self._transport.release()
