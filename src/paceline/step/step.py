@@ -510,7 +510,8 @@ class Step(FormerNames):
     @property
     def loss(self) -> float:
         """The fleet's weighted mean loss of this step, the same on every worker. After the round."""
-        return self._after().loss if self._after().loss is not None else float("nan")  # type: ignore[return-value]
+        loss = self._after().loss
+        return float("nan") if loss is None else loss
 
     @property
     def sums(self) -> dict[str, float]:
