@@ -26,8 +26,8 @@ from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
 from paceline.step.late import catch_up
 from paceline.step.late.catch_up import Backlog, Copy, Promises, peer_to_copy
+from paceline.step.late.deadline_round import DeadlineRound
 from paceline.step.late.proxy import Proxy
-from paceline.step.round import DeadlineRound
 from paceline.step.step import Step
 from paceline.step.step_state import LoopPhase, RoundPhase, StepState
 

@@ -24,11 +24,12 @@ from paceline.step.checks.orders import check_order
 from paceline.step.checks.updates import unlike_updates
 from paceline.step.combine import Combine, CombineParts
 from paceline.step.context import LoopContext
+from paceline.step.late.deadline_round import DeadlineRound
 from paceline.step.late.deadlines import Allowed, Deadlines
 from paceline.step.losses.loss_weights import check_weights
 from paceline.step.members import newcomer_state, take_newcomer_state
 from paceline.step.record import has_gradient, void_record
-from paceline.step.round import DeadlineRound, StepRound, SynchronousRound
+from paceline.step.round import StepRound, SynchronousRound
 from paceline.step.step import Step
 from paceline.step.step_state import RoundPhase, StepState
 
