@@ -264,7 +264,10 @@ class GradientCombine:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def meet(self, label: str) -> AbstractContextManager[Any]:
-        """Return a context for the call: a step's commit has left equal parameters on all workers."""
+        """Return a context for the call: a step's commit has left equal parameters on all workers.
+
+        Meanwhile no copy of a state is given: a worker that waits for one would never reach the call.
+        """
         self.finish_ahead()
         return nullcontext() if self._deadlines is None else self._deadlines.promises.declined()
 

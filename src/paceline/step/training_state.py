@@ -402,7 +402,7 @@ class TrainingState:
         return list(self._history)[-RECENT_RECORDS:]
 
     def take_over(self, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
-        """Take over a peer's `newcomer_state`; ``ahead`` has the samples that each worker's loader likes to hold."""
+        """Take over a peer's `newcomer_state`; ``ahead`` has the samples that each worker's loader holds ready."""
         self.pacer.load_state_dict(state["pacer"])
         self._history.replace(StepRecord.from_json(record) for record in json.loads(state["history"]))
         self.index, self.epoch_step, self.plan = state["step"], state["epoch_step"], None

@@ -394,7 +394,9 @@ class Proxy:
     # -- laps ------------------------------------------------------------------------------------------------------
 
     def _lap(self, step_state: StepState) -> bool:
-        """Deal what late workers left again, to those that are done; return False when nothing is left, or missing.
+        """Deal again, to those that are done, what late workers have not finished.
+
+        Return False when all is done, the floor is reached, or no loop can take more.
 
         In an epoch's last step everything is to be finished: there are as many laps as it takes, instead of a tiny step
         of its own. Before it, near an epoch's end, a thin step takes back in the same way what it lacks.
