@@ -43,7 +43,7 @@ def lost_wake_up() -> list[Patch]:
         if step_state.over or not step_state.extra:
             return False
         counted = step_state.counted[self._transport.rank]
-        self._training.dealing.take_up(step_state.extra, done=step_state.work.samples - counted)
+        self._training.dealing.begin_share(step_state.extra, done=step_state.work.samples - counted)
         step_state.extra = 0
         return True
 

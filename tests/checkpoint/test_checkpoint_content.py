@@ -346,7 +346,7 @@ def test_where_a_missing_checkpoint_is_fine_nothing_changes_and_none_comes_back(
 
 
 class Follower:
-    """The transport of worker 1, whose leader is lost a given number of times while it hands the checkpoint round."""
+    """The transport of worker 1, whose leader is lost a given number of times while it sends the checkpoint to all."""
 
     rank, shard, shards = 1, 0, 1
 

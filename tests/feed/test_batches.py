@@ -174,7 +174,7 @@ def test_a_batch_counts_as_one_and_weighs_its_samples() -> None:
     source = Source(DataLoader(TensorDataset(torch.arange(N)), batch_sampler=given), device=torch.device("cpu"), seed=0)
     dealing = BatchDealing(Feed(N, workers=1, order=source.order), source, rank=0, micro_batch=1, ahead=[0])
     dealing.deal([2])
-    dealing.take_up(2)
+    dealing.begin_share(2)
     first, second, none = (dealing.take(1) for _ in range(3))
     assert first is not None
     assert second is not None

@@ -51,7 +51,7 @@ def values(micro: Any) -> list[int]:
 def test_only_the_last_micro_batch_of_a_share_is_marked_as_the_last() -> None:
     dealing = sample_dealing(20, micro_batch=3)
     dealing.deal([8])
-    dealing.take_up(8)
+    dealing.begin_share(8)
     taken = [dealing.take() for _ in range(4)]
     assert [micro.last if micro else None for micro in taken] == [False, False, True, None]
     assert dealing.left == 0
@@ -63,7 +63,7 @@ def test_halving_at_any_moment_keeps_every_sample_exactly_once(
 ) -> None:
     dealing = sample_dealing(length, micro_batch=micro_batch)
     dealing.deal([length])
-    dealing.take_up(length)
+    dealing.begin_share(length)
     done: list[int] = []
     while (micro := dealing.take()) is not None:
         assert len(values(micro)) <= dealing.micro_batch
@@ -89,7 +89,7 @@ def test_workers_that_make_the_same_calls_share_the_data_without_a_word() -> Non
         dealt = [dealing.deal(share) for dealing in workers]
         assert dealt[0] == dealt[1]
         for rank, dealing in enumerate(workers):
-            dealing.take_up(dealt[0][rank])
+            dealing.begin_share(dealt[0][rank])
             while (micro := dealing.take()) is not None:
                 seen.update(values(micro))
         for dealing in workers:
@@ -104,7 +104,7 @@ def test_the_state_resumes_between_steps() -> None:
     dealing.commit([8], ended=False)
     again = sample_dealing(20)
     again.load_state_dict(dealing.state_dict())
-    again.take_up(*again.deal([20]))
+    again.begin_share(*again.deal([20]))
     micro = again.take()
     assert micro is not None
     assert values(micro) == list(range(8, 14))
@@ -128,7 +128,7 @@ def test_a_stream_is_drawn_in_shares_until_it_ends(length: int, share: int, micr
     dealing, seen = stream_dealing(length, micro_batch), []
     while not dealing.ended:
         assert dealing.deal([share]) == (share,)
-        dealing.take_up(share)
+        dealing.begin_share(share)
         step: list[int] = []
         while (micro := dealing.take()) is not None:
             step += micro.batch.tolist()
@@ -147,7 +147,7 @@ def test_a_stream_is_drawn_in_shares_until_it_ends(length: int, share: int, micr
 
 def test_a_share_of_a_stream_that_is_not_drawn_is_left() -> None:
     dealing = stream_dealing(10, 4)
-    dealing.take_up(*dealing.deal([6]))
+    dealing.begin_share(*dealing.deal([6]))
     assert dealing.left == 6
     dealing.take()
     assert dealing.left == 2
@@ -155,7 +155,7 @@ def test_a_share_of_a_stream_that_is_not_drawn_is_left() -> None:
 
 def test_a_worker_with_no_share_does_not_end_its_stream() -> None:
     dealing = stream_dealing(10, 4)
-    dealing.take_up(*dealing.deal([0]))
+    dealing.begin_share(*dealing.deal([0]))
     assert dealing.take() is None
     assert not dealing.ended
 
@@ -163,7 +163,7 @@ def test_a_worker_with_no_share_does_not_end_its_stream() -> None:
 @pytest.mark.parametrize("again", [True, False])
 def test_a_stream_can_draw_less_from_now_on_but_gives_nothing_back(again: bool) -> None:
     dealing = stream_dealing(10, 4)
-    dealing.take_up(*dealing.deal([8]))
+    dealing.begin_share(*dealing.deal([8]))
     dealing.take()
     assert dealing.shrink(2, again=again) is not again
     micro = dealing.take()
@@ -181,7 +181,7 @@ def taken(dealing: Any) -> list[int]:
 def test_a_worker_lost_in_mid_step_costs_the_others_nothing_they_did_and_its_samples_come_again() -> None:
     workers = [sample_dealing(30, workers=3, rank=rank, micro_batch=2) for rank in range(3)]
     for rank, dealing in enumerate(workers):
-        dealing.take_up(dealing.deal([4, 4, 4])[rank])
+        dealing.begin_share(dealing.deal([4, 4, 4])[rank])
     survivors = [workers[0], workers[2]]
     first = [survivors[0].take(), survivors[1].take()]
     for rank, dealing in enumerate(survivors):
@@ -191,7 +191,7 @@ def test_a_worker_lost_in_mid_step_costs_the_others_nothing_they_did_and_its_sam
     assert [dealing.commit([4, 2], ended=False) for dealing in survivors] == [(((0, 4),), ((8, 10),))] * 2
     assert [dealing.remaining for dealing in survivors] == [24, 24]
     for rank, dealing in enumerate(survivors):
-        dealing.take_up(dealing.deal([5, 2])[rank])
+        dealing.begin_share(dealing.deal([5, 2])[rank])
     assert [taken(dealing) for dealing in survivors] == [[4, 5, 6, 7, 12], [10, 11]]
 
 
@@ -201,19 +201,19 @@ def test_a_newcomer_takes_over_a_peers_dealing_and_deals_as_it_does() -> None:
     peer.deal([2, 2])
     peer.members_changed([1, None, None], rank=0, ahead=[0, 4, 0])
     newcomer = sample_dealing(20, workers=1, micro_batch=4)
-    newcomer.take_up(*newcomer.deal([5]))
+    newcomer.begin_share(*newcomer.deal([5]))
     newcomer.take_over(peer.state_dict(), rank=1, ahead=[0, 4, 0])
     assert newcomer.left == 0
     assert newcomer.deal([3, 3, 3]) == peer.deal([3, 3, 3]) == (3, 3, 3)
     assert newcomer.state_dict() == peer.state_dict()
-    newcomer.take_up(3)
+    newcomer.begin_share(3)
     assert taken(newcomer) == [8, 11, 12]  # the peer held 9 and 10, and took 7 of what the lost one held
 
 
 def test_a_stream_goes_on_as_it_was_when_members_change_and_a_newcomer_opens_the_same_epoch() -> None:
     dealing = stream_dealing(10, 4)
     dealing.open(3)
-    dealing.take_up(*dealing.deal([6]))
+    dealing.begin_share(*dealing.deal([6]))
     before = dealing.take()
     dealing.members_changed([1, None], rank=0, ahead=[0, 0])
     after = dealing.take()

@@ -362,7 +362,7 @@ def test_members_change_while_the_trainings_state_is_held(worker: MakeWorker) ->
         one.steps.loop.position.full_shares = (6, 6)
         one.members.members_changed(change, show)
         assert held == [True]
-        assert one.steps.dealing._ahead == [4, 5, 8], "what each worker's loader likes to hold"
+        assert one.steps.dealing._ahead == [4, 5, 8], "what each worker's loader holds ready"
         assert one.steps.loop.position.full_shares == (), "nobody knows the newcomer's"
 
 

@@ -26,8 +26,8 @@ from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
 from paceline.step.late import catch_up
 from paceline.step.late.catch_up import Backlog, Copy, Promises, peer_to_copy
+from paceline.step.late.deadline_round import DeadlineRound
 from paceline.step.late.proxy import Proxy
-from paceline.step.round import DeadlineRound
 from paceline.step.step import Step
 from paceline.step.step_state import LoopPhase, RoundPhase, StepState
 
@@ -563,7 +563,7 @@ def test_a_lap_that_the_loop_has_not_woken_to_take_is_withdrawn_by_the_next_and_
 ) -> None:
     prompt, _ = hire(length=16)
     state, proxy, taken = done_in_last_step(prompt), prompt.proxy, list[tuple[int, int]]()
-    monkeypatch.setattr(prompt.training.dealing, "take_up", lambda share, *, done: taken.append((share, done)))
+    monkeypatch.setattr(prompt.training.dealing, "begin_share", lambda share, *, done: taken.append((share, done)))
     prompt.training.lap(state, (4, 4), (4, 4))
     assert (state.extra, state.loop_phase) == (4, LoopPhase.DONE), "offered, and the loop does not know it yet"
     assert not state.idle
@@ -658,8 +658,8 @@ def test_a_step_that_the_loop_has_taken_over_makes_room() -> None:
     steps = [step_state(index) for index in range(3)]
     for one in steps:
         backlog.keep(one)
-    backlog.taken_over(steps[0])
-    backlog.taken_over(steps[0])
+    backlog.forget(steps[0])
+    backlog.forget(steps[0])
     assert backlog.make_room()
     assert not backlog.wants_copy
 
@@ -702,7 +702,7 @@ def test_where_a_copy_would_not_hold_everything_the_others_wait_for_the_loop(hir
     if end == "stopping":
         proxy.stop()
     else:
-        proxy.backlog.taken_over(steps[1])
+        proxy.backlog.forget(steps[1])
     assert through.wait(PATIENCE_S)
     thread.join(PATIENCE_S)
     assert [over.generation for over in re_formed] == [4] * (end == "members changed"), "the others did not wait"
@@ -838,7 +838,7 @@ def test_a_loop_that_has_caught_up_by_itself_no_longer_wants_a_copy(monkeypatch:
     backlog.keep(one)
     assert backlog.make_room()
     assert backlog.wants_copy
-    backlog.taken_over(one)
+    backlog.forget(one)
     assert backlog.make_room()
     assert not backlog.wants_copy
 

@@ -113,7 +113,7 @@ class AveragingCombine:
         parts = (0,) * len(self._members) if period is None else period.parts()
         share = parts[self._member]
         loop.size_micro_batches(share)
-        loop.dealing.take_up(share, done=periods.uncounted if share else 0)
+        loop.dealing.begin_share(share, done=periods.uncounted if share else 0)
         loop.gradients.begin(max(1, sum(parts)))
         began = concurrency.perf_counter()
         step_state = StepState(

@@ -16,7 +16,7 @@ from paceline.transport import Transport
 _PARTS: dict[str, type] = {"models": list, "tracked": dict, "pace": dict, "seed": int}
 """Parts of every checkpoint, of any version, with their types."""
 ATTEMPTS = 10
-"""Leaders that may be lost while they hand a checkpoint round."""
+"""Leaders that may be lost while they send a checkpoint to all."""
 
 
 class Found(NamedTuple):

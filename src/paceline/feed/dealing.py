@@ -74,7 +74,7 @@ class Dealing(Protocol):
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
         """Begin a step with these shares; return the shares that were dealt."""
 
-    def take_up(self, share: int, *, done: int = 0) -> None:
+    def begin_share(self, share: int, *, done: int = 0) -> None:
         """Begin to work on this worker's share of the step that was dealt last.
 
         Args:

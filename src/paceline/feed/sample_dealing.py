@@ -92,7 +92,7 @@ class SampleDealing:
         self._load_epoch()
         return self._source.look(indices)
 
-    def take_up(self, share: int, *, done: int = 0) -> None:
+    def begin_share(self, share: int, *, done: int = 0) -> None:
         queue = Ranges(self._feed.queue(self._rank))
         queue.take_front(done)
         self._pieces_epoch = self._feed.epoch

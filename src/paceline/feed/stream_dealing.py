@@ -72,7 +72,7 @@ class StreamDealing:
         fewest = self.smallest if self._source.split else 0
         return tuple(max(share, fewest) for share in samples)
 
-    def take_up(self, share: int, *, done: int = 0) -> None:
+    def begin_share(self, share: int, *, done: int = 0) -> None:
         self._share = share
 
     def take(self, largest: int | None = None) -> MicroBatch | None:

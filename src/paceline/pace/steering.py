@@ -65,15 +65,15 @@ def made_for(plan: Plan, expected: int) -> Plan:
     return replace(_scaled(plan, round(plan.total * scale), scale), expects=expected)
 
 
-def for_all(plan: Plan, left: int) -> Plan:
-    """Return the plan with ``left`` samples dealt in all, and no less time for them.
+def scaled_to(plan: Plan, total: int) -> Plan:
+    """Return the plan with ``total`` samples dealt in all, and no less time for them.
 
-    >>> for_all(Plan(generation=0, step=0, samples=(6, 2), deadline_s=1.0), 12).deadline_s
+    >>> scaled_to(Plan(generation=0, step=0, samples=(6, 2), deadline_s=1.0), 12).deadline_s
     1.5
     """
-    if plan.total == left or not plan.total:
+    if plan.total == total or not plan.total:
         return plan
-    return _scaled(plan, left, max(1.0, left / plan.total))
+    return _scaled(plan, total, max(1.0, total / plan.total))
 
 
 def _scaled(plan: Plan, total: int, times: float) -> Plan:

@@ -19,7 +19,7 @@ from paceline.gradients import Header
 from paceline.gradients.scaling import is_active
 from paceline.records import StepRecord
 from paceline.step.checks.comparison import is_examined
-from paceline.step.device import DeviceClock, mark, wait_for
+from paceline.step.device import DeviceClock, mark, wait_for_event
 from paceline.step.losses.loss_weights import Tally
 from paceline.step.record import has_gradient, record_of, write_header
 from paceline.step.step_state import StepState, Work
@@ -125,7 +125,7 @@ class _Numbers:
 
     def read(self, loop: LoopContext, step: int) -> tuple[Work, list[float]]:
         """Wait until they are here; return the work with numbers in the place of tensors, and the others."""
-        wait_for(self._arrived, loop, step)
+        wait_for_event(self._arrived, loop, step)
         numbers: list[float] = self._here.tolist()
         known = {key: numbers[place] for key, place in self._places.items()}
         tally = replace(self._work.tally, **_filled_in(vars(self._work.tally), known))

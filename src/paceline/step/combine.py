@@ -74,7 +74,7 @@ class Combine(Protocol):
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def meet(self, label: str) -> AbstractContextManager[Any]:
-        """Wait for all workers in this call; in the context the models hold the parameters to evaluate and to save."""
+        """Return a context for a call of all workers: in it the models hold the parameters to evaluate and to save."""
 
     def shown(self) -> AbstractContextManager[Any]:
         """Return a context in which the models hold the parameters to evaluate and to save."""

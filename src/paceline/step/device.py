@@ -1,8 +1,8 @@
 """How a GPU is timed and waited for, and the stream beside the user's.
 
 The host runs ahead of a GPU, so it can neither time it nor see that it is done without asking. Two events in the stream
-measure a step's seconds (`DeviceClock`). Once per step the host waits for a third (`mark`, `wait_for`): it polls, so
-that a long wait can be logged, which a wait inside the driver could not.
+measure a step's seconds (`DeviceClock`). Once per step the host waits for a third (`mark`, `wait_for_event`): it polls,
+so that a long wait can be logged, which a wait inside the driver could not.
 
 Rounds with a deadline run beside the user's loop: their kernels go to a stream of their own (`SideStream`), and a
 `StreamMark` shows when a micro-batch on the user's stream is done. On a CPU all of this does nothing.
@@ -40,7 +40,7 @@ def mark(device: torch.device, *, timed: bool = False) -> Any:
     return event
 
 
-def wait_for(event: Any, loop: LoopContext, step: int) -> None:
+def wait_for_event(event: Any, loop: LoopContext, step: int) -> None:
     """Wait until the device has reached ``event`` in this step; log a warning when that takes long."""
     if event is None:
         return

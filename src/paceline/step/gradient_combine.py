@@ -24,11 +24,12 @@ from paceline.step.checks.orders import check_order
 from paceline.step.checks.updates import unlike_updates
 from paceline.step.combine import Combine, CombineParts
 from paceline.step.context import LoopContext
+from paceline.step.late.deadline_round import DeadlineRound
 from paceline.step.late.deadlines import Allowed, Deadlines
 from paceline.step.losses.loss_weights import check_weights
 from paceline.step.members import newcomer_state, take_newcomer_state
 from paceline.step.record import has_gradient, void_record
-from paceline.step.round import DeadlineRound, StepRound, SynchronousRound
+from paceline.step.round import StepRound, SynchronousRound
 from paceline.step.step import Step
 from paceline.step.step_state import RoundPhase, StepState
 
@@ -95,16 +96,18 @@ class GradientCombine:
         with loop.training.lock:
             if step_state.dealt >= loop.settings.global_batch and step_state.generation == loop.transport.generation:
                 loop.position.full_shares = step_state.plan.samples
-            missed = step_state.closed
-            if not missed and step_state.began is not None and step_state.ranges:
+            # The proxy ran this round while the loop was late: the step takes its result over, and has no
+            # micro-batches.
+            catches_up = step_state.closed
+            if not catches_up and step_state.began is not None and step_state.ranges:
                 raise MisuseError(
                     f"step {step_state.index} was left before its commit, and a part of it has counted already: leave "
                     "the loop behind step.commit"
                 )
-            share = 0 if missed else step_state.shares[loop.transport.rank]
+            share = 0 if catches_up else step_state.shares[loop.transport.rank]
             loop.size_micro_batches(share, deadline=step_state.plan.bounded)
-            loop.dealing.take_up(share)
-            if not missed:
+            loop.dealing.begin_share(share)
+            if not catches_up:
                 step_state.start(began)
                 step_state.fingerprint, step_state.settings_digest = own_print, own_digest
                 step_state.updates = loop.tracking.updates.reported(step_state.index)
@@ -112,7 +115,7 @@ class GradientCombine:
             step_round.begin()
             if self._deadlines is not None:
                 self._deadlines.begin()
-        if self._deadlines is not None and step_state.plan.bounded and not missed:
+        if self._deadlines is not None and step_state.plan.bounded and not catches_up:
             self._deadlines.proxy.begun(step_state)
         return Step(loop, self, step_state, step_round, share=share, began=began)
 
@@ -139,14 +142,14 @@ class GradientCombine:
     def _open_here(self) -> StepRound:
         """Open a step on this thread: the first, or one after a round that waited for everybody."""
         self._check_order()  # first: the plan is for those who are there after it
-        plan = self.loop.training.plan or self._hand_round_plan()
+        plan = self.loop.training.plan or self._plan_from_leader()
         step_state = self.loop.training.open(plan)
         by_deadline = self._make_round(step_state)
         if self._deadlines is not None:
             self._deadlines.proxy.watch(by_deadline)
         return self._rounds[step_state.index]
 
-    def _hand_round_plan(self) -> Plan:
+    def _plan_from_leader(self) -> Plan:
         """Return the leader's plan, which all workers receive in a call of its own.
 
         The first step needs it, and so does the second: after the first the machines' speeds are known, and equal
@@ -175,19 +178,19 @@ class GradientCombine:
         if isinstance(step._step_round, SynchronousRound) and self._goes_ahead(step, own=own):
             step._ahead, self._ahead = step._step_round.run_ahead(clip_norm), step
             step._ahead.complete = self.finish_ahead
-            step._record = step._step_round.record(True)
+            step._record = step._step_round.make_record(True)
             return True
         try:
-            here = step._step_round.run()
+            has_result = step._step_round.run()
         except Dropped as dropped:
             self._give_up(step, dropped)
             return False
         header = step_state.header
         assert header is not None
-        apply = may_apply(self, step, header) and here
+        apply = may_apply(self, step, header) and has_result
         if apply:  # before any further call, in which a worker that missed the round's end may be handed the mean
             self.loop.gradients.mean(header, clip_norm, own=own)
-        step._record = step._step_round.record(apply)  # from here on the round counts, whoever is lost in a call
+        step._record = step._step_round.make_record(apply)  # from here on the round counts, whoever is lost in a call
         self._compare_settings(step_state, header)
         self._compare_updates(step_state, header)
         step._step_round.refuse_unlike(header)
@@ -261,7 +264,10 @@ class GradientCombine:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def meet(self, label: str) -> AbstractContextManager[Any]:
-        """Return a context for the call: a step's commit has left equal parameters on all workers."""
+        """Return a context for the call: a step's commit has left equal parameters on all workers.
+
+        Meanwhile no copy of a state is given: a worker that waits for one would never reach the call.
+        """
         self.finish_ahead()
         return nullcontext() if self._deadlines is None else self._deadlines.promises.declined()
 

@@ -97,7 +97,7 @@ class Membership:
         Args:
             transport: The elastic fleet.
             steps: The loop.
-            ahead: Samples that this worker's loader likes to hold.
+            ahead: Samples that this worker's loader holds ready.
             agreed: Returns what must be the same in every worker's script.
             recorder: The run's log.
             passes: The script's loops so far.
@@ -296,7 +296,7 @@ class Membership:
 
 
 def _ahead(change: MembershipChange) -> list[int]:
-    """Return the samples that each member's loader likes to hold; 0 where its script has yet to make its loop."""
+    """Return the samples that each member's loader holds ready; 0 where its script has yet to make its loop."""
     return [int((facts or {}).get("ahead", 0)) for facts in change.facts]
 
 
@@ -353,7 +353,7 @@ def newcomer_state(loop: LoopContext) -> dict[str, Any]:
 
 
 def take_newcomer_state(loop: LoopContext, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
-    """Take over a peer's `newcomer_state`. ``ahead``: samples that each worker's loader likes to hold."""
+    """Take over a peer's `newcomer_state`. ``ahead``: samples that each worker's loader holds ready."""
     take_loop_state(loop, state)
     with loop.training.lock:
         loop.training.take_over(state["training"], ahead=ahead)

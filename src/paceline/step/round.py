@@ -3,36 +3,33 @@
 A round is made when its step is dealt, and closes in one of two ways. A `SynchronousRound` waits for everybody: the
 user's thread runs it, and its sums overlap with the last backward. A `DeadlineRound` closes at its deadline, or when
 the first shares are done, whoever is late: the proxy's thread runs it with what is finished, and the user's thread
-takes over the result when it comes there. Which of the two a step has is decided by its plan, in `GradientCombine`.
+takes over the result when it comes there (`late/deadline_round`). Which of the two a step has is decided by its plan,
+in `GradientCombine`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline import concurrency
-from paceline.errors import Dropped, MisuseError
+from paceline.errors import MisuseError
 from paceline.feed.micro_batches import MicroBatch
 from paceline.gradients import Header
 from paceline.gradients.accumulation import MicroBatchGradient
 from paceline.gradients.buckets import Among
-from paceline.gradients.exchange import Sum
-from paceline.pace.fitting import fit, ladder, recent_pace
 from paceline.records import StepRecord
 from paceline.step.ahead import StepAhead
 from paceline.step.checks.comparison import ReplicaComparison
 from paceline.step.context import LoopContext
-from paceline.step.device import DeviceClock, mark, wait_for
+from paceline.step.device import DeviceClock, mark, wait_for_event
 from paceline.step.record import record_of, write_header
-from paceline.step.step_state import LoopPhase, RoundPhase, StepState, Work
+from paceline.step.step_state import RoundPhase, StepState, Work
 
 if TYPE_CHECKING:
-    from paceline.step.late.deadlines import Deadlines
     from paceline.step.late.in_flight import WorkInFlight
 
 
@@ -101,8 +98,8 @@ class StepRound(ABC):
         """Run the round, or wait for it; return False when a peer's state replaces its result."""
 
     @abstractmethod
-    def record(self, applied: bool) -> StepRecord | None:
-        """Return the record of this step for the script."""
+    def make_record(self, applied: bool) -> StepRecord | None:
+        """Return the record of this step for the script; make it where the round has not."""
 
     @abstractmethod
     def commit(self, began: float) -> None:
@@ -198,7 +195,7 @@ class SynchronousRound(StepRound):
         The round reports the device's true seconds, so it is waited for once per step.
         """
         self._gradients.start_rest()
-        wait_for(mark(self._loop.device), self._loop, self.step_state.index)
+        wait_for_event(mark(self._loop.device), self._loop, self.step_state.index)
         if (seconds := self._clock.seconds()) is not None:
             self.step_state.work.seconds = seconds
         return self._gradients.finite()
@@ -250,7 +247,8 @@ class SynchronousRound(StepRound):
             )
         return self._exchange(self._gradients.start()).vector
 
-    def record(self, applied: bool) -> StepRecord | None:
+    def make_record(self, applied: bool) -> StepRecord | None:
+        """Make and return the step's record; from here on a change of members counts this round (`count`)."""
         step_state = self.step_state
         assert step_state.header is not None
         norm = self._gradients.mean_gradient.known_norm if applied else None
@@ -292,177 +290,3 @@ class SynchronousRound(StepRound):
     def repair_replicas(self, header: Header) -> None:
         if self._replicas is not None:
             self._replicas.repair(self.step_state.index, header)
-
-
-class DeadlineRound(StepRound):
-    """A round that closes at its deadline, or with the first shares that are done, whoever is late.
-
-    The user's thread puts micro-batches in and takes the result over, perhaps steps later. The proxy's thread seals the
-    round, runs it and makes its record.
-    """
-
-    def __init__(self, loop: LoopContext, step_state: StepState, deadlines: Deadlines) -> None:
-        super().__init__(loop, step_state)
-        self._deadlines = deadlines
-        self._lock = loop.training.lock
-        self._finished: Work | None = None
-        """The micro-batch that the loop is done with, until it comes back for more."""
-        self._late_s = 0.0
-
-    # -- micro-batches: the user's thread ------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        super().begin()
-        self._finished = None
-
-    def take(self, opened: float) -> tuple[MicroBatch | None, float]:
-        while self._still_open(opened):
-            until = self.step_state.until
-            room = 0 if self.step_state.loop_phase is LoopPhase.CUT_OFF else self._room()
-            taken = self._loop.micro_batches.source.take(room) if room != 0 else None
-            if taken is not None or not self._another_lap(until):
-                return taken, opened
-            opened = concurrency.perf_counter()
-        return None, opened
-
-    def _still_open(self, now: float) -> bool:
-        """Return whether the round is open for the micro-batch that the loop asks for ``now``."""
-        with self._lock:
-            self.step_state.busy_since = now if self.step_state.takes_work else None
-            return not self.step_state.closed
-
-    def _room(self) -> int | None:
-        """Return the samples that the time left allows, perhaps 0; None where there is no deadline."""
-        step_state, dealing, micro_batches = self.step_state, self._loop.dealing, self._loop.micro_batches
-        if step_state.until is None:
-            return None
-        largest, smallest = dealing.micro_batch, dealing.smallest
-        sizes = [size for size in ladder(largest) if size >= smallest] if not micro_batches.uncut else [largest]
-        fits = fit(step_state.until - concurrency.perf_counter(), recent_pace(list(micro_batches.paces)), sizes)
-        if not fits and not step_state.work.samples:  # or a slow worker would never be seen to recover
-            return sizes[-1]
-        return fits
-
-    def _another_lap(self, until: float | None) -> bool:
-        """Return whether another lap, or an extension, deals more: the share is done, or nothing fits ``until``."""
-        step_state = self.step_state
-        if step_state.closed or not (step_state.last or step_state.floor):
-            return False
-        self._deadlines.in_flight.land()  # else what is dealt again might still come in
-        try:
-            return self._deadlines.proxy.wait_for_more(step_state, gone=False, until=until)
-        except Dropped:  # the commit raises it again
-            return False
-
-    def backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> None:
-        if self._check():
-            self._backward_apart(loss, weight, among=among, **graph)
-
-    def _check(self) -> bool:
-        """Check the script's parameters and gradients; return False when the round is closed to its work."""
-        with self._lock:
-            if self.step_state.takes_work:
-                self._gradients.accumulation.check_apart()
-            return self.step_state.takes_work
-
-    def end_backward(self) -> None:
-        """Do nothing: the micro-batch joins the sum when the loop comes back for more (`count_micro_batch`)."""
-
-    def end_micro_batch(self, work: Work) -> None:
-        if self._loop.device.type != "cuda":
-            self._loop.micro_batches.paces.append(work.slowest_s / work.samples)
-        self._finished = work
-        self._loop.micro_batches.timed(work)
-
-    def count_micro_batch(self, figures: dict[str, Any], opened: float) -> None:
-        finished, apart = self._finished, self._apart
-        self._finished = self._apart = None
-        if finished is None:
-            self._deadlines.in_flight.add_figures(self.step_state, figures)
-            return
-        finished.added = figures
-        self._check()
-        self._deadlines.in_flight.start(
-            self.step_state, finished, apart or self._gradients.accumulation.no_gradient(), opened
-        )
-        with self._lock:
-            self._gradients.buckets.show()
-
-    def may_be_left(self, busy: bool) -> bool:
-        return not busy or not self.step_state.takes_work  # what is left stays in this worker's queue
-
-    def end_work(self) -> None:
-        """Do nothing: the proxy ends the work, and may have sealed the round long since."""
-
-    # -- the round: the proxy's thread ---------------------------------------------------------------------------------
-
-    def run_for_worker(self) -> tuple[Header, Sum, StepRecord]:
-        """Close the round with what is finished and run it; return its header, its sums and its record."""
-        entered = concurrency.perf_counter()
-        header, total = self._gradients.exchange.run_in_background(self._seal, self._label)
-        with self._lock:
-            self._deadlines.in_flight.reported(self._late_s)
-        return header, total, self._record_at(header, entered)
-
-    def _seal(self) -> tuple[Header, Sum]:
-        """Close the round to further work, and return what this worker brings to it."""
-        step_state, deadlines = self.step_state, self._deadlines
-        with self._lock:
-            deadlines.in_flight.count_landed()
-            step_state.enter(RoundPhase.CLOSED)
-            counts = step_state.began is not None and (
-                step_state.plan.wait_for is None or step_state.idle or step_state.last
-            )
-            mine = self._gradients.close(step_state.work.samples) if counts else self._gradients.exchange.nothing()
-            self._late_s = deadlines.in_flight.late_s
-            busy = 0.0 if step_state.idle else concurrency.perf_counter() - (step_state.busy_since or step_state.opened)
-            header = self._write_header(
-                finite=mine.finite,
-                counts=counts,
-                unfinished_s=busy,
-                behind=max(0, step_state.index - self._loop.position.next),
-                late_s=self._late_s,
-                wants_state=deadlines.proxy.backlog.wants_copy,
-            )
-            return header, mine
-
-    def _record_at(self, header: Header, entered: float) -> StepRecord:
-        """Return the record of the round, which is over and which this worker entered at ``entered``."""
-        step_state = self.step_state
-        wall_s = concurrency.perf_counter() - step_state.opened
-        busy = float((header.column("seconds") + header.column("unfinished_s")).max())
-        latest = max(entered - step_state.opened, min(busy, step_state.plan.deadline_s or busy))
-        record = self._record_of(header, round_s=max(0.0, wall_s - latest), by_deadline=True)
-        return replace(record, wall_s=wall_s + self._deadlines.commit_s)
-
-    # -- its result: the user's thread ---------------------------------------------------------------------------------
-
-    def run(self) -> bool:
-        """Wait until the proxy has run the round, and take its result over; it may be over long since."""
-        step_state, deadlines, proxy = self.step_state, self._deadlines, self._deadlines.proxy
-        deadlines.in_flight.land()
-        if step_state.takes_work and step_state.began is not None:
-            self._check()
-        if not step_state.over:
-            proxy.wait_for_more(step_state, gone=True)
-        with self._lock:
-            self._lock.wait_for(lambda: step_state.over or proxy.error)
-        if not step_state.over and proxy.error is not None:
-            raise proxy.error
-        assert step_state.header is not None
-        self._gradients.buckets.show()
-        deadlines.side_stream.rejoin()
-        total = step_state.total
-        if total is None:
-            deadlines.promises.decline()
-            return False
-        buffers = [total.buffers[1]] if total.buffers is not None else []
-        deadlines.side_stream.lend([*total.flats, total.statistics, *buffers])
-        self._gradients.exchange.adopt(total, step_state.header)
-        return True
-
-    def record(self, applied: bool) -> StepRecord | None:
-        return self.step_state.record
-
-    def commit(self, began: float) -> None:
-        self._deadlines.proxy.backlog.taken_over(self.step_state)

@@ -23,7 +23,7 @@ from paceline.renamed import FormerNames
 from paceline.step.checks.comparison import is_examined
 from paceline.step.checks.hyperparameters import changed_rate, scaled_rates
 from paceline.step.checks.user_code import check_optimizers
-from paceline.step.losses.coupling import are_numbers, coupling, is_to_be_looked_at, pass_by
+from paceline.step.losses.coupling import are_numbers, coupling, ignore_graph_of, is_to_be_looked_at
 from paceline.step.losses.loss_constants import constants_of
 from paceline.step.losses.loss_weights import (
     SINGLES,
@@ -120,10 +120,10 @@ class Step(FormerNames):
         self._step_state, self._step_round = step_state, step_round
         self._loop, self._combine_with, self._gradients = loop, combine, loop.gradients
         self._iterated = self._combined = self._committed = False
-        self._open: MicroBatch | None = None
-        self._opened = 0.0
-        self._pending: dict[str, Any] = {}
-        self._void = False
+        self._micro_batch: MicroBatch | None = None
+        self._micro_batch_began = 0.0
+        self._figures: dict[str, Any] = {}
+        self._micro_batch_void = False
         """Whether the present micro-batch, and the figures added with it, do not count: it is empty, or comes again."""
         self._pays_cost = True  # an emulated machine's constant cost per step
         self._began = began
@@ -132,8 +132,8 @@ class Step(FormerNames):
         self._own_numbers: OwnNumbers | None = None
         self._update_seeded = False
         self._parts = Parts(self.index)
-        self._part: Work | None = None
-        """The open micro-batch's work, once some models have had their backward and others may still have theirs."""
+        self._open_work: Work | None = None
+        """The open micro-batch's work, from its first backward until all its losses have come."""
 
     @property
     def applied(self) -> bool:
@@ -158,7 +158,7 @@ class Step(FormerNames):
     @property
     def rows(self) -> int:
         """The number of samples in the micro-batch that the loop has now; 0 between two."""
-        return self._open.rows if self._open is not None else 0
+        return self._micro_batch.rows if self._micro_batch is not None else 0
 
     @property
     def ends_share(self) -> bool:
@@ -166,7 +166,7 @@ class Step(FormerNames):
 
         Not known before its backward for an iterable dataset, nor where the step has a deadline.
         """
-        return self._open.last if self._open is not None else self._loop.dealing.left == 0
+        return self._micro_batch.last if self._micro_batch is not None else self._loop.dealing.left == 0
 
     def __repr__(self) -> str:
         return f"<Step {self.index} of epoch {self.epoch}: {self.share} {self._loop.dealing.unit} here>"
@@ -191,7 +191,7 @@ class Step(FormerNames):
         rates: list[Any] | None = None
         while (taken := self._take()) is not None:
             seed_micro_batch(self._loop.seed, taken.epoch, taken.position, self._loop.device)
-            self._open, self._void = taken, taken.own == 0
+            self._micro_batch, self._micro_batch_void = taken, taken.own == 0
             yield taken.batch
             rates = self._loop.tracking.rates() if rates is None else rates
         if rates is not None:
@@ -221,26 +221,26 @@ class Step(FormerNames):
 
     def _take(self) -> MicroBatch | None:
         self._close_micro_batch()
-        opened = self._opened = concurrency.perf_counter()
+        opened = self._micro_batch_began = concurrency.perf_counter()
         if self._loop.leaving:
             return None
-        taken, self._opened = self._step_round.take(opened)
-        self._idle_s += self._opened - opened
+        taken, self._micro_batch_began = self._step_round.take(opened)
+        self._idle_s += self._micro_batch_began - opened
         return taken
 
     def _close_micro_batch(self) -> None:
         """End the micro-batch that the loop had; raise MisuseError when it was not used."""
-        if self._part is not None:
+        if self._open_work is not None:
             self._end_parts()
-        if self._open is not None:
+        if self._micro_batch is not None:
             raise MisuseError(
                 f"a micro-batch of step {self.index} had no step.backward(loss): its samples would be counted without "
                 "a gradient. Each micro-batch has its backward before the next one is taken: no prefetching, no "
                 "list(step), no single backward behind the loop. Call step.skip() to leave it out on purpose"
             )
-        self._step_round.count_micro_batch({} if self._void else self._pending, self._opened)
-        if self._pending or self._void:
-            self._pending, self._void = {}, False
+        self._step_round.count_micro_batch({} if self._micro_batch_void else self._figures, self._micro_batch_began)
+        if self._figures or self._micro_batch_void:
+            self._figures, self._micro_batch_void = {}, False
 
     def backward(
         self,
@@ -262,23 +262,23 @@ class Step(FormerNames):
         """
         micro = self._require_open("step.backward(loss)")
         check_loss(loss)
-        weight, tally = self._weigh(loss, weight, micro, part=models is not None or self._part is not None)
+        weight, tally = self._weigh(loss, weight, micro, part=models is not None or self._open_work is not None)
         together = self._loop.transport.shards > 1
         if together:
             check_together(loss, weight, models)
         among: Among = None
-        if models is not None or self._part is not None:
-            among = self._parts.choose(models, self._gradients.everything, weight, used=self._part is not None)
+        if models is not None or self._open_work is not None:
+            among = self._parts.choose(models, self._gradients.everything, weight, used=self._open_work is not None)
         if among is None and micro.own != 0 and is_to_be_looked_at(self._loop, loss, micro.rows):
             tally.couplings.append(coupling(loss, micro.rows, numbered=are_numbers(micro.batch)))
             tally.mixings.append(mixing(loss, micro.rows))
-        done = self._part or Work(samples=micro.samples, micro_batches=1)
+        work = self._open_work or Work(samples=micro.samples, micro_batches=1)
         if together or isinstance(weight, torch.Tensor) or weight > 0:
             if not self._try_backward(loss, weight, micro, among=among, retain_graph=retain_graph):
                 return
-            done.weight, done.tally = weight, tally
-            done.loss_sum = done.loss_sum + weighted(loss, weight)
-        self._part = done
+            work.weight, work.tally = weight, tally
+            work.loss_sum = work.loss_sum + weighted(loss, weight)
+        self._open_work = work
         if among is None:
             self._end_parts()
             return
@@ -288,7 +288,7 @@ class Step(FormerNames):
 
     def _weigh(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, part: bool) -> tuple[Any, Tally]:
         """Return a loss's weight, and the tally of how weights came about; ``part``: it is for some models alone."""
-        tally = Tally() if self._part is None else self._part.tally
+        tally = Tally() if self._open_work is None else self._open_work.tally
         if micro.own == 0:
             return float(micro.rows), tally
         if is_examined(self.index):
@@ -327,19 +327,19 @@ class Step(FormerNames):
         """Log a warning about a loss, unless it is empty."""
         if text:
             self._loop.notes.warn_once(text)
-            pass_by(self._loop, loss)
+            ignore_graph_of(self._loop, loss)
 
     def _end_parts(self) -> None:
         """End the open micro-batch, unless it has had no backward: its losses are complete."""
-        done, micro = self._part, self._open
-        if done is None or micro is None:
+        work, micro = self._open_work, self._micro_batch
+        if work is None or micro is None:
             return
-        self._part = None
+        self._open_work = None
         self._parts.close(
-            self._gradients.buckets.parameters, counts=isinstance(done.weight, torch.Tensor) or done.weight > 0
+            self._gradients.buckets.parameters, counts=isinstance(work.weight, torch.Tensor) or work.weight > 0
         )
         self._step_round.end_backward()
-        self._done(micro, done)
+        self._end_micro_batch(micro, work)
 
     def _try_backward(self, loss: torch.Tensor, weight: Any, micro: MicroBatch, *, among: Among, **graph: bool) -> bool:
         """Return False when memory ran out: then the micro-batch comes again, in halves."""
@@ -353,10 +353,10 @@ class Step(FormerNames):
                 raise
         else:
             return True
-        self._open = self._part = None
+        self._micro_batch = self._open_work = None
         self._step_round.drop()
         self._parts.drop()
-        self._void = True
+        self._micro_batch_void = True
         return False
 
     def skip(self) -> None:
@@ -367,9 +367,9 @@ class Step(FormerNames):
                 "step.skip() in a worker of several processes, which go through the model together: call "
                 "step.backward(loss, weight=0) for a micro-batch that is not to count"
             )
-        if self._part is not None:
+        if self._open_work is not None:
             raise MisuseError(f"step.skip() after step.backward in one micro-batch of step {self.index}: it is in use")
-        self._done(micro, Work(samples=micro.samples, micro_batches=1))
+        self._end_micro_batch(micro, Work(samples=micro.samples, micro_batches=1))
 
     def add(self, **figures: Any) -> None:
         """Sum figures over the fleet, e.g. ``step.add(correct=n)``; after commit they are in ``step.record.sums``."""
@@ -377,26 +377,26 @@ class Step(FormerNames):
             raise MisuseError(f"step.add after the round of step {self.index}: it can no longer be summed")
         for name, value in figures.items():
             value = value.detach().to(torch.float64).sum() if isinstance(value, torch.Tensor) else float(value)
-            self._pending[name] = self._pending.get(name, 0.0) + value
+            self._figures[name] = self._figures.get(name, 0.0) + value
 
-    def _done(self, micro: MicroBatch, done: Work) -> None:
-        self._open = None
+    def _end_micro_batch(self, micro: MicroBatch, work: Work) -> None:
+        self._micro_batch = None
         if self._loop.machine is not None:
             if self._loop.device.type == "cuda":
                 torch.cuda.current_stream(self._loop.device).synchronize()
             begins, self._pays_cost = self._pays_cost, False
-            done.shortfall_s = self._loop.machine.pad(self.index, micro.rows, self._opened, begins=begins)
+            work.shortfall_s = self._loop.machine.pad(self.index, micro.rows, self._micro_batch_began, begins=begins)
         now = concurrency.perf_counter()
-        done.slowest_s = now - self._opened
-        done.seconds = now - self._work_began - self._idle_s - self._step_state.work.seconds
-        self._step_round.end_micro_batch(done)
+        work.slowest_s = now - self._micro_batch_began
+        work.seconds = now - self._work_began - self._idle_s - self._step_state.work.seconds
+        self._step_round.end_micro_batch(work)
 
     def _require_open(self, call: str) -> MicroBatch:
         self._require_current()
-        if self._open is None:
+        if self._micro_batch is None:
             why = f"it was used already; {ADVICE}" if self._iterated else "none was taken"
             raise MisuseError(f"{call} without a micro-batch in step {self.index}: {why}")
-        return self._open
+        return self._micro_batch
 
     def _require_current(self) -> None:
         """Raise MisuseError when this step is no longer its loop's: its samples may have been dealt again."""
@@ -488,12 +488,12 @@ class Step(FormerNames):
             self._loop.notes.warn_once(_SET_BUFFER.format(buffers.set_between or "of the model"))
 
     def _check_finished(self) -> None:
-        if self._step_round.may_be_left(self._open is not None):
-            self._open = None
+        if self._step_round.may_be_left(self._micro_batch is not None):
+            self._micro_batch = None
             return
         left = 0 if self._loop.leaving else self._loop.dealing.left
-        if self._open is not None or left:
-            left += self._open.samples if self._open else 0
+        if self._micro_batch is not None or left:
+            left += self._micro_batch.samples if self._micro_batch else 0
             unit = self._loop.dealing.unit
             raise MisuseError(
                 f"step {self.index} was left half done: {left} of this worker's {self.share} {unit} had no "
@@ -510,7 +510,8 @@ class Step(FormerNames):
     @property
     def loss(self) -> float:
         """The fleet's weighted mean loss of this step, the same on every worker. After the round."""
-        return self._after().loss if self._after().loss is not None else float("nan")  # type: ignore[return-value]
+        loss = self._after().loss
+        return float("nan") if loss is None else loss
 
     @property
     def sums(self) -> dict[str, float]:

@@ -41,21 +41,17 @@ class RoundPhase(Enum):
 
 _L, _R = LoopPhase, RoundPhase
 TRANSITIONS: dict[LoopPhase | RoundPhase, tuple[LoopPhase | RoundPhase, ...]] = {
-    _L.NOT_BEGUN: (_L.WORKING, _L.WAITING, _L.CUT_OFF),
+    _L.NOT_BEGUN: (_L.WORKING, _L.WAITING, _L.CUT_OFF),  # not WORKING: the round closed, or a lap ended, first
     _L.WORKING: (_L.DONE, _L.WAITING, _L.CUT_OFF),
-    _L.DONE: (_L.DONE, _L.WORKING, _L.WAITING),
-    _L.WAITING: (_L.WAITING, _L.DONE, _L.WORKING),
-    _L.CUT_OFF: (_L.CUT_OFF, _L.DONE, _L.WAITING),
+    _L.DONE: (_L.DONE, _L.WORKING, _L.WAITING),  # WORKING: more was dealt
+    _L.WAITING: (_L.WAITING, _L.DONE, _L.WORKING),  # WORKING: it was interrupted while it waited, and begins again
+    _L.CUT_OFF: (_L.CUT_OFF, _L.DONE, _L.WAITING),  # CUT_OFF again: another lap ended in the same micro-batch
     _R.OPEN: (_R.CLOSED, _R.VOID),
-    _R.CLOSED: (_R.CLOSED, _R.OVER, _R.VOID),
-    _R.OVER: (_R.VOID,),
+    _R.CLOSED: (_R.CLOSED, _R.OVER, _R.VOID),  # CLOSED again: members were lost in the round
+    _R.OVER: (_R.VOID,),  # the worker was dropped just when its round was over: it has no result
     _R.VOID: (),
 }
-"""The phases to which each phase may change.
-
-A round in which members were lost is closed again. A loop that was interrupted while it waited may begin the step
-again. A worker that was dropped just when its round was over has no result.
-"""
+"""The phases to which each phase may change."""
 
 
 @dataclass
@@ -108,7 +104,10 @@ class StepState:
     last: bool
     """Whether nothing of the epoch should be left after this step."""
     compare: bool
-    """Whether replicas are compared in this step, because they differed: then it waits for everybody."""
+    """Whether this step waits for everybody: replicas or modes differed, or members change after it.
+
+    Replicas are compared too.
+    """
     opened: float
     """The time (perf_counter) when the step began, here or, with a deadline, anywhere in the fleet."""
     workers: tuple[int, ...] = ()

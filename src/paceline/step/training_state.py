@@ -17,7 +17,7 @@ from paceline import concurrency
 from paceline.feed.dealing import Dealing
 from paceline.gradients import Header
 from paceline.pace import Ask, Pacer
-from paceline.pace.steering import More, for_all, goal, least, least_samples, made_for, more, without_singles
+from paceline.pace.steering import More, goal, least, least_samples, made_for, more, scaled_to, without_singles
 from paceline.records import History, LoopSettings, Plan, StepRecord
 from paceline.step.step_state import StepState
 from paceline.transport import Transport
@@ -58,7 +58,7 @@ class TrainingState:
         """Called with every record: a forecast that learns while the run goes on."""
         self._transport, self._history, self._log_event = transport, history, log_event
         self._unit, self._avoid_singles = unit, avoid_singles
-        self._for_all_next = False
+        self._next_waits_for_all = False
         """Whether the next step waits for everybody, and compares the replicas."""
         self._newest: StepRecord | None = None
         """The newest record, as the pacer sees it."""
@@ -75,12 +75,12 @@ class TrainingState:
         """Deal the next step."""
         expected, last = self._goal(self.epoch_step, self.dealing.remaining, self.dealing.length)
         plan = made_for(plan, expected)
-        if self._for_all_next:
-            plan = replace(for_all(plan, expected), deadline_s=None, wait_for=None)
+        if self._next_waits_for_all:
+            plan = replace(scaled_to(plan, expected), deadline_s=None, wait_for=None)
         if last:
-            plan = for_all(plan, expected)
+            plan = scaled_to(plan, expected)
         elif plan.total > expected and plan.total > (most := self._most(plan)):
-            plan = for_all(plan, most)
+            plan = scaled_to(plan, most)
         if self._avoid_singles:
             plan = self._without_singles(plan, last)
         shares = self.dealing.deal(plan.samples)
@@ -92,7 +92,7 @@ class TrainingState:
             dealt=sum(shares),
             expected=min(expected, sum(shares)),
             last=last and left is not None and sum(shares) == left,
-            compare=self._for_all_next,
+            compare=self._next_waits_for_all,
             opened=concurrency.perf_counter(),
             workers=self._transport.workers,
             generation=self._transport.generation,
@@ -146,7 +146,7 @@ class TrainingState:
         if open_step.ranges:
             open_step.ranges = tuple(() if old is None else open_step.ranges[old] for old in old_ranks)
         open_step.expected = min(open_step.expected, sum(open_step.shares))
-        open_step.plan = _plan_for_those_who_live(open_step.plan, old_ranks, generation=self._transport.generation)
+        open_step.plan = _plan_for_survivors(open_step.plan, old_ranks, generation=self._transport.generation)
         open_step.next_plan, open_step.decided_count, open_step.hurried = None, None, True
         self.dealing.give_back(lost)
         self.plan_ahead(open_step)
@@ -185,7 +185,7 @@ class TrainingState:
         if last:
             plan = replace(plan, deadline_s=None, wait_for=None)
         elif left is not None and plan.total > left - 2 > 0:
-            plan = for_all(plan, left - 2)
+            plan = scaled_to(plan, left - 2)
         return without_singles(plan)
 
     # -- plans -----------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class TrainingState:
         if self.plan is None and len(self._history) > 1 and not self._transport.elastic:
             self.plan = replace(step_state.plan, step=self.index)  # the leader thought that this was the last step
         # A step for everybody: to compare replicas that differed, or because workers enter or leave after it.
-        self._for_all_next = by_deadline and (differ(header) or differ(header, "modes") or changes(header))
+        self._next_waits_for_all = by_deadline and (differ(header) or differ(header, "modes") or changes(header))
         step_state.ends_epoch = self.dealing.remaining == 0
         if step_state.ends_epoch:
             self.next_epoch()
@@ -393,7 +393,7 @@ class TrainingState:
     def newcomer_state(self) -> dict[str, Any]:
         """Return all of this state, for a newcomer among the same members."""
         recent = json.dumps([vars(record) for record in self.recent])  # `to_json` copies deeply, and all others wait
-        own = {"pacer": self.pacer.state_dict(), "history": recent, "for_all_next": self._for_all_next}
+        own = {"pacer": self.pacer.state_dict(), "history": recent, "next_waits_for_all": self._next_waits_for_all}
         return {**self.state_dict(), **own}
 
     @property
@@ -402,11 +402,11 @@ class TrainingState:
         return list(self._history)[-RECENT_RECORDS:]
 
     def take_over(self, state: Mapping[str, Any], *, ahead: Sequence[int]) -> None:
-        """Take over a peer's `newcomer_state`; ``ahead`` has the samples that each worker's loader likes to hold."""
+        """Take over a peer's `newcomer_state`; ``ahead`` has the samples that each worker's loader holds ready."""
         self.pacer.load_state_dict(state["pacer"])
         self._history.replace(StepRecord.from_json(record) for record in json.loads(state["history"]))
         self.index, self.epoch_step, self.plan = state["step"], state["epoch_step"], None
-        self.first_epoch, self._for_all_next = state["first_epoch"], state["for_all_next"]
+        self.first_epoch, self._next_waits_for_all = state["first_epoch"], state["next_waits_for_all"]
         self.finished = state["dealing"] is None
         if state["dealing"] is not None:
             self.dealing.take_over(state["dealing"], rank=self._transport.rank, ahead=ahead)
@@ -449,7 +449,7 @@ def changes(header: Header) -> bool:
     return header.total("leaves") > 0 or header.total("changes") > 0
 
 
-def _plan_for_those_who_live(plan: Plan, old_ranks: Sequence[int | None], *, generation: int) -> Plan:
+def _plan_for_survivors(plan: Plan, old_ranks: Sequence[int | None], *, generation: int) -> Plan:
     """Return a plan for the members after a change, with 0 samples for those who are new."""
     forecast = plan.forecast_s
     if forecast is not None:

@@ -274,7 +274,7 @@ class AgreedSpeeds:
         self._speeds: tuple[int, ...] = ()
 
     def own(self) -> dict[str, Any]:
-        """Return this worker's speeds, for `paceline.settings.must_agree` to hand round."""
+        """Return this worker's speeds, for `paceline.settings.must_agree` to send to all."""
         steps = self._context.steps
         shares = steps.loop.position.full_shares if steps is not None else ()
         return {"workers": list(self._context.transport.workers), "speeds": list(shares)}

@@ -1,7 +1,7 @@
 """Resuming: ``fleet.load``, and what follows until the script is where the checkpoint was saved.
 
-A script with several loops may make those again that were over (resume.py decides which): they are passed over, and
-where the checkpoint was saved, everything is restored.
+A script with several loops may make those again that were over (resuming_loops.py decides which): they are passed over,
+and where the checkpoint was saved, everything is restored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.checkpoint.load import Found, fetch
 from paceline.checkpoint.shards import outline
 from paceline.errors import MisuseError
 from paceline.step.micro_batch_size import keep_saved
-from paceline.training.resume import LOOPS, Resume
+from paceline.training.resuming_loops import LOOPS, Resume
 from paceline.transport import Alone
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from paceline.checkpoint.divided_folder import TakenOut
 from paceline.checkpoint.shards import gathered, is_sharded, local, mapped, reshard
 from paceline.errors import MisuseError
 from paceline.settings import is_compiled, must_agree
-from paceline.step.checks.replicas import Repair, check_same_shape, distance, hand_round, moved, shape_of, spread
+from paceline.step.checks.replicas import Repair, check_same_shape, distance, moved, send_to_all, shape_of, spread
 from paceline.step.checks.sameness import Contents, parameters_of, saved_buffers_of, state_of, together, unlike_text
 from paceline.step.checks.user_code import refuse_untrainable
 from paceline.training import sharding
@@ -164,7 +164,7 @@ class Replica:
         """Set buffers to the leader's where some changed since fleet.model, as by a forward on one worker alone."""
         context = self._context
         own = saved_buffers_of(context.shared).tensors
-        state = hand_round(context.transport, dict(own), device=context.state_device)
+        state = send_to_all(context.transport, dict(own), device=context.state_device)
         with torch.no_grad():
             for name, tensor in own:
                 tensor.copy_(state[name])
@@ -200,7 +200,7 @@ class Replica:
             if not unlike:
                 return
             mine = {name: checkpoint.plain(objects[name].state_dict(), f"the state of {name}") for name in unlike}
-            state = hand_round(transport, mine, device=context.state_device)
+            state = send_to_all(transport, mine, device=context.state_device)
         if not context.leads:
             for name in unlike:
                 checkpoint.load_into(objects[name], deepcopy(state[name]))
@@ -274,7 +274,7 @@ class Replica:
     def make_equal(self) -> Repair:
         """Set every worker's models and everything tracked to the leader's; return the differences."""
         context = self._context
-        state = hand_round(context.transport, self.state(), device=context.state_device)
+        state = send_to_all(context.transport, self.state(), device=context.state_device)
         label, transport = "how far replicas were apart", context.transport
         if transport.shards == 1:
             apart = distance(context.models, state["models"])

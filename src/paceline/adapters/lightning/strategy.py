@@ -206,7 +206,7 @@ class PacelineStrategy(SingleDeviceStrategy):
             return self._everybody("Lightning's broadcast", obj)[0]
         except TypeError:
             raise MisuseError(
-                f"strategy.broadcast of a {type(obj).__name__}: PacelineStrategy hands round plain values alone"
+                f"strategy.broadcast of a {type(obj).__name__}: PacelineStrategy sends plain values alone"
             ) from None
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -176,7 +176,7 @@ def _unpacked(data: torch.Tensor, device: torch.device) -> dict[str, Any]:
     return checkpoint.unpack(data, device=device)
 
 
-def hand_round(transport: Transport, content: Mapping[str, Any], *, device: torch.device) -> dict[str, Any]:
+def send_to_all(transport: Transport, content: Mapping[str, Any], *, device: torch.device) -> dict[str, Any]:
     """Return the leader's ``content`` (plain values and tensors) on every worker."""
     for _ in range(load.ATTEMPTS):
         packs = transport.rank == 0 and transport.shard == 0

@@ -48,7 +48,7 @@ class Backlog:
                 before = self.copied  # it holds what the steps up to it no longer do
                 self.copied = Copy(self._transport, giver, step_state.index, self._came, before=before)
 
-    def taken_over(self, step_state: StepState) -> None:
+    def forget(self, step_state: StepState) -> None:
         """Forget a step that the user's loop has committed."""
         with self._lock:
             if step_state in self._kept:

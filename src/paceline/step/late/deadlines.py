@@ -17,7 +17,7 @@ from paceline.step.members import loop_state, take_loop_state
 from paceline.step.step_state import StepState
 
 if TYPE_CHECKING:
-    from paceline.step.round import DeadlineRound
+    from paceline.step.late.deadline_round import DeadlineRound
 
 
 class Deadlines:

@@ -29,8 +29,8 @@ from paceline.step.step_state import LoopPhase, RoundPhase, StepState
 
 if TYPE_CHECKING:
     from paceline.step.context import LoopContext
+    from paceline.step.late.deadline_round import DeadlineRound
     from paceline.step.late.deadlines import Deadlines
-    from paceline.step.round import DeadlineRound
 
 PATIENT = 1.2
 """The factor by which a further lap may take longer than expected."""
@@ -138,7 +138,7 @@ class Proxy:
         if step_state.closed or not step_state.extra:
             return False
         counted = step_state.counted[self._transport.rank]
-        self._training.dealing.take_up(step_state.extra, done=step_state.work.samples - counted)
+        self._training.dealing.begin_share(step_state.extra, done=step_state.work.samples - counted)
         step_state.extra = 0
         step_state.enter(LoopPhase.WORKING)
         return True
@@ -260,7 +260,7 @@ class Proxy:
             self._agree_on_order()
         with self._training.lock:
             step_state.enter(RoundPhase.OVER)
-            if self._training.plan is not None and not self._training.finished:  # else the leader hands a plan round
+            if self._training.plan is not None and not self._training.finished:  # else the leader sends a plan to all
                 self._step_round = self._deadlines.make_round(self._training.open(self._training.plan))
             self._training.lock.notify_all()
         self._transport.release()
@@ -394,7 +394,9 @@ class Proxy:
     # -- laps ------------------------------------------------------------------------------------------------------
 
     def _lap(self, step_state: StepState) -> bool:
-        """Deal what late workers left again, to those that are done; return False when nothing is left, or missing.
+        """Deal again, to those that are done, what late workers have not finished.
+
+        Return False when all is done, the floor is reached, or no loop can take more.
 
         In an epoch's last step everything is to be finished: there are as many laps as it takes, instead of a tiny step
         of its own. Before it, near an epoch's end, a thin step takes back in the same way what it lacks.

@@ -71,7 +71,7 @@ def is_to_be_looked_at(loop: LoopContext, loss: torch.Tensor, rows: int) -> bool
     return len(script.looked_at) > known
 
 
-def pass_by(loop: LoopContext, loss: torch.Tensor) -> None:
+def ignore_graph_of(loop: LoopContext, loss: torch.Tensor) -> None:
     """Skip graphs of this shape from now on: another warning was logged about them."""
     if loss.grad_fn is not None:
         loop.script.looked_at.add(number_of_kinds(loss.grad_fn))

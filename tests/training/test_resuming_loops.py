@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.training.resume import Resume
+from paceline.training.resuming_loops import Resume
 
 
 def resumed(
