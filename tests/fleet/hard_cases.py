@@ -172,7 +172,7 @@ class SlowSave:
     """Something to track whose state takes long to write: until the round of the step under way has closed."""
 
     steps: Any = None
-    """None before there are any: then it takes no time."""
+    """The loop in whose step it is saved; None before that: then it takes no time."""
 
     def state_dict(self) -> dict[str, Any]:
         given_up = time.monotonic() + 60.0
@@ -195,11 +195,12 @@ def save_before_the_work(case: dict[str, Any]) -> dict[str, Any]:
         if case.get("load"):
             fleet.load(case["load"])
         told = []
-        slow.steps = fleet.steps(
+        steps = fleet.steps(
             Numbered(case["length"]), global_batch=case["global_batch"], micro_batch=case["micro_batch"]
         )._loop
-        for step in slow.steps:
+        for step in steps:
             due = step.index == case["save_at"] and not case.get("load")
+            slow.steps = steps if due else None
             if due and fleet.is_leader:
                 fleet.save(case["save"])
             for x, y, _ in step:

@@ -130,7 +130,7 @@ class StepLoop:
         try:
             while not loop.position.finished:
                 step = None if self._passed_by else self._begin()
-                if self.finished:  # a peer's state after the last step was taken over
+                if step is None and self.finished:  # a peer's state after the last step was taken over
                     break
                 if step is None:
                     loop.position.finished = True
