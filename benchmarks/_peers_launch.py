@@ -49,8 +49,11 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
+        looks_without = 0
         for _ in range(50):
-            if not (left := self._processes()):
+            left = self._processes()
+            looks_without = 0 if left else looks_without + 1
+            if looks_without == 2:  # a process that is just being started has no environment for a moment
                 break
             for pid in left:
                 _kill(pid)
