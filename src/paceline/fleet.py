@@ -15,7 +15,7 @@ import torch
 
 from paceline.averaging.merge import MergeSettings
 from paceline.checkpoint.autosave import Schedule
-from paceline.errors import FleetError, MisuseError
+from paceline.errors import FleetError, MisuseError, NonFiniteGradients
 from paceline.feed import Order
 from paceline.gradients.scaling import give_back
 from paceline.machines import Machine
@@ -174,6 +174,8 @@ class Fleet(FormerNames):
     @property
     def history(self) -> History:
         """Records of the last thousand steps, equal on every worker but for ``wall_s`` and ``round_s``."""
+        if self._context.steps is not None:
+            self._context.steps.combine.complete()
         return self._context.history
 
     @property
@@ -201,8 +203,10 @@ class Fleet(FormerNames):
         if error is None:
             try:
                 self._loops.check_end()
-            except MisuseError as misuse:
-                self._close(misuse)
+                if self._context.steps is not None:
+                    self._context.steps.combine.complete()
+            except (MisuseError, NonFiniteGradients) as error_at_the_end:
+                self._close(error_at_the_end)
                 raise
         self._close(error)
 

@@ -12,6 +12,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,8 @@ def test_a_writer_that_another_has_overtaken_leaves_the_newer_file(
         fsync(handle)
         if (tmp_path / "newer").exists():
             os.replace(tmp_path / "newer", path)
+            later = time.time() + 5
+            os.utime(path, (later, later))
 
     checkpoint_file.write(path, {"step": 1})
     monkeypatch.setattr(os, "fsync", frozen)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+import paceline
 from lone import flat, join, linear, numbers
-from paceline.errors import NonFiniteGradients
+from paceline.errors import MisuseError, NonFiniteGradients
 from paceline.step import ahead
 
 STEPS = 12
@@ -127,6 +128,141 @@ def test_an_optimizer_that_cannot_leave_out_an_update_makes_the_host_wait(tmp_pa
     assert not any(found["ahead"])
     texts = [one["text"] for one in found["log"] if one["event"] == "note"]
     assert sum("the host waits for cpu in every step: AdamW" in text for text in texts) == 1
+
+
+def begun(fleet: paceline.Fleet, **kinds: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = fleet.model(linear())
+    optimizer = adam(model) if not kinds else torch.optim.SGD(model.parameters(), lr=0.05, fused=True, **kinds)
+    fleet.track(optimizer=optimizer)
+    return model, optimizer
+
+
+def work(step: paceline.Step, model: nn.Module, **how: Any) -> None:
+    for x, y in step:
+        step.backward(nn.functional.mse_loss(model(x), y), **how)
+
+
+@pytest.mark.usefixtures("ahead_on_cpu")
+@pytest.mark.parametrize("how", ["skip", "no weight", "a tensor's weight"])
+def test_a_step_in_which_nothing_counts_is_not_applied(tmp_path: Path, how: str) -> None:
+    with join(tmp_path) as fleet:
+        model, optimizer = begun(fleet)
+        applied = []
+        for step in fleet.steps(numbers(96), global_batch=8, micro_batch=4):
+            before = flat(model)
+            if step.index == LATE and how == "skip":
+                for _ in step:
+                    step.skip()
+            else:
+                weight = 0.0 if step.index == LATE else 4.0
+                work(step, model, weight=torch.tensor(weight) if how == "a tensor's weight" else weight)
+            step.commit(optimizer)
+            applied.append(step.applied)
+            assert torch.equal(flat(model), before) == (step.index == LATE)
+    assert applied == [index != LATE for index in range(STEPS)]
+
+
+@pytest.mark.usefixtures("ahead_on_cpu")
+def test_parameters_may_be_frozen_behind_a_step(tmp_path: Path) -> None:
+    with join(tmp_path) as fleet:
+        model, optimizer = begun(fleet)
+        for step in fleet.steps(numbers(96), global_batch=8, micro_batch=4):
+            if step.index == LATE + 1:
+                model.bias.requires_grad_(False)
+            work(step, model)
+            step.commit(optimizer)
+            steps = step
+        assert [record.applied for record in fleet.history] == [True] * STEPS
+        assert fleet.history[-1].loss == steps.loss
+
+
+@pytest.mark.usefixtures("ahead_on_cpu")
+def test_the_history_is_complete_whenever_it_is_read(tmp_path: Path) -> None:
+    with join(tmp_path) as fleet:
+        model, optimizer = begun(fleet)
+        for step in fleet.steps(numbers(96), global_batch=8, micro_batch=4):
+            work(step, model)
+            step.commit(optimizer)
+            assert fleet.history[-1].loss == fleet.history[-1].loss  # not NaN
+            assert fleet.history[-1] == step.record
+
+
+@pytest.mark.usefixtures("ahead_on_cpu")
+def test_an_error_in_the_update_is_what_the_script_gets(tmp_path: Path) -> None:
+    def training() -> None:
+        with join(tmp_path) as fleet:
+            model, optimizer = begun(fleet)
+            optimizer.register_step_pre_hook(
+                lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")) if late else None
+            )
+            late = False
+            for step in fleet.steps(numbers(96), global_batch=8, micro_batch=4):
+                late = step.index == LATE
+                work(step, model)
+                step.commit(optimizer)
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        training()
+
+
+@pytest.mark.usefixtures("ahead_on_cpu")
+def test_a_bad_step_behind_which_the_loop_is_left_ends_the_run(tmp_path: Path) -> None:
+    def training() -> None:
+        with join(tmp_path) as fleet:
+            model, optimizer = begun(fleet)
+            for step in fleet.steps(numbers(96), global_batch=8, micro_batch=4):
+                for x, y in step:
+                    step.backward(nn.functional.mse_loss(model(x), y) * (float("nan") if step.index == LATE else 1.0))
+                step.commit(optimizer)
+                if step.index == LATE:
+                    break
+
+    with pytest.raises(NonFiniteGradients, match=f"step {LATE}"):
+        training()
+    log = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert log[-1]["event"] == "end"
+
+
+@pytest.mark.usefixtures("ahead_on_cpu")
+def test_a_state_from_an_optimizer_that_was_not_fused_makes_the_host_wait(tmp_path: Path) -> None:
+    with join(tmp_path) as fleet:
+        model, optimizer = begun(fleet)
+        plain = adam(linear(), fused=False)
+        optimizer.load_state_dict(plain.state_dict())
+        for step in fleet.steps(numbers(96), global_batch=8, micro_batch=4):
+            work(step, model)
+            step.commit(optimizer)
+            assert step._ahead is None
+
+
+@pytest.mark.usefixtures("ahead_on_cpu")
+def test_a_first_momentum_is_made_by_an_update_that_counts(tmp_path: Path) -> None:
+    with join(tmp_path, nonfinite="skip") as fleet:
+        model, optimizer = begun(fleet, momentum=0.9)
+        data, ahead_of = numbers(96), []
+        for step in fleet.steps(data, global_batch=8, micro_batch=4):
+            if step.index == LATE:
+                optimizer.state.clear()
+            work(step, model)
+            step.commit(optimizer)
+            ahead_of.append(step._ahead is not None)
+    assert not ahead_of[LATE]
+    assert ahead_of[LATE + 1]
+
+
+@pytest.mark.usefixtures("ahead_on_cpu")
+def test_within_its_commit_a_step_has_no_result_yet(tmp_path: Path) -> None:
+    def training() -> None:
+        with join(tmp_path) as fleet:
+            model, optimizer = begun(fleet)
+            for step in fleet.steps(numbers(96), global_batch=8, micro_batch=4):
+                if step.index == LATE:
+                    optimizer.register_step_post_hook(lambda *_, now=step: now.loss)
+                work(step, model)
+                step.commit(optimizer)
+
+    with pytest.raises(MisuseError, match="ask for its result behind"):
+        training()
 
 
 def test_on_a_cpu_nothing_is_left_for_later(tmp_path: Path) -> None:

@@ -277,6 +277,9 @@ class AveragingCombine:
         if self._member == 0:
             self.loop.notes.warn(text)
 
+    def complete(self) -> None:
+        """Do nothing: a local step waits for its device."""
+
     def ended(self) -> None:
         self.periods.inside = False
 

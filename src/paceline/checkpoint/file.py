@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import logging
 import os
 import re
 import socket
@@ -26,6 +27,8 @@ import torch
 
 from paceline.roster.liveness import computer, process_state_of
 
+logger = logging.getLogger("paceline")
+
 VERSION = 2
 """Version of the format; files of version 1 have no checksum."""
 _CHECKSUM_LINE = "paceline checkpoint {version} blake2b {digest}\n"
@@ -35,6 +38,11 @@ _LONGEST = 1024
 """Bytes at the end in which a checksum line, of this version or a later one, is searched."""
 _TEMPORARY = re.compile(r"\..+\.(\d+)@([^@]+)\.tmp")
 """Name of a file that is being written: that of the checkpoint, the process, and the process's computer."""
+OVERTAKEN_NS = 1_000_000_000
+"""Nanoseconds by which a file is newer that another process has written meanwhile.
+
+A leader that is replaced was silent for longer, and network disks round the time of a file that nobody touched.
+"""
 _ZIP_END = 22
 """Bytes of the record that ends a zip archive; its last two hold the length of the comment after it."""
 
@@ -89,27 +97,28 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent)
-    before = _identity(path)
+    before = _written(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
     try:
         with _open_locked(temporary) as file:
             _save({"paceline_checkpoint": VERSION, **content}, file)
             file.flush()
             os.fsync(file.fileno())
-            if _identity(path) in (before, None):
+            if (now := _written(path)) is not None and (before is None or now - before > OVERTAKEN_NS):
+                logger.warning("%s was written by another process meanwhile: its file stays", path)
+            else:
                 os.replace(temporary, path)
         _flush_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells the file that is there now from those before and after it; None where there is none."""
+def _written(path: Path) -> int | None:
+    """Return when the file that is there now was written, in nanoseconds; None where there is none."""
     try:
-        now = path.stat()
+        return path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
-    return now.st_ino, now.st_mtime_ns
 
 
 def _open_locked(temporary: Path) -> IO[bytes]:

@@ -100,16 +100,16 @@ class MeanGradient:
             self._exchange.norm.fill_(math.nan if self.known_norm is None else self.known_norm)
 
     @torch.no_grad()
-    def make_on_device(self, weight: Any, clip_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_on_device(self, weight: Any, clip_norm: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Leave the mean of a worker alone, clipped, in ``p.grad``, without waiting for the device.
 
-        Returns the norm before clipping and, as the number 1 or 0, whether there is nothing to apply: the gradient is
-        not finite, or the ``weight`` of its losses, which only the device may know, is 0.
+        Returns the norm before clipping, whether the gradient is finite and, as the number 1 or 0, whether there is
+        nothing to apply: it is not, or the ``weight`` of its losses, which only the device may know, is 0.
         """
         buckets = self._accumulation.buckets
         tensors, factor = buckets.tensors(), self._accumulation.planned / weight
         buckets.expose(buckets.used())
-        norm = self._norm_alone * factor
+        norm, finite = self._norm_alone * factor, self._norm_alone.isfinite()
         bad = ~norm.isfinite() if not isinstance(weight, torch.Tensor) else ~(norm.isfinite() & (weight > 0))
         if clip_norm is not None:
             factor = factor * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -117,9 +117,9 @@ class MeanGradient:
             alike = [tensor for tensor in tensors if tensor.dtype is dtype]
             torch._foreach_mul_(alike, factor.to(dtype) if isinstance(factor, torch.Tensor) else factor)
         self.known_norm = None
-        return norm, bad.to(torch.float32)
+        return norm, finite, bad.to(torch.float32)
 
-    def measured(self, header: Header, norm: float | None) -> None:
+    def measured(self, header: Header, norm: float) -> None:
         """Note the weight and the norm of a mean that was made on the device, once the host has them."""
         self.known_norm = norm
         self._note(header, header.total("weight"))

@@ -46,8 +46,8 @@ class StepAhead:
         work = step_state.work
         self.header = write_header(loop, _without_numbers(step_state, loop), {}, finite=True)
         self.header.used[:] = loop.gradients.buckets.used()
-        norm, self._bad = loop.gradients.mean_gradient.make_on_device(work.weight, clip_norm)
-        self._numbers = _Numbers(work, [norm, self._bad], loop.device)
+        norm, finite, self._bad = loop.gradients.mean_gradient.make_on_device(work.weight, clip_norm)
+        self._numbers = _Numbers(work, [norm, finite], loop.device)
 
     @contextmanager
     def guarding(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
@@ -63,13 +63,14 @@ class StepAhead:
     def finish(self) -> Header:
         """Wait for the numbers and complete the record; return the header as it is with them."""
         loop, step_state = self._loop, self.step_state
-        work, (norm, bad) = self._numbers.read(loop, step_state.index)
+        work, (norm, finite) = self._numbers.read(loop, step_state.index)
         if (seconds := self._clock.seconds()) is not None:
             work.seconds = seconds
-        header = write_header(loop, replace(step_state, work=work), {}, finite=not bad or not work.weight)
-        header.used[:] = self.header.used
+        header = write_header(loop, replace(step_state, work=work), {}, finite=bool(finite))
+        header.write(loop.transport.rank, overflow=0.0, nonfinite=not finite)  # a scaler may have come since
         self.applied = has_gradient(header)
-        loop.gradients.mean_gradient.measured(header, norm if self.applied else None)
+        if self.applied:
+            loop.gradients.mean_gradient.measured(header, norm)
         known = self.record
         assert known is not None
         full = record_of(
@@ -86,28 +87,43 @@ class StepAhead:
         return header
 
 
-def why_not_ahead(loop: LoopContext, step: int, *, own: bool, partial: bool) -> str | None:
+def why_not_ahead(loop: LoopContext, step_state: StepState, *, own: bool, partial: bool) -> str | None:
     """Return why the host has to wait in this step: empty where that is as it should be; None: it need not wait.
 
     ``own``: the gradient is for code of the script's own. ``partial``: losses were for some models alone.
     """
-    gradients = loop.gradients
+    gradients, weight, optimizers = loop.gradients, step_state.work.weight, loop.script.optimizers
     if not loop.transport.solitary or loop.device.type not in DEVICES or loop.machine is not None:
         return ""
-    if own or partial or is_examined(step) or is_active(gradients.scaler) or gradients.scales_lr:
+    if own or partial or is_examined(step_state.index) or is_active(gradients.scaler) or gradients.scales_lr:
+        return ""
+    if not isinstance(weight, torch.Tensor) and not weight:
         return ""
     if any(grad.dtype not in (torch.float32, torch.float64) for grad in gradients.buckets.tensors()):
         return ""
-    unable = {
-        type(one).__name__ for one in loop.script.optimizers if not getattr(one, "_step_supports_amp_scaling", False)
-    }
-    if unable:
+    if unable := {type(one).__name__ for one in optimizers if not _skips_by_itself(one)}:
         names = " and ".join(sorted(unable))
         return (
             f"the host waits for {loop.device} in every step: {names} cannot leave out an update by itself when a "
             "gradient is not finite; with fused=True torch's SGD, Adam and AdamW can"
         )
-    return None
+    return "" if any(map(_begins, optimizers)) else None
+
+
+def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimiser's kernels leave out an update when they find ``found_inf``."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)  # a state that was loaded brings its own
+    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _begins(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this update makes a parameter's first momentum, which a kernel that is skipped leaves unset."""
+    return any(
+        one.grad is not None and not optimizer.state.get(one)
+        for group in optimizer.param_groups
+        if group.get("momentum")
+        for one in group["params"]
+    )
 
 
 class _Numbers:

@@ -71,6 +71,12 @@ class Combine(Protocol):
     def commit(self, step: Step, update_began: float) -> None:
         """End the step on this worker; ``update_began`` is a time (perf_counter)."""
 
+    def complete(self) -> None:
+        """Complete the last step, which was committed before its device had computed it; mostly there is none.
+
+        Raises NonFiniteGradients, as its own commit would have, when it had nothing to apply and the run is to stop.
+        """
+
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def meet(self, label: str) -> AbstractContextManager[Any]:

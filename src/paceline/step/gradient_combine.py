@@ -173,11 +173,11 @@ class GradientCombine:
     # -- its round -----------------------------------------------------------------------------------------------------
 
     def exchange(self, step: Step, clip_norm: float | None, *, own: bool) -> bool:
-        self.finish_ahead()
+        self.complete()
         step_state = step._step_state
         if isinstance(step._step_round, SynchronousRound) and self._goes_ahead(step, own=own):
             step._ahead, self._ahead = step._step_round.run_ahead(clip_norm), step
-            step._ahead.complete = self.finish_ahead
+            step._ahead.complete = self.complete
             step._record = step._step_round.make_record(True)
             return True
         try:
@@ -198,22 +198,20 @@ class GradientCombine:
 
     def _goes_ahead(self, step: Step, *, own: bool) -> bool:
         """Return whether the update is issued before the device has computed the gradient."""
-        why = why_not_ahead(self.loop, step.index, own=own, partial=step._parts.partial)
+        why = why_not_ahead(self.loop, step._step_state, own=own, partial=step._parts.partial)
         if why:
             self.loop.notes.log_once(why)
         return why is None
 
-    def finish_ahead(self) -> None:
-        """Complete the step that was committed before the device had computed it.
-
-        Raises NonFiniteGradients, as its own commit would have, when it had nothing to apply and the run is to stop.
-        """
-        step, self._ahead = self._ahead, None
-        if step is None or step._ahead is None:
+    def complete(self) -> None:
+        step = self._ahead
+        if step is None or step._ahead is None or step._ahead.record is None:  # None: its commit has not come that far
             return
+        self._ahead = None
         header = step._ahead.finish()
         step._record, step._ahead = step._ahead.record, None
         step._applied = has_gradient(header)
+        self.loop.gradients.mean_gradient.agree_on_unit(header)
         check_weights(self.loop, step.index, header)
         may_apply(self, step, header)
 
@@ -268,7 +266,7 @@ class GradientCombine:
 
         Meanwhile no copy of a state is given: a worker that waits for one would never reach the call.
         """
-        self.finish_ahead()
+        self.complete()
         return nullcontext() if self._deadlines is None else self._deadlines.promises.declined()
 
     def shown(self) -> AbstractContextManager[Any]:
@@ -281,14 +279,12 @@ class GradientCombine:
         self.loop.notes.warn_all(text)
 
     def ended(self) -> None:
-        if self.loop.position.finished:
-            self.finish_ahead()
         if self.loop.position.finished and self._deadlines is not None:
             self._deadlines.end()
 
     def close(self, *, orderly: bool) -> None:
-        with nullcontext() if orderly else suppress(NonFiniteGradients):
-            self.finish_ahead()
+        with nullcontext() if orderly else suppress(Exception):  # the script's own error is told
+            self.complete()
         if self._deadlines is not None:
             self._deadlines.close(orderly=orderly)
 
@@ -325,7 +321,7 @@ class GradientCombine:
             self._agreed_epoch = state["agreed_epoch"]
 
     def state_dict(self) -> dict[str, Any]:
-        self.finish_ahead()
+        self.complete()
         with self.loop.training.lock:
             step_round = self._rounds.get(self.loop.position.next)
             before = None if step_round is None else step_round.step_state.before

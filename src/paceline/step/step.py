@@ -151,7 +151,9 @@ class Step(FormerNames):
 
         Asking waits for the device where it still computes the step.
         """
-        if self._ahead is not None and self._committed:
+        if self._ahead is not None:
+            if not self._committed:
+                raise MisuseError(f"step {self.index} is still being computed: ask for its result behind step.commit")
             self._ahead.complete()
         return self._record
 

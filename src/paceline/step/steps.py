@@ -145,6 +145,7 @@ class StepLoop:
             if self.begun:  # perhaps one step alone
                 self._call_before_step()
             loop.save_if_due()
+            self.combine.complete()
         finally:
             self._restore_numbers()
             self.left = True

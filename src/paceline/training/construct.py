@@ -291,7 +291,7 @@ class StepsConstructor:
         try:
             if steps.combine.hands_over_state:
                 self._replica.check_state()
-        except ValueError:
+        except Exception:
             if self._context.elastic is not None:
                 raise
             steps.loop.script.plain = False
