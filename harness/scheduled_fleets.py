@@ -9,7 +9,7 @@ hold the same weights, bit for bit.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -202,27 +202,55 @@ def _draw_narrow(dice: random.Random, size: int) -> tuple[tuple[int, str, int, s
 def play(seed: int, *, case: Case | None = None) -> Verdict:
     """Run the case of this seed, and judge it."""
     case = case or draw(seed)
+    verdict = play_fleet(
+        f"schedule {seed}",
+        lambda world, slot: train(case, world, slot),
+        size=case.size,
+        faults=case.faults,
+        most_bytes=case.most_bytes,
+    )
+    judge(case, verdict)
+    return verdict
+
+
+def play_fleet(
+    name: str,
+    program: Callable[[World, int], Any],
+    *,
+    size: int,
+    faults: Iterable[tuple[int, str, int, str]],
+    most_bytes: int,
+    minimum: int = 1,
+) -> Verdict:
+    """Run a program on each worker of a fleet, in the order of threads that ``name`` draws, and let faults happen.
+
+    Args:
+        name: What the scheduler's random numbers follow from.
+        program: Called by each worker with the world and its slot.
+        size: The number of workers.
+        faults: Of each, the point, the kind, the slot, and the thread by whose points it counts; "": by all.
+        most_bytes: The bytes of sums that are kept for a late loop.
+        minimum: The workers without which a fleet waits.
+    """
     torch.set_num_threads(1)
-    scheduler = Scheduler(f"schedule {seed}")
+    scheduler = Scheduler(name)
     with (
         Folder() as folder,
-        mock.patch.object(catch_up, "MOST_BYTES", case.most_bytes),
+        mock.patch.object(catch_up, "MOST_BYTES", most_bytes),
         # A worker that is killed leaves its hooks behind, which would look at every later optimiser of this process.
         mock.patch.dict(_global_optimizer_pre_hooks),
         mock.patch.dict(_global_optimizer_post_hooks),
     ):
-        world = World(scheduler, lambda world, slot: train(case, world, slot), size=case.size, folder=folder)
-        for point, kind, slot, thread in case.faults:
+        world = World(scheduler, program, size=size, minimum=minimum, folder=folder)
+        for point, kind, slot, thread in faults:
             happens = partial(inject, world, kind, slot)
             if thread == RECEIVED:
-                world.after_received(f"worker {(slot + 1) % case.size}.0", point, happens)
+                world.after_received(f"worker {(slot + 1) % size}.0", point, happens)
             elif thread:
                 scheduler.at_point_of(f"worker {slot}.0", thread, point, happens)
             else:
                 scheduler.at_point(point, happens)
-        verdict = world.run()
-    judge(case, verdict)
-    return verdict
+        return world.run()
 
 
 def inject(world: World, kind: str, slot: int) -> None:

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
-from memory_fleet import CRASHED, Folder, Verdict, World, fleet_of
+from memory_fleet import CRASHED, Verdict, World, fleet_of
 from scheduled_fleets import (
     BATCH,
     BOUNDED,
@@ -28,13 +27,11 @@ from scheduled_fleets import (
     TOO_LATE,
     Ledger,
     data,
-    inject,
+    play_fleet,
     shuffled,
     touched,
 )
-from scheduler import Scheduler
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from paceline import concurrency
 from paceline.step.late import catch_up
@@ -151,25 +148,14 @@ def draw_script(seed: int) -> Script:
 def play_script(seed: int, *, script: Script | None = None) -> Verdict:
     """Run the script of this seed, and judge it."""
     script = script or draw_script(seed)
-    torch.set_num_threads(1)
-    scheduler = Scheduler(f"script schedule {seed}")
-    with (
-        Folder() as folder,
-        mock.patch.object(catch_up, "MOST_BYTES", script.most_bytes),
-        mock.patch.dict(_global_optimizer_pre_hooks),
-        mock.patch.dict(_global_optimizer_post_hooks),
-    ):
-        program = lambda world, slot: run(script, world, slot)  # noqa: E731
-        world = World(scheduler, program, size=script.size, minimum=script.minimum, folder=folder)
-        for point, kind, slot, thread in script.faults:
-            happens = partial(inject, world, kind, slot)
-            if thread == "received":
-                world.after_received(f"worker {(slot + 1) % script.size}.0", point, happens)
-            elif thread:
-                scheduler.at_point_of(f"worker {slot}.0", thread, point, happens)
-            else:
-                scheduler.at_point(point, happens)
-        verdict = world.run()
+    verdict = play_fleet(
+        f"script schedule {seed}",
+        lambda world, slot: run(script, world, slot),
+        size=script.size,
+        minimum=script.minimum,
+        faults=script.faults,
+        most_bytes=script.most_bytes,
+    )
     judge(script, verdict)
     return verdict
 

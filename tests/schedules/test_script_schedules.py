@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import os
-from collections.abc import Iterator
-
 import pytest
 from scheduled_scripts import draw_script, play_script
 
 CHUNK, LONG_CHUNK, LONG = 20, 200, 5_000
 FOUND = (3614, 5499, 5634, 6215)
 """Seeds that showed a bug which is mended since."""
-
-
-@pytest.fixture
-def one_core() -> Iterator[None]:
-    """One thread runs at a time: on one core its turn passes on fastest. Garbage is looked for as in
-    `test_fleet_schedules.py`."""
-    before = os.sched_getaffinity(0)
-    gc.collect()
-    gc.freeze()
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    os.sched_setaffinity(0, {sorted(before)[worker % len(before)]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-        gc.unfreeze()
 
 
 def ends_well(seed: int) -> None:

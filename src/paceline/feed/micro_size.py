@@ -164,7 +164,7 @@ class SizeSearch:
         """Begin a step with ``share`` samples, which has a ``deadline`` or not.
 
         The first step is not timed: the optimiser has no state yet, so its use of memory is unknown. A size that only
-        the share bounded is searched again when the share has grown by half.
+        the share bounded is searched again when the share has outgrown it by `HEADROOM`.
         """
         if not share:
             return

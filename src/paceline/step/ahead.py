@@ -19,7 +19,7 @@ from paceline.gradients import Header
 from paceline.gradients.scaling import is_active
 from paceline.records import StepRecord
 from paceline.step.checks.comparison import is_examined
-from paceline.step.device import DeviceClock, mark, wait_for_event
+from paceline.step.device import DeviceClock, mark, tensors_in, wait_for_event
 from paceline.step.losses.loss_weights import Tally
 from paceline.step.record import has_gradient, record_of, write_header
 from paceline.step.step_state import StepState, Work
@@ -37,15 +37,12 @@ class StepAhead:
     def __init__(self, loop: LoopContext, step_state: StepState, clock: DeviceClock, clip_norm: float | None) -> None:
         """Leave the mean gradient in ``p.grad``, and have its numbers copied to the host, without waiting."""
         self.step_state, self._loop, self._clock = step_state, loop, clock
-        self.applied = True
-        """Whether the parameters were updated; sure after `finish`."""
         self.record: StepRecord | None = None
         """The step's record, complete after `finish`; until then as the host knows it."""
         self.complete: Callable[[], None] = lambda: None
         """Function that finishes the step, and does what its round's end would have done."""
         work = step_state.work
         self.header = write_header(loop, _without_numbers(step_state, loop), {}, finite=True)
-        self.header.used[:] = loop.gradients.buckets.used()
         norm, finite, self._bad = loop.gradients.mean_gradient.make_on_device(work.weight, clip_norm)
         self._numbers = _Numbers(work, [norm, finite], loop.device)
 
@@ -68,8 +65,7 @@ class StepAhead:
             work.seconds = seconds
         header = write_header(loop, replace(step_state, work=work), {}, finite=bool(finite))
         header.write(loop.transport.rank, overflow=0.0, nonfinite=not finite)  # a scaler may have come since
-        self.applied = has_gradient(header)
-        if self.applied:
+        if applied := has_gradient(header):
             loop.gradients.mean_gradient.measured(header, norm)
         known = self.record
         assert known is not None
@@ -80,7 +76,7 @@ class StepAhead:
             round_s=known.round_s or 0.0,
             emulated=False,
             auto=loop.micro_batches.auto,
-            grad_norm=norm if self.applied else None,
+            grad_norm=norm if applied else None,
         )
         late = ("seconds", "weight", "loss", "sums", "grad_norm", "applied")
         self.record = loop.training.amend({name: getattr(full, name) for name in late})
@@ -132,7 +128,7 @@ class _Numbers:
     def __init__(self, work: Work, more: Sequence[torch.Tensor], device: torch.device) -> None:
         """Start copying the tensors of the work and ``more`` of them."""
         self._work, self._more = work, more
-        there = [*more, *_tensors_in(vars(work)), *_tensors_in(vars(work.tally))]
+        there = [*more, *tensors_in(work)]
         self._places = {id(one): place for place, one in enumerate(there)}
         stacked = torch.stack([one.detach().reshape(()).to(device, torch.float64) for one in there])
         self._here = torch.empty(stacked.shape, dtype=torch.float64, pin_memory=device.type == "cuda")
@@ -149,17 +145,8 @@ class _Numbers:
         return work, numbers[: len(self._more)]
 
 
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples and dictionaries."""
-    for value in values.values() if isinstance(values, dict) else values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple, dict)) and value:
-            yield from _tensors_in(value)
-
-
 def _filled_in(values: Any, known: Mapping[int, float]) -> Any:
-    """Return the values of such a collection with a number in the place of each tensor."""
+    """Return nested lists, tuples and dictionaries with a number in the place of each tensor."""
     if isinstance(values, torch.Tensor):
         return known[id(values)]
     if isinstance(values, dict):

@@ -116,7 +116,7 @@ class StepState:
     until: float | None = None
     """The time when this lap ends: the deadline, once the clock runs."""
     floor: int = 0
-    """With fewer samples counted the round does not close at its deadline, and free workers go on."""
+    """The samples below which the round does not close at its deadline: free workers go on."""
     work: Work = field(default_factory=Work)
     next_plan: Plan | None = None
     ranges: tuple[tuple[Range, ...], ...] = ()

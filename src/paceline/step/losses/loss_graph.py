@@ -181,7 +181,7 @@ class _Reader:
         self.several = False
         self._noted: set[Any] = set()
         self._divided: dict[Any, tuple[Any, Any]] = {}
-        """By sum: the tensor that it is divided by, and whether that is a count of what is summed."""
+        """The tensor that each sum is divided by, and whether that is a count of what is summed."""
         self.class_weights: list[Any] = []
         """The sums of the weights of classes, in the loss's terms that are losses of class numbers."""
         self._terms = 0
