@@ -134,7 +134,7 @@ def at_scale(workers: int, seeds: int) -> Size:
         sample_ms=20.0,
         target=0.55,
         updates=600,
-        fleets={workers: seeds},
+        fleets={workers: 1},
         played=220,
         together=True,
         workers=workers,
