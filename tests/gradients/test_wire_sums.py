@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from one_process import Meeting, Threads
 from paceline.gradients import Gradients, Header
-from paceline.gradients.wire_sums import WireSum, bytes_on_wire, start_sum
+from paceline.gradients.fleet_sums import WireSum, bytes_on_wire, start_sum
 from paceline.settings import must_agree
 from paceline.training.combines import check_backend, check_wire, make_combine
 from paceline.transport import Alone

@@ -16,9 +16,8 @@ import torch
 from paceline.errors import GenerationOver
 from paceline.gradients.accumulation import Accumulation
 from paceline.gradients.buffers import BufferSnapshot, ModuleBuffers
-from paceline.gradients.fleet_sums import Tensors, sum_until_done, try_sums
+from paceline.gradients.fleet_sums import Tensors, start_sum, sum_until_done, try_sums
 from paceline.gradients.header import Header
-from paceline.gradients.wire_sums import start_sum
 from paceline.transport import Collective, Pending
 from paceline.transport.formats import Format
 from paceline.transport.pending import Never, wait_for_all

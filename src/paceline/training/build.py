@@ -11,9 +11,8 @@ from paceline import concurrency
 from paceline.errors import MisuseError
 from paceline.feed import Order, Source, batch_count_note
 from paceline.feed.sample_dealing import BatchDealing
-from paceline.gradients.fleet_sums import like_flats
-from paceline.gradients.varying import VaryingCount
-from paceline.gradients.wire_sums import bytes_on_wire
+from paceline.gradients.fleet_sums import bytes_on_wire, like_flats
+from paceline.gradients.mean import VaryingCount
 from paceline.machines.link import link_from_env
 from paceline.records import LoopSettings
 from paceline.settings import check_sync_batch_norm, must_agree, read_settings

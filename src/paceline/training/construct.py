@@ -15,8 +15,8 @@ from paceline.feed.dealing import Dealing, make_dealing
 from paceline.feed.micro_size import SizeSearch, first_size
 from paceline.feed.sample_dealing import BatchDealing
 from paceline.gradients import Gradients
+from paceline.gradients.mean import VaryingCount
 from paceline.gradients.second_order import needs_graph
-from paceline.gradients.varying import VaryingCount
 from paceline.pace.forecast import Learner
 from paceline.records import LoopSettings
 from paceline.settings import has_batch_norm, is_compiled
