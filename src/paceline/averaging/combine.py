@@ -39,10 +39,9 @@ from paceline.records import Plan, StepRecord
 from paceline.step.combine import CombineParts
 from paceline.step.context import LoopContext
 from paceline.step.gradient_combine import may_apply
-from paceline.step.record import WORK
 from paceline.step.round import SynchronousRound
 from paceline.step.step import Step
-from paceline.step.step_state import StepState
+from paceline.step.step_state import WORK, StepState
 from paceline.transport import Transport
 
 PERIOD_OVER, ROUND_OVER = 1, 2

@@ -22,7 +22,7 @@ from paceline.gradients.exchange import Buffers, share
 from paceline.gradients.fleet_sums import Flats, Tensors, start_sum, try_sums
 from paceline.gradients.header import Layout
 from paceline.step.context import LoopContext
-from paceline.step.record import measured
+from paceline.step.step_state import measured
 from paceline.transport.base import Pending
 from paceline.transport.formats import Format
 from paceline.transport.pending import wait_for_all

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.feed import Order, Source
 from paceline.feed.custom_orders import overlapped
 from paceline.feed.dealing import Dealing, make_dealing
-from paceline.feed.micro_size import SizeSearch, first_size
 from paceline.feed.sample_dealing import BatchDealing
 from paceline.gradients import Gradients
 from paceline.gradients.mean import VaryingCount
@@ -21,12 +20,12 @@ from paceline.pace.forecast import Learner
 from paceline.records import LoopSettings
 from paceline.settings import has_batch_norm, is_compiled
 from paceline.step.checks import schedules
-from paceline.step.checks.orders import check_order
+from paceline.step.checks.sameness import check_order
 from paceline.step.checks.user_code import hooks_text
 from paceline.step.combine import CombineParts
 from paceline.step.context import EpochLength, LoopContext, LoopPosition, MicroBatching, ReplicaAccess, RunNotes
 from paceline.step.members import Membership
-from paceline.step.micro_batch_size import Guard, Sizing, shrink
+from paceline.step.micro_batch_size import Guard, SizeSearch, Sizing, first_size, shrink
 from paceline.step.script_loops import ScriptLoop
 from paceline.step.steps import StepLoop
 from paceline.step.training_state import TrainingState
