@@ -17,7 +17,7 @@ from paceline.settings import must_agree
 from paceline.training.combines import check_backend, check_wire, make_combine
 from paceline.transport import Alone
 from paceline.transport.formats import FORMATS, SMALLEST, format_of
-from paceline.transport.pending import wait_for_all
+from paceline.transport.group import wait_for_all
 
 LARGE = 40_000
 """Numbers of a tensor that is worth a format."""

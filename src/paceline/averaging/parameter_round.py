@@ -25,7 +25,7 @@ from paceline.step.context import LoopContext
 from paceline.step.step_state import measured
 from paceline.transport.base import Pending
 from paceline.transport.formats import Format
-from paceline.transport.pending import wait_for_all
+from paceline.transport.group import wait_for_all
 
 Written = TypeVar("Written")
 

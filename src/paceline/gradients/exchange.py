@@ -20,7 +20,7 @@ from paceline.gradients.fleet_sums import Tensors, start_sum, sum_until_done, tr
 from paceline.gradients.header import Header
 from paceline.transport import Collective, Pending
 from paceline.transport.formats import Format
-from paceline.transport.pending import Never, wait_for_all
+from paceline.transport.group import Never, wait_for_all
 
 Buffers = tuple[list[int], torch.Tensor]
 """The numbers of the buffers that a round gives to all workers, and their bytes."""

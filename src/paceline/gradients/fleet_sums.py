@@ -20,7 +20,7 @@ from paceline.errors import GenerationOver
 from paceline.transport import Collective, Pending
 from paceline.transport.base import Renew, RoundTensors, empty_ones
 from paceline.transport.formats import Format
-from paceline.transport.pending import wait_for_all
+from paceline.transport.group import wait_for_all
 
 
 class WireSum(Pending):
